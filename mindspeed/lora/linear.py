@@ -18,10 +18,10 @@ from mindspeed.errors import ConfigError
 from mindspeed.lora.adapted_linear import adapted_linear
 from mindspeed.lora.config import WHOLE, LoraConfig
 from mindspeed.te import comm, local_linears
-from mindspeed.te.base import mark_tensor_parallel
 from mindspeed.te.linear import Linear
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import compute_dtype
+from mindspeed.te.parameter_marks import mark_adapter
 
 
 class TPShard(NamedTuple):
@@ -277,11 +277,13 @@ def new_matrices(
         (lora_b, 0, shard.mode == "column"),
     ):
         for parameter in matrices.values():
-            parameter.allreduce = getattr(weight, "allreduce", True)  # Megatron's mark of experts
-            if sharded:
-                mark_tensor_parallel(parameter, dim)
-            elif shard.size > 1 and (shard.mode is not None or shard.sequence_parallel):
-                parameter.partial_over_tp = shard.group
+            partial = shard.mode is not None or shard.sequence_parallel
+            mark_adapter(
+                parameter,
+                weight,
+                dim if sharded else None,
+                shard.group if partial and shard.size > 1 else None,
+            )
     return lora_a, lora_b
 
 

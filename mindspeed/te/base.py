@@ -28,8 +28,6 @@ from mindspeed.te.quantization import as_bytes, saved_factors
 Init = Callable[[torch.Tensor], Any]
 GetTracker = Callable[[], Any]
 
-DATA_PARALLEL_TRACKER = "data-parallel-rng"
-
 _dummy_wgrads: dict[tuple[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -115,18 +113,6 @@ def divide(total: int, parts: int, what: str) -> int:
 def tensor_parallel_size(tp_group: Any, tp_size: int) -> int:
     """Return the size of ``tp_group``; ``tp_size`` speaks for a group that is yet to be given."""
     return tp_size if tp_group is None else int(tp_group.size())
-
-
-def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
-    """Mark ``parameter`` as this rank's shard, along ``dim``, of a tensor-parallel weight.
-
-    Args:
-        parameter: ``[out, in]`` or ``[out]``, any dtype; only attributes are set.
-        dim: The sharded dimension.
-    """
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    parameter.partition_dim = dim  # type: ignore[attr-defined]
-    parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

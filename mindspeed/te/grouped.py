@@ -16,8 +16,9 @@ import torch
 
 from mindspeed.te import fp8, kernels
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
-from mindspeed.te.linear import mark_bias, mark_linear, refuse_userbuffers
+from mindspeed.te.linear import refuse_userbuffers
 from mindspeed.te.linear_function import compute_dtype
+from mindspeed.te.parameter_marks import mark_bias, mark_linear
 from mindspeed.te.quantization import Cast, Casts, check_multiples
 from mindspeed.te.weight_gradient import (
     DelayedWgrad,

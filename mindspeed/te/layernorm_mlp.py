@@ -18,10 +18,10 @@ from mindspeed.te.base import (
     Init,
     TransformerEngineBaseModule,
     divide,
-    mark_tensor_parallel,
 )
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
+from mindspeed.te.parameter_marks import mark_tensor_parallel
 from mindspeed.te.weight_gradient import WgradOptions
 
 ACTIVATIONS: dict[str, type[ops._Activation]] = {

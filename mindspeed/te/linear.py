@@ -12,14 +12,13 @@ import torch
 
 from mindspeed.te import comm, fp8, kernels
 from mindspeed.te.base import (
-    DATA_PARALLEL_TRACKER,
     GetTracker,
     Init,
     TransformerEngineBaseModule,
-    mark_tensor_parallel,
 )
 from mindspeed.te.linear_communication import LinearCommunication, overlaps_communication
 from mindspeed.te.linear_function import linear
+from mindspeed.te.parameter_marks import mark_bias, mark_linear
 from mindspeed.te.weight_gradient import DelayedWgrad
 from mindspeed.tensor_parallel import regions
 
@@ -232,29 +231,6 @@ class LayerNormLinear(Linear):
             rms=self.normalization == "RMSNorm",
             zero_centered_gamma=self.zero_centered_gamma,
         )
-
-
-def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | None) -> None:
-    """Mark a weight ``[out, in]`` (any dtype) as a tensor-parallel shard.
-
-    An expert layer passes no ``parallel_mode`` because its communication is the dispatcher's, yet
-    its weight is a shard; only a weight drawn from the data-parallel stream is a true duplicate,
-    and counting it on every rank would inflate the gradient norm.
-    """
-    if parallel_mode is None and tracker == DATA_PARALLEL_TRACKER:
-        return
-    mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
-
-
-def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: bool) -> None:
-    """Mark a bias ``[out]``, any dtype.
-
-    It is sharded with the outputs of a column layer and replicated in a row layer.
-    """
-    if parallel_mode == "row":
-        bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-    elif parallel_mode == "column":
-        mark_tensor_parallel(bias, 0)
 
 
 def refuse_userbuffers(options: dict[str, Any]) -> None:

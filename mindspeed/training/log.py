@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
+from mindspeed.te.parameter_marks import counted
 from mindspeed.training.flops import flops_of_tokens
 from mindspeed.training.forward_step import Reports, sum_reports
 from mindspeed.training.sinks import open_sinks
@@ -239,15 +240,20 @@ def _summary(
 
 
 def _params_norm(model: TrainedModel) -> float:
-    """Norm of all parameters: each counted once over tensor ranks, summed over stages."""
-    total = torch.zeros((), dtype=torch.float32, device=device.current().torch_device())
+    """Norm of all parameters: each counted once over the ranks that hold parts of the model."""
+    totals = torch.zeros(2, dtype=torch.float32, device=device.current().torch_device())
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    expert_tp_rank = parallel_state.get_expert_tensor_parallel_rank()
     for chunk in model.chunks:
         for parameter in chunk.parameters():
-            mine = getattr(parameter, "tensor_model_parallel", False)
-            if mine or parallel_state.get_tensor_model_parallel_rank() == 0:
-                total += parameter.detach().float().square().sum()
-    dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
-    return math.sqrt(total.item())
+            if counted(parameter, tp_rank, expert_tp_rank):
+                kind = 0 if getattr(parameter, "allreduce", True) else 1
+                totals[kind] += parameter.detach().float().square().sum()
+    dense, experts = totals.unbind()
+    dist.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    dist.all_reduce(experts, group=group)
+    return math.sqrt((dense + experts).item())
 
 
 _LOSSES_OF_EXPERTS = {

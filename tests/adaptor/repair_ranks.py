@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -359,3 +360,85 @@ def layer_with_bias() -> tuple[torch.Tensor, torch.nn.Linear]:
     torch.manual_seed(3)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     return x, torch.nn.Linear(4, 4, dtype=torch.float64)
+
+
+def vocabulary_losses() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Losses and gradients of smoothed labels, and losses of gathered logits: found and right."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(3, 2, 8, generator=generator).requires_grad_()
+    target = torch.randint(0, 8, (3, 2), generator=generator)
+    part = whole.detach().chunk(2, -1)[dist.get_rank()].clone().requires_grad_()
+    smoothed = tensor_parallel.vocab_parallel_cross_entropy(part.clone(), target, 0.1)
+    smoothed.square().sum().backward()
+    # Megatron's share is that of the labels that are not the target.
+    rows = torch.nn.functional.one_hot(target, 8) * (0.9 - 0.1 / 7) + 0.1 / 7
+    right = -(rows * whole.log_softmax(-1)).sum(-1)
+    right.square().sum().backward()
+
+    model = types.SimpleNamespace(
+        config=types.SimpleNamespace(tensor_model_parallel_size=2, cross_entropy_loss_fusion=False),
+        vocab_size=8,
+    )
+    loss = LanguageModule.compute_language_model_loss
+    gathered = tensor_parallel.gather_from_tensor_model_parallel_region(part.detach().clone())
+    plain = torch.nn.functional.cross_entropy(whole.detach().flatten(0, 1), target.flatten())
+    return {
+        "smoothed": (smoothed.detach(), right.detach()),
+        "gradient": (part.grad, whole.grad.chunk(2, -1)[dist.get_rank()]),
+        "gathered": (loss(model, target.t(), gathered).mean(), plain),
+    }
+
+
+def strided_sums() -> list[torch.Tensor]:
+    """The sum of a transposed tensor, and of the gradient of a slice, over two ranks."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    mine = torch.full((3, 2), dist.get_rank() + 1.0)
+    copied = mine.clone().requires_grad_()
+    whole = tensor_parallel.copy_to_tensor_model_parallel_region(copied)
+    whole.backward(torch.full((2, 3), dist.get_rank() + 1.0).t())
+    return [tensor_parallel.reduce_from_tensor_model_parallel_region(mine.t()), copied.grad]
+
+
+def context_parallel_losses(counts: list[tuple[int, int]]) -> list[list[float]]:
+    """Loss and weight of a token on this rank for the tokens that count on each of two ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    found = []
+    for of_ranks in counts:
+        losses = (torch.arange(8.0) + 1 + dist.get_rank()).requires_grad_()
+        mask = (torch.arange(8) < of_ranks[dist.get_rank()]).float()
+
+        def loss_of(output: torch.Tensor, mask: torch.Tensor = mask) -> tuple[Any, ...]:
+            return (output * mask).sum(), mask.sum().int(), {}
+
+        loss, number = _calculated(schedules, losses, loss_of, per_token=False)
+        loss.backward()
+        assert number == of_ranks[dist.get_rank()] and not number.is_floating_point()
+        found.append([loss.item(), losses.grad[0].item()])
+    return found
+
+
+def two_values(per_token: bool) -> float:
+    """The loss of a loss function of two values."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    parallel_state.initialize_model_parallel()
+    loss_of = lambda output: (output.mean(), {})  # noqa: E731
+    return _calculated(schedules, torch.ones(4), loss_of, per_token=per_token)[0].item()
+
+
+def _calculated(schedules: Any, losses: torch.Tensor, loss_of: Any, *, per_token: bool) -> Any:
+    config = types.SimpleNamespace(calculate_per_token_loss=per_token, timers=None)
+    size = dist.get_world_size()
+    return schedules.forward_step_calc_loss(
+        None, losses * 1, loss_of, config, None, False, 1, [], size, True
+    )

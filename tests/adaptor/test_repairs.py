@@ -258,3 +258,35 @@ def test_a_checkpointed_function_may_return_a_parameter(ranks):
         torch.testing.assert_close(found, parameter.grad)
     ((leaf, _),) = ranks(1, repair_ranks.checkpointed_bias, False, setup=ADAPTOR)
     assert not leaf  # its history leads back into the checkpoint
+
+
+def test_vocabulary_parallel_losses_are_those_of_the_whole_vocabulary(ranks):
+    for found in ranks(2, repair_ranks.vocabulary_losses, setup=ADAPTOR, timeout=120):
+        for name, (value, right) in found.items():
+            torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_strided_tensors_are_reduced(ranks):
+    for found in ranks(2, repair_ranks.strided_sums, setup=ADAPTOR, timeout=120):
+        assert all(bool((value == 3).all()) for value in found)
+
+
+def test_context_parallel_losses_are_means_over_all_tokens(ranks):
+    counts = [(1, 3), (3, 3), (0, 4), (1, 0), (0, 0), (5, 5)]
+    found = ranks(2, repair_ranks.context_parallel_losses, counts, setup=ADAPTOR, timeout=120)
+    for of_ranks, *results in zip(counts, *found, strict=True):
+        total = max(sum(of_ranks), 1)
+        for rank, (loss, weight) in enumerate(results):
+            number = of_ranks[rank]
+            sum_of_losses = sum(i + 1 + rank for i in range(number))
+            # Data parallelism averages over the two ranks.
+            assert loss / 2 == pytest.approx(sum_of_losses / total)
+            assert weight / 2 == pytest.approx(bool(number) / total)
+            if of_ranks[0] == of_ranks[1] and number:
+                assert torch.tensor(loss) == torch.tensor(float(sum_of_losses)) / number
+
+
+def test_a_loss_of_two_values_is_refused_where_losses_are_per_token(ranks):
+    assert ranks(1, repair_ranks.two_values, False, setup=ADAPTOR, timeout=120) == [1.0]
+    with pytest.raises(RankError, match="calculate-per-token-loss needs a loss function that"):
+        ranks(1, repair_ranks.two_values, True, setup=ADAPTOR, timeout=120)

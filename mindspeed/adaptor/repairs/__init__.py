@@ -27,6 +27,7 @@ from mindspeed.adaptor.repairs import (
     latent_key_gradient,
     layer_comm_types,
     local_spec,
+    loss_normalisation,
     mla_rope_fusion,
     mtp_tied_output,
     mtp_token_count,
@@ -37,10 +38,13 @@ from mindspeed.adaptor.repairs import (
     optimizer_schedule,
     optimizer_states,
     packed_batch,
+    parameter_marks,
     process_groups,
     rng_shards,
     rng_tracker,
     router_loss_scale,
+    strided_reduce,
+    vocabulary_loss,
     yarn,
 )
 from mindspeed.device import Device
@@ -52,6 +56,10 @@ _EVERYWHERE = (
     router_loss_scale,
     expert_counts,
     checkpointed_parameters,
+    parameter_marks,
+    loss_normalisation,
+    strided_reduce,
+    vocabulary_loss,
 )
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed.adaptor.patch import Patch
 
@@ -47,32 +46,15 @@ def _full_output(config: Any, group: Any) -> Callable[..., Any]:
             full = tensor_parallel.gather_from_tensor_model_parallel_region(full, group=group)
         if not config.sequence_parallel:
             latent, key = full.split(sizes, dim=-1)
-            full = torch.cat([latent, _SumInBackward.apply(key, group)], dim=-1)
+            # Its gradient is a slice: repairs/strided_reduce.py reduces it.
+            key = tensor_parallel.copy_to_tensor_model_parallel_region(key, group=group)
+            full = torch.cat([latent, key], dim=-1)
         elif sharded:
             # Megatron gathers the keys along the sequence; the backward of that gather reduces.
             full = tensor_parallel.scatter_to_sequence_parallel_region(full, group=group)
         return full, bias
 
     return hook
-
-
-class _SumInBackward(torch.autograd.Function):
-    """Identity; its gradient is summed over the group.
-
-    ``copy_to_tensor_model_parallel_region`` of Megatron loses the sum of a gradient that is not
-    contiguous (it reduces a contiguous copy), and this one is a slice of the last dimension.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 PATCHES = (
