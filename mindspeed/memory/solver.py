@@ -7,18 +7,22 @@ of a stage is held for ``k`` micro-batches at once (:mod:`mindspeed.memory.in_fl
     minimise    sum T + max(0, seconds_per_host_byte * sum H - hidden_seconds)
     such that   static + sum k A + max W <= budget,    sum k H <= host_budget
 
-Method: for each cap on ``W``, a dynamic programme over the layers, whose states are the
-undominated sums of bytes and seconds so far (Nemhauser and Ullmann, "Discrete dynamic programming
-and capital allocation", 1969). Sums are exact, so a solution is always feasible; it is optimal as
-long as there are at most ``MOST_STATES`` states. Beyond that, of states with nearly equal bytes
-only the fastest survives, and the one with the fewest bytes: a device budget that can be met is.
+Method: for a cap on ``W``, a dynamic programme over the layers, whose states are the undominated
+sums of bytes and seconds so far (Nemhauser and Ullmann, "Discrete dynamic programming and capital
+allocation", 1969). Ranges of caps are solved with the largest of them allowed and the smallest
+charged, which no choice of the range beats; a range whose answer does not fit is halved. Sums are
+exact, so a solution is always feasible; it is optimal for any number of distinct transients as long
+as there are at most ``MOST_STATES`` states and ``MOST_CANDIDATES`` undominated candidates a layer.
+Beyond that, of states with nearly equal bytes only the fastest survives, and the one with the
+fewest bytes: without a host budget, a device budget that can be met is.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +31,6 @@ from mindspeed.errors import ConfigError
 
 MOST_STATES = 4096
 MOST_CANDIDATES = 64
-MOST_CAPS = 16
 MOST_HOST_CELLS = 32
 _UNLIMITED = 2**62
 
@@ -137,14 +140,31 @@ def solve(layers: Sequence[LayerCosts], budget: Budget) -> Solution:
     Raises:
         NothingFits: no choice fits; has the one with the smallest peak.
     """
-    best = None
-    for cap in _caps(layers):
-        states = _states(layers, cap, budget.device - budget.static - cap, budget.host)
-        if states is not None:
-            seconds = states[-1].seconds + budget.exposed_seconds(states[-1].moved)
-            fastest = int(np.lexsort((states[-1].kept, states[-1].moved, seconds))[0])
-            if best is None or seconds[fastest] < best[0]:
-                best = seconds[fastest], _choices(states, fastest)
+    caps = _caps(layers)
+    ranges = [(0.0, 0, len(caps))]  # lower bound of seconds, first and last cap (excluded)
+    best: tuple[float, list[int]] | None = None
+    while ranges:
+        bound, first, end = heapq.heappop(ranges)
+        if best is not None and bound >= best[0]:
+            break
+        # No choice with its largest transient in the range is faster than the fastest that may
+        # have the largest of them and is charged the smallest.
+        free = budget.device - budget.static - caps[first]
+        states = _states(layers, caps[end - 1], free, budget.host)
+        if states is None:
+            continue
+        seconds = states[-1].seconds + budget.exposed_seconds(states[-1].moved)
+        fastest = int(np.lexsort((states[-1].kept, states[-1].moved, seconds))[0])
+        bound = float(seconds[fastest])
+        if best is not None and bound >= best[0]:
+            continue
+        choices = _choices(states, fastest)
+        if _solution(layers, choices, budget).peak <= budget.device:
+            best = bound, choices
+        elif end - first > 1:
+            middle = (first + end) // 2
+            heapq.heappush(ranges, (bound, first, middle))
+            heapq.heappush(ranges, (bound, middle, end))
     if best is None:
         raise NothingFits(budget, smallest_peak(layers, budget))
     return _solution(layers, best[1], budget)
@@ -152,15 +172,26 @@ def solve(layers: Sequence[LayerCosts], budget: Budget) -> Solution:
 
 def smallest_peak(layers: Sequence[LayerCosts], budget: Budget) -> Solution | None:
     """The solution with the fewest device bytes; None if the host has too little for any."""
-    found = None
+    ordered = [_in_order_of_seconds(layer) for layer in layers]
+    timeless = [
+        replace(one, candidates=tuple(replace(plan, seconds=0.0) for plan in one.candidates))
+        for one in ordered
+    ]
+    found: Solution | None = None
     for cap in _caps(layers):
-        states = _states(layers, cap, _UNLIMITED, budget.host)
+        if found is not None and budget.static + cap >= found.peak:
+            break  # the transient alone is as large, and so are all that follow
+        states = _states(timeless, cap, _UNLIMITED, budget.host)
         if states is not None:
-            chosen = _choices(states, int(np.argmin(states[-1].kept)))
-            solution = _solution(layers, chosen, budget)
+            solution = _solution(ordered, _choices(states, int(np.argmin(states[-1].kept))), budget)
             if found is None or solution.peak < found.peak:
                 found = solution
     return found
+
+
+def _in_order_of_seconds(layer: LayerCosts) -> LayerCosts:
+    """Of plans with equal bytes the fastest comes first, and is chosen."""
+    return replace(layer, candidates=tuple(sorted(layer.candidates, key=lambda one: one.seconds)))
 
 
 def undominated(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -196,11 +227,8 @@ class _States:
 
 
 def _caps(layers: Sequence[LayerCosts]) -> list[int]:
-    """Values of the largest transient to try: all that occur, or evenly spread ones of them."""
-    values = sorted({one.transient for layer in layers for one in layer.candidates})
-    if len(values) <= MOST_CAPS:
-        return values or [0]
-    return [values[i] for i in np.linspace(0, len(values) - 1, MOST_CAPS).astype(int)]
+    """All values that the largest transient may have, in order."""
+    return sorted({one.transient for layer in layers for one in layer.candidates}) or [0]
 
 
 def _states(

@@ -195,6 +195,42 @@ def test_a_peak_above_the_prediction_is_believed():
         state.next(1000)
 
 
+PARTS = Candidate("parts", 3, 0.5, transient=4)
+WHOLE = Candidate("whole", 2, 1.0, transient=20)
+
+
+def in_parts(device):
+    return Adaptation([LayerCosts((KEEP, PARTS, WHOLE))] * 6, Budget(device), [WHOLE] * 6)
+
+
+def test_a_plan_with_less_transient_memory_is_tried_before_a_budget_is_refused():
+    """30 bytes apart from layers: recomputing whole layers needs 62, in parts 52."""
+    state = in_parts(device=53)
+    peak = 30 + 6 * 2 + 20
+    assert state.next(peak).peak == 52
+    while not state.finished:
+        peak = 30 + kept_in_force(state) + max(one.transient for one in state.in_force)
+        state.next(peak)
+        assert 30 + kept_in_force(state) + max(one.transient for one in state.in_force) <= 53
+
+
+def test_a_budget_is_refused_when_the_tried_plan_shows_that_the_peak_is_elsewhere():
+    """50 bytes at the loss: transients do not decide, and whole layers do keep least."""
+    state = in_parts(device=53)
+    state.next(max(20, 50) + 6 * 2)
+    with pytest.raises(NothingFits, match="6 x whole"):
+        state.next(50 + 6 * 3)
+
+
+def test_a_budget_below_every_plan_is_refused_at_once():
+    with pytest.raises(NothingFits):
+        in_parts(device=51).next(30 + 6 * 2 + 20)
+
+
+def kept_in_force(state):
+    return sum(one.kept for one in state.in_force)
+
+
 def test_replay_starts_again_and_has_the_attributes_of_the_source():
     class Source:
         length = 3

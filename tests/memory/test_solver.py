@@ -209,3 +209,15 @@ def test_error_names_the_smallest_peak_and_what_reaches_it():
 
 def test_stage_without_layers():
     assert solve([], Budget(10, static=4)).peak == 4
+
+
+def test_optimal_with_more_distinct_transients_than_a_list_of_them_would_try():
+    # Recomputing in 40 sizes of parts: fewer kept bytes need a larger transient and more time.
+    layer = LayerCosts(
+        tuple(Candidate(n, kept=400 - 7 * n, seconds=float(n), transient=9 * n) for n in range(40))
+    )
+    for device in (800, 850, 903, 977):
+        check([layer] * 2, Budget(device))
+    few = LayerCosts(tuple(Candidate(n, 100 - n, 1.0, transient=n * n) for n in range(40)))
+    smallest = min(2 * one.kept + one.transient for one in few.candidates)
+    assert solver.smallest_peak([few] * 2, Budget(0)).peak == smallest

@@ -9,7 +9,9 @@ The peak of a step is reached while a layer is in backward, or elsewhere, such a
     peak = sum k A + max(static + max W, elsewhere)
 
 Every measured peak bounds both unknowns from above; the smallest bounds are used, and both rise
-where a peak is larger than they predict.
+where a peak is larger than they predict. The plan that keeps least recomputes whole layers, so its
+peak alone does not tell whether less transient memory would help: where nothing fits by the bounds,
+the plan with the smallest peak for ``elsewhere = 0`` is tried before a budget is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mindspeed.memory.solver import Budget, Candidate, LayerCosts, Solution, smallest_peak, solve
+from mindspeed.memory.solver import (
+    Budget,
+    Candidate,
+    LayerCosts,
+    NothingFits,
+    Solution,
+    smallest_peak,
+    solve,
+)
 
 SHARES = (0.8, 0.9, 0.95, 1.0)
 
@@ -57,7 +67,13 @@ class Adaptation:
         if least is not None and least.peak < device:
             device = least.peak + int(SHARES[self.solved] * (device - least.peak))
         self.solved += 1
-        return self._solve(replace(self.budget, device=device))
+        try:
+            return self._solve(replace(self.budget, device=device))
+        except NothingFits:
+            untried = self._smallest_if_backward_decides()
+            if untried is None:
+                raise
+            return untried
 
     def after_out_of_memory(self) -> Solution:
         """A plan for 95 % of the budget, which proved too large.
@@ -67,6 +83,20 @@ class Adaptation:
         """
         self.budget = replace(self.budget, device=int(0.95 * self.budget.device))
         return self._solve(self.budget)
+
+    def _smallest_if_backward_decides(self) -> Solution | None:
+        """The plan with the smallest peak if every peak is reached while a layer is in backward.
+
+        Adopted for the next step, whose peak tells whether it is; None if it does not fit either,
+        was tried just now, or no step would follow to correct it.
+        """
+        smallest = smallest_peak(self.layers, self.budget)
+        if smallest is None or smallest.peak > self.budget.device or self.finished:
+            return None
+        if [one.plan for one in smallest.chosen] == [one.plan for one in self.in_force]:
+            return None
+        self.in_force = smallest.chosen
+        return smallest
 
     def _observe(self, peak: int) -> None:
         counts = [layer.in_flight for layer in self.layers]
