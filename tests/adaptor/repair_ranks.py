@@ -330,3 +330,14 @@ def counted_tokens(repaired: bool) -> list[float]:
         mask, count = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         counts.append(float(count))
     return counts
+
+
+def padded_routing_map() -> tuple[torch.Tensor, torch.Tensor, object]:
+    """A routing map padded to multiples of 16, the map, and the kernel of the KV cache."""
+    from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.transformer.moe import token_dispatcher
+
+    torch.manual_seed(0)
+    routing_map = torch.rand(40, 4) < 0.3
+    padded = token_dispatcher.fused_pad_routing_map(routing_map, 16)
+    return padded, routing_map, dynamic_context.triton_append_key_value_cache

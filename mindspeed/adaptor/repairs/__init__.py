@@ -18,6 +18,7 @@ from mindspeed.adaptor.repairs import (
     dataset_helpers,
     fsdp_swiglu,
     fused_kernels,
+    fused_routing_map,
     gpu_affinity,
     grouped_experts,
     jit_warmup,
@@ -41,7 +42,7 @@ from mindspeed.device import Device
 
 _EVERYWHERE = (rng_tracker, latent_key_gradient)
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
-_WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
+_WITHOUT_CUDA = (fused_kernels, fused_routing_map, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)
 _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     packed_batch: lambda values: values.get("sft"),
