@@ -2,6 +2,8 @@
 #
 #   make quickstart   install, then the whole story here: text, LLaMA, LoRA, exam, pictures
 #   make test         install and run all tests (make test-fast leaves out the slow ones)
+#   make test-avx2    the tests that notice the processor, as on one without AVX-512
+#   make fresh        install what the README says into an empty environment and train there
 #   make mutants      break the code at more than 450 places and see that tests notice (weekly)
 #
 # Both install only what is missing. Settings:
@@ -23,8 +25,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --d
 	--no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
+# Files whose results rest on kernels that other processors have otherwise.
+OTHER_PROCESSOR := tests/ops/test_quant_gmm.py tests/training/test_parity.py \
+	tests/megatron_lm/test_core_script.py tests/lora/test_layouts.py \
+	tests/moe/test_deepspeed_figures.py
+
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast mutants lint docs clean
+.PHONY: help install quickstart test test-fast test-avx2 fresh mutants lint docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -39,6 +46,14 @@ test: $(VENV)/.test
 
 test-fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
+
+# The same on an older processor, without VNNI and AVX-512.
+test-avx2: $(VENV)/.test
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
+		$(PYTEST) -m "not slow" $(OTHER_PROCESSOR)
+
+fresh: $(VENV)/.torch
+	$(BIN)/python tools/fresh_environment.py --torch-index "$(TORCH_INDEX)"
 
 mutants: $(VENV)/.test
 	$(BIN)/python tools/mutants.py $(ARGS)

@@ -22,6 +22,8 @@ from mindspeed.adaptor.versions import (
 from mindspeed.errors import MindSpeedError
 
 _TORCH = SpecifierSet(">=2.11")
+SCRIPT_PACKAGES = ("pydantic", "regex", "six")
+"""What ``pretrain_gpt.py`` of Megatron-LM imports and neither torch nor we require."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def examine() -> list[Check]:
         _torch(),
         _megatron(),
         _megatron_training(),
+        _script_packages(),
         *_device(),
         _dataset_helpers(),
         _rendezvous(),
@@ -71,6 +74,18 @@ def _megatron_training() -> Check:
     if has_megatron_training():
         return Check("ok", "Megatron-LM scripts", "megatron.training is on the path")
     return Check("ok", "Megatron-LM scripts", "not on the path; mindspeed pretrain needs none")
+
+
+def _script_packages() -> Check:
+    missing = [name for name in SCRIPT_PACKAGES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return Check("ok", "packages of the scripts", ", ".join(SCRIPT_PACKAGES))
+    return Check(
+        "bad" if has_megatron_training() else "note",
+        "packages of the scripts",
+        f"not installed: {', '.join(missing)}",
+        f"pip install {' '.join(missing)}, or 'mindspeed[megatron]'",
+    )
 
 
 def _device() -> list[Check]:

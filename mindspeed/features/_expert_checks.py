@@ -27,9 +27,28 @@ def problems(megatron: Megatron) -> Iterator[Problem]:
             "leaves experts no room: every token is dropped, so they never learn",
             "give more than 0, or remove the flag: then no token is dropped",
         )
+    if megatron.get("moe_grouped_gemm") and megatron.get("add_bias_linear"):
+        yield from _grouped_biases(megatron)
     if megatron.get("moe_token_dispatcher_type") == "alltoall_seq":
         yield Problem(
             "--moe-token-dispatcher-type alltoall_seq",
             "Megatron has removed it",
             "use alltoall; --moe-tp-extend-ep spreads whole experts over tensor-parallel ranks",
+        )
+
+
+def _grouped_biases(megatron: Megatron) -> Iterator[Problem]:
+    local = megatron.get("transformer_impl") == "local"
+    if local or megatron.get("moe_use_legacy_grouped_gemm"):
+        spec = "--transformer-impl local" if local else "--moe-use-legacy-grouped-gemm"
+        yield Problem(
+            f"--moe-grouped-gemm with {spec}",
+            "has no biases",
+            "add --disable-bias-linear, or use --transformer-impl transformer_engine",
+        )
+    elif megatron.get("bias_dropout_fusion"):
+        yield Problem(
+            "--moe-grouped-gemm with biases",
+            "does not work with the fusion of bias and dropout, which is on by default",
+            "add --no-bias-dropout-fusion, or --disable-bias-linear",
         )

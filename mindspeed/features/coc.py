@@ -10,13 +10,15 @@ priority; where they cannot run, the product runs in parts.
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import _overlapped_products as shared
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.features.flags import flag, given_names
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -54,14 +56,33 @@ class CocOptions:
 
 
 def wanted(options: CocOptions) -> bool:
-    """Whether any option is not at its default; ``--coc-mode 0`` is off like the default."""
-    return options not in (CocOptions(), CocOptions(coc_mode=0))
+    """Whether products are to be overlapped; mode 0 switches everything but fused kernels off."""
+    if options.coc_mode == 0 and not options.coc_fused_kernel:
+        return False
+    return options != CocOptions()
 
 
 def _enabled(options: CocOptions, megatron: Megatron) -> bool:
     # 2D tensor parallelism has its own layers; there --coc-fused-kernel is one of its flags.
-    fused_2d = megatron.get("tp_2d") and options == CocOptions(coc_fused_kernel=True)
-    return wanted(options) and not fused_2d
+    if megatron.get("tp_2d") and options == CocOptions(coc_fused_kernel=True):
+        return False
+    given = [name for name in given_names(options) if name not in ("COC_MODE", "--coc-mode")]
+    if not wanted(options):
+        if given:
+            _say_once(f"{', '.join(given)}: no effect, {MODE} 0 leaves products as they are")
+        return False
+    of_environment = all(not name.startswith("--") for name in given_names(options))
+    if of_environment and megatron.get("tensor_model_parallel_size", 2) == 1:
+        # Set for every job of a machine, and this one has no such communication.
+        _say_once(f"{', '.join(given)}: no effect, --tensor-model-parallel-size is 1")
+        return False
+    return True
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"CoC: {text}", flush=True)
 
 
 def settings(options: CocOptions) -> CocSettings:
@@ -93,15 +114,10 @@ def _validate(options: CocOptions, megatron: Megatron) -> list[Problem]:
     except ConfigError as error:
         chosen = CocSettings()
         problems.append(Problem("--coc-cfgs", str(error)))
-    problems += shared.common_problems("--use-ascend-coc", megatron)
-    if megatron.get("use_ascend_mc2"):
-        problems.append(
-            Problem("--use-ascend-coc", "cannot be combined with --use-ascend-mc2", "choose one")
-        )
+    name = given_names(options)[0]
+    problems += shared.common_problems(name, megatron)
     if megatron.get("tp_comm_overlap"):
-        problems.append(
-            Problem("--use-ascend-coc", "cannot be combined with --tp-comm-overlap", "choose one")
-        )
+        problems.append(Problem(name, "cannot be combined with --tp-comm-overlap", "choose one"))
     problems += _without_effect(options, chosen, megatron)
     problems += _rows(options, chosen, megatron)
     return problems
@@ -112,13 +128,10 @@ def _without_effect(options: CocOptions, chosen: CocSettings, megatron: Megatron
     divided = parts > 1 or any(number > 1 for number in chosen.customized_coc.values())
     if options.coc_fused_kernel:
         pass  # it has priority over number and mode
-    elif mode == 0 or (mode == 1 and divided):
-        said = "leaves products as they are" if mode == 0 else "does not divide products"
+    elif mode == 1 and divided:
         other = f"{NAME} {parts}" if parts > 1 else "customized_coc"
-        if divided or options.use_ascend_coc or options.coc_cfgs:
-            problems.append(
-                Problem(f"{MODE} {mode}", f"{said}, against {other}", "set one of them")
-            )
+        what = f"does not divide products, against {other}"
+        problems.append(Problem(f"{MODE} 1", what, "set one of them"))
     elif mode == 2 and not divided:
         problems.append(Problem(f"{MODE} 2", f"nothing is divided with {NAME} 1", "choose 2, 4, 8"))
     elif mode == -1 and parts == 1:
@@ -148,13 +161,19 @@ def _rows(options: CocOptions, chosen: CocSettings, megatron: Megatron) -> list[
     if not options.coc_fused_kernel:
         fix = "choose one of these, or another --seq-length or --micro-batch-size"
         problems += shared.rows_problem(NAME, m, options.coc_parallel_num, megatron, fix)
+    of_other_lengths = 0
     for (rows, k, n), parts in chosen.customized_coc.items():
-        entry = f"customized_coc [{rows}, {k}, {n}]: {parts}"
         if rows != m:
-            found = "--seq-length / --context-parallel-size x --micro-batch-size"
-            problems.append(Problem(entry, f"products have {m} rows ({found})", f"write {m}"))
-        else:
-            problems += shared.rows_problem(entry, m, parts, megatron, "choose one of these")
+            of_other_lengths += 1  # one file serves several sequence lengths
+            continue
+        entry = f"customized_coc [{rows}, {k}, {n}]: {parts}"
+        problems += shared.rows_problem(entry, m, parts, megatron, "choose one of these")
+    if of_other_lengths:
+        found = "--seq-length / --context-parallel-size x --micro-batch-size"
+        _say_once(
+            f"{of_other_lengths} of {len(chosen.customized_coc)} entries of customized_coc are not "
+            f"used: they are not of {m} rows ({found})"
+        )
     return problems
 
 

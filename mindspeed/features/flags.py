@@ -140,6 +140,25 @@ def default_of(item: Flag, file_values: Mapping[str, Any]) -> Any:
     return file_values.get(item.name, item.default)
 
 
+def from_environment(item: Flag, value: Any) -> bool:
+    """Whether the environment variable of a flag is set, to ``value``."""
+    return bool(item.env and os.environ.get(item.env)) and default_of(item, {}) == value
+
+
+def given_names(options: Any) -> list[str]:
+    """What is not at its default, as the user wrote it: ``--flag``, or an environment variable.
+
+    Args:
+        options: an instance of a feature's dataclass of flags.
+    """
+    changed = [
+        (item, value)
+        for item in flags_of(type(options))
+        if (value := getattr(options, item.name)) != item.default
+    ]
+    return [str(i.env) if from_environment(i, value) else i.option for i, value in changed]
+
+
 def parse_value(item: Flag, text: str) -> Any:
     """Turn the text of an environment variable into the flag's type.
 

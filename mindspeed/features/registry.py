@@ -20,7 +20,7 @@ from typing import Any
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Problem
-from mindspeed.features.flags import add_flags, check_value, default_of, flags_of
+from mindspeed.features.flags import add_flags, check_value, default_of, flags_of, given_names
 from mindspeed.features.level import LevelOptions
 
 _SUPPORT_MODULES = {"feature", "flags", "level", "registry"}
@@ -173,14 +173,14 @@ def resolve(
     wanted = [feature for feature in features if feature.enabled(options[feature.name], values)]
     problems = [
         *_level_problems(wanted, options, level),
-        *_relation_problems(wanted),
+        *_relation_problems(wanted, options),
         *_device_problems(wanted, device),
     ]
     enabled = [feature for feature in wanted if feature.level <= level]
     for feature in enabled:
         problems += feature.validate(options[feature.name], values)
     if problems:
-        raise ConfigError("\n".join(map(str, problems)))
+        raise ConfigError("\n".join(map(str, _each_conflict_once(problems))))
     return Configuration(level, options, tuple(attachment_order(enabled)))
 
 
@@ -282,18 +282,31 @@ def _level_problems(
     return problems
 
 
-def _relation_problems(wanted: list[Feature]) -> list[Problem]:
-    names = {feature.name for feature in wanted}
+def _each_conflict_once(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Without those that say of B and A what another has said of A and B."""
+    pairs = set()
+    for problem in problems:
+        _, conflict, other = problem.message.partition("cannot be combined with ")
+        if conflict:
+            pair = frozenset(words.split()[0].rstrip(",:;") for words in (problem.flag, other))
+            if pair in pairs:
+                continue
+            pairs.add(pair)
+        yield problem
+
+
+def _relation_problems(wanted: list[Feature], options: Mapping[str, Any]) -> list[Problem]:
+    given = {f.name: " ".join(given_names(options[f.name])[:1]) or f.name for f in wanted}
     problems = []
     for feature in wanted:
         for other in feature.conflicts:
-            if other in names:
-                problems.append(
-                    Problem(feature.name, f"cannot be combined with '{other}'", "switch one off")
-                )
+            if other in given:
+                what = f"cannot be combined with {given[other]}"
+                problems.append(Problem(given[feature.name], what, "remove one"))
         for other in feature.requires:
-            if other not in names:
-                problems.append(Problem(feature.name, f"needs feature '{other}'", "switch it on"))
+            if other not in given:
+                what = f"needs feature '{other}'"
+                problems.append(Problem(given[feature.name], what, "switch it on"))
     return problems
 
 

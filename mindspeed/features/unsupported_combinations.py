@@ -249,6 +249,22 @@ RULES = (
         ),
     ),
     Rule(
+        lambda m: m.get("moe_token_dispatcher_type") == "flex" and _without_cuda(m),
+        Problem(
+            "--moe-token-dispatcher-type flex",
+            "its backends, DeepEP and HybridEP, need NVIDIA GPUs",
+            "use alltoall",
+        ),
+    ),
+    Rule(
+        _with("batch_invariant_mode", _without_cuda),
+        Problem(
+            "--batch-invariant-mode",
+            "its kernels need Triton on an NVIDIA GPU",
+            "drop it; --npu-deterministic makes runs repeat",
+        ),
+    ),
+    Rule(
         lambda m: _captures_graphs(m) and _without_cuda(m),
         Problem(
             "--cuda-graph-impl (--enable-cuda-graph, --external-cuda-graph)",

@@ -27,7 +27,7 @@ from mindspeed.ops._process_groups import comm_name, group_name, resolve
 from mindspeed.ops._registry import Operator, note_fallback, torch_npu
 from mindspeed.ops.quant_gmm import int_product, unpacked_scale
 
-__all__ = ["MM_ALL_REDUCE", "checked_arguments"]
+__all__ = ["MM_ALL_REDUCE", "check_weight_int8", "checked_arguments"]
 
 
 def checked_arguments(
@@ -68,7 +68,7 @@ def checked_arguments(
     if dequant_scale is not None:
         _check_int8(check, x1, x2, antiquant_scale, dequant_scale)
     elif antiquant_scale is not None:
-        _check_weight_int8(check, x1, x2, antiquant_scale, antiquant_offset, antiquant_group_size)
+        check_weight_int8(check, x1, x2, antiquant_scale, antiquant_offset, antiquant_group_size)
     else:
         check.floating(x1=x1, x2=x2)
         check.require(
@@ -121,7 +121,7 @@ def _check_int8(
     _one_of(check, [(1,), (x2.size(1),), (1, x2.size(1))], dequant_scale=dequant_scale)
 
 
-def _check_weight_int8(
+def check_weight_int8(
     check: Check,
     x1: torch.Tensor,
     x2: torch.Tensor,
@@ -129,6 +129,8 @@ def _check_weight_int8(
     offset: torch.Tensor | None,
     group_size: int,
 ) -> None:
+    """Check int8 weights x2 ``[k, n]`` with their scale and offset, of one shape: ``[1]``, ``[n]``
+    or ``[1, n]``, or ``[ceil(k / group_size), n]`` for groups of rows."""
     check.dtype(FLOATS, x1=x1)
     check.dtype((torch.int8,), x2=x2)
     check.dtype((x1.dtype,), antiquant_scale=scale, antiquant_offset=offset)

@@ -6,15 +6,16 @@
     four = CocOps(group, chunks=4)                                  # any group, overlapped
     four.all_gather_matmul(x, weight.t(), output)
 
-======================  =======================================  ==============  ==============
-method                  result                                   input1          output
-======================  =======================================  ==============  ==============
-pure_matmul             ``input1 @ input2``                      ``[m, k]``      ``[m, n]``
-matmul_all_reduce       ``sum over ranks of input1 @ input2``    ``[m, k]``      ``[m, n]``
-matmul_reduce_scatter   this rank's rows of that sum             ``[m, k]``      ``[m / p, n]``
-all_gather_matmul       ``(input1 of all ranks) @ input2``       ``[m / p, k]``  ``[m, n]``
-all_gather_matmul_v2    the same, and the rows of all ranks      ``[m / p, k]``  ``[m, n]``
-======================  =======================================  ==============  ==============
+=======================  =======================================  ==============  ==============
+method                   result                                   input1          output
+=======================  =======================================  ==============  ==============
+pure_matmul              ``input1 @ input2``                      ``[m, k]``      ``[m, n]``
+matmul_all_reduce        ``sum over ranks of input1 @ input2``    ``[m, k]``      ``[m, n]``
+matmul_all_reduce_w8a16  the same of int8 weights, dequantised    ``[m, k]``      ``[m, n]``
+matmul_reduce_scatter    this rank's rows of that sum             ``[m, k]``      ``[m / p, n]``
+all_gather_matmul        ``(input1 of all ranks) @ input2``       ``[m / p, k]``  ``[m, n]``
+all_gather_matmul_v2     the same, and the rows of all ranks      ``[m / p, k]``  ``[m, n]``
+=======================  =======================================  ==============  ==============
 
 The bias, ``[1, n]`` or ``[n]``, is added once, after the communication. On every device the
 collectives of one chunk of rows overlap with the product of the next (:mod:`_overlap`); fused
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from mindspeed.ops import _overlap
 from mindspeed.ops._check import Check
 from mindspeed.ops._fused_collectives import NPU, SYMMETRIC_MEMORY
+from mindspeed.ops._mm_all_reduce import MM_ALL_REDUCE, check_weight_int8
 from mindspeed.ops._numerics import product_flops
 from mindspeed.ops._process_groups import group_name, resolve, tensor_parallel
 from mindspeed.ops._registry import Kernel, Operator
@@ -94,6 +96,42 @@ class CocOps:
         b = _operands(check, input1, input2, output, bias, 1)
         self._check_chunks(check, input1.size(0))
         MATMUL_ALL_REDUCE(input1.contiguous(), b, output, self.chunks, name)
+        _add(output, bias)
+
+    def matmul_all_reduce_w8a16(
+        self,
+        input1: torch.Tensor,
+        input2: torch.Tensor,
+        output: torch.Tensor,
+        scale: torch.Tensor,
+        offset: torch.Tensor | None = None,
+        group_size: int = 0,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """``output = sum over ranks of input1 @ ((input2 + offset) * scale), + bias``.
+
+        Args:
+            input1: ``[m, k]``, fp16, bf16 or fp32.
+            input2: ``[k, n]`` int8, this rank's rows of the weight.
+            output: ``[m, n]``, dtype of input1; overwritten.
+            scale: ``[1]``, ``[n]``, ``[1, n]`` or ``[ceil(k / group_size), n]``, dtype of input1.
+            offset: shape and dtype of scale, or None.
+            group_size: rows of input2 that share a scale, a multiple of 32 below k; 0 for all.
+            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None; added once.
+        """
+        check = Check("coc_ops.matmul_all_reduce_w8a16")
+        name = self._group(check)
+        check.require(self.chunks == 1, "chunks", "1: its collective is not divided", self.chunks)
+        check.rank(2, input1=input1, input2=input2)
+        n = input2.size(1)
+        check.shape((input1.size(1), n), input2=input2)
+        check_weight_int8(check, input1, input2, scale, offset, group_size)
+        check.same("device", input1=input1, input2=input2, scale=scale, offset=offset)
+        _check_output(check, input1, output, bias, n)
+        check.forward_only(scale=scale, offset=offset)
+        output.copy_(
+            MM_ALL_REDUCE(input1.contiguous(), input2, None, scale, offset, None, group_size, name)
+        )
         _add(output, bias)
 
     def matmul_reduce_scatter(
@@ -209,18 +247,31 @@ def _operands(
         bias: is added to output.
         growth: rows of output over rows of input1.
     """
-    check.floating(input1=input1, input2=input2, output=output, bias=bias)
+    check.floating(input1=input1, input2=input2)
     check.rank(2, input1=input1, input2=input2, output=output)
     k, n = input1.size(1), output.size(1)
     expected = f"shape {(k, n)} or {(n, k)}, from the columns of input1 and output"
     check.require(tuple(input2.shape) in ((k, n), (n, k)), "input2", expected, tuple(input2.shape))
+    _check_output(check, input1, output, bias, n, growth)
+    check.forward_only(input2=input2)
+    return input2 if tuple(input2.shape) == (k, n) else input2.t()
+
+
+def _check_output(
+    check: Check,
+    input1: torch.Tensor,
+    output: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    growth: float = 1,
+) -> None:
+    check.floating(input1=input1, output=output, bias=bias)
     check.shape((round(input1.size(0) * growth), n), output=output)
     check.require(output.is_contiguous(), "output", "a contiguous tensor", output)
     if bias is not None:
         fits = tuple(bias.shape) in ((n,), (1, n))
         check.require(fits, "bias", f"shape {(1, n)} or {(n,)}", tuple(bias.shape))
-    check.forward_only(input1=input1, input2=input2, output=output, bias=bias)
-    return input2 if tuple(input2.shape) == (k, n) else input2.t()
+    check.forward_only(input1=input1, output=output, bias=bias)
 
 
 def _add(output: torch.Tensor, bias: torch.Tensor | None) -> None:

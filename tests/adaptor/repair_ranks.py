@@ -442,3 +442,14 @@ def _calculated(schedules: Any, losses: torch.Tensor, loss_of: Any, *, per_token
     return schedules.forward_step_calc_loss(
         None, losses * 1, loss_of, config, None, False, 1, [], size, True
     )
+
+
+def padded_routing_map() -> tuple[torch.Tensor, torch.Tensor, object]:
+    """A routing map padded to multiples of 16, the map, and the kernel of the KV cache."""
+    from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.transformer.moe import token_dispatcher
+
+    torch.manual_seed(0)
+    routing_map = torch.rand(40, 4) < 0.3
+    padded = token_dispatcher.fused_pad_routing_map(routing_map, 16)
+    return padded, routing_map, dynamic_context.triton_append_key_value_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from mindspeed.adaptor.repairs import absent_triton, dataset_helpers, first_repo
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
+from tests.support.lazy import needs
 
 ADAPTOR = "tests.support.warm"
 MEGATRON = "megatron.core.parallel_state"  # imported alone: nothing is repaired
@@ -142,6 +144,43 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
         with pytest.raises(RuntimeError, match=f"kernel {name} needs Triton"):
             kernel[(1,)](torch.ones(1))
     assert isinstance(kernels_of_triton, types.ModuleType)
+
+
+WITHOUT_TRITON = {
+    "fusions/fused_pad_routing_map.py": "repairs/fused_routing_map.py",
+    "fusions/fused_mla_yarn_rope_apply.py": "repairs/mla_rope_fusion.py",
+    "fusions/fused_indices_converter.py": "refused: --moe-token-dispatcher-type flex",
+    "transformer/custom_layers/batch_invariant_kernels.py": "refused: --batch-invariant-mode",
+    "inference/contexts/attention_context/triton/tensor_ops.py": "kernels of Mamba's inference",
+    "inference/contexts/fused_kv_append_kernel.py": "Megatron's plain way",
+    "inference/communication/torch_symm_triton/": "asked for by utils.py where it is there",
+    "ssm/triton_cache_manager.py": "of mamba_ssm, which needs CUDA",
+    "utils.py": "says whether Triton is there",
+}
+"""Files of megatron.core that import Triton, and what happens where it is absent."""
+
+
+def test_every_module_that_imports_triton_has_a_way_without_it():
+    needs("megatron.core")
+    core = Path(importlib.util.find_spec("megatron.core").origin).parent
+    files = [str(path.relative_to(core)) for path in core.rglob("*.py")]
+    line = re.compile(r"^\s*(?:import|from) triton", re.M)
+    found = {file for file in files if line.search((core / file).read_text())}
+    unknown = {file for file in found if not file.startswith(tuple(WITHOUT_TRITON))}
+    assert not unknown, "give each a way without Triton, or a refusal"
+    assert "fusions/fused_pad_routing_map.py" in found
+
+
+def test_fused_padding_of_the_routing_map_pads_without_triton(ranks):
+    """Padded to multiples by the first rows that an expert does not have, as fp8 products need."""
+    ((padded, routing_map, kernel),) = ranks(1, repair_ranks.padded_routing_map, setup=ADAPTOR)
+    counts = routing_map.sum(0)
+    assert torch.equal(padded.sum(0), (counts + 15) // 16 * 16) and (counts % 16).any()
+    assert (padded >= routing_map).all() and padded.dtype == torch.bool
+    for before, after in zip(routing_map.T, padded.T, strict=True):
+        added = (after & ~before).nonzero().flatten().tolist()
+        assert added == (~before).nonzero().flatten()[: len(added)].tolist()
+    assert kernel is None  # of appending to the KV cache: Megatron's plain way runs
 
 
 @pytest.mark.quick_cases(1)

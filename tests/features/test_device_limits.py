@@ -25,6 +25,7 @@ OFF = {
 GRAPHS = "--cuda-graph-impl .*CUDA graphs need an NVIDIA GPU; drop it"
 NO_SHARD = "no_shard: Megatron-FSDP .* does not add up the gradients.*drop --use-megatron-fsdp"
 # Arguments -> the sentence, and the devices that can do it.
+GROUPED_BIASES = {"num_experts": 4, "moe_grouped_gemm": True, "add_bias_linear": True}
 CASES = {
     "local graphs": ({"cuda_graph_impl": "local"}, GRAPHS, {"cuda"}),
     "graphs of the engine": (
@@ -40,6 +41,19 @@ CASES = {
         {"nccl_communicator_config_path": "x.yaml"},
         "it describes communicators of NCCL",
         {"cuda", "cpu"},
+    ),
+    "batch invariance": ({"batch_invariant_mode": True}, "kernels need Triton", {"cuda"}),
+    "flex dispatcher": ({"moe_token_dispatcher_type": "flex"}, "DeepEP and HybridEP", {"cuda"}),
+    "grouped biases, fused dropout": (
+        GROUPED_BIASES | {"bias_dropout_fusion": True},
+        "--moe-grouped-gemm with biases: does not work with the fusion .* --no-bias-dropout-fusion",
+        set(),
+    ),
+    "grouped biases": (GROUPED_BIASES, "", {"cpu", "cuda", "npu"}),
+    "grouped biases of the local spec": (
+        GROUPED_BIASES | {"transformer_impl": "local"},
+        "--moe-grouped-gemm with --transformer-impl local: has no biases",
+        set(),
     ),
 }
 DEVICES = ("cpu", "cuda", "npu")

@@ -94,7 +94,7 @@ REFUSED = {
     ),
     "two splits": (
         {**DUALPIPEV, "num_layer_list": "4,4"},
-        r"cannot be combined with 'unaligned-pipeline'",
+        r"cannot be combined with --num-layer-list",
     ),
     "old format": (
         {**DUALPIPEV, "ckpt_format": "torch"},
@@ -102,11 +102,11 @@ REFUSED = {
     ),
     "sizes of micro-batches": (
         {**ZB_V, "optimized_pipeline": True},
-        r"dualpipev: cannot be combined with 'dynamic-pipeline'",
+        r"dualpipev: cannot be combined with --optimized-pipeline",
     ),
     "Megatron's order": (
         {**ZB_V, "swap_attention": True},
-        r"dualpipev: cannot be combined with 'swap-attention'",
+        r"dualpipev: cannot be combined with --swap-attention",
     ),
     "graphs": (
         {**DUALPIPEV, "cuda_graph_impl": "local"},

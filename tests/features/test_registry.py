@@ -110,17 +110,17 @@ def test_all_problems_of_all_features_are_reported_together():
 
     features = [
         simple("a", validate=validate, conflicts=("b",)),
-        simple("b", devices=("npu",)),
+        simple("b", devices=("npu",), conflicts=("a",)),
         simple("c", requires=("d",)),
         simple("d"),
     ]
     with pytest.raises(ConfigError) as error:
         resolve({"use_a": True, "use_b": True, "use_c": True, "hidden_size": 3}, "cpu", features)
     text = str(error.value)
-    assert "a: cannot be combined with 'b'" in text
+    assert text.count("--use-a: cannot be combined with --use-b; remove one") == 1
     assert "--use-a: hidden size 3 is odd; make it even" in text
     assert "b: does not run on cpu; it runs on npu" in text
-    assert "c: needs feature 'd'" in text
+    assert "--use-c: needs feature 'd'" in text
 
 
 def test_unknown_option_suggests_the_closest():

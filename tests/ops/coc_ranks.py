@@ -34,6 +34,15 @@ def run_coc(method, arguments, outputs, chunks, device="cpu", group=None):
     return {name: x.cpu() for name, x in written.items()}, sent
 
 
+def run_coc_w8a16(arguments, shape, options):
+    """matmul_all_reduce_w8a16 with this rank's arguments: what it wrote, and sent."""
+    output = torch.full(shape, 7.0)
+    given = arguments[dist.get_rank()] | options
+    with CommLedger() as ledger:
+        CocOps(dist.group.WORLD).matmul_all_reduce_w8a16(output=output, **given)
+    return output, [(event.op, event.payload) for event in ledger.events]
+
+
 def _move(x, device):
     """The tensor on the device, with its strides: a transposed view stays one."""
     moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)

@@ -211,3 +211,25 @@ def test_refuses_on_ranks(ranks, method, arguments, shapes, chunks, message):
     given = [{"input1": torch.ones(arguments), "input2": torch.ones(K, N)}] * 2
     with pytest.raises(RankError, match=re.escape(message)):
         ranks(2, coc_ranks.run_coc, method, given, shapes, chunks)
+
+
+@pytest.mark.parametrize("form", ["tensor", "channel", "group"])
+def test_int8_weights_are_dequantised_before_the_sum(ranks, form):
+    """Whole numbers and scales that are powers of two: every order gives the same bits."""
+    k, p = 80, 2  # rows of a rank: two groups of 32, and one of 16
+    arguments, product = [], torch.zeros(M, N, dtype=torch.float64)
+    shape = {"tensor": (1,), "channel": (N,), "group": (3, N)}[form]
+    bias = whole(1, N, seed=2)
+    for rank in range(p):
+        x, weight = whole(M, k, seed=rank), whole(k, N, seed=10 + rank).to(torch.int8)
+        scale = 2 ** whole(*shape, seed=20 + rank)
+        offset = whole(*shape, seed=30 + rank)
+        each = [t.repeat_interleave(32, 0)[:k] if form == "group" else t for t in (scale, offset)]
+        product += x.double() @ ((weight.double() + each[1].double()) * each[0].double())
+        given = {"input1": x, "input2": weight, "scale": scale, "offset": offset, "bias": bias}
+        arguments.append(given)
+    options = {"group_size": 32} if form == "group" else {}
+    run = (coc_ranks.run_coc_w8a16, arguments, (M, N), options)
+    for output, sent in ranks(p, *run):
+        assert torch.equal(output, (product + bias).float())
+        assert sent == [("all_reduce", M * N * 4)]

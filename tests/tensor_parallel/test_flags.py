@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import registry
+from mindspeed.features import coc, registry
 from mindspeed.features.coc import CocOptions, settings
 from mindspeed.tensor_parallel.coc_settings import coc_cfgs, read_settings
 
@@ -72,13 +72,15 @@ REFUSED = {
         SP | {"coc_parallel_num": 4, "context_parallel_size": 4},
         "6 rows",
     ),
-    "mode 0": (TP | {"coc_parallel_num": 2, "coc_mode": 0}, "--coc-mode .*leaves products"),
     "mode 1": (TP | {"coc_parallel_num": 2, "coc_mode": 1}, "--coc-mode .*does not divide"),
     "mode 2": (TP | {"coc_mode": 2}, "--coc-mode .*nothing is divided"),
-    "both": (SP | MC2 | {"coc_parallel_num": 2}, "--use-ascend-coc: .* --use-ascend-mc2"),
+    "both": (
+        SP | MC2 | {"coc_parallel_num": 2},
+        r"^--use-ascend-mc2: cannot be combined with --coc-parallel-num; [^\n]*$",
+    ),
     "coc and megatron's": (
         SP | {"coc_parallel_num": 2, "tp_comm_overlap": True},
-        "--use-ascend-coc: cannot be combined with --tp-comm-overlap",
+        "--coc-parallel-num: cannot be combined with --tp-comm-overlap",
     ),
     "mc2 and megatron's": (
         SP | MC2 | {"tp_comm_overlap": True},
@@ -164,7 +166,6 @@ def test_wrong_settings(given, message):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"[48, 8, 8]": 2}, r"customized_coc \[48, 8, 8\]: 2: products have 80 rows"),
         ({"[80, 8, 8]": 8}, r"customized_coc \[80, 8, 8\]: 8: .* possible: 1, 2, 4"),
     ],
 )
@@ -172,6 +173,47 @@ def test_shapes_that_no_product_has_are_refused(monkeypatch, shapes, message):
     monkeypatch.setitem(coc_cfgs, "customized_coc", shapes)
     with pytest.raises(ConfigError, match=message):
         registry.resolve(SP | {"seq_length": 80, "coc_parallel_num": 2}, "cpu")
+
+
+def test_one_file_of_shapes_serves_several_sequence_lengths(monkeypatch, capsys):
+    monkeypatch.setitem(coc_cfgs, "customized_coc", {"[48, 8, 8]": 2, "[80, 8, 8]": 4})
+    coc._say_once.cache_clear()
+    for length in (48, 80, 80):
+        registry.resolve(SP | {"seq_length": length, "coc_parallel_num": 2}, "cpu")
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" (")[0] for line in said] == [
+        f"CoC: 1 of 2 entries of customized_coc are not used: they are not of {rows} rows"
+        for rows in (48, 80)
+    ]
+
+
+def test_variables_of_a_machine_do_not_stop_a_job_without_tensor_parallelism(monkeypatch, capsys):
+    coc._say_once.cache_clear()
+    monkeypatch.setenv("COC_PARALLEL_NUM", "4")
+    one_rank = TP | {"tensor_model_parallel_size": 1}
+    for _ in range(2):
+        assert enabled(one_rank) == []
+    said = "CoC: COC_PARALLEL_NUM: no effect, --tensor-model-parallel-size is 1\n"
+    assert capsys.readouterr().out == said
+    with pytest.raises(
+        ConfigError, match=r"^--coc-parallel-num: --tensor-model-parallel-size is 1"
+    ):
+        registry.resolve(one_rank | {"coc_parallel_num": 2}, "cpu")  # the user wants it here
+    with pytest.raises(ConfigError, match=r"combined with COC_PARALLEL_NUM; remove one$"):
+        registry.resolve(SP | MC2, "cpu")
+
+
+@pytest.mark.parametrize("number", ["flag", "variable"])
+def test_mode_0_wins(monkeypatch, capsys, number):
+    coc._say_once.cache_clear()
+    monkeypatch.setenv("COC_MODE", "0")
+    given = {"coc_parallel_num": 4} if number == "flag" else {}
+    if number == "variable":
+        monkeypatch.setenv("COC_PARALLEL_NUM", "4")
+    for _ in range(2):
+        assert enabled(TP | given) == []
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "no effect, --coc-mode (COC_MODE) 0 leaves products as they are" in line
 
 
 def test_kept_gathers_need_sequence_parallelism(monkeypatch):

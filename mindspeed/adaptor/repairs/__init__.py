@@ -21,6 +21,7 @@ from mindspeed.adaptor.repairs import (
     first_report,
     fsdp_swiglu,
     fused_kernels,
+    fused_routing_map,
     gpu_affinity,
     grouped_experts,
     jit_warmup,
@@ -62,7 +63,7 @@ _EVERYWHERE = (
     vocabulary_loss,
 )
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
-_WITHOUT_CUDA = (fused_kernels, dataset_helpers, mla_rope_fusion)
+_WITHOUT_CUDA = (fused_kernels, fused_routing_map, dataset_helpers, mla_rope_fusion)
 _ON_HOST = (process_groups, yarn)
 _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     packed_batch: lambda values: values.get("sft"),

@@ -1,7 +1,8 @@
 """Defect: Megatron modules import Triton unconditionally at module level.
 
-Where: :data:`MODULES`; ``megatron.training`` imports the batch-invariant kernels, inference imports
-its KV-cache kernels. Both only define kernels at import time.
+Where: :data:`MODULES`; ``megatron.training`` imports the batch-invariant kernels, the mixer of
+Mamba those of its inference. Both only define kernels at import time. What Megatron itself does
+without (the kernel that appends to the KV cache) gets no stub: Megatron's plain way runs.
 Symptom: without Triton no training script starts (``ModuleNotFoundError: triton``).
 Fix: while one of these modules is being imported, and only then, ``import triton`` resolves to a
 stub. Its ``jit`` returns an object that raises when launched, saying that Triton is not installed.
@@ -23,7 +24,6 @@ from mindspeed.adaptor.importing import PostImportHooks
 MODULES = (
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
     "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
-    "megatron.core.inference.contexts.fused_kv_append_kernel",
 )
 
 
