@@ -98,5 +98,7 @@ def sort_chunks(
         sizes.to(device, non_blocking=True), order.to(device, non_blocking=True), count
     )
     return tuple(
-        MOE_PERMUTE(x.reshape(count, -1), rows, count, False).view(x.shape) for x in tensors
+        # Not reshape(count, -1): without rows the size of a row would be ambiguous.
+        MOE_PERMUTE(x.unsqueeze(-1).flatten(1), rows, count, False).view(x.shape)
+        for x in tensors
     )

@@ -31,7 +31,7 @@ def gradients(layout: dict[str, int], kinds: list[str]) -> Gradients:
         for per_token in (False, True):
             for padding in (False, True):
                 # A mean over ranks is no mean over tokens where the ranks have different numbers.
-                if padding and (kind == "deepspeed" or kind == "z_loss" and not per_token):
+                if padding and (kind == "deepspeed" or (kind == "z_loss" and not per_token)):
                     continue
                 case = (kind, per_token, padding)
                 found[case] = (_found(layout, *case), _expected(*case))

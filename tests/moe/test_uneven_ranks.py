@@ -50,6 +50,13 @@ def test_all_tokens_on_one_rank(ranks, dispatcher, first):
                 setup=ADAPTOR))  # fmt: skip
 
 
+@pytest.mark.parametrize("dispatcher", PROGRAMS)
+def test_all_tokens_on_one_rank_with_fused_permutation(ranks, dispatcher):
+    overrides = {"moe_token_dispatcher_type": dispatcher, **SHARED}
+    check(ranks(2, jobs.crowded_fused, {"expert": 2}, overrides, PROGRAMS[dispatcher], 4,
+                setup=ADAPTOR))  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", PROGRAMS)
 def test_all_tokens_on_one_rank_of_sliced_experts(ranks, dispatcher):

@@ -41,6 +41,21 @@ def crowded_with(options: dict[str, Any], *args: Any) -> list[layer_ranks.Result
     return crowded(*args, **options)
 
 
+def crowded_fused(
+    layout: dict[str, int],
+    overrides: dict[str, Any],
+    variants: list[dict[str, Any]],
+    first: int,
+) -> list[layer_ranks.Result]:
+    """:func:`crowded` without and with the kernels of one operator each way; one reference."""
+    from mindspeed.te import fused_permutation, kernels
+
+    plain = crowded(layout, overrides, [], first)
+    for name in ("permute", "permute_again", "unpermute", "sort_chunks"):
+        setattr(kernels, f"moe_{name}", getattr(fused_permutation, name))
+    return plain + crowded(layout, {**overrides, "moe_permute_fusion": True}, variants, first)
+
+
 class StageError(Exception):
     """Raised on purpose."""
 
