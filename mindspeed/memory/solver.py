@@ -123,7 +123,7 @@ class NothingFits(ConfigError):
         else:
             plans = ", ".join(f"{layers} x {plan}" for layers, plan in smallest.runs())
             text = (
-                f"no plan fits into {_mib(budget.device)}: the smallest peak is "
+                f"no plan fits into {_mib(budget.device)}: the smallest predicted peak is "
                 f"{_mib(smallest.peak)}, {_mib(budget.static)} of it without activations; "
                 f"it is reached with {plans}"
             )

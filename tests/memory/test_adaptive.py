@@ -144,8 +144,8 @@ def test_out_of_memory_that_cannot_be_survived_says_the_numbers(train, world, hi
 def test_budget_that_nothing_meets_names_the_smallest_peak(train):
     results, _ = train(1, [SIZE, "5", *STEPS])
     assert re.search(
-        rf"{SIZE}: no plan fits into 5.0 MiB: the smallest peak is 5.\d MiB, .*; it is reached "
-        r"with 4 x .*; step 2 needed 5.\d MiB",
+        rf"{SIZE}: no plan fits into 5.0 MiB: the smallest predicted peak is 5.\d MiB, .*; it is "
+        r"reached with 4 x .*; step 2 needed 5.\d MiB",
         results[0]["error"],
     )
 

@@ -199,8 +199,8 @@ def test_error_names_the_smallest_peak_and_what_reaches_it():
     with pytest.raises(NothingFits) as error:
         solve(layers * 4, Budget(20 * mib, static=10 * mib))
     assert str(error.value) == (
-        "no plan fits into 20.0 MiB: the smallest peak is 21.0 MiB, 10.0 MiB of it without "
-        "activations; it is reached with 4 x again"
+        "no plan fits into 20.0 MiB: the smallest predicted peak is 21.0 MiB, 10.0 MiB of it "
+        "without activations; it is reached with 4 x again"
     )
     with pytest.raises(NothingFits, match=r"no plan fits into 3\.0 MiB of host memory"):
         offloaded = LayerCosts((Candidate("offload", 0, 0.0, host=4 * mib),))

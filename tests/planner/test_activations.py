@@ -43,7 +43,7 @@ def test_everything_is_kept_where_it_fits(plans):
 
 @pytest.mark.slow
 def test_nothing_fits_names_the_smallest_peak(plans):
-    assert "no plan fits into 3.3 MiB: the smallest peak is" in plans[SMALL]
+    assert "no plan fits into 3.3 MiB: the smallest predicted peak is" in plans[SMALL]
 
 
 @pytest.mark.slow
