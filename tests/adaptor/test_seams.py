@@ -18,7 +18,7 @@ from mindspeed.features.registry import all_features
 from mindspeed.te import attention_policy, kernels
 from tests.adaptor import seam_ranks
 
-MAX_TARGETS = 40
+MAX_TARGETS = 26  # without repairs, which go when upstream has them
 
 
 def test_arguments_spec_and_chunk_are_called_in_this_order_by_one_patch(ranks):
@@ -102,5 +102,6 @@ def test_the_inventory_lists_every_patch_and_stays_in_its_budget():
     targets = {patch.target for patch in listed}
     for patches in fused_functions.PATCHES.values():
         assert {patch.target for patch in patches} <= targets
-    assert len(targets) <= MAX_TARGETS
+    own = {patch.target for patch in listed if not patch.owner.startswith("repair:")}
+    assert len(own) <= MAX_TARGETS
     assert len(set(listed)) == len(listed), "no patch twice"

@@ -122,7 +122,7 @@ PATCHES = (
         count_by_holders,
         OWNER,
         "the norm counts each parameter of experts once among the ranks that have it",
-        expects={">=0.16": "(param, tp_group)", "<0.16": "(param)"},
+        expects="(param, ...)",
     ),
     Patch(
         f"{_CORE}.tensor_parallel.layers:copy_tensor_model_parallel_attributes",
