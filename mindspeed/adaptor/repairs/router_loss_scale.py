@@ -45,7 +45,10 @@ def count_own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_sequences(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``_apply_seq_aux_loss``, which counts the tokens of one sequence."""
+    """Wrap ``_apply_seq_aux_loss``, which counts the tokens of one sequence.
+
+    Its maps are ``[s, b * experts]``, the result ``[s * b, experts]``.
+    """
 
     def _apply_seq_aux_loss(
         self: Any,
@@ -68,7 +71,10 @@ def count_sequences(original: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap the method that attaches a load-balancing loss: only its number of tokens changes."""
+    """Wrap the method that attaches a load-balancing loss, a scalar, to ``[s * b, experts]``.
+
+    Only its number of tokens changes.
+    """
 
     def attach_and_log_load_balancing_loss(
         self: Any,
