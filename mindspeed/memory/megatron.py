@@ -284,7 +284,7 @@ def remember_counts(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    buffers = [(x, x._version, x.clone()) for module in modules for x in module.buffers()]
+    buffers = [(x, x._version, x.clone()) for module in modules for x in _buffers(module)]
     logged = get_moe_layer_wise_logging_tracker()
     before = {name: _copied(entry) for name, entry in logged.items()}
     predicted = _copied(MTPLossLoggingHelper.tracker)
@@ -302,6 +302,11 @@ def remember_counts(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
                     buffer.copy_(value)
 
     return restore
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Those of torch: Megatron's DistributedDataParallel has gradient buffers by that name."""
+    return torch.nn.Module.buffers(module)
 
 
 def _copied(entry: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,11 @@ CASES = {
     "divided weights": (4, _SP + "--zero-stage 3", [3]),
     "muon by layers": (4, _SP + "--optimizer dist_muon", [0]),
     "cadam": (4, _TP + _DIST + "--optimizer cadam", [0]),
-    "quantised states, gradients": (4, _TP + "--quant-states fp8 --quant-grads", [0]),
+    "quantised states, gradients": (
+        4,
+        _TP + "--quant-states fp8 --no-quant-states-exempt --quant-grads",
+        [0],
+    ),
     "states on the host": (4, _TP + _OVERLAP + "--swap-optimizer", [0]),
     "mapped states": (4, _TP + _DIST + "--virtual-optimizer 1", [0]),
     "parts of both weights": (

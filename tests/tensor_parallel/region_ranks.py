@@ -33,8 +33,7 @@ def configured(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     from mindspeed import session
 
     active = session.install()
-    arguments = dict(values)
-    active.configure(arguments)
+    arguments = {**values, **active.configure(values).corrections}
     names = {*FULL, *MLP}
     try:
         yield {name: arguments[name] for name in names if arguments.get(name) is not None}

@@ -10,6 +10,7 @@ have a function ``install`` instead. A fix is removed once upstream has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -97,7 +98,8 @@ def repairs_for(device: Device, te: str) -> tuple[Patch, ...]:
         device: the device of this process.
         te: ``substitute`` or ``native`` Transformer Engine.
     """
-    return _patches_of(
+    has_te = te == "substitute" or find_spec("transformer_engine") is not None
+    return (parameter_marks.PATCHES_OF_TRANSFORMER_ENGINE if has_te else ()) + _patches_of(
         (
             *_EVERYWHERE,
             *(_WITH_SUBSTITUTE if te == "substitute" else ()),
@@ -119,7 +121,8 @@ def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
 def all_repairs() -> tuple[Patch, ...]:
     """Every repair of the library, for the contract check."""
     always = (*_EVERYWHERE, *_WITH_SUBSTITUTE, *_WITHOUT_CUDA, *_ON_HOST)
-    return _patches_of((*always, *_FOR_ARGUMENTS))
+    every = _patches_of((*always, *_FOR_ARGUMENTS))
+    return (*every, *parameter_marks.PATCHES_OF_TRANSFORMER_ENGINE)
 
 
 def _patches_of(modules: Iterable[ModuleType]) -> tuple[Patch, ...]:

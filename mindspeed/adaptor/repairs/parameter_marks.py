@@ -138,12 +138,6 @@ PATCHES = (
         "the norm counts the attention sinks of all tensor-parallel ranks",
     ),
     Patch(
-        f"{_CORE}.extensions.transformer_engine:TEDotProductAttention.__init__",
-        mark_sink,
-        OWNER,
-        "the norm counts the attention sinks of all tensor-parallel ranks",
-    ),
-    Patch(
         f"{_CORE}.ssm.gated_delta_net:GatedDeltaNet.__init__",
         mark_norm_of_heads,
         OWNER,
@@ -159,3 +153,12 @@ PATCHES = (
         expects="(model, config, tp_group)",
     ),
 )
+PATCHES_OF_TRANSFORMER_ENGINE = (
+    Patch(
+        f"{_CORE}.extensions.transformer_engine:TEDotProductAttention.__init__",
+        mark_sink,
+        OWNER,
+        "the norm counts the attention sinks of all tensor-parallel ranks",
+    ),
+)
+"""Where Megatron finds Transformer Engine or its substitute, else the class does not exist."""

@@ -37,7 +37,7 @@ def count_own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         topk: int | None = None,
         with_padding_mask: bool = False,
     ) -> Any:
-        own = routing_map.sum() / topk if with_padding_mask else routing_map.shape[0]
+        own = routing_map.sum() / (topk or 1) if with_padding_mask else routing_map.shape[0]
         counts, _, total = original(routing_map, reduce_group, topk, with_padding_mask)
         return counts, own, total
 
