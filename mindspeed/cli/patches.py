@@ -4,32 +4,56 @@ mindspeed patches                    with no feature on
 mindspeed patches -- --profile       with these flags
 mindspeed patches --check            compare every target with the installed Megatron
 mindspeed patches --check --megatron PATH    ... with a checkout or an unpacked wheel
+mindspeed patches --upstream         known defects of Megatron, and what is done about each
+mindspeed patches --upstream --state open    ... those that are not repaired
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
 
 from mindspeed.adaptor.contract import check_contracts
 from mindspeed.adaptor.inventory import all_patches
+from mindspeed.adaptor.upstream import NEEDED, load_reports
 from mindspeed.adaptor.versions import megatron_root, read_version
 from mindspeed.errors import ConfigError
 
-HELP = "list the patches of Megatron, and check them against a Megatron version"
+HELP = "list the patches of Megatron and its known defects; check patches against a version"
+_STYLES = {"repaired": "green", "refused": "green", "not applicable": "dim", "open": "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``mindspeed patches``."""
     parser.add_argument("--check", action="store_true", help="check all targets and signatures")
     parser.add_argument("--megatron", type=Path, help="directory that contains megatron/core")
+    parser.add_argument(
+        "--upstream", action="store_true", help="list the ledger of upstream's defects"
+    )
+    parser.add_argument("--state", choices=sorted(NEEDED), help="with --upstream: only these")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the patches; with ``--check`` the exit code is 1 if a contract is violated."""
+    if args.state and not args.upstream:
+        raise ConfigError("--state is for --upstream; give both")
+    if args.upstream:
+        return _ledger(args.state)
     return _check(args.megatron) if args.check else _list(args.flags)
+
+
+def _ledger(state: str | None) -> int:
+    reports = [one for one in load_reports() if state in (None, one.state)]
+    console = Console(soft_wrap=True, highlight=False)
+    for one in reports:
+        console.print(f"[{_STYLES[one.state]}]{one.state:15}[/]{one.report}: {one.wrong}")
+        console.print(f"{'':15}[dim]{one.by or one.why}[/dim]")
+    counts = Counter(one.state for one in reports)
+    print(f"{len(reports)} reports: " + ", ".join(f"{n} {name}" for name, n in counts.items()))
+    return 0
 
 
 def _list(flags: list[str]) -> int:
