@@ -453,3 +453,68 @@ def padded_routing_map() -> tuple[torch.Tensor, torch.Tensor, object]:
     routing_map = torch.rand(40, 4) < 0.3
     padded = token_dispatcher.fused_pad_routing_map(routing_map, 16)
     return padded, routing_map, dynamic_context.triton_append_key_value_cache
+
+
+def rolled_documents(context_parallel: bool) -> tuple[list[int], list[int]]:
+    """What multi-token prediction makes of two padded documents on this rank, and what is right."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    size = dist.get_world_size() if context_parallel else 1
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    group = parallel_state.get_context_parallel_group()
+    tokens = torch.tensor([1, 2, 3, 0, 11, 12, 13, 14, 15, 0, 0, 0])
+    right = torch.tensor([2, 3, 0, 0, 12, 13, 14, 15, 0, 0, 0, 0])
+    real, padded = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 8], [0, 4, 12]))
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded, max_seqlen_q=5, max_seqlen_kv=5,
+    )  # fmt: skip
+
+    def mine(whole: torch.Tensor) -> torch.Tensor:
+        """Of each document this rank has one chunk from its front and the mirrored one."""
+        if size == 1:
+            return whole
+        chunks = [document.chunk(2 * size) for document in (whole[:4], whole[4:])]
+        here = group.rank()
+        return torch.cat([part for own in chunks for part in (own[here], own[-1 - here])])
+
+    rolled, _ = roll_tensor(mine(tokens)[None], -1, -1, group, params)
+    return rolled[0].tolist(), mine(right).tolist()
+
+
+def norm_of_heads() -> float:
+    """The gradient of a gated delta net's output norm, partial 1 and 2, without SP."""
+    from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine as te
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    # The package of its kernels is not needed to build the layer.
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.l2norm = None
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, tensor_model_parallel_size=2,
+        normalization="RMSNorm", add_bias_linear=False, activation_func=torch.nn.functional.silu,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_conv_kernel_dim=4, linear_attention_freq=1,
+        experimental_attention_variant="gated_delta_net",
+    )  # fmt: skip
+    parts = gated_delta_net.GatedDeltaNetSubmodules(
+        in_proj=te.TELayerNormColumnParallelLinear,
+        out_norm=te.TENorm,
+        out_proj=te.TERowParallelLinear,
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = gated_delta_net.GatedDeltaNet(config, parts, layer_number=1, pg_collection=groups)
+    weight = model.out_norm.weight
+    weight.main_grad = torch.full_like(weight, dist.get_rank() + 1.0)
+    model.ddp_config = types.SimpleNamespace(use_megatron_fsdp=False)
+    finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    finalize._allreduce_non_tensor_model_parallel_grads([model], config, groups.tp)
+    return weight.main_grad[0].item()

@@ -329,3 +329,15 @@ def test_a_loss_of_two_values_is_refused_where_losses_are_per_token(ranks):
     assert ranks(1, repair_ranks.two_values, False, setup=ADAPTOR, timeout=120) == [1.0]
     with pytest.raises(RankError, match="calculate-per-token-loss needs a loss function that"):
         ranks(1, repair_ranks.two_values, True, setup=ADAPTOR, timeout=120)
+
+
+def test_multi_token_prediction_stays_within_padded_documents(ranks):
+    for context_parallel in (False, True):
+        for found, right in ranks(
+            2, repair_ranks.rolled_documents, context_parallel, setup=ADAPTOR
+        ):
+            assert found == right
+
+
+def test_gradients_of_a_norm_of_one_ranks_heads_are_summed(ranks):
+    assert ranks(2, repair_ranks.norm_of_heads, setup=ADAPTOR, timeout=240) == [3.0, 3.0]
