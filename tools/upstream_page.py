@@ -38,7 +38,8 @@ def table(reports: Sequence[Report]) -> str:
 def _row(one: Report) -> str:
     done = f"`{one.by}`, `{one.test.removeprefix('tests/')}`" if one.test else one.why
     merged = f" (merged {one.merged})" if one.merged else ""
-    return f"| {link(one.report)}{merged} | {one.wrong} | {done} |"
+    cells = (text.replace("|", r"\|") for text in (f"{link(one.report)}{merged}", one.wrong, done))
+    return f"| {' | '.join(cells)} |"
 
 
 def link(report: str) -> str:
