@@ -518,3 +518,28 @@ def norm_of_heads() -> float:
     finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]
     finalize._allreduce_non_tensor_model_parallel_grads([model], config, groups.tp)
     return weight.main_grad[0].item()
+
+
+def logged_router_losses() -> float:
+    """The loss that two stages log, of which the first one has all routers."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    from mindspeed import session
+
+    session.current().configure({"mtp_num_layers": 1, "num_experts": 2})
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    if dist.get_rank() == 0:
+        for layer in (1, 2, 3):  # two of the transformer, one of multi-token prediction
+            moe_utils.save_to_aux_losses_tracker("z_loss", torch.tensor(float(layer)), layer, 3)
+    found: dict[str, Any] = {}
+    moe_utils.track_moe_metrics(
+        loss_scale=1.0,
+        iteration=1,
+        total_loss_dict=found,
+        force_initialize=True,
+        track_names=["z_loss"],
+        num_layers=2,
+        mtp_num_layers=1,
+    )
+    return float(found["z_loss"])

@@ -341,3 +341,8 @@ def test_multi_token_prediction_stays_within_padded_documents(ranks):
 
 def test_gradients_of_a_norm_of_one_ranks_heads_are_summed(ranks):
     assert ranks(2, repair_ranks.norm_of_heads, setup=ADAPTOR, timeout=240) == [3.0, 3.0]
+
+
+def test_router_losses_are_logged_by_stages_without_experts(ranks):
+    """Without the repair tensors of 3 and of 2 values are summed, which does not end."""
+    assert ranks(2, repair_ranks.logged_router_losses, setup=ADAPTOR, timeout=120) == [2.0, 2.0]

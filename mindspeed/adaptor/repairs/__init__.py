@@ -45,6 +45,7 @@ from mindspeed.adaptor.repairs import (
     process_groups,
     rng_shards,
     rng_tracker,
+    router_loss_log,
     router_loss_scale,
     strided_reduce,
     vocabulary_loss,
@@ -90,6 +91,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     jit_warmup: jit_warmup.needed,
     layer_comm_types: layer_comm_types.needed,
+    router_loss_log: lambda values: values.get("mtp_num_layers") and values.get("num_experts"),
 }
 
 
