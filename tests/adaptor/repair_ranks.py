@@ -433,7 +433,8 @@ def two_values(per_token: bool) -> float:
 
     parallel_state.initialize_model_parallel()
     loss_of = lambda output: (output.mean(), {})  # noqa: E731
-    return _calculated(schedules, torch.ones(4), loss_of, per_token=per_token)[0].item()
+    leaf = torch.ones(4, requires_grad=True)
+    return _calculated(schedules, leaf, loss_of, per_token=per_token)[0].item()
 
 
 def _calculated(schedules: Any, losses: torch.Tensor, loss_of: Any, *, per_token: bool) -> Any:

@@ -66,7 +66,8 @@ def test_every_plan_gives_the_same_losses_gradients_and_random_states(
         for title in PLANS:
             kept, _, _, after, host_after = found[title]["bytes"]
             assert found[title]["differ"] == [], title
-            assert found[title]["planned"] or (title, name) == ("activation", "moe-sequential")
+            absent = title.startswith("activation") and name.startswith("moe")
+            assert found[title]["planned"] or absent, title
             # Attention keeps no scores: its inputs are what it saves.
             assert kept < plain or title == "core attention" or not found[title]["planned"], title
             assert (after, host_after) == (0, 0), title

@@ -82,7 +82,7 @@ def _context_group() -> Any:
 
 
 def _refuse_two_values(returned: tuple[Any, ...]) -> None:
-    if len(returned) == 2:
+    if len(returned) == 2 and getattr(returned[0], "requires_grad", False):  # not an evaluation
         raise TrainingError(
             "--calculate-per-token-loss needs a loss function that returns (sum of the losses, "
             "number of tokens, report); this one returns (loss, report), whose gradients nothing "
