@@ -61,7 +61,7 @@ def test_possible_jobs(flags):
             {"rampup_batch_size": ["4", "4", "100"]},
             "--use-nanopipe: 2 micro-batches are too few for 4 pipeline ranks",
         ),
-        ({"tp_2d": True, "tp_x": 1, "tp_y": 1}, "tensor-parallel-2d"),
+        ({"tp_2d": True, "tp_x": 1, "tp_y": 1}, "--use-nanopipe: cannot be combined with --tp-2d"),
         ({"adaptive_memory_optimization": True}, "adaptive-memory"),
         ({"pipeline_schedule": "zb-h1"}, "--use-nanopipe: and --pipeline-schedule zb-h1 are two"),
         ({"schedules_method": "dualpipev"}, "--use-nanopipe: and --schedules-method dualpipev are"),

@@ -12,6 +12,7 @@ SMALL = [
     *("--tensor-model-parallel-size", "4", "--sequence-parallel"),
 ]
 EXPERTS = [*SMALL, "--num-experts", "8", "--moe-router-topk", "2", "--moe-grouped-gemm"]
+EXPERTS += ["--disable-bias-linear"]
 
 
 def test_flags_of_a_layout_give_it(ranks) -> None:

@@ -58,7 +58,7 @@ REFUSED = {
     "no-op": (GRID | {"noop_layers": (1,)}, "--tp-2d: does not work with --noop-layers"),
     "chunks": (
         GRID | {"coc_parallel_num": 2, "sequence_parallel": True},
-        "'(coc|tensor-parallel-2d)'",
+        "--tp-2d: cannot be combined with --coc-parallel-num",
     ),
     "fused": (GRID | {"coc_fused_kernel": True}, "--coc-fused-kernel: one kernel cannot use"),
 }
