@@ -120,14 +120,20 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(module: torch.nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """``Module._apply``, which cannot exchange parameters that are FakeTensors."""
+    """``Module._apply``, which cannot exchange parameters that are FakeTensors.
+
+    Classes with one of their own (routers) keep the dtypes of their buffers.
+    """
     for each in module.modules() if recurse else [module]:
+        keeps = type(each)._apply is not torch.nn.Module._apply
         for tensors in (each._parameters, each._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
                 before = tensor.data
                 after = change(before)
+                if keeps and tensors is each._buffers and after.dtype != before.dtype:
+                    after = before if after.device == before.device else before.to(after.device)
                 if after is before:  # also tensors on the meta device, which stay there
                     continue
                 if after.device == before.device:
