@@ -116,7 +116,8 @@ class InstructionDataset(MegatronDataset):
         self._usable = indices[dataset.lengths[indices] > 1]
         if not len(self._usable):
             raise DataError(f"{dataset_path}: no sample for the {index_split.name} split")
-        if (said := self._losses(indices)) and (not dist.is_initialized() or dist.get_rank() == 0):
+        speaks = not dist.is_initialized() or dist.get_rank() == 0
+        if speaks and (said := self._losses(indices)):  # it reads every sample that is too long
             warnings.warn(f"{dataset_path} ({index_split.name}): {said}", stacklevel=2)
         self._epochs: dict[int, np.ndarray] = {}
         self._packed_samples = self._pack(num_samples) if config.pack else None
