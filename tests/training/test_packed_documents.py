@@ -70,6 +70,8 @@ def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, 
         (2, f"{CP} --context-parallel-algo adaptive_cp_algo --adaptive-cp-granularity 4"),
         (4, f"{CP} {TP} --sequence-parallel --context-parallel-algo ulysses_cp_algo"),
         (4, "--pipeline-model-parallel-size 4"),
+        (2, f"{PP} --schedules-method dualpipev"),
+        (2, f"{PP} --pipeline-schedule zb-v"),
     ],
     ids=str,
 )
