@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support import gpt_ranks
+from tests.support.trainer_job import command
 
 PART = 2**10  # small parameters are decoded in parts, too
 
@@ -371,3 +372,20 @@ def resumed_rates(
         one.load(Path(folder) / "saved", format_)
         own.load_state_dict(kept.state_dict())
         return built, [group["lr"] for group in one.optimizer.param_groups]
+
+
+def moved_parameters(flags: Sequence[str]) -> dict[str, bool]:
+    """Train; for every parameter: did it change?"""
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.pretrain import pretrain
+
+    before, models = {}, []
+
+    def provider(*given: Any) -> Any:
+        models.append(gpt_model(*given))
+        before.update((name, p.detach().clone()) for name, p in models[-1].named_parameters())
+        return models[-1]
+
+    pretrain(_prepare(command(flags), 1), provider)
+    return {name: not torch.equal(before[name], p) for name, p in models[0].named_parameters()}

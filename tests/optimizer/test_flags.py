@@ -13,6 +13,8 @@ from tests.support.trainer_job import SETUP, metrics, train
 
 needs("megatron.core")
 
+from tests.optimizer.optimizer_ranks import moved_parameters
+
 BF16 = {"bf16": True, "fp16": False, "accumulate_allreduce_grads_in_fp32": True}
 FP16 = {"bf16": False, "fp16": True, "accumulate_allreduce_grads_in_fp32": False}
 REUSE, RELEASE = {"reuse_fp32_param": True}, {"release_fp32_grad": True}
@@ -129,14 +131,15 @@ def test_the_trainer_trains_to_the_same_bits(rank_pool, tmp_path):
 MOMENTS = (
     f"--bf16 {SHARDED} --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
 )
+HALF = f"--fp16 --initial-loss-scale 65536 {SHARDED}"
 LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    [LOW, f"{LOW} {SHARDED}", f"{LOW} {SHARDED} --no-quant-states-exempt", MOMENTS],
-    ids=["plain", "sharded", "all", "megatron's flags"],
+    [LOW, f"{LOW} {SHARDED}", f"{LOW} {SHARDED} --no-quant-states-exempt", MOMENTS, HALF],
+    ids=["plain", "sharded", "all", "megatron's flags", "fp16"],
 )
 def test_low_precision_resumes_bit_for_bit(rank_pool, tmp_path, flags):
     given = {"setup": SETUP, "backend": None, "timeout": 240}
@@ -204,3 +207,11 @@ def test_states_in_several_buckets_resume_bit_for_bit(rank_pool, tmp_path, case)
     load = ["--load", str(tmp_path / "save"), "--ckpt-step", "2"]
     second = rank_pool.run(2, train, [*words.split(), *load], **given)
     assert [r["digest"] for r in second] == [r["digest"] for r in first]
+
+
+@pytest.mark.slow
+def test_a_decoupled_rate_of_zero_is_not_taken_for_none(ranks):
+    flags = ["--decoupled-lr", "0", "--decoupled-min-lr", "0", "--train-iters", "2"]
+    (moved,) = ranks(1, moved_parameters, flags, setup=SETUP, backend=None, timeout=240)
+    still = {name for name, moves in moved.items() if not moves}
+    assert still == {"embedding.word_embeddings.weight", "output_layer.weight"}
