@@ -13,6 +13,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.te import kernels
+from mindspeed.te.norm import narrowed
 
 
 class _Affine:
@@ -33,8 +34,8 @@ class LayerNorm(_Affine, torch.nn.LayerNorm):
     """torch's LayerNorm with Megatron's options."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension of ``x [..., h]``; shape and dtype stay."""
-        return kernels.normalize(
+        """Normalise the last dimension of ``x [..., h]``; the dtype is that of ``narrowed``."""
+        normed = kernels.normalize(
             x,
             self.weight,
             self.bias,
@@ -42,14 +43,15 @@ class LayerNorm(_Affine, torch.nn.LayerNorm):
             rms=False,
             zero_centered_gamma=self.zero_centered_gamma,
         )
+        return narrowed(normed, self.weight)
 
 
 class RMSNorm(_Affine, torch.nn.RMSNorm):
     """torch's RMSNorm with Megatron's options."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension of ``x [..., h]``; shape and dtype stay."""
-        return kernels.normalize(
+        """Normalise the last dimension of ``x [..., h]``; the dtype is that of ``narrowed``."""
+        normed = kernels.normalize(
             x,
             self.weight,
             None,
@@ -57,6 +59,7 @@ class RMSNorm(_Affine, torch.nn.RMSNorm):
             rms=True,
             zero_centered_gamma=self.zero_centered_gamma,
         )
+        return narrowed(normed, self.weight)
 
 
 def new_norm(

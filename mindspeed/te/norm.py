@@ -4,7 +4,8 @@
     RMSNorm    y =  x / sqrt(mean(x^2) + eps)   * w
 
 ``zero_centered_gamma`` stores ``w - 1``. Statistics and the affine part are computed in fp32 for
-16-bit inputs; the output has the dtype of the input. With ``sequence_parallel`` each rank sees part
+16-bit inputs; the output has the dtype of the input, or that of the weight if it is narrower (fp32
+residuals enter 16-bit layers). With ``sequence_parallel`` each rank sees part
 of the tokens, so the parameters are marked and the trainer sums their gradients over the group.
 """
 
@@ -57,7 +58,7 @@ class _Norm(TransformerEngineBaseModule):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        return kernels.normalize(
+        normed = kernels.normalize(
             inp,
             self.weight,
             self.bias,
@@ -65,10 +66,21 @@ class _Norm(TransformerEngineBaseModule):
             rms=self.rms,
             zero_centered_gamma=self.zero_centered_gamma,
         )
+        return narrowed(normed, self.weight)
 
     def extra_repr(self) -> str:
         """Return size and eps."""
         return f"{self.weight.numel()}, eps={self.eps}"
+
+
+def narrowed(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return what a norm made in the dtype of its weight, if that is the narrower one.
+
+    Args:
+        normed: ``[..., h]``, any floating dtype.
+        weight: ``[h]``, any floating dtype.
+    """
+    return normed.to(weight.dtype) if weight.dtype.itemsize < normed.dtype.itemsize else normed
 
 
 def _last_dim(shape: int | Iterable[int] | None) -> int:

@@ -20,9 +20,11 @@ from mindspeed.adaptor.repairs import (
     dataset_helpers,
     expert_counts,
     first_report,
+    fp32_residual,
     fsdp_swiglu,
     fused_kernels,
     fused_routing_map,
+    gated_attention,
     gpu_affinity,
     grouped_experts,
     jit_warmup,
@@ -31,7 +33,9 @@ from mindspeed.adaptor.repairs import (
     local_spec,
     loss_normalisation,
     mla_rope_fusion,
+    mtp_layer_spec,
     mtp_packed_roll,
+    mtp_recompute,
     mtp_tied_output,
     mtp_token_count,
     optimizer_buckets,
@@ -71,9 +75,13 @@ _WITHOUT_CUDA = (fused_kernels, fused_routing_map, dataset_helpers, mla_rope_fus
 _ON_HOST = (process_groups, yarn)
 _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     packed_batch: lambda values: values.get("sft"),
-    mtp_token_count: lambda values: (
-        values.get("mtp_num_layers") and (values.get("context_parallel_size") or 1) > 1
+    mtp_layer_spec: lambda values: (
+        values.get("mtp_num_layers") and values.get("experimental_attention_variant")
     ),
+    mtp_recompute: lambda values: (
+        values.get("mtp_num_layers") and values.get("recompute_granularity") == "full"
+    ),
+    mtp_token_count: lambda values: values.get("mtp_num_layers"),
     mtp_tied_output: mtp_tied_output.needed,
     optimizer_offload: lambda values: values.get("optimizer_cpu_offload"),
     optimizer_buckets: lambda values: values.get("use_distributed_optimizer"),
@@ -82,6 +90,8 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     optimizer_states: lambda values: (
         values.get("use_distributed_optimizer") or values.get("quant_states")
     ),
+    fp32_residual: lambda values: values.get("fp32_residual_connection"),
+    gated_attention: lambda values: values.get("attention_output_gate"),
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
     optimizer_groups: lambda values: any(
         values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer")

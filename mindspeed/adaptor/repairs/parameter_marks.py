@@ -6,10 +6,12 @@ clipping norm looks for duplicates of experts among the tensor-parallel ranks in
 expert-tensor-parallel ones, and a bias of experts is summed over ranks with other experts; the
 learnable attention sink is sharded by heads and not marked (PR 7530); the output norm of gated
 delta nets, which sees the heads of one rank, is reduced under sequence parallelism only, and the
-norm of latent queries, which sees all of them, is reduced without it (issue 7452).
+norm of latent queries, which sees all of them, is reduced without it (issue 7452); the copy of the
+embedding on the stage of multi-token prediction is not marked as an embedding (PR 5034).
 Symptom: silent. With one expert-parallel rank, tensor-parallel size 2 and expert tensor-parallel
 size 1 the gradients of experts are never summed, and the copies diverge. In the other cases the
-gradient, or its norm and with it clipping, is wrong by up to the tensor-parallel size.
+gradient, or its norm and with it clipping, is wrong by up to the tensor-parallel size. With
+``--decoupled-lr`` or Muon the copies of the embedding are updated differently.
 Fix: :mod:`mindspeed.te.parameter_marks` marks them when they are made; the norm asks the ranks that
 hold the parameter; gradients are summed by the marks alone.
 Versions: all.
@@ -88,6 +90,17 @@ def mark_norm_of_heads(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def mark_copy_of_embedding(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``LanguageModule.setup_embeddings_and_output_layer``."""
+
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        original(self)
+        if getattr(self, "mtp_process", False):
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+
+    return setup_embeddings_and_output_layer
+
+
 def sum_by_marks(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``_allreduce_non_tensor_model_parallel_grads``.
 
@@ -144,6 +157,14 @@ PATCHES = (
         "the gradient of a norm that sees one rank's heads is summed over the ranks",
         expects="(self, config, submodules, layer_number, ...)",
         versions=">=0.16",
+    ),
+    Patch(
+        f"{_CORE}.models.common.language_module.language_module:"
+        "LanguageModule.setup_embeddings_and_output_layer",
+        mark_copy_of_embedding,
+        OWNER,
+        "optimizers know every copy of the embedding as one",
+        expects="(self)",
     ),
     Patch(
         f"{_CORE}.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",

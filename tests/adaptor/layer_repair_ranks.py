@@ -1,0 +1,133 @@
+"""Jobs for the ranks of test_layer_repairs.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def configured(repair: Any, arguments: dict[str, Any], repaired: bool) -> None:
+    """Switch the library on for these arguments, without one repair unless ``repaired``."""
+    from mindspeed import session
+
+    session.current().configure(arguments)
+    if not repaired:
+        session.current().engine.remove(repair.OWNER)
+
+
+def one_rank() -> None:
+    """Parallel state of a single rank."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+
+
+def residual_streams(repaired: bool, cases: list[tuple[str, str, bool]]) -> list[Any]:
+    """What bf16 layers with fp32 residuals add up.
+
+    Args:
+        repaired: With the repair.
+        cases: Model, layer spec, whether bias, dropout and addition are fused.
+
+    Returns:
+        By case the dtype of messages, and of each layer: its input, what it adds twice, its output,
+        the gradient of that.
+    """
+    from mindspeed.adaptor.repairs import fp32_residual
+
+    configured(fp32_residual, {"bf16": True, "fp32_residual_connection": True}, repaired)
+    one_rank()
+    return [_residual_stream(*case) for case in cases]
+
+
+def _residual_stream(name: str, spec: str, fused: bool) -> tuple[str, list[list[torch.Tensor]]]:
+    from tests.support import gpt_ranks
+
+    config = gpt_ranks.config(
+        name, fp32_residual_connection=True, bf16=True, params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16, bias_dropout_fusion=fused, mtp_num_layers=1,
+    )  # fmt: skip
+    model = gpt_ranks.build(config, spec).bfloat16()
+    streams: list[list[torch.Tensor]] = []
+    for layer in (*model.decoder.layers, model.mtp.layers[0].transformer_layer):
+        streams.append([])
+        _watch(layer, streams[-1])
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    model(tokens, tokens, None, labels=tokens).float().sum().backward()
+    return str(config.pipeline_dtype), streams
+
+
+def _watch(layer: torch.nn.Module, stream: list[torch.Tensor]) -> None:
+    """Append the layer's input, both sublayers' outputs, its output, the gradient of that."""
+
+    def add(module: Any, inputs: Any, output: Any) -> None:
+        out, bias = output
+        stream.append((out if bias is None else out.float() + bias.float()).detach())
+
+    def end(module: Any, inputs: Any, options: Any, output: Any) -> None:
+        stream.append(output[0].detach())
+        output[0].register_hook(stream.append)
+
+    def begin(module: Any, inputs: Any, options: Any) -> None:
+        stream.append((inputs[0] if inputs else options["hidden_states"]).detach())
+
+    layer.register_forward_pre_hook(begin, with_kwargs=True)
+    layer.self_attention.register_forward_hook(add)
+    layer.mlp.register_forward_hook(add)
+    layer.register_forward_hook(end, with_kwargs=True)
+
+
+def gated_attention(spec: str, repaired: bool) -> dict[str, torch.Tensor]:
+    """Output and gradients of attention with a gate and one group of keys, in float64.
+
+    Shards are put together over the tensor-parallel ranks.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.spec_utils import build_module
+
+    from mindspeed.adaptor.repairs import gated_attention
+    from tests.support import gpt_ranks
+
+    configured(gated_attention, {"attention_output_gate": True}, repaired)
+    ranks = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(ranks)
+    model_parallel_cuda_manual_seed(1)
+    config = gpt_ranks.config(
+        "layernorm-gelu-bias", attention_output_gate=True, num_query_groups=1,
+        tensor_model_parallel_size=ranks, params_dtype=torch.float64,
+    )  # fmt: skip
+    layer = {
+        "te": gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
+        "local": gpt_layer_specs.get_gpt_layer_local_spec,
+    }[spec]()
+    attention = build_module(layer.submodules.self_attention, config=config, layer_number=1)
+    generator = torch.Generator().manual_seed(5)
+    for _, parameter in sorted(attention.named_parameters()):
+        dim = _sharded_dim(parameter)
+        shape = [n * ranks if i == dim else n for i, n in enumerate(parameter.shape)]
+        whole = torch.randn(shape, dtype=torch.float64, generator=generator)
+        parts = whole.chunk(ranks, dim) if dim >= 0 else (whole,) * ranks
+        parameter.data = parts[torch.distributed.get_rank()].clone()
+    x = torch.randn(8, 1, 32, dtype=torch.float64, generator=generator, requires_grad=True)
+    out, bias = attention(x, torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1))
+    (out + bias).square().sum().backward()
+    gradients = {name: _put_together(p) for name, p in attention.named_parameters()}
+    return {"out": out.detach(), "x": x.grad, **gradients}
+
+
+def _sharded_dim(parameter: Any) -> int:
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else -1
+
+
+def _put_together(parameter: torch.Tensor) -> torch.Tensor:
+    dim, grad = _sharded_dim(parameter), parameter.grad.contiguous()
+    if dim < 0:
+        return grad
+    parts = [torch.empty_like(grad) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(parts, grad)
+    return torch.cat(parts, dim)

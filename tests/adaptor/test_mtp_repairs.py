@@ -1,0 +1,53 @@
+"""Repairs of multi-token prediction: the defect without each, the right result with it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mindspeed.testing import RankError
+from tests.adaptor import mtp_repair_ranks
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+ADAPTOR = "tests.support.warm"
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_of_the_embedding_have_one_learning_rate(ranks, tied):
+    function = mtp_repair_ranks.learning_rates_of_embeddings
+    assert ranks(2, function, True, tied, setup=ADAPTOR, timeout=120) == [7.0, 7.0]
+    assert ranks(2, function, False, tied, setup=ADAPTOR, timeout=120) == [7.0, 1.0]
+
+
+def test_a_micro_batch_without_targets_predicts_nothing(ranks):
+    function = mtp_repair_ranks.without_targets
+    assert ranks(1, function, True, setup=ADAPTOR, timeout=120) == [(0.0, True)]
+    ((loss, zero),) = ranks(1, function, False, setup=ADAPTOR, timeout=120)
+    assert math.isnan(loss) and not zero
+
+
+def test_prediction_layers_are_recomputed_with_packed_documents(ranks):
+    function = mtp_repair_ranks.packed_gradients
+    (truth,) = ranks(1, function, True, {}, setup=ADAPTOR, timeout=120)
+    (found,) = ranks(1, function, True, FULL, setup=ADAPTOR, timeout=120)
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    with pytest.raises(RankError, match="can only save variables"):
+        ranks(1, function, False, FULL, setup=ADAPTOR, timeout=120)
+
+
+def test_prediction_layers_have_the_attention_of_the_last_decoder_layer(ranks):
+    function = mtp_repair_ranks.attention_of_layers
+    (layers,) = ranks(1, function, True, setup=ADAPTOR, timeout=120)
+    assert layers == ["SelfAttention", "GatedDeltaNet"]
+    (layers,) = ranks(1, function, False, setup=ADAPTOR, timeout=120)
+    assert layers == ["SelfAttention", "SelfAttention"]
