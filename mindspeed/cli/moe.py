@@ -5,10 +5,10 @@
     mindspeed moe plan --hidden-size 4096 --num-experts 8 --moe-router-topk 2 \\
         --moe-ffn-hidden-size 14336 --tokens 8K --tp 2 --ep 4 --text
 
-One layer, forward and backward, of one rank with even routing: each program's steps run in their
-order over two links (inside a node, between nodes) and at rates of matrix products and of memory.
-Exposed collectives are those with no computation between their start and their end. No device is
-needed.
+One layer, attention and experts, forward and backward, of one rank with even routing: each
+program's steps run in their order over two links (inside a node, between nodes) and at rates of
+matrix products and of memory. Exposed collectives are those with no computation between their start
+and their end. No device is needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from mindspeed.cli.moe_table import as_data, print_table, title
 from mindspeed.cli.moe_text import timeline
 from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
+from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
 from mindspeed.moe.sizes import Sizes
+from mindspeed.profiling.model_flops import ModelShape, attention_products
 from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, NOT_NEGATIVE, Range, number, whole
 from mindspeed.testing.clock import Link
 
@@ -60,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(0, MAX_SIZE),
         metavar="F",
         help="width of the shared experts together (default: 0, none)",
+    )
+    add(
+        "--seq-length",
+        type=size,
+        metavar="S",
+        help="of a sample, for the scores of attention (default: --tokens)",
     )
     add("--not-gated", action="store_true", help="experts without a gate (no SwiGLU)")
     add(
@@ -121,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Price the programs and print or draw them."""
-    job, names = _job(args), _names(args.programs)
+    job, names = job_of(args), _names(args.programs)
     if args.plot:
         check_format("--plot", args.plot)
     found = compare(job, names)
@@ -150,25 +158,50 @@ def tokens(text: str) -> int:
     return found
 
 
-def _job(args: argparse.Namespace) -> Job:
-    sizes = _sizes(args)
+def job_of(args: argparse.Namespace) -> Job:
+    """What the options of ``mindspeed moe plan`` describe.
+
+    Raises:
+        ConfigError: Sizes are missing, or do not suit each other.
+    """
+    model = _model(args)
+    sizes = _sizes(args, model)
     rates = rates_of(
         args.tflops * 1e12,
         Link(args.link_bandwidth * 1e9, args.link_latency * 1e-6),
         Link(args.network_bandwidth * 1e9, args.network_latency * 1e-6),
         args.memory_bandwidth * 1e9,
     )
-    return Job(sizes, rates, args.tp, args.moe_train_capacity_factor)
+    attention = _attention(model, sizes, args.seq_length or args.tokens)
+    return Job(sizes, rates, args.tp, args.moe_train_capacity_factor, attention)
 
 
-def _sizes(args: argparse.Namespace) -> Sizes:
-    model: dict[str, Any] = {}
-    if args.model is not None:
-        from mindspeed.models.presets import model_flags
+def _model(args: argparse.Namespace) -> dict[str, Any]:
+    if args.model is None:
+        return {}
+    from mindspeed.models.presets import model_flags
 
-        model = model_flags(args.model)
-        if not model.get("num_experts"):
-            raise ConfigError(f"--model {args.model} has no experts")
+    model = model_flags(args.model)
+    if not model.get("num_experts"):
+        raise ConfigError(f"--model {args.model} has no experts")
+    return model
+
+
+def _attention(model: dict[str, Any], sizes: Sizes, length: int) -> Attention:
+    """That of the model, else of heads as wide as the hidden size; the mask is causal."""
+    unused = {"num_layers": 1, "ffn_hidden_size": 0, "padded_vocab_size": 0}
+    plain = {"num_attention_heads": 1, "group_query_attention": False}
+    given = {**unused, **plain, **model, "hidden_size": sizes.hidden, "seq_length": length}
+    shape = ModelShape.from_megatron(given, [True])
+    if shape is None:
+        return Attention()
+    found, tokens = attention_products(shape), 2.0 * sizes.tokens
+    return Attention(
+        tokens * found.inputs, tokens * found.per_key * length / 2, tokens * found.output
+    )
+
+
+def _sizes(args: argparse.Namespace, model: dict[str, Any]) -> Sizes:
     found: dict[str, Any] = {}
     for flag, name in _OF_MODEL.items():
         given = getattr(args, name)

@@ -19,6 +19,8 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "#10b981": ("experts", ("experts",)),
     "#f59e0b": ("weight gradients of experts", ("weight_gradients",)),
     "#3b82f6": ("shared experts", ("shared", "shared_fc1", "shared_fc2")),
+    "#fcd34d": ("hot experts", ("hot",)),
+    "#818cf8": ("attention", ("attn",)),
     "#94a3b8": ("router", ("route",)),
     "#67e8f9": (
         "rows moved",
@@ -105,7 +107,8 @@ def _draw_program(axes: Any, line: Timeline, lanes: list[str]) -> None:
             edgecolor="white",
             linewidth=0.3,
         )
-    axes.axvline(line.ends[FORWARD] * 1e3, color="#0f172a", linewidth=0.8, linestyle=":")
+    if line.ends[FORWARD] < line.total:  # else forward and backward run at once
+        axes.axvline(line.ends[FORWARD] * 1e3, color="#0f172a", linewidth=0.8, linestyle=":")
     axes.set_ylim(-0.05, len(lanes))
     axes.set_yticks([len(lanes) - 0.5 - place for place in range(len(lanes))])
     axes.set_yticklabels(lanes, fontsize=7)

@@ -39,7 +39,7 @@ def _figures(one: Priced) -> dict[str, object]:
         "calls": {phase: line.calls(phase) for phase in (FORWARD, BACKWARD)},
         "exposed": {phase: one.exposed(phase) for phase in (FORWARD, BACKWARD)},
         "exposed_seconds": line.exposed(),
-        "forward_seconds": line.ends[FORWARD],
+        "forward_seconds": line.ends[FORWARD],  # the end; backward may have begun before
         "seconds": line.total,
         "kept": one.kept,
         "intervals": [asdict(interval) for interval in line.intervals],
@@ -62,8 +62,9 @@ def print_table(job: Job, found: Sequence[Priced]) -> None:
         title=title(job),
         caption="sent: by one rank, both passes; network: the part to other nodes; calls and "
         "exposed: collectives of forward + backward, exposed ones have no computation beside "
-        "them; waiting, layer: milliseconds of both passes; kept: rows of experts that live until "
-        "backward; *: the shortest",
+        "them; waiting, layer: milliseconds of both passes, attention included (1f1b, fb-overlap: "
+        "of two micro-batches at once); kept: rows of experts that live until backward; *: the "
+        "shortest",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

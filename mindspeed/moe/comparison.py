@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from math import ceil
+from typing import Any, Literal, Protocol
 
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
+from mindspeed.moe.ampipe.programs import AMPIPE, TENSOR_OVERLAP
+from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.costs import StageCosts
 from mindspeed.moe.deepspeed.capacity import Capacity
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.messages import Message
+from mindspeed.moe.micro_batch_pair import simulate_pair
+from mindspeed.moe.program import Program, Step
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, SavePolicy
@@ -45,6 +50,9 @@ class Entry:
         policy: what the experts keep.
         packed: False for Megatron's own layer, which sends probabilities by themselves.
         extended: tensor-parallel ranks hold whole experts.
+        order: the program, where it is not the dispatcher's.
+        chunks: of the sequence, attention included, in which ``order`` runs.
+        pair: two micro-batches run at once; "delayed": their weight gradients are apart.
     """
 
     dispatcher: str
@@ -53,13 +61,34 @@ class Entry:
     policy: SavePolicy = ALL
     packed: bool = True
     extended: bool = False
+    order: Program | None = None
+    chunks: int = 1
+    pair: Literal["", "plain", "delayed"] = ""
 
+
+SHARED_OVERLAP = Program.parse(
+    "route count! permute dispatch> shared_fc1 dispatch< gather! arrange experts disarrange "
+    "scatter! combine> shared_fc2 combine< unpermute"
+)
+"""Megatron's: shared experts run on a stream of their own beside the all-to-alls."""
 
 _ASYNC, _OVERLAP = {"async_permutation": True}, {"overlap": True}
 _TO, _GATHER = "--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"
 
 ENTRIES: dict[str, Entry] = {
     "megatron": Entry("alltoall", "none: Megatron's own", packed=False),
+    "shared-overlap": Entry(
+        "alltoall",
+        "--moe-shared-expert-overlap: Megatron's own",
+        packed=False,
+        order=SHARED_OVERLAP,
+    ),
+    "1f1b": Entry(
+        "alltoall",
+        "--overlap-moe-expert-parallel-comm: Megatron's own",
+        packed=False,
+        pair="plain",
+    ),
     "async": Entry("alltoall", "--moe-permutation-async-comm", _ASYNC),
     "overlap": Entry("alltoall", _TO, _OVERLAP),
     "overlap-level0": Entry("alltoall", f"{_TO} --moe-zero-memory level0", _OVERLAP, LEVEL0),
@@ -85,6 +114,16 @@ ENTRIES: dict[str, Entry] = {
         f"--moe-experts-pipeline-degree 2 {_TO}",
         {**_OVERLAP, "expert_groups": 2},
     ),
+    "balanced": Entry(
+        "alltoall",
+        f"--balanced-moe-experts {_TO}",
+        {**_OVERLAP, "hot_experts": 3, "hot_messages": 3},
+    ),
+    "ampipe": Entry("alltoall", "--ampipe-degree 2", order=AMPIPE, chunks=2),
+    "ampipe-slices": Entry(
+        "alltoall", "--ampipe-degree 4 --ampipe-tp-sp-comm-overlap", order=TENSOR_OVERLAP, chunks=4
+    ),
+    "fb-overlap": Entry("alltoall", "--moe-fb-overlap", packed=False, pair="delayed"),
     "extended": Entry("alltoall", "--moe-tp-extend-ep", extended=True),
     "extended-overlap": Entry("alltoall", f"--moe-tp-extend-ep {_TO}", _OVERLAP, extended=True),
     "allgather": Entry(
@@ -106,12 +145,31 @@ def _costs(
     if request.expert_groups > 1:
         parts = [load.part(request.expert_groups)] * request.expert_groups
         return parted_costs.groups(sizes, load, parts, anchored=anchored)
+    if request.hot_experts:
+        return _hot(request, sizes, load), {}
     if request.exchange == "dedup":
         return parted_costs.dedup(sizes, load, anchored=anchored), {}
     if request.exchange == "hierarchical":
         return parted_costs.two_level(sizes, load, anchored=anchored), {}
     price = formulas.all_to_all if entry.dispatcher == "alltoall" else formulas.all_gather
     return price(sizes, load, anchored=anchored, packed=entry.packed), {}
+
+
+def _hot(request: LayerRequest, sizes: Sizes, load: Load) -> dict[str, StageCosts]:
+    """Hot experts of as many ranks, of each as probably; none has more rows than another."""
+    part = request.hot_experts / sizes.experts
+    own_rows = sizes.tokens * sizes.topk * part
+    each = request.hot_experts / request.hot_messages / sizes.ep
+    owned = ceil(each)  # by the rank that owns most of a message
+    weights = [[each] * sizes.ep] * request.hot_messages
+    return parted_costs.hot(
+        sizes,
+        load.scaled(1 - part),
+        own_rows,
+        weights,
+        anchored=request.overlap,
+        busiest=owned / each,
+    )
 
 
 @dataclass(frozen=True)
@@ -123,12 +181,14 @@ class Job:
         rates: of one rank.
         tp: tensor parallel size of attention.
         capacity_factor: room of an expert in mean loads, where rows are padded.
+        attention: of the layer, which some programs compute beside collectives of experts.
     """
 
     sizes: Sizes
     rates: Rates
     tp: int = 1
     capacity_factor: float = 1.0
+    attention: Attention = field(default_factory=Attention)
 
 
 @dataclass(frozen=True)
@@ -164,8 +224,10 @@ def rates_of(
     """Rates over two links, of a node and between nodes, which carry their parts at once."""
 
     def seconds(message: Message) -> float:
-        within = inside.seconds(message.wire - message.between)
-        return max(within, between.seconds(message.between)) if message.between else within
+        within = inside.seconds((message.wire - message.between) * message.busiest)
+        if not message.between:
+            return within
+        return max(within, between.seconds(message.between * message.busiest))
 
     return Rates(flops_per_second, seconds, bytes_per_second)
 
@@ -187,16 +249,30 @@ def _price(job: Job, name: str) -> Priced:
         capacity = Capacity(job.capacity_factor, sizes.experts, sizes.topk)
         load = padded(sizes, capacity(sizes.tokens))
     request = LayerRequest(**entry.request)
+    kept = formulas.saved_bytes(sizes, load.rows, entry.policy)
+    kept += request.hot_experts * parted_costs.expert_bytes(sizes)
+    return Priced(name, entry.flags, _timeline(job, entry, request, sizes, load), kept=kept)
+
+
+def _timeline(job: Job, entry: Entry, request: LayerRequest, sizes: Sizes, load: Load) -> Timeline:
+    if entry.chunks > 1:
+        parts = [load.part(entry.chunks)] * entry.chunks
+        attention = job.attention.chunks(entry.chunks, job.tp)
+        assert entry.order is not None
+        return simulate(entry.order, parted_costs.chunks(sizes, parts, attention), job.rates)
+    if entry.pair:
+        delayed = entry.pair == "delayed"
+        costs = formulas.all_to_all(sizes, load, anchored=delayed, packed=entry.packed)
+        return simulate_pair({**costs, "attn": job.attention.whole()}, job.rates)
     costs, inner = _costs(entry, request, sizes, load)
-    timeline = simulate(
-        choice_of(entry.dispatcher, request).program(request),
-        costs,
+    order = entry.order or choice_of(entry.dispatcher, request).program(request)
+    return simulate(
+        Program((Step("attn"), *order.steps)),
+        {**costs, "attn": job.attention.whole()},
         job.rates,
         inner=inner,
         repeat=repeated(entry.policy, sizes, load, costs),
     )
-    kept = formulas.saved_bytes(sizes, load.rows, entry.policy)
-    return Priced(name, entry.flags, timeline, kept=kept)
 
 
 def _reason(job: Job, entry: Entry) -> str:
@@ -207,6 +283,8 @@ def _reason(job: Job, entry: Entry) -> str:
         if sizes.experts % (sizes.ep * job.tp):
             return f"{sizes.experts} experts cannot be divided by --ep {sizes.ep} x --tp {job.tp}"
         return ""
+    if reason := _reason_of_order(job, entry):
+        return reason
     exchange = entry.request.get("exchange", "flat")
     if exchange == "padded":
         if sizes.topk > 2:
@@ -228,4 +306,25 @@ def _reason(job: Job, entry: Entry) -> str:
         return "with one expert rank there is nothing to overlap"
     if entry.request.get("overlap") and sizes.ranks == 1:
         return "with one expert rank there is nothing to overlap"
+    return ""
+
+
+def _reason_of_order(job: Job, entry: Entry) -> str:
+    """Why what is computed beside the collectives cannot be."""
+    sizes = job.sizes
+    if entry.order is SHARED_OVERLAP and not sizes.shared:
+        return "without shared experts there is nothing to compute beside the all-to-alls"
+    if (entry.pair or entry.chunks > 1 or entry.order) and sizes.ep == 1:
+        return "--expert-model-parallel-size is 1, so there is no all-to-all to hide"
+    if entry.chunks > 1 and sizes.tokens % entry.chunks:
+        return f"{entry.chunks} chunks do not divide the {sizes.tokens} tokens of a rank"
+    if entry.order is TENSOR_OVERLAP and sizes.etp == 1:
+        return "with --etp 1 there are no collectives of slices"
+    if most := entry.request.get("hot_experts", 0):
+        if sizes.etp > 1:
+            return f"hot experts are whole, not sliced (--etp {sizes.etp})"
+        if sizes.ep == 1:
+            return "with --ep 1 there are no other ranks to compute hot experts"
+        if most > sizes.local:
+            return f"{most} hot experts are more than the {sizes.local} of a rank"
     return ""

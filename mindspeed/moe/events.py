@@ -67,15 +67,16 @@ class EventLog:
         return [event for event in self.of(phase) if event.kind is Kind.START]
 
     def exposed(self, phase: str) -> list[Event]:
-        """The communications of a pass during which this rank computes nothing."""
-        events, found = self.of(phase), []
-        for i, event in enumerate(events):
-            if event.kind is not Kind.START:
+        """The communications of a pass during which this rank computes nothing, of either pass."""
+        found = []
+        for i, event in enumerate(self.events):
+            if event.kind is not Kind.START or event.phase != phase:
                 continue
-            for later in events[i + 1 :]:
+            finish = (phase, Kind.FINISH, event.name, event.chunk)
+            for later in self.events[i + 1 :]:
                 if later.kind is Kind.COMPUTE:
                     break
-                if (later.kind, later.name, later.chunk) == (Kind.FINISH, event.name, event.chunk):
+                if (later.phase, later.kind, later.name, later.chunk) == finish:
                     found.append(event)
                     break
         return found

@@ -35,6 +35,8 @@ class Message:
         given: bytes of the tensor that is sent.
         wire: bytes that this rank sends.
         between: those of them that leave the node.
+        busiest: bytes that the busiest rank sends or gets, for which all wait, in multiples of
+            ``wire``.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Message:
     given: float
     wire: float
     between: float = 0.0
+    busiest: float = 1.0
 
 
 def exchange(

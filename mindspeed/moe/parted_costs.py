@@ -1,5 +1,7 @@
 """Costs of layers whose experts are computed in parts, and of exchanges that send a token once.
 
+hot       experts that every rank computes for its own tokens: :mod:`mindspeed.moe.hot_experts`
+chunks    of the sequence, attention included: :mod:`mindspeed.moe.ampipe`
 groups    of local experts, under expert tensor parallelism: :mod:`mindspeed.moe.expert_groups`
 pieces    local expert x slice of the tokens: :mod:`mindspeed.moe.pipe_experts`
 dedup     once to each rank: :mod:`mindspeed.moe.dispatch.deduplicated`
@@ -15,9 +17,11 @@ from mindspeed.moe.costs import (
     BACKWARD,
     COUNT_BYTES,
     StageCosts,
+    Work,
     all_to_all,
     both_ways,
     expert_costs,
+    expert_work,
     moving,
     routing,
     shared_costs,
@@ -82,6 +86,90 @@ def pieces(
     costs["permute"] = replace(costs["permute"], silent=(BACKWARD,))
     costs["pieces"] = StageCosts(silent=(BACKWARD,))
     return costs, {"pieces": Inner(PIECES, inner)}
+
+
+def chunks(
+    sizes: Sizes, parts: Sequence[Load], attention: Sequence[StageCosts]
+) -> list[dict[str, StageCosts]]:
+    """The stages of each chunk of the sequence; those that run once are with the first.
+
+    Args:
+        sizes: of the layer.
+        parts: rows of this rank for each chunk.
+        attention: of each chunk.
+    """
+    one = replace(sizes, tokens=sizes.tokens // len(parts))
+    found = [all_to_all(one, part, anchored=True) for part in parts]
+    rows = sum(part.rows for part in parts)
+    found[0] |= {
+        "anchor": expert_costs(sizes, rows, anchored=True)["anchor"],
+        **shared_costs(sizes),
+    }
+    for stages, attn in zip(found, attention, strict=True):
+        stages["attn"] = attn
+    return found
+
+
+def hot(
+    sizes: Sizes,
+    load: Load,
+    own_rows: float,
+    weights: Sequence[Sequence[float]],
+    *,
+    anchored: bool,
+    busiest: float = 1.0,
+) -> dict[str, StageCosts]:
+    """A layer with hot experts; experts must be whole.
+
+    Args:
+        sizes: of the layer.
+        load: rows of this rank that travel.
+        own_rows: of its own tokens for hot experts.
+        weights: for each message the hot experts of each rank.
+        anchored: weight gradients of the other experts are computed where the anchor is.
+        busiest: of the messages of weights.
+    """
+    costs = all_to_all(sizes, load, anchored=anchored)
+    first, second = expert_work(sizes, own_rows)
+    products, moved = first + second, moving(own_rows, sizes).forward * 2
+    costs["hot"] = StageCosts(products + moved, products * 2 + moved)
+    matrices = expert_bytes(sizes)
+    copied = Work(bytes=2 * matrices * sum(message[load.rank] for message in weights))
+    costs["choose"] = StageCosts(copied, copied)
+    costs["weights"] = both_ways(
+        [
+            _weights(
+                f"weights.hot_weights{i}",
+                sizes,
+                load.rank,
+                [number * matrices for number in message],
+                busiest,
+            )
+            for i, message in enumerate(weights)
+        ]
+    )
+    return costs
+
+
+def expert_bytes(sizes: Sizes) -> float:
+    """Of the matrices of one expert, of a rank's slice of it."""
+    return sizes.hidden * (sizes.fc1 + sizes.ffn / sizes.etp) * sizes.itemsize
+
+
+def _weights(
+    name: str, sizes: Sizes, rank: int, owned: Sequence[float], busiest: float
+) -> tuple[Message, Message]:
+    """Matrices from their owners to all, and the sums of their gradients back."""
+    own, ranks, every = owned[rank], len(owned), sum(owned)
+    nodes = 1 if sizes.node is None else -(-ranks // sizes.node)
+    away = (ranks - ranks / nodes) / (ranks - 1)  # part of the other ranks
+    sent, back = (ranks - 1) * own, every - own
+    even = len(set(owned)) == 1
+    op = "all_gather" if even else "all_to_all"
+    return (
+        Message(name, "ep", op, own, sent, sent * away, busiest),
+        Message(name, "ep", "all_to_all", every, back, back * away, busiest),
+    )
 
 
 def dedup(sizes: Sizes, load: Load, *, anchored: bool) -> dict[str, StageCosts]:

@@ -98,9 +98,13 @@ class Load:
 
     def part(self, chunks: int) -> Load:
         """One of several equal chunks."""
+        return self.scaled(1 / chunks)
+
+    def scaled(self, factor: float) -> Load:
+        """The same with a part of the rows."""
 
         def share(rows: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(number / chunks for number in rows)
+            return tuple(number * factor for number in rows)
 
         return Load(
             self.rank,

@@ -12,8 +12,9 @@ These are the rules of :mod:`mindspeed.testing.clock`, which watches the real la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal, Protocol
 
 from mindspeed.moe.costs import BACKWARD, FORWARD, Costs, StageCosts, Work
@@ -100,7 +101,7 @@ class Timeline:
     @property
     def total(self) -> float:
         """Seconds of both passes."""
-        return self.ends[BACKWARD]
+        return max(self.ends.values())
 
     def exposed(self, phase: str | None = None) -> float:
         """Seconds of one pass, or of both, in which this rank only waits."""
@@ -151,7 +152,7 @@ class Action:
 
 def simulate(
     program: Program,
-    costs: Costs,
+    costs: Costs | Sequence[Costs],
     rates: Rates,
     chunks: int = 1,
     inner: Mapping[str, Inner] | None = None,
@@ -161,21 +162,31 @@ def simulate(
 
     Args:
         program: The order.
-        costs: Of every stage, for one chunk; stages that are missing are left out.
+        costs: Of every stage, for one chunk, or for each; stages that are missing are left out.
         rates: How fast this rank is.
-        chunks: Of the tokens.
+        chunks: Of the tokens, if their costs are the same.
         inner: Programs that run in the place of a stage.
         repeat: Adds what backward does again to its actions (:mod:`mindspeed.moe.repetition`).
     """
-    actions = list(_actions(program, [costs] * chunks, inner or {}))
+    each = [costs] * chunks if isinstance(costs, Mapping) else costs
+    forward = list(_actions(program, each, inner or {}))
+    backward = list(mirrored(forward))
+    if repeat is not None:
+        backward = repeat(backward)
+    return play([*product([FORWARD], forward), *product([BACKWARD], backward)], rates)
+
+
+def play(actions: Iterable[tuple[str, Action]], rates: Rates) -> Timeline:
+    """Run actions in their order, each in its pass.
+
+    Args:
+        actions: (pass, action), of both passes.
+        rates: How fast this rank is.
+    """
     run = _Run(rates)
-    for action in actions:
-        run.take(FORWARD, action)
-    run.timeline.ends[FORWARD] = run.now
-    backward = list(mirrored(actions))
-    for action in repeat(backward) if repeat is not None else backward:
-        run.take(BACKWARD, action)
-    run.timeline.ends[BACKWARD] = run.now
+    for phase, action in actions:
+        run.take(phase, action)
+        run.timeline.ends[phase] = run.now
     return run.timeline
 
 

@@ -134,16 +134,39 @@ def _mlp(shape: ModelShape, ffn_hidden_size: int) -> int:
 
 def _attention(shape: ModelShape, keys: float) -> float:
     """Multiplications of one token in one attention over ``keys`` keys."""
+    found = attention_products(shape)
+    return found.inputs + found.output + found.per_key * keys
+
+
+@dataclass(frozen=True)
+class AttentionProducts:
+    """Multiplications of one token in one attention.
+
+    Attributes:
+        inputs: to make query, key and value.
+        per_key: for each key that the token sees: its score, and the weighted sum.
+        output: of the projection.
+    """
+
+    inputs: int
+    per_key: int
+    output: int
+
+
+def attention_products(shape: ModelShape) -> AttentionProducts:
+    """The parts of one attention."""
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     if shape.latent is not None:
-        return _latent_attention(shape.latent, hidden, heads, keys)
+        return _latent_attention(shape.latent, hidden, heads)
     queries = heads * shape.kv_channels
     keys_and_values = 2 * shape.num_query_groups * shape.kv_channels
     gate = queries if shape.output_gate else 0
-    return hidden * (2 * queries + keys_and_values + gate) + 2 * queries * keys
+    return AttentionProducts(
+        hidden * (queries + keys_and_values + gate), 2 * queries, queries * hidden
+    )
 
 
-def _latent_attention(latent: LatentAttention, hidden: int, heads: int, keys: float) -> float:
+def _latent_attention(latent: LatentAttention, hidden: int, heads: int) -> AttentionProducts:
     """The ``+ 1`` is the norm of a compressed vector, as Megatron counts it."""
     query_dim = latent.qk_head_dim + latent.rope_head_dim
     query = (
@@ -152,8 +175,11 @@ def _latent_attention(latent: LatentAttention, hidden: int, heads: int, keys: fl
         else latent.q_rank * (hidden + heads * query_dim + 1)
     )
     key_and_value = latent.kv_rank * (hidden + heads * (latent.qk_head_dim + latent.v_head_dim) + 1)
-    rope_and_output = hidden * latent.rope_head_dim + heads * latent.v_head_dim * hidden
-    return query + key_and_value + rope_and_output + heads * (query_dim + latent.v_head_dim) * keys
+    return AttentionProducts(
+        query + key_and_value + hidden * latent.rope_head_dim,
+        heads * (query_dim + latent.v_head_dim),
+        heads * latent.v_head_dim * hidden,
+    )
 
 
 def _latent(args: Mapping[str, Any]) -> LatentAttention | None:

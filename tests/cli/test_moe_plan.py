@@ -101,6 +101,29 @@ def test_a_network_between_nodes_is_slower(capsys: pytest.CaptureFixture[str]) -
     assert two["sent_between_nodes"] / two["sent"] == pytest.approx(8 / 15, rel=1e-3)
 
 
+def test_attention_is_that_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Mixtral: 32 heads and 8 groups of 128, hidden 4096; the mask leaves half of the square."""
+    words = ("--model", "mixtral-8x7b", "--tokens", "8K", "--tflops", 1e3, "--programs", "megatron")
+
+    def attention(*more: object) -> float:
+        found = prices(*words, *more, capsys=capsys)["megatron"]["intervals"]
+        return sum(one["end"] - one["start"] for one in found if one["name"] == "attn")
+
+    products = 8192 * 4096 * 128 * (32 + 2 * 8 + 32)
+    for length, more in ((8192, ()), (2048, ("--seq-length", 2048))):
+        pairs = 8192 * length / 2 * 32 * 128 * 2
+        assert attention(*more) == pytest.approx(3 * 2 * (products + pairs) / 1e15)
+    assert attention("--tp", 2) == pytest.approx(attention() / 2)
+
+
+def test_forward_and_backward_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "qwen3-30b-a3b", "--programs", "megatron,1f1b")
+    found = prices(*words, capsys=capsys)
+    assert found["1f1b"]["forward_seconds"] == found["1f1b"]["seconds"]
+    computing = [one["seconds"] - one["exposed_seconds"] for one in found.values()]
+    assert computing[0] == pytest.approx(computing[1])
+
+
 def test_pictures(tmp_path) -> None:
     picture = tmp_path / "layer.svg"
     words = ("--model", "mixtral-8x7b", "--programs", "megatron,overlap")

@@ -5,19 +5,26 @@ The layer runs on gloo ranks; the formulas get the routing that its router has c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
+from mindspeed.moe.ampipe.programs import AMPIPE
+from mindspeed.moe.attention_costs import Attention
+from mindspeed.moe.comparison import SHARED_OVERLAP
 from mindspeed.moe.deepspeed.capacity import Capacity
 from mindspeed.moe.dispatch.choice import choice_of
+from mindspeed.moe.hot_experts import choose
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1
 from mindspeed.moe.sizes import Sizes, load_of, padded
 from mindspeed.moe.timeline import Rates, simulate
 from mindspeed.testing.clock import Link
-from tests.moe import layer_ranks, timeline_ranks
+from tests.moe import ampipe_ranks, layer_ranks, timeline_ranks
 from tests.support.lazy import needs
 
 needs("megatron.core")
@@ -61,6 +68,10 @@ def test_save_policies(ranks, layout, shared):
 
 
 PARTS = [{"pipe_slices": 1}, {"pipe_slices": 5}]
+HOT = [
+    {"hot_experts": 2, "hot_messages": messages, "dropped": True, "overlap": overlap}
+    for messages, overlap in ((2, False), (1, True))
+]
 ROOM = [
     {"exchange": "padded", "capacity": Capacity(1.5, layer_ranks.EXPERTS, 2), "overlap": overlap}
     for overlap in (False, True)
@@ -73,7 +84,9 @@ GROUPED = [
 
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("shared", [0, SHARED])
-@pytest.mark.parametrize("variants", [PARTS, ONCE, ROOM], ids=["pieces", "dedup", "padded"])
+@pytest.mark.parametrize(
+    "variants", [PARTS, ONCE, ROOM, HOT], ids=["pieces", "dedup", "padded", "hot"]
+)
 def test_experts_in_pieces_and_tokens_sent_once(ranks, variants, shared):
     compare(ranks, 2, "alltoall", {"expert": 2}, shared, variants=variants)
 
@@ -101,6 +114,69 @@ def test_experts_in_groups(ranks, layout):
 )
 def test_layouts(ranks, dispatcher, layout):
     compare(ranks, 4, dispatcher, layout, 0)
+
+
+OWN = [
+    {},
+    {"moe_shared_expert_intermediate_size": SHARED},
+    {"moe_shared_expert_intermediate_size": SHARED, "moe_shared_expert_overlap": True},
+]
+
+
+def test_megatrons_own_layer(ranks):
+    """Order and bytes of its collectives, and what is computed before each is started."""
+    sizes = Sizes(layer_ranks.TOKENS, layer_ranks.HIDDEN, layer_ranks.EXPERTS, 2, layer_ranks.FFN,
+                  ep=2, itemsize=4)  # fmt: skip
+    plain = choice_of("alltoall", LayerRequest()).program(LayerRequest())
+    for results in ranks(2, timeline_ranks.watch_megatrons, {"expert": 2}, OWN, setup=ADAPTOR):
+        for overrides, watched in zip(OWN, results, strict=True):
+            one = replace(sizes, shared=overrides.get("moe_shared_expert_intermediate_size", 0))
+            load = load_of(one, watched.choices, watched.rank)
+            costs = formulas.all_to_all(one, load, packed=False)
+            overlaps = "moe_shared_expert_overlap" in overrides
+            line = simulate(SHARED_OVERLAP if overlaps else plain, costs, RATES)
+            for phase in PHASES:
+                expected = started(line.intervals, phase)
+                found = started(watched.intervals, phase)
+                if overlaps and phase == formulas.BACKWARD:
+                    # Probabilities follow the rows; shared experts have a stream of their own.
+                    combine, probs, rows = expected
+                    shared = costs["shared_fc1"].backward.flops / timeline_ranks.FLOPS
+                    expected = [combine, rows, (probs[0] + shared, probs[1])]
+                assert found == [pytest.approx(one, rel=1e-9) for one in expected]
+            if not overlaps:
+                assert line.total == pytest.approx(watched.now, rel=1e-9)
+
+
+def started(intervals, phase):
+    """(seconds computed before, seconds of the communication) of each."""
+    computed, found = 0.0, []
+    for one in intervals:
+        if one.phase == phase and one.kind == "compute":
+            computed += one.seconds
+        elif one.phase == phase and one.kind == "communication":
+            found.append((computed, one.seconds))
+    return found
+
+
+@pytest.mark.parametrize("shared", [0, SHARED])
+def test_chunks_of_the_sequence(ranks, shared):
+    overrides = {"moe_shared_expert_intermediate_size": shared} if shared else {}
+    degree, tokens = 2, ampipe_ranks.LENGTH * ampipe_ranks.BATCH
+    sizes = Sizes(tokens, layer_ranks.HIDDEN, layer_ranks.EXPERTS, 2, layer_ranks.FFN, ep=2,
+                  itemsize=4, shared=shared)  # fmt: skip
+    for log, choices, rank in ranks(
+        2, timeline_ranks.watch_chunks, {"expert": 2}, overrides, degree, setup=ADAPTOR
+    ):
+        parts = [load_of(sizes, chunk, rank) for chunk in choices]
+        attention = Attention(1.0, 1.0, 1.0).chunks(degree, 1)
+        line = simulate(AMPIPE, parted_costs.chunks(sizes, parts, attention), RATES)
+        for phase in PHASES:
+            events = [[(str(e), e.chunk) for e in one.of(phase)] for one in (line.log, log)]
+            assert events[0] == events[1]
+            starts = [[e.bytes for e in one.communications(phase)] for one in (line.log, log)]
+            assert starts[0] == starts[1]
+            assert line.log.exposed(phase) == log.exposed(phase)
 
 
 def compare(ranks, world, dispatcher, layout, shared, exposed=None, variants=VARIANTS):
@@ -145,6 +221,8 @@ def priced(dispatcher, request, sizes, choices, rank):
     load = load_of(sizes, choices, rank)
     if request.exchange == "padded":
         load = padded(sizes, request.capacity(sizes.tokens))
+    if request.hot_experts:
+        return hot_experts(request, sizes, choices, rank), {}
     if request.exchange == "dedup":
         return parted_costs.dedup(sizes, load, anchored=request.overlap), {}
     if (count := request.expert_groups) > 1:
@@ -161,6 +239,24 @@ def priced(dispatcher, request, sizes, choices, rank):
         ]
         return parted_costs.pieces(sizes, load, parts, count)
     return COSTS[dispatcher](sizes, load, anchored=request.overlap), {}
+
+
+def hot_experts(request, sizes, choices, rank):
+    """What travels, what stays, and who owns the experts of each message."""
+    counts = torch.zeros(sizes.ep, sizes.experts, dtype=torch.int64)
+    for row, tokens in zip(counts, choices, strict=True):
+        row += torch.tensor([e for token in tokens for e in token]).bincount(
+            minlength=sizes.experts
+        )
+    hot = choose(counts, request.hot_experts)
+    left = [[[e for e in token if e not in hot] for token in tokens] for tokens in choices]
+    messages = torch.tensor(hot).tensor_split(request.hot_messages)
+    owned = [
+        [sum(e // sizes.local == one for e in message.tolist()) for one in range(sizes.ep)]
+        for message in messages
+    ]
+    load, own_rows = load_of(sizes, left, rank), int(counts[rank, hot].sum())
+    return parted_costs.hot(sizes, load, own_rows, owned, anchored=request.overlap)
 
 
 def cut(tokens, slices):

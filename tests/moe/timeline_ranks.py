@@ -56,6 +56,54 @@ def watch(
     return found
 
 
+def watch_megatrons(
+    layout: dict[str, int], variants: list[dict[str, Any]], tokens: int = layer_ranks.TOKENS
+) -> list[Watched]:
+    """Run Megatron's own layer once for each variant of its configuration."""
+    layer_ranks.start(**layout)
+    found = []
+    for overrides in variants:
+        layer = layer_ranks.layer_of("te", **layer_ranks.parallel_of(layout), **overrides)
+        layer.forward = _Logged(layer.forward)
+        found.append(_watched(layer, tokens))
+    return found
+
+
+def watch_chunks(
+    layout: dict[str, int], overrides: dict[str, Any], degree: int
+) -> tuple[Any, list[list[Any]], int]:
+    """Run a transformer layer in chunks: its log, the experts of [chunk][rank], and this rank."""
+    import torch.distributed as dist
+
+    from mindspeed.journal import Journal
+    from mindspeed.moe.ampipe.megatron import attach
+    from mindspeed.moe.events import EventLog
+    from tests.moe import ampipe_ranks
+
+    layer_ranks.start(**layout)
+    layer = ampipe_ranks.transformer_layer("te", **layer_ranks.parallel_of(layout), **overrides)
+    attach(layer, degree, Journal())
+    layer.forward.log = EventLog()
+    routed: list[Any] = []
+    layer.mlp.router.register_forward_hook(lambda module, given, out: routed.append(out[1]))
+    ampipe_ranks.run(layer)
+    own = [[row.nonzero().flatten().tolist() for row in chunk] for chunk in routed]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return layer.forward.log, [list(chunk) for chunk in zip(*every, strict=True)], dist.get_rank()
+
+
+@dataclass
+class _Logged:
+    """A forward whose log stays empty."""
+
+    run: Any
+    log: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+
 def _watched(layer: Any, tokens: int) -> Watched:
     import torch.distributed as dist
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed.moe.micro_batch_pair import PAIR
+from mindspeed.moe.program import Phase
 from tests.support.trainer_job import SETUP, TINY
 from tests.training.command_line import parse_all
 from tests.training.fb_overlap_job import exposed, traced
@@ -82,6 +84,34 @@ def test_micro_batches_hide_each_others_all_to_all(impl, outside, rank_pool):
         assert set(alone) <= {(0, "F"), (3, "B")}
         assert len(alone) == outside
         assert any(node.phase == "W" for node in nodes) == (impl == "transformer_engine")
+        delayed = impl == "transformer_engine"
+        for communicates in (True, False):
+            ours = modelled(communicates, delayed)
+            found = [
+                (node.name, node.phase)
+                for node in nodes
+                if node.communicates == communicates and (node.name, node.phase) != ("attn", "W")
+            ]
+            backward = 2 if communicates else 2 + delayed
+            assert found[4 * 2 : -4 * backward] == ours * (3 * 4)
+
+
+def modelled(communicates, delayed):
+    """The parts of a pair in the order in which the comparison runs them on one stream."""
+    parts = {
+        ("combine", True): "moe_combine",
+        ("dispatch", True): "moe_dispatch",
+        ("attn", False): "attn",
+        ("experts", False): "mlp",
+        ("anchor", False): "mlp",
+    }
+    found = []
+    for step in PAIR.steps:
+        phase, _, name = step.name.partition("_")
+        part = parts.get((name, communicates))
+        if part and step.phase is not Phase.FINISH and (delayed or name != "anchor"):
+            found.append((part, "W" if name == "anchor" else phase.upper()))
+    return found
 
 
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

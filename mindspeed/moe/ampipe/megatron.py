@@ -14,6 +14,7 @@ import torch
 from mindspeed.journal import Journal, replace_method
 from mindspeed.moe.ampipe.attention import ChunkedAttention
 from mindspeed.moe.ampipe.context import ContextRows
+from mindspeed.moe.ampipe.programs import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.ampipe.router import ChunkedRouter
 from mindspeed.moe.dispatch.choice import Routing, choice_of
 from mindspeed.moe.events import EventLog
@@ -23,21 +24,6 @@ from mindspeed.moe.layer.megatron import ProgramForward
 from mindspeed.moe.layer.replacements import REPLACEMENTS
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, settled
-
-AMPIPE = Program.parse(
-    "(attn route count> permute count< dispatch>) shared_fc1 anchor "
-    "(dispatch< gather! arrange experts disarrange scatter! combine>) shared_fc2 "
-    "combine< unpermute"
-)
-"""While chunk c is dispatched, chunk c + 1 attends; only the last combine has nothing beside it."""
-
-
-TENSOR_OVERLAP = Program.parse(
-    "(attn route count> permute count< dispatch>) shared_fc1 anchor "
-    "[dispatch< gather> gather< arrange experts disarrange scatter> scatter< combine>] shared_fc2 "
-    "combine< unpermute"
-)
-"""The collectives of sliced experts are hidden by the experts of other chunks, too."""
 
 
 def layers_with_experts(model: torch.nn.Module) -> Iterator[Any]:

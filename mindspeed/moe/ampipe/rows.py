@@ -4,8 +4,8 @@
     chunk c of D: of every rank's rows the c-th part, t blocks of S / (t D) rows
 
 The reduce-scatter after attention then gives each rank exactly its c-th part, in order: no row
-changes its rank, and residuals, positions and labels stay where they are. All chunks cost alike:
-a block of rows sees the keys up to its own end only, so attention computes
+changes its rank, and residuals, positions and labels stay where they are. A block of rows sees the
+keys up to its own end only, so a later chunk computes more than an earlier one, and attention
 ``S^2 (D t + 1) / (2 D t)`` scores instead of ``S^2`` on backends that do not skip masked ones.
 """
 
