@@ -66,6 +66,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/feature_table.py --check
 	$(BIN)/python tools/operator_table.py --check
 	$(BIN)/python tools/pipeline_tables.py --check
+	$(BIN)/python tools/moe_tables.py --check
 	$(BIN)/python tools/upstream_page.py --check
 
 docs: $(VENV)/.lint

@@ -14,6 +14,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,24 @@ def insert(text: str, marker: str, table: str) -> str:
     if count != 1:
         raise SystemExit(f"expected the marker <!-- {marker} --> once, found it {count} times")
     return text
+
+
+def update(pages: Mapping[Path, Mapping[str, str]], tool: str, *, check: bool) -> int:
+    """Write the tables of pages, or with ``check`` say which page differs; the exit status."""
+    outdated = False
+    for page, blocks in pages.items():
+        before = after = page.read_text(encoding="utf-8")
+        for marker, table in blocks.items():
+            after = insert(after, marker, table)
+        if after == before:
+            continue
+        if check:
+            name = page.relative_to(ROOT)
+            print(f"{name} is out of date: python tools/{tool}.py", file=sys.stderr)
+            outdated = True
+        else:
+            page.write_text(after, encoding="utf-8")
+    return int(outdated)
 
 
 def node_exists(node: str) -> bool:

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from feature_table import ROOT, insert
+from feature_table import ROOT, update
 
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
@@ -73,18 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         OVERVIEW: {"simulated": simulated_table(), "measured": measured_table()},
         REFERENCE: {"measured": measured_table()},
     }
-    outdated = False
-    for page, blocks in tables.items():
-        before = after = page.read_text(encoding="utf-8")
-        for marker, table in blocks.items():
-            after = insert(after, marker, table)
-        if after != before and check:
-            name = page.relative_to(ROOT)
-            print(f"{name} is out of date: python tools/pipeline_tables.py", file=sys.stderr)
-            outdated = True
-        elif after != before:
-            page.write_text(after, encoding="utf-8")
-    return int(outdated)
+    return update(tables, "pipeline_tables", check=check)
 
 
 if __name__ == "__main__":

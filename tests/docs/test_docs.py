@@ -183,7 +183,10 @@ def test_every_flag_of_an_example_exists(command: str) -> None:
     assert flags - _options_of(name) == set()
 
 
-@pytest.mark.parametrize("tool", ["operator_table", "pipeline_tables", "upstream_page"])
+TOOLS = ["operator_table", "pipeline_tables", "moe_tables", "upstream_page"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_generated_tables_are_up_to_date(tool: str) -> None:
     if sys.version_info < (3, 11):
         pytest.skip("tools/feature_table.py needs tomllib of Python 3.11")

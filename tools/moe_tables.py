@@ -1,0 +1,121 @@
+"""Keep the tables of mixture-of-experts programs in the documentation equal to what prices them.
+
+python tools/moe_tables.py            write the tables between their markers
+python tools/moe_tables.py --check    fail where one is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+
+from feature_table import ROOT, update
+
+from mindspeed.cli import moe
+from mindspeed.moe.comparison import Job, Priced, compare
+from mindspeed.moe.costs import BACKWARD, FORWARD
+from mindspeed.moe.sizes import Sizes
+from mindspeed.moe.timeline import Rates
+
+OVERVIEW, REFERENCE = ROOT / "docs" / "moe.md", ROOT / "docs" / "moe-plan.md"
+MEASURED = ROOT / "benchmarks" / "results" / "cpu-moe.json"
+PROGRAMS = (
+    "megatron", "shared-overlap", "1f1b", "async", "overlap", "overlap-level1", "balanced",
+    "ampipe", "fb-overlap",
+)  # fmt: skip
+NO_TIME = Rates(1.0, lambda message: 0.0)
+
+
+def exposed_table() -> str:
+    """Collectives that nothing hides, with and without shared experts: the same for all sizes."""
+    head = "| program | flags | collectives, forward + backward | exposed | with shared experts |"
+    lines = [head, "|---" * 5 + "|"]
+    plain = Sizes(tokens=64, hidden=16, experts=8, topk=2, ffn=32, ep=2)
+    shared = Sizes(**(vars(plain) | {"shared": 32}))
+    for without, found in zip(
+        compare(Job(plain, NO_TIME), PROGRAMS), compare(Job(shared, NO_TIME), PROGRAMS), strict=True
+    ):
+        cells = [found.name, code(found.flags), calls(found)]
+        cells += [exposed(without) if without.timeline else "", exposed(found)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def priced_table() -> str:
+    """What the first command of the page prints."""
+    lines = ["| program | flags | sent | exposed collectives | waiting | layer | kept |"]
+    lines.append("|---" * 7 + "|")
+    for one in compare(*job_of_page()):
+        assert one.timeline is not None, one.reason
+        between = sum(m.between for found in one.timeline.messages.values() for m in found)
+        total = one.timeline.wire()
+        cells = [
+            one.name,
+            code(one.flags),
+            f"{total / 1e9:.2f} GB, {between / 1e9:.2f} between nodes",
+            f"{exposed(one)} of {calls(one)}",
+            f"{one.timeline.exposed() * 1e3:.1f} ms",
+            f"{one.timeline.total * 1e3:.1f} ms",
+            f"{one.kept / 1e6:.0f} MB",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def job_of_page() -> tuple[Job, list[str]]:
+    """The job and the programs of the first ``mindspeed moe plan`` of the page."""
+    found = re.search(r"^mindspeed moe (plan (?:.*\\\n)*.*)$", REFERENCE.read_text("utf-8"), re.M)
+    assert found is not None
+    parser = argparse.ArgumentParser()
+    moe.add_arguments(parser)
+    args = parser.parse_args(shlex.split(found[1].replace("\\\n", " ")))
+    return moe.job_of(args), args.programs.split(",")
+
+
+def measured_table() -> str:
+    """Step times of ``benchmarks/moe.py`` beside the simulation, relative to Megatron's layer."""
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    rows = [row for row in rows if row["shared"] and row["ratio"] == 1.0]
+    own = next(row for row in rows if row["program"] == "megatron")
+    lines = ["| program | measured | simulated |", "|---" * 3 + "|"]
+    for row in rows:
+        parts = (f"{row[name] / own[name]:.2f}" for name in ("seconds", "simulated"))
+        lines.append(f"| {row['program']} | " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
+def code(flags: str) -> str:
+    """Flags as code, the remark about them as text."""
+    flags, _, remark = flags.partition(": ")
+    flags = f"`{flags}`" if flags.startswith("--") else flags
+    return f"{flags}, {remark}" if remark else flags
+
+
+def calls(one: Priced) -> str:
+    """Collectives of forward + backward."""
+    assert one.timeline is not None
+    return f"{one.timeline.calls(FORWARD)} + {one.timeline.calls(BACKWARD)}"
+
+
+def exposed(one: Priced) -> str:
+    """Those of them with no computation beside them."""
+    return f"{one.exposed(FORWARD)} + {one.exposed(BACKWARD)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
+    check = parser.parse_args(arguments).check
+    tables = {
+        OVERVIEW: {"exposed": exposed_table()},
+        REFERENCE: {"priced": priced_table(), "measured": measured_table()},
+    }
+    return update(tables, "moe_tables", check=check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
