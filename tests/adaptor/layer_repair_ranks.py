@@ -131,3 +131,42 @@ def _put_together(parameter: torch.Tensor) -> torch.Tensor:
     parts = [torch.empty_like(grad) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, grad)
     return torch.cat(parts, dim)
+
+
+MASK = torch.arange(32).view(2, 16) % 3 == 0
+
+
+def build_with_own_group(name: str, options: dict[str, Any], **stage: bool) -> torch.nn.Module:
+    """A model whose tensor-parallel ranks are 0, 2 and 1, 3; Megatron's own are neighbours."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from tests.support import gpt_ranks
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        model_parallel_cuda_manual_seed(1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    own = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups.tp = own[dist.get_rank() % 2]
+    config = gpt_ranks.config(name, tensor_model_parallel_size=2, sequence_parallel=True, **options)
+    layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    return GPTModel(
+        config, layers, gpt_ranks.VOCABULARY, gpt_ranks.SEQUENCE, pg_collection=groups,
+        position_embedding_type="rope", **stage,
+    )  # fmt: skip
+
+
+def padding_masks() -> list[tuple[torch.Tensor, int | None]]:
+    """By stage, first and last: the mask for routers, and the length of hidden states if known."""
+    found = []
+    for stage in ({"post_process": False}, {"pre_process": False}):
+        model = build_with_own_group("layernorm-gelu-bias", {}, **stage)
+        model.set_input_tensor([torch.zeros(8, 2, 32)])  # hidden states for the later stage
+        tokens = torch.zeros_like(MASK, dtype=torch.int64)
+        hidden, *_, mask = model._preprocess(tokens, tokens, padding_mask=MASK)[:6]
+        found.append((mask, None if hidden is None else hidden.shape[0]))
+    return found

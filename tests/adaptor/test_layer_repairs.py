@@ -43,3 +43,24 @@ def test_a_rank_gates_its_heads(ranks, spec):
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
     with pytest.raises(RankError, match="invalid for input of size"):
         ranks(2, function, spec, False, setup=ADAPTOR, timeout=120)
+
+
+def test_padding_masks_are_sharded_like_hidden_states(ranks):
+    """On the stage of the embedding and on later ones, over the model's own ranks."""
+    for rank, stages in enumerate(ranks(4, layer_repair_ranks.padding_masks, setup=ADAPTOR)):
+        part = layer_repair_ranks.MASK.chunk(2, dim=1)[rank // 2]
+        for mask, length in stages:
+            assert torch.equal(mask, part)
+            assert length in (None, part.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "part"),
+    [
+        ("layernorm-gelu-bias", {"mtp_num_layers": 1}, "multi-token prediction"),
+        ("mla", {"transformer_impl": "local"}, "multi-latent attention in the local"),
+    ],
+)
+def test_parts_that_ignore_the_group_of_the_model_are_refused(ranks, model, options, part):
+    with pytest.raises(RankError, match=f"{part}.* build the model with the global group"):
+        ranks(4, layer_repair_ranks.build_with_own_group, model, options, setup=ADAPTOR)

@@ -1,0 +1,62 @@
+"""Defect: parts of a model communicate over the global tensor-parallel group, not over the model's.
+
+Where: ``MultiTokenPredictionLayer`` (its projection and its recomputation) and ``MLASelfAttention``
+of the local layer spec (latent queries and keys) call collectives without the group of the
+``pg_collection`` that the model was built with (finding 4 of Megatron-LM issue 7452).
+Symptom: silent; tensors of other samples if that group has other ranks than the global one.
+Fix: such a model is refused when it is built.
+Versions: all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed.adaptor.patch import Patch
+from mindspeed.errors import ConfigError
+
+OWNER = "repair:explicit-groups"
+
+
+def refuse_parts(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``LanguageModule.__init__``: refuse parts that would use another group."""
+
+    def __init__(self: Any, config: Any, pg_collection: Any = None) -> None:
+        original(self, config, pg_collection)
+        part = _part_with_global_group(config)
+        if part and _differs(self.tp_group):
+            raise ConfigError(
+                f"{part} communicates over Megatron's global tensor-parallel group, but the "
+                "pg_collection of this model has another one; build the model with the global group"
+            )
+
+    return __init__
+
+
+def _part_with_global_group(config: Any) -> str:
+    if config.mtp_num_layers:
+        return "multi-token prediction (mtp_num_layers)"
+    local = config.multi_latent_attention and config.transformer_impl == "local"
+    return "multi-latent attention in the local layer spec" if local else ""
+
+
+def _differs(group: Any) -> bool:
+    from megatron.core import parallel_state
+    from torch.distributed import get_process_group_ranks
+
+    if group is None or not parallel_state.model_parallel_is_initialized():
+        return False
+    ranks = get_process_group_ranks(group)
+    return ranks != get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
+        refuse_parts,
+        OWNER,
+        "parts that ignore the tensor-parallel group of their model are refused",
+        expects="(self, config, pg_collection)",
+    ),
+)
