@@ -88,7 +88,7 @@ class Bounds:
         self._weight = 1 if args.fp8 else 2 if narrow else 4
         self._gradient = 2 if narrow else 4
         offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
-        self._state = 0.0 if offloaded else state_bytes(args)
+        self._state = 0.0 if offloaded else state_bytes(args, 2 if narrow else 4)
         self._distributed = bool(args.use_distributed_optimizer or args.use_megatron_fsdp)
         self._stage = 3 if args.data_parallel_sharding_strategy == "optim_grads_params" else 2
         self._stage *= bool(args.use_megatron_fsdp)

@@ -13,6 +13,7 @@ MLP, g 2 with a gate, K experts a token visits, F their width; t tensor parallel
     experts          h + K (h + (g + 1) F)    router's input and every expert's, as a dense MLP;
                      8 bytes an expert        logits and probabilities
     shared experts   h + (g + 1) F' / t
+    hot experts      N (g + 1) h F    weights, once for all tokens of a micro-batch (N hot experts)
 
 With sequence parallelism what has width h is divided by t, too. ``--moe-zero-memory`` and the
 load-aware experts keep less (:mod:`mindspeed.moe.save.policy`); loads are balanced.
@@ -157,7 +158,16 @@ def _experts(args: argparse.Namespace, widths: _Widths, policy: SavePolicy) -> f
         kept += widths.hidden * widths.element
     elif not args.lora_target_modules:
         kept += widths.hidden * widths.element  # the router's
-    return kept
+    return kept + _hot_weights(args, widths)
+
+
+def _hot_weights(args: argparse.Namespace, widths: _Widths) -> float:
+    """Weights of hot experts that a micro-batch keeps, for each of its tokens."""
+    if not getattr(args, "balanced_moe_experts", False):
+        return 0.0
+    expert = (widths.gate + 1) * args.hidden_size * args.moe_ffn_hidden_size * widths.element
+    tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
+    return float(args.balanced_moe_hot_expert_num * expert / tokens)
 
 
 def _input(

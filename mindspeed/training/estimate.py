@@ -1,17 +1,21 @@
 """``--dry-run``: the resolved job, its memory per rank, FLOPs and pipeline bubble.
 
-Memory per rank, in bytes (b micro-batch, s sequence, h hidden, p parameters on the rank, d ranks
-that share an optimizer):
+Parameters are those of the model that the flags build on each rank
+(:mod:`mindspeed.training.parameter_counts`). Memory of them, in bytes of one parameter, of which d
+ranks share an optimizer:
 
-    weights              2 p  (fp16, bf16) or 4 p; and 4 a of adapters, which are fp32
-    gradients            4 p  (2 p without fp32 accumulation); of adapters alone 4 a
-    optimizer            8 p  and 4 p main weights in 16-bit training, all / d if distributed; of
-                         adapters alone 8 a; other storages: .optimizer_size
-    gradient copies      4 p  of 16-bit gradients, / d if distributed, when activations are gone
+    weights              2 (fp16, bf16) or 4
+    gradients            4 (2 without fp32 accumulation), of trained ones
+    optimizer            8, and 4 main weights in 16-bit training, all / d if distributed; other
+                         storages: .optimizer_size
+    gradient copies      4 of 16-bit gradients, / d if distributed, when activations are gone
     ZeRO 2, 3            gradients / d; ZeRO 3: weights / d, and for a moment two layers whole, and
                          embedding and output layer
-    activations          s b per layer times what it keeps of a token (.activations); with full
-                         recomputation its input, and one layer whole
+
+and of activations:
+
+    activations          s b per layer times what it keeps of a token (.activations), s sequence and
+                         b micro-batch; with full recomputation its input, and one layer whole
     in flight            micro-batches that a rank holds with the schedule of the job
                          (.pipeline_figures): stages - rank with 1F1B, a part more with the
                          interleaved one
@@ -25,25 +29,25 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.training.activations import head_bytes, input_bytes, layer_bytes, policy_of
-from mindspeed.training.adapter_size import adapter_weights
-from mindspeed.training.flops import (
-    attention_weights,
-    layer_kinds,
-    mlp_weights,
-    training_flops,
-)
+from mindspeed.training.flops import layer_kinds, training_flops
 from mindspeed.training.optimizer_size import (
     exempt_bytes,
     gradient_copy_bytes,
     host_bytes,
     state_bytes,
     window_bytes,
+)
+from mindspeed.training.parameter_counts import (
+    Parameter,
+    RankParameters,
+    count,
+    entries_of_model,
 )
 from mindspeed.training.pipeline_figures import (
     PipelineFigures,
@@ -62,18 +66,18 @@ class Estimate:
     """Estimate for one layout; memory in bytes of the rank that needs most."""
 
     parameters: int
-    parameters_per_rank: int
-    weights: float
-    gradients: float
-    optimizer: float
-    host: float
-    windows: float
-    gradient_copies: float
-    gathered: float
-    activations: float
     bubble: float
     schedule: str
     flops_per_step: float
+    parameters_per_rank: int = 0
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    host: float = 0.0
+    windows: float = 0.0
+    gradient_copies: float = 0.0
+    gathered: float = 0.0
+    activations: float = 0.0
 
     @property
     def memory(self) -> float:
@@ -82,70 +86,111 @@ class Estimate:
         return kept + max(self.activations, self.gradient_copies + self.windows)
 
 
-def estimate(args: argparse.Namespace) -> Estimate:
-    """Estimate a run from its final values."""
-    dense, expert = _matrices(args)
-    edge = args.padded_vocab_size * args.hidden_size
-    edges = 2 if args.untie_embeddings_and_output_weights else 1
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    pipeline = figures(args)
-    layers = _layers_of_ranks(args, pipeline.placement)
-    experts_per_rank = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+def estimate(args: argparse.Namespace, traced: Mapping[int, int] | None = None) -> Estimate:
+    """Estimate a run from its final values.
 
-    def weights_of(rank: int) -> tuple[int, int]:
-        """Of the layers and the ends that a rank has, and of its experts."""
-        of_layers = sum(dense[layer] for layer in layers[rank])
-        here = edge * min(edges, _ends_of(rank, pipeline.placement))
-        return (of_layers + here) // tp, sum(expert[n] for n in layers[rank]) // experts_per_rank
-
-    fullest = max(range(pp), key=lambda rank: (sum(weights_of(rank)), rank))
-    dense_here, expert_here = weights_of(fullest)
-    on_rank = dense_here + expert_here
-    narrow = args.fp16 or args.bf16
-    replicas = args.data_parallel_size * args.context_parallel_size
-    expert_replicas = max(1, args.world_size // (experts_per_rank * pp))
-    if not args.use_distributed_optimizer:
-        replicas = expert_replicas = 1
-    layer = max(d / tp + e / experts_per_rank for d, e in zip(dense, expert, strict=True))
-    trained = 0 if args.lora_target_modules else 1
-    adapters, adapters_here = _adapters(args, layers[fullest])
-    wide_gradients = not narrow or args.accumulate_allreduce_grads_in_fp32
-    width = 2 if narrow else 4
-    # Of the model and of the adapters: what a rank computes with, and its share if ranks have any.
-    whole = (on_rank, adapters_here)
-    share = (dense_here / replicas + expert_here / expert_replicas, adapters_here / replicas)
-    embeds = 0 in pipeline.placement.stages[fullest] or edges == 1
-    # Of one bucket the last data-parallel rank has the embedding, of several each a part.
-    embedded = edge / tp / replicas if args.overlap_grad_reduce else min(edge / tp, share[0])
-    exempt = embeds * embedded * exempt_bytes(args)
-    sharded = args.use_megatron_fsdp
-    gathers = sharded and args.data_parallel_sharding_strategy == STRATEGIES[3]
-    weights, gradients = share if gathers else whole, share if sharded else whole
-    host = trained * host_bytes(args, share[0])
-    return Estimate(
-        parameters=sum(dense) + sum(expert) + edges * edge + adapters,
-        parameters_per_rank=on_rank + adapters_here,
-        weights=weights[0] * width + weights[1] * 4,
-        gathered=width * (2 * layer + edges * edge / tp) if gathers else 0.0,
-        gradients=trained * gradients[0] * (4 if wide_gradients else 2) + gradients[1] * 4,
-        optimizer=trained * (share[0] * state_bytes(args) + exempt) + share[1] * 8 - host,
-        host=host,
-        windows=trained * share[0] * window_bytes(args),
-        gradient_copies=trained * share[0] * gradient_copy_bytes(args),
-        activations=_activations(args, pipeline, layers),
+    Args:
+        args: final values, of a dry run; the process is not part of a job.
+        traced: bytes of activations on pipeline ranks that hold as much as any other; by default
+            those of all by formula.
+    """
+    stages, pipeline = count(args), figures(args)
+    formula = enumerate(_activations(args, pipeline))
+    activations: Mapping[int, float] = traced or dict(formula)
+    whole = Estimate(
+        parameters=entries_of_model(args, stages),
         bubble=pipeline.bubble,
         schedule=pipeline.name,
         flops_per_step=training_flops(args, args.global_batch_size),
     )
+    ranks = (_of_rank(args, stages[rank], whole, nbytes) for rank, nbytes in activations.items())
+    return max(ranks, key=lambda one: one.memory)
+
+
+def _of_rank(
+    args: argparse.Namespace, rank: RankParameters, whole: Estimate, activations: float
+) -> Estimate:
+    """The estimate with the bytes of a rank."""
+    shares = _Shares(args)
+    narrow = args.fp16 or args.bf16
+    width = 4 if not narrow or args.accumulate_allreduce_grads_in_fp32 else 2
+    trained = [one for one in rank.parameters if one.trained]
+    updated = sum(shares.optimizer(one) for one in trained)
+    states = sum(shares.optimizer(one) * state_bytes(args, one.element) for one in trained)
+    copied = sum(shares.optimizer(one) for one in trained if one.element < 4)
+    host = host_bytes(args, updated, states)
+    return replace(
+        whole,
+        parameters_per_rank=rank.entries(),
+        weights=sum(shares.weights(one) * one.element for one in rank.parameters),
+        gathered=shares.gathers * (2 * rank.largest_layer() + rank.nbytes(_outside)),
+        gradients=sum(shares.gradients(one) * max(width, one.element) for one in trained),
+        optimizer=states + _exempt(args, shares, trained) - host,
+        host=host,
+        windows=window_bytes(args, states),
+        gradient_copies=copied * gradient_copy_bytes(args),
+        activations=activations,
+    )
+
+
+def _outside(parameter: Parameter) -> bool:
+    return parameter.layer is None
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Entries of a parameter that one of its replicas holds."""
+
+    args: argparse.Namespace
+
+    def replicas(self, parameter: Parameter) -> int:
+        """Ranks that share a parameter."""
+        args = self.args
+        if not parameter.expert:
+            return args.data_parallel_size * args.context_parallel_size  # type: ignore[no-any-return]
+        experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        return args.world_size // (experts * args.pipeline_model_parallel_size)  # type: ignore[no-any-return]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are sharded, and gathered to compute."""
+        strategy = self.args.data_parallel_sharding_strategy
+        return bool(self.args.use_megatron_fsdp and strategy == STRATEGIES[3])
+
+    def weights(self, parameter: Parameter) -> float:
+        """Between steps."""
+        return parameter.entries / (self.replicas(parameter) if self.gathers else 1)
+
+    def gradients(self, parameter: Parameter) -> float:
+        """Of its gradient."""
+        sharded = self.args.use_megatron_fsdp
+        return parameter.entries / (self.replicas(parameter) if sharded else 1)
+
+    def optimizer(self, parameter: Parameter) -> float:
+        """That it updates."""
+        sharded = self.args.use_distributed_optimizer
+        return parameter.entries / (self.replicas(parameter) if sharded else 1)
+
+
+def _exempt(args: argparse.Namespace, shares: _Shares, trained: Sequence[Parameter]) -> float:
+    """Bytes more of moments that stay fp32, on the rank that has most of them.
+
+    Of one bucket the last data-parallel rank has the embedding, of several each a part.
+    """
+    exempt = [one for one in trained if one.exempt]
+    each = sum(shares.optimizer(one) for one in exempt)
+    if not args.overlap_grad_reduce:
+        updated = sum(shares.optimizer(one) for one in trained)
+        each = min(sum(one.entries for one in exempt), updated)
+    return each * exempt_bytes(args)
 
 
 def describe(settings: Settings) -> str:
     """The text of ``--dry-run``."""
-    args, e = settings.args, estimate(settings.args)
+    args = settings.args
     sites, traced = _sites(args)
-    by_formula = ", by formula: not traced, see below"
-    if traced is not None:
-        e, by_formula = replace(e, activations=traced), ""
+    e = estimate(args, traced)
+    by_formula = "" if traced else ", by formula: not traced, see below"
     only_with_flags = [
         ("gathered weights", e.gathered, "per rank"),
         ("optimizer (host)", e.host, "of host memory"),
@@ -172,13 +217,13 @@ def describe(settings: Settings) -> str:
     )
 
 
-def _sites(args: argparse.Namespace) -> tuple[str, int | None]:
-    """Table by site, and bytes of the micro-batches in flight on the fullest stage, if traced."""
+def _sites(args: argparse.Namespace) -> tuple[str, dict[int, int] | None]:
+    """Table by site, and bytes of the micro-batches in flight on traced pipeline ranks."""
     from mindspeed.training import activation_trace
 
     try:
         stages = activation_trace.trace(args)
-        return activation_trace.table(stages), max(stage.bytes for stage in stages)
+        return activation_trace.table(stages), {stage.number: stage.bytes for stage in stages}
     except Exception as error:  # the other figures do not depend on it
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"  not traced: {reason}", None
@@ -192,40 +237,14 @@ def _layout(args: argparse.Namespace) -> str:
     )
 
 
-def _matrices(args: argparse.Namespace) -> tuple[list[int], list[int]]:
-    """Entries of every layer's matrices: what all replicas hold, and the routed experts.
-
-    Norms and biases are left out as too few to matter.
-    """
-    plain, sparse = layer_kinds(args)
-    attention = attention_weights(args)
-    dense = [attention + mlp_weights(args, args.ffn_hidden_size)] * plain
-    if not sparse:
-        return dense, [0] * plain
-    shared = mlp_weights(args, args.moe_shared_expert_intermediate_size or 0)
-    router = args.num_experts * args.hidden_size
-    experts = args.num_experts * mlp_weights(args, args.moe_ffn_hidden_size)
-    return dense + [attention + shared + router] * sparse, [0] * plain + [experts] * sparse
-
-
-def _adapters(args: argparse.Namespace, layers: Sequence[int]) -> tuple[int, int]:
-    """Entries of all adapters, and of those in some layers."""
-    if not args.lora_target_modules:
-        return 0, 0
-    sizes = [adapter_weights(args, experts=kind) for kind in _kinds(args)]
-    return sum(whole for whole, _ in sizes), sum(sizes[layer][1] for layer in layers)
-
-
 def _kinds(args: argparse.Namespace) -> list[bool]:
     """For every layer, whether it has experts; dense ones come first."""
     dense, sparse = layer_kinds(args)
     return [False] * dense + [True] * sparse
 
 
-def _activations(
-    args: argparse.Namespace, pipeline: PipelineFigures, layers: Sequence[Sequence[int]]
-) -> float:
-    """On the fullest rank: the first holds most micro-batches, the last the logits of one."""
+def _activations(args: argparse.Namespace, pipeline: PipelineFigures) -> list[float]:
+    """Of every pipeline rank: the first holds most micro-batches, the last the logits of one."""
     tokens = args.seq_length * args.micro_batch_size / args.context_parallel_size
     kinds, placement, counts = _kinds(args), pipeline.placement, layers_of_stages(args)
     if pipeline.recompute:  # what is held is there as a whole
@@ -233,12 +252,12 @@ def _activations(
         args.recompute_granularity = args.recompute_method = None
     last = placement.rank(placement.num_stages - 1)
     kept = []
-    for rank, here in enumerate(layers):
+    for rank, here in enumerate(_layers_of_ranks(args, placement)):
         held, once = _stage(args, [kinds[layer] for layer in here])
         parts = tuple(counts[stage] / max(len(here), 1) for stage in placement.stages[rank])
         head = head_bytes(args) if rank == last else 0.0
-        kept.append(pipeline.in_flight(rank, parts) * held + once + head)
-    return tokens * max(kept)
+        kept.append(tokens * (pipeline.in_flight(rank, parts) * held + once + head))
+    return kept
 
 
 def _layers_of_ranks(args: argparse.Namespace, placement: Placement) -> list[list[int]]:
@@ -249,12 +268,6 @@ def _layers_of_ranks(args: argparse.Namespace, placement: Placement) -> list[lis
         [n for stage in stages for n in range(ends[stage] - counts[stage], ends[stage])]
         for stages in placement.stages
     ]
-
-
-def _ends_of(rank: int, placement: Placement) -> int:
-    """How many of embedding and output layer a rank has."""
-    stages = placement.stages[rank]
-    return (0 in stages) + (placement.num_stages - 1 in stages)
 
 
 def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, float]:

@@ -47,11 +47,11 @@ def fake_groups(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_job(args: argparse.Namespace, stage: int) -> Iterator[None]:
-    """Process groups without communication, of a rank in ``stage``."""
+def fake_job(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> Iterator[None]:
+    """Process groups without communication, of a tensor-parallel rank in ``stage``."""
     from mindspeed.training import setup
 
-    with fake_groups(rank_in_stage(args, stage), args.world_size):
+    with fake_groups(rank_in_stage(args, stage) + tensor_rank, args.world_size):
         setup.parallel_groups(args)
         setup.seed_everything(args)
         yield

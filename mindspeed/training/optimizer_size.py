@@ -24,34 +24,45 @@ _FP8 = 1 + 4 / 256
 _MOMENT = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2.0, torch.uint8: _FP8}
 
 
-def state_bytes(args: argparse.Namespace) -> float:
-    """Bytes of the states of one parameter, its master weight included."""
+def state_bytes(args: argparse.Namespace, element: int) -> float:
+    """Bytes of the states of one parameter, its master weight included.
+
+    Args:
+        args: final values.
+        element: bytes of the parameter; one of 4 is its own master weight.
+    """
     average = 4.0 if args.optimizer_selection == "fused_ema_adamw" else 0.0
-    return _master(args) + _moments(args) + average
+    return (_master(args) if element < 4 else 0.0) + _moments(args) + average
 
 
 def exempt_bytes(args: argparse.Namespace) -> float:
-    """Bytes more for a parameter of an embedding, whose moments stay fp32 where others are fp8."""
-    if not args.quant_states_exempt or chosen(vars(args)) not in _ADAM:
+    """Bytes more of a parameter whose moments stay fp32 where others are fp8."""
+    if chosen(vars(args)) not in _ADAM:
         return 0.0
     dtypes = (args.exp_avg_dtype, args.exp_avg_sq_dtype)
-    narrow = 2 if args.quant_states else sum(dtype == torch.uint8 for dtype in dtypes)
-    return narrow * (4.0 - _FP8)
+    moments = 2 if args.quant_states else sum(dtype == torch.uint8 for dtype in dtypes)
+    return moments * (4.0 - _FP8)
 
 
-def host_bytes(args: argparse.Namespace, parameters: float) -> float:
-    """Bytes of the states of some parameters that are in host memory."""
+def host_bytes(args: argparse.Namespace, entries: float, states: float) -> float:
+    """Bytes of the states that are in host memory.
+
+    Args:
+        args: final values.
+        entries: of the parameters that a rank updates.
+        states: bytes of their states.
+    """
     if args.swap_optimizer:
-        return parameters * state_bytes(args)
+        return states
     if not args.virtual_optimizer:
         return 0.0
     limit = limits(tuple(args.virtual_optimizer))[-1]  # the last stage is fullest
-    return min(parameters * _moments(args), limit * GIB)
+    return min(entries * _moments(args), limit * GIB)
 
 
-def window_bytes(args: argparse.Namespace) -> float:
-    """Bytes per parameter of the windows through which states in host memory are streamed."""
-    return 2 * state_bytes(args) / args.swap_optimizer_times if args.swap_optimizer else 0.0
+def window_bytes(args: argparse.Namespace, states: float) -> float:
+    """Bytes of the windows through which states in host memory are streamed."""
+    return 2 * states / args.swap_optimizer_times if args.swap_optimizer else 0.0
 
 
 def gradient_copy_bytes(args: argparse.Namespace) -> float:
@@ -70,8 +81,6 @@ def _precision_aware(args: argparse.Namespace) -> bool:
 
 
 def _master(args: argparse.Namespace) -> float:
-    if not (args.fp16 or args.bf16):
-        return 0.0  # the parameter itself
     remainders = args.use_precision_aware_optimizer and args.store_param_remainders and args.bf16
     if args.main_params_dtype == torch.float16:
         return 2.0

@@ -304,15 +304,11 @@ def activations(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
 
 
 def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Losses of three steps of plain training; bytes of weights, gradients, optimizer states.
-
-    Both the bytes that are there and, as ``estimated``, those that a dry run says.
-    """
+    """Losses of three steps of plain training; bytes of weights, gradients, optimizer states."""
     import torch.distributed as dist
 
     from mindspeed import session
     from mindspeed.training import pretrain, setup
-    from mindspeed.training.estimate import estimate
     from mindspeed.training.model import build
 
     flags = [*flags, "--micro-batch-size=1", "--lr=0.01", "--lr-decay-style=constant"]
@@ -329,13 +325,22 @@ def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
         model.optimizer.step()
+    return {"losses": losses, **_bytes_of(model)}
+
+
+def estimated(folder: str, flags: Sequence[str], ranks: int) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer states, as a dry run says."""
+    from mindspeed import session
+    from mindspeed.training.estimate import estimate
+
+    args = resolved(folder, [*flags, "--micro-batch-size=1"], ranks)
+    session.install().configure(args)
     figures = estimate(args)
-    estimated = {
+    return {
         "parameters": figures.weights,
         "gradients": figures.gradients,
         "optimizer": figures.optimizer,
     }
-    return {"losses": losses, **_bytes_of(model), "estimated": estimated}
 
 
 def _bytes_of(model: Any) -> dict[str, int]:

@@ -13,32 +13,72 @@ FUSED += "--rope-fusion --bias-dropout-fusion --transformer-impl transformer_eng
 
 def measured_and_estimated(cases: dict[str, str]) -> dict[str, Any]:
     """For every case: bytes measured and estimated; entries of adapters, and theirs and bytes."""
-    found, groups = {}, False
+    from mindspeed.training import setup
+
+    estimated = {name: _estimated(flags) for name, flags in cases.items()}
+    found = {}
     for name, flags in cases.items():
-        found[name] = _case(flags, join=not groups)
-        groups = True
+        args = _prepared(flags)
+        if not found:
+            setup.initialize(args)
+        found[name] = estimated[name] | _measured(args)
     return found
 
 
-def _case(flags: str, *, join: bool) -> Any:
-    import torch
-
-    from mindspeed.lora import LoraConfig, attach
-    from mindspeed.testing import saved_for_backward
+def measured(flags: str) -> float:
+    """Bytes that the model of this rank of a job keeps."""
     from mindspeed.training import setup
-    from mindspeed.training.configs import transformer_config
+
+    args = _prepared(flags)
+    setup.initialize(args)
+    return float(_measured(args)["measured"])
+
+
+def estimated(flags: str, ranks: int) -> float:
+    """Bytes that the model of a rank keeps, by formula."""
     from mindspeed.training.estimate import estimate
+
+    return estimate(_prepared(f"{flags} --dry-run", ranks)).activations
+
+
+def _prepared(flags: str, ranks: int | None = None) -> Any:
     from mindspeed.training.initialize import prepare
-    from mindspeed.training.model import build_modules, gpt_model
 
     words = [*TINY, *FUSED.split(), "--num-layers", "2", *flags.split()]
     if "--multi-latent-attention" in words:
         at = words.index("--num-query-groups")
         del words[at : at + 2]
         words.remove("--use-fused-rotary-pos-emb")  # latent attention has an embedding of its own
-    args = prepare(words, int(os.environ["WORLD_SIZE"])).args
-    if join:
-        setup.initialize(args)
+    return prepare(words, ranks or int(os.environ["WORLD_SIZE"])).args
+
+
+def _estimated(flags: str) -> dict[str, Any]:
+    from mindspeed.training.estimate import estimate
+
+    args = _prepared(flags)
+    figures = estimate(args)
+    targets, args.lora_target_modules = args.lora_target_modules, ()
+    bare = estimate(args)
+    args.lora_target_modules = targets
+    tokens = args.micro_batch_size * args.seq_length
+    return {
+        "estimated": figures.activations,
+        "again": tokens * _computed_again(args),
+        "estimated adapters": (
+            figures.parameters - bare.parameters,
+            figures.weights - bare.weights,
+        ),
+    }
+
+
+def _measured(args: Any) -> dict[str, Any]:
+    import torch
+
+    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.testing import saved_for_backward
+    from mindspeed.training.configs import transformer_config
+    from mindspeed.training.model import build_modules, gpt_model
+
     (model,) = build_modules(args, transformer_config(args), gpt_model)
     config = LoraConfig.from_args(args)
     base = sum(parameter.numel() for parameter in model.parameters())
@@ -48,19 +88,9 @@ def _case(flags: str, *, join: bool) -> Any:
     tokens = torch.randint(900, shape)
     with saved_for_backward(model) as saved:
         model(tokens, torch.arange(shape[1]).expand(shape), None, labels=tokens)
-    figures = estimate(args)
-    targets, args.lora_target_modules = args.lora_target_modules, ()
-    bare = estimate(args)
-    args.lora_target_modules = targets
     return {
         "measured": saved.bytes,
-        "estimated": figures.activations,
-        "again": shape[0] * shape[1] * _computed_again(args),
         "adapters": sum(parameter.numel() for parameter in model.parameters()) - base,
-        "estimated adapters": (
-            figures.parameters - bare.parameters,
-            figures.weights - bare.weights,
-        ),
     }
 
 

@@ -155,11 +155,19 @@ def train_muon_with_seams(flags: Sequence[str], directly: bool = False) -> dict[
     return seen
 
 
-def counted_and_estimated(flags: Sequence[str]) -> dict[str, float]:
-    """Bytes that the optimizer keeps on the device and the host, and as estimated."""
+def estimated(flags: Sequence[str], ranks: int) -> tuple[float, float]:
+    """Bytes of the optimizer on the device and the host, as a dry run says."""
+    from mindspeed.training.estimate import estimate
+    from mindspeed.training.initialize import prepare
+
+    figures = estimate(prepare(command(["--dry-run", *flags]), ranks).args)
+    return figures.optimizer, figures.host
+
+
+def counted(flags: Sequence[str]) -> tuple[float, float]:
+    """Bytes that the optimizer keeps on the device and the host."""
     from mindspeed import session
     from mindspeed.cli.pretrain import _prepare
-    from mindspeed.training.estimate import estimate
     from mindspeed.training.pretrain import pretrain
 
     settings = _prepare(command(flags), int(os.environ["WORLD_SIZE"]))
@@ -182,13 +190,7 @@ def counted_and_estimated(flags: Sequence[str]) -> dict[str, float]:
         for name, tensor in state.items()
         if inner._placements[name] is not None
     )
-    figures = estimate(settings.args)
-    return {
-        "counted": total - host,
-        "estimated": figures.optimizer,
-        "counted host": host,
-        "estimated host": figures.host,
-    }
+    return total - host, host
 
 
 def bytes_per_parameter(cases: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -199,5 +201,6 @@ def bytes_per_parameter(cases: Sequence[str]) -> dict[str, tuple[float, float]]:
     found = {}
     for flags in cases:
         args = prepare(command(flags.split()), 2).args
-        found[flags] = state_bytes(args), gradient_copy_bytes(args)
+        element = 2 if args.bf16 or args.fp16 else 4
+        found[flags] = state_bytes(args, element), gradient_copy_bytes(args)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.trainer_job import SETUP
-from tests.training.estimate_job import activations, measured_and_estimated
+from tests.training.estimate_job import activations, estimated, measured, measured_and_estimated
 
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-grouped-gemm "
 MOE += "--moe-token-dispatcher-type alltoall"
@@ -69,3 +69,19 @@ def test_layers_recomputed_by_a_plan_keep_one_input_or_two(rank_pool):
     sizes, inputs = {name: size for name, (size, _) in found.items()}, found["2"][1]
     assert sizes["1"] == sizes["Megatron"] < sizes["kept"]
     assert sizes["2"] - sizes["1"] == inputs
+
+
+def test_weights_of_hot_experts_are_kept_by_every_micro_batch(rank_pool):
+    """Both ranks keep as many rows as without them; only their distribution is another."""
+    hot = "--balanced-moe-experts --balanced-moe-hot-expert-num"
+    options = {"setup": SETUP, "backend": None, "timeout": 100}
+    kept, by_formula = {}, {}
+    for flags in ("", f"{hot} 1", f"{hot} 3"):
+        words = f"{MOE} --expert-model-parallel-size 2 {flags}"
+        kept[flags] = sum(rank_pool.run(2, measured, words, **options)) / 2
+        (by_formula[flags],) = rank_pool.run(1, estimated, words, 2, **options)
+    layers, weights = 2, 2 * 3 * 64 * 48  # bf16; gate, up and down projection
+    for more, fewer, number in ((f"{hot} 1", "", 1), (f"{hot} 3", f"{hot} 1", 2)):
+        assert by_formula[more] - by_formula[fewer] == pytest.approx(layers * number * weights)
+        # Maps and counts of rows come on top.
+        assert kept[more] - kept[fewer] == pytest.approx(layers * number * weights, rel=0.2)

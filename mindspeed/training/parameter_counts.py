@@ -1,0 +1,164 @@
+"""The parameters of every rank of a pipeline, counted in the model that its flags build.
+
+Each rank builds its chunks on FakeTensors, so norms, biases, embeddings, routers, adapters and
+layers of multi-token prediction are there, in the dtypes and on the ranks in which training has
+them:
+
+    stages = count(args)
+    stages[0].entries(), stages[0].nbytes()         # of the first rank of the first stage
+    entries_of_model(args, stages)                  # of the whole model, copies counted once
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mindspeed.optimizer.megatron import mark_rare_gradients
+from mindspeed.te.optimizer_policy import keeps_fp32
+from mindspeed.training.fake_job import build_chunks, fake_job
+
+_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter on one rank.
+
+    Attributes:
+        layer: that it belongs to, with its chunk; None for embedding, final norm and output layer.
+        entries: on this rank.
+        element: bytes of an entry.
+        trained: it gets gradients.
+        expert: its replicas are the expert-data-parallel ranks.
+        sharded: the tensor-parallel ranks have a part each, else all of it.
+        copied: an embedding that belongs to another stage.
+        exempt: moments of fp8 optimizers stay fp32.
+    """
+
+    layer: str | None
+    entries: int
+    element: int
+    trained: bool
+    expert: bool
+    sharded: bool
+    copied: bool
+    exempt: bool
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """All parameters of one rank."""
+
+    parameters: tuple[Parameter, ...]
+
+    def entries(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:
+        """Entries of those that are chosen."""
+        return sum(one.entries for one in self.parameters if choose(one))
+
+    def nbytes(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:
+        """Bytes of those that are chosen."""
+        return sum(one.entries * one.element for one in self.parameters if choose(one))
+
+    def largest_layer(self) -> int:
+        """Bytes of the layer that has most."""
+        layers = Counter[str]()
+        for one in self.parameters:
+            if one.layer is not None:
+                layers[one.layer] += one.entries * one.element
+        return max(layers.values(), default=0)
+
+
+def count(args: argparse.Namespace) -> list[RankParameters]:
+    """Parameters of the first rank of each pipeline stage.
+
+    Args:
+        args: final values, of a dry run; the process is not part of a job.
+    """
+    args = with_fewest_replicas(args)
+    return [_of_rank(args, stage) for stage in range(args.pipeline_model_parallel_size)]
+
+
+def entries_of_model(args: argparse.Namespace, stages: list[RankParameters]) -> int:
+    """Entries of the whole model.
+
+    Args:
+        args: as for :func:`count`.
+        stages: what it has found.
+    """
+    args = with_fewest_replicas(args)
+    return sum(
+        _entries_of_stage(args, _tensor_ranks(args, stage, first))
+        for stage, first in enumerate(stages)
+    )
+
+
+def _entries_of_stage(args: argparse.Namespace, ranks: list[RankParameters]) -> int:
+    """Entries that belong to a stage, from all its tensor-parallel ranks."""
+    replicated = ranks[0].entries(lambda one: not (one.expert or one.sharded or one.copied))
+    shards = sum(
+        rank.entries(lambda one: one.sharded and not (one.expert or one.copied)) for rank in ranks
+    )
+    experts = args.expert_tensor_parallel_size * ranks[0].entries(
+        lambda one: one.expert and one.sharded
+    ) + ranks[0].entries(lambda one: one.expert and not one.sharded)
+    return replicated + shards + args.expert_model_parallel_size * experts
+
+
+def _tensor_ranks(
+    args: argparse.Namespace, stage: int, first: RankParameters
+) -> list[RankParameters]:
+    """All tensor-parallel ranks of a stage; those between first and last if these differ."""
+    ranks = args.tensor_model_parallel_size
+    if ranks == 1 or _of_rank(args, stage, ranks - 1) == first:
+        return [first] * ranks
+    return [first, *(_of_rank(args, stage, rank) for rank in range(1, ranks))]
+
+
+def with_fewest_replicas(args: argparse.Namespace) -> argparse.Namespace:
+    """A copy of the values with as few data-parallel ranks as the experts need."""
+    args = copy.copy(args)
+    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    model = args.tensor_model_parallel_size * args.context_parallel_size
+    enough = (n for n in range(1, args.data_parallel_size) if model * n % experts == 0)
+    fewest = next(enough, args.data_parallel_size)
+    args.enable_gloo_process_groups = False
+    args.world_size = args.world_size // args.data_parallel_size * fewest
+    args.data_parallel_size, args.num_distributed_optimizer_instances = fewest, 1
+    return args
+
+
+def _of_rank(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> RankParameters:
+    """Build the chunks of a rank."""
+    from mindspeed.training.configs import transformer_config
+
+    with fake_job(args, stage, tensor_rank), FakeTensorMode(allow_non_fake_inputs=True):
+        chunks = build_chunks(args, transformer_config(args))
+        mark_rare_gradients(chunks)
+        named = {
+            id(parameter): _parameter(index, name, parameter)
+            for index, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+        return RankParameters(tuple(named.values()))
+
+
+def _parameter(chunk: int, name: str, parameter: Any) -> Parameter:
+    layer = _LAYER.search(name)
+    return Parameter(
+        layer=f"{chunk}.{layer[0]}" if layer else None,
+        entries=parameter.numel(),
+        element=parameter.element_size(),
+        trained=parameter.requires_grad,
+        expert=not getattr(parameter, "allreduce", True),
+        sharded=getattr(parameter, "tensor_model_parallel", False),
+        copied=getattr(parameter, "shared", False),
+        exempt=keeps_fp32(parameter),
+    )
