@@ -149,6 +149,8 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
         config.init_model_with_meta_device = False
     for parameter in frozen:
         del parameter.register_post_accumulate_grad_hook
+    # A hook that copies the optimizer's weights over those that a checkpoint was just read into.
+    chunk.module._load_state_dict_post_hook.remove()
     # It gave all tensor-parallel ranks one dropout mask where each needs its own.
     get_cuda_rng_tracker().set_states(generators)
     for group in chunk.param_and_grad_buffer.parameter_groups:

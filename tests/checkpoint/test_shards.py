@@ -37,8 +37,8 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def run(ranks, world_size, flags, *fault_and_args):
-    flags = [*SMALL, *flags, *([] if ADAPTERS[0] in flags else ["--bf16"])]
+def run(ranks, world_size, flags, *fault_and_args, fp32=False):
+    flags = [*SMALL, *flags, *([] if fp32 or ADAPTERS[0] in flags else ["--bf16"])]
     results = ranks(
         world_size, train, flags, *fault_and_args, setup=SETUP, backend=None, timeout=240
     )
@@ -149,17 +149,18 @@ def test_an_incompatible_optimizer_is_refused_naming_a_compatible_one(ranks):
         assert instead in message and "(--no-load-optim)" in message
 
 
-@pytest.mark.slow
-def test_loading_weights_only_updates_the_optimizer_master_weights(stage_3, ranks, tmp_path):
-    """Steps that change nothing copy the fp32 weights to the bf16 ones."""
+@pytest.mark.parametrize("fp32", [slow(False), True], ids=["bf16", "fp32"])
+def test_loading_weights_only_updates_the_optimizer_master_weights(fp32, stage_3, ranks, tmp_path):
+    """Steps that change nothing copy the optimizer's weights to the model's."""
     frozen = ["--lr", "0", "--load", str(stage_3), "--finetune", "--seed", "7", "--no-save-optim"]
-    run(ranks, 2, ["--zero-stage", "2", *frozen, "--save", str(tmp_path), "--train-iters", "1"])
+    flags = ["--zero-stage", "2", *frozen, "--save", str(tmp_path), "--train-iters", "1"]
+    run(ranks, 2, flags, fp32=fp32)
     before, after = (
         GlobalTensors(directory.path_of(root, i)) for root, i in ((stage_3, 4), (tmp_path, 1))
     )
     assert set(after) == {key for key in before if not key.startswith("optimizer.")}
     for key in after:
-        assert torch.equal(before.read(key, ()), after.read(key, ())), key
+        assert torch.equal(before.read(key, ()).float(), after.read(key, ()).float()), key
 
 
 @pytest.fixture(scope="module")

@@ -154,6 +154,7 @@ class Reference:
         self.model = model
         self.weights = directory / "weights"
         save = f"--save {self.weights} --save-interval 1 --train-iters 1 --lr 0 --min-lr 0"
+        save += " --seed 7"  # not that of the runs, which show thus that they load
         pretrain(directory, 1, *f"{model} {TRAINING} {save}".split())
         self.run = self.train(directory, 1, "")
 

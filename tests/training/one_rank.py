@@ -19,7 +19,8 @@ class OneRank:
         self.directory = directory
         self.model = model.split()
         save = ["--save", str(directory / "weights"), "--lr", "0", "--train-iters", "1"]
-        self._run(1, [*save, "--micro-batch-size", "4"])
+        # Weights of another seed than that of the runs, which show thus that they load them.
+        self._run(1, [*save, "--micro-batch-size", "4", "--seed", "7"])
         self.records = self.train(1, "")
 
     def train(self, world_size: int, flags: str, env: dict[str, str] | None = None) -> list[dict]:

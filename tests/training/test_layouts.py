@@ -42,6 +42,7 @@ TP, PP = f"{PAIRS} --tensor-model-parallel-size 2", "--pipeline-model-parallel-s
 TP_2D = f"{PAIRS} --tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
 PP4 = "--pipeline-model-parallel-size 4 --pipeline-num-transformer-layers"
 DISTRIBUTED = "--use-distributed-optimizer"
+INSTANCES = f"{DISTRIBUTED} --num-distributed-optimizer-instances 2 --overlap-grad-reduce"
 
 LAYOUTS = {
     "data-parallel": (2, GQA, ""),
@@ -63,6 +64,10 @@ LAYOUTS = {
         f"{PP} --pipeline-num-transformer-layers [[1,1],[2,1]]",
     ),
     "distributed-optimizer": (2, GQA, DISTRIBUTED),
+    "zero-2-tensor-sequence": (4, TIED, f"{TP} --sequence-parallel --zero-stage 2"),
+    "zero-3-experts": (4, MOE, "--expert-model-parallel-size 2 --zero-stage 3"),
+    "optimizer-instances-experts": (4, MOE, f"--expert-model-parallel-size 2 {INSTANCES}"),
+    "optimizer-instances-pipeline": (4, TIED, f"{PP} {INSTANCES} --overlap-param-gather"),
     "overlap-grad-reduce": (2, GQA, "--overlap-grad-reduce"),
     "overlap-param-gather": (
         2,
