@@ -27,6 +27,8 @@ def problems(megatron: Megatron) -> Iterator[Problem]:
             "leaves experts no room: every token is dropped, so they never learn",
             "give more than 0, or remove the flag: then no token is dropped",
         )
+    if megatron.get("optimizer") == "dist_muon":
+        yield from _copies_under_muon(megatron)
     if megatron.get("moe_grouped_gemm") and megatron.get("add_bias_linear"):
         yield from _grouped_biases(megatron)
     if megatron.get("moe_token_dispatcher_type") == "alltoall_seq":
@@ -34,6 +36,23 @@ def problems(megatron: Megatron) -> Iterator[Problem]:
             "--moe-token-dispatcher-type alltoall_seq",
             "Megatron has removed it",
             "use alltoall; --moe-tp-extend-ep spreads whole experts over tensor-parallel ranks",
+        )
+
+
+def _copies_under_muon(megatron: Megatron) -> Iterator[Problem]:
+    """Megatron shares out nothing if dense layers have one copy, and counts those of experts."""
+    tensor = megatron.get("tensor_model_parallel_size") or 1
+    expert_tensor = megatron.get("expert_tensor_parallel_size") or tensor
+    ranks = expert_tensor * (megatron.get("expert_model_parallel_size") or 1)
+    copies = (megatron.get("data_parallel_size") or 0) * (
+        megatron.get("context_parallel_size") or 1
+    )
+    if copies == 1 and ranks < tensor:
+        yield Problem(
+            "--optimizer dist_muon",
+            "with one data-parallel rank and several copies of experts the gradient norm counts "
+            "every copy",
+            "use --optimizer muon",
         )
 
 

@@ -17,6 +17,11 @@ AWARE = {"use_precision_aware_optimizer": True}
 WHOLE = {"use_distributed_optimizer": False}
 PLAIN = {"use_precision_aware_optimizer": False}
 
+COPIES = {
+    "optimizer": "dist_muon", "num_experts": 4, "moe_router_topk": 2, "data_parallel_size": 1,
+    "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+}  # fmt: skip
+
 REFUSED = {
     "sgd-sharded": (SGD | {"use_distributed_optimizer": True}, "--optimizer sgd: .*SGD has one"),
     "sgd-fsdp": (SGD | {"use_megatron_fsdp": True}, "--optimizer sgd: .*--zero-stage"),
@@ -44,6 +49,7 @@ REFUSED = {
     "offload-no-layer": ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
     "top-1": ({"num_experts": 4, "moe_router_topk": 1}, "--moe-router-pre-softmax"),
     "offload-weights": (LAYERS | {"cpu_offloading_weights": True}, "only activations"),
+    "muon-copies": (COPIES, "--optimizer dist_muon: .*use --optimizer muon"),
     "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
 ACCEPTED = {
@@ -69,6 +75,8 @@ ACCEPTED = {
     "top-1-softmax": {"num_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "top-2": {"num_experts": 4, "moe_router_topk": 2},
     "layers": LAYERS | {"cpu_offloading_weights": False},
+    "muon-experts": COPIES | {"expert_model_parallel_size": 2},
+    "muon-replicas": COPIES | {"data_parallel_size": 2},
     "fp32": {"use_precision_aware_optimizer": True},
 }
 

@@ -34,12 +34,15 @@ class Layout(NamedTuple):
         return self._replace(tp=1, sp=False, ep=1, etp=1)
 
 
-def counted(layouts: list[Layout], shapes: dict[Layout, Any]) -> dict[Layout, Any]:
+def counted(
+    layouts: list[Layout], shapes: dict[Layout, Any], muon: bool = False
+) -> dict[Layout, Any]:
     """For each layout the squared norm and the unsharded shape of each parameter.
 
     Args:
         layouts: Layouts for the ranks of this process group.
         shapes: The shapes of each model on one rank; empty on one rank.
+        muon: The norm of layer-wise Muon instead.
     """
     from megatron.core import parallel_state
 
@@ -50,25 +53,22 @@ def counted(layouts: list[Layout], shapes: dict[Layout, Any]) -> dict[Layout, An
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
         )
-        found[layout] = _squares(layout, shapes.get(layout.model))
+        found[layout] = (_norm_of_muon if muon else _squares)(layout, shapes.get(layout.model))
         parallel_state.destroy_model_parallel()
     return found
 
 
-def _squares(layout: Layout, whole: Any) -> dict[str, Any]:
+def _with_gradients(layout: Layout, whole: Any) -> tuple[Any, dict[str, Any]]:
+    """The model, wrapped, and the shapes of its parameters."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.tensor_parallel import (
-        model_parallel_cuda_manual_seed,
-        param_is_not_tensor_parallel_duplicate,
-    )
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mindspeed.lora.gradients import sum_partial_gradients
-    from mindspeed.training import log
 
     model_parallel_cuda_manual_seed(7)
     model = _model(layout)
@@ -86,6 +86,29 @@ def _squares(layout: Layout, whole: Any) -> dict[str, Any]:
     wrapped(tokens, torch.arange(SEQUENCE)[None], mask, labels=labels).mean().backward()
     finalize_model_grads([wrapped])
     sum_partial_gradients([wrapped])
+    return wrapped, shapes
+
+
+def _norm_of_muon(layout: Layout, whole: Any) -> float:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+
+    chunks = [_with_gradients(layout, whole)[0]]
+    optimizer = get_megatron_muon_optimizer(
+        OptimizerConfig(lr=1.0), chunks, {}, layer_wise_distributed_optimizer=True
+    )
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+def _squares(layout: Layout, whole: Any) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+    from mindspeed.training import log
+
+    wrapped, shapes = _with_gradients(layout, whole)
+    model = wrapped.module
     squares = defaultdict[str, Any](float)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -51,3 +51,13 @@ def test_the_norm_counts_each_parameter_once(ranks):
                 if square != pytest.approx(expected[name], rel=1e-3, abs=1e-11):
                     wrong.append(f"{layout} {name}: {square} counted, {expected[name]} right")
     assert not wrong, "\n".join(wrong)
+
+
+def test_layerwise_muon_counts_biases_of_experts_once(ranks):
+    (truth,) = ranks(1, marks_ranks.counted, BIASES, {}, setup=SETUP, timeout=120)
+    shapes = {model: found["shapes"] for model, found in truth.items()}
+    layouts = [model._replace(**EXPERT_LAYOUTS[0]) for model in BIASES]
+    for found in ranks(2, marks_ranks.counted, layouts, shapes, True, setup=SETUP, timeout=120):
+        for layout, norm in found.items():
+            squares = sum(truth[layout.model]["squares"].values())
+            assert norm == pytest.approx(squares**0.5, rel=1e-5), layout
