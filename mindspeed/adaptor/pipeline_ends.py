@@ -37,13 +37,16 @@ def pipeline_ends(seams: Seams, vp_stage: int | None) -> tuple[bool, bool]:
 def readers_patch(seams: Seams, owner: str) -> Patch:
     """The patch of Megatron-LM's answer to which chunks read data.
 
-    Shared by the seams ``documents`` (all read, because all need the documents) and
-    ``pipeline_ends``.
+    Shared by the seams ``documents`` (all read, because all need the documents, as those of
+    ``--sft``) and ``pipeline_ends``.
     """
 
     def make(original: Callable[..., bool]) -> Callable[..., bool]:
         def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-            return bool(seams.documents.functions) or any(pipeline_ends(seams, vp_stage))
+            from megatron.training import get_args
+
+            all_read = bool(seams.documents.functions) or get_args().sft
+            return all_read or any(pipeline_ends(seams, vp_stage))
 
         return is_first_or_last_pipeline_stage
 

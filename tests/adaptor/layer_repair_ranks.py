@@ -170,3 +170,134 @@ def padding_masks() -> list[tuple[torch.Tensor, int | None]]:
         hidden, *_, mask = model._preprocess(tokens, tokens, padding_mask=MASK)[:6]
         found.append((mask, None if hidden is None else hidden.shape[0]))
     return found
+
+
+def split_of_muon(repaired: bool) -> tuple[torch.Tensor, int]:
+    """Rows of ones of a gated attention's joint weight, each part times its number; groups."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, muon
+
+    from mindspeed.adaptor.repairs import muon_gate
+    from tests.support import gpt_ranks
+
+    configured(muon_gate, {"attention_output_gate": True, "optimizer": "muon"}, repaired)
+    one_rank()
+    config = gpt_ranks.config("rmsnorm-swiglu-gqa", attention_output_gate=True)
+    model = gpt_ranks.build(config, "te")
+    chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    built = muon.get_megatron_muon_optimizer(OptimizerConfig(lr=1.0), [chunk], {})
+    optimizer = built.chained_optimizers[0].optimizer
+    parts = iter(range(1, 9))
+    optimizer.scaled_orthogonalize_fn = lambda part, *options: part * next(parts)
+    weight = model.decoder.layers[0].self_attention.linear_qkv.weight
+    return optimizer.orthogonalize(weight, torch.ones_like(weight))[:, 0], config.num_query_groups
+
+
+def logged_logits(repaired: bool) -> list[float]:
+    """What is logged of three steps whose queries have these sizes: 1, 3, 2."""
+    from megatron.core.optimizer import qk_clip
+
+    from mindspeed.adaptor.repairs import logged_logits
+    from tests.support import gpt_ranks
+
+    configured(logged_logits, {"log_max_attention_logit": True}, repaired)
+    one_rank()
+    config = gpt_ranks.config("rmsnorm-swiglu-gqa", log_max_attention_logit=True)
+    model = gpt_ranks.build(config, "te")
+    chunk = _Wrapped(_Wrapped(model))
+    projection = model.decoder.layers[0].self_attention.linear_qkv.weight
+    tokens, logged = torch.arange(16)[None], []
+    sized = projection.detach().clone()
+    for size in (1, 3, 2):
+        projection.data = sized * size
+        chunk(tokens, tokens, None, labels=tokens)
+        logged.append(qk_clip.clip_qk([chunk], log_max_only=True))
+    return logged
+
+
+class _Wrapped(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def activation_classes(repaired: bool) -> list[str]:
+    """The activations that a dense layer spec builds for a gated and a plain MLP."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    from mindspeed.adaptor.repairs import te_activation
+    from tests.support import gpt_ranks
+
+    flag = {"use_te_activation_func": True}
+    configured(te_activation, flag, repaired)
+    one_rank()
+    layer = specs.get_gpt_layer_with_transformer_engine_spec()
+    found = []
+    for name in ("rmsnorm-swiglu-gqa", "layernorm-gelu-bias"):
+        built = layer.submodules.mlp.submodules.activation_func
+        config = gpt_ranks.config(name, **flag)
+        found.append("none" if built is None else type(built(config)).__name__)
+    return found
+
+
+def activation_of_silu_without_gate() -> None:
+    """Megatron's wrapper builds ReLU for it."""
+    from megatron.core.extensions.transformer_engine import TEActivationOp
+
+    from mindspeed.adaptor.repairs import te_activation
+    from tests.support import gpt_ranks
+
+    configured(te_activation, {"use_te_activation_func": True}, True)
+    silu = torch.nn.functional.silu
+    TEActivationOp(gpt_ranks.config("layernorm-gelu-bias", activation_func=silu))
+
+
+def patches_that_see_later_ones() -> list[bool]:
+    """By layer spec of a vision encoder: whether the last patch changes the first one's output."""
+    from megatron.core.models.vision import vit_layer_specs
+    from megatron.core.transformer.spec_utils import build_module
+
+    from tests.support import gpt_ranks
+
+    one_rank()
+    found = []
+    for spec in (
+        vit_layer_specs.get_vit_layer_with_transformer_engine_spec(),
+        vit_layer_specs.get_vit_layer_with_local_spec(),
+    ):
+        config = gpt_ranks.config("layernorm-gelu-bias")
+        layer = build_module(spec, config=config, layer_number=1)
+        x = torch.randn(4, 1, 32)
+        changed = torch.cat([x[:3], torch.randn(1, 1, 32)])
+        first, second = (layer(y, attention_mask=None)[0][0] for y in (x, changed))
+        found.append(not torch.equal(first, second))
+    return found
+
+
+def upcycled(repaired: bool) -> list[float]:
+    """Differences between chunks of a dense model and what they are turned into."""
+    from megatron.core.transformer.moe.upcycling_utils import load_and_upcycle_model
+
+    from mindspeed.adaptor.repairs import upcycling
+    from tests.support import gpt_ranks
+
+    configured(upcycling, {"moe_use_upcycling": True}, repaired)
+    one_rank()
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 128}
+    options: dict[str, Any] = {"add_bias_linear": False, "moe_aux_loss_coeff": 0.0}
+    dense_config, moe_config = (
+        gpt_ranks.config("layernorm-gelu-bias", **{**options, **experts, **more})
+        for more in ({"num_moe_experts": None}, {})
+    )
+    dense = [gpt_ranks.build(dense_config, "te") for _ in range(2)]
+    with torch.no_grad():
+        for parameter in dense[1].parameters():
+            parameter.mul_(1.5)
+    moe = [gpt_ranks.build(moe_config, "te") for _ in range(2)]
+    load_and_upcycle_model(lambda: (0, 0), moe, dense, strict=False)
+    tokens = torch.arange(16)[None]
+    outputs = [[chunk(tokens, tokens, None) for chunk in chunks] for chunks in (dense, moe)]
+    return [float((a - b).abs().max()) for a, b in zip(*outputs, strict=True)]

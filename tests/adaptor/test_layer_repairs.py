@@ -64,3 +64,40 @@ def test_padding_masks_are_sharded_like_hidden_states(ranks):
 def test_parts_that_ignore_the_group_of_the_model_are_refused(ranks, model, options, part):
     with pytest.raises(RankError, match=f"{part}.* build the model with the global group"):
         ranks(4, layer_repair_ranks.build_with_own_group, model, options, setup=ADAPTOR)
+
+
+def test_muon_splits_off_the_gate(ranks):
+    """Queries, gate, keys and values of each group, as attention splits them."""
+    ((rows, groups),) = ranks(1, layer_repair_ranks.split_of_muon, True, setup=ADAPTOR)
+    heads, size = 2, 8
+    group = [1.0] * heads * size + [2.0] * heads * size + [3.0] * size + [4.0] * size
+    assert rows.tolist() == group * groups
+    ((rows, _),) = ranks(1, layer_repair_ranks.split_of_muon, False, setup=ADAPTOR)
+    assert rows.tolist() != group * groups
+
+
+def test_the_logged_attention_logit_is_that_of_the_step(ranks):
+    (found,) = ranks(1, layer_repair_ranks.logged_logits, True, setup=ADAPTOR)
+    assert found[0] < found[2] < found[1]
+    (found,) = ranks(1, layer_repair_ranks.logged_logits, False, setup=ADAPTOR)
+    assert found[0] < found[2] == found[1]
+
+
+def test_activations_of_transformer_engine_without_experts(ranks):
+    (found,) = ranks(1, layer_repair_ranks.activation_classes, True, setup=ADAPTOR)
+    assert found == ["SwiGLU", "GELU"]
+    assert ranks(1, layer_repair_ranks.activation_classes, False, setup=ADAPTOR) == [["none"] * 2]
+    with pytest.raises(RankError, match="would build ReLU for SiLU without a gate"):
+        ranks(1, layer_repair_ranks.activation_of_silu_without_gate, setup=ADAPTOR)
+
+
+def test_patches_of_an_image_see_each_other(ranks):
+    found = ranks(1, layer_repair_ranks.patches_that_see_later_ones, setup=ADAPTOR)
+    assert found == [[True, True]]
+
+
+def test_chunks_of_a_dense_model_are_turned_into_experts(ranks):
+    (found,) = ranks(1, layer_repair_ranks.upcycled, True, setup=ADAPTOR)
+    assert max(found) < 1e-5
+    with pytest.raises(RankError, match="moe_ffn_hidden_size must be None"):
+        ranks(1, layer_repair_ranks.upcycled, False, setup=ADAPTOR)

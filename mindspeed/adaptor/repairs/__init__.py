@@ -32,6 +32,7 @@ from mindspeed.adaptor.repairs import (
     latent_key_gradient,
     layer_comm_types,
     local_spec,
+    logged_logits,
     loss_normalisation,
     mla_rope_fusion,
     mtp_layer_spec,
@@ -39,6 +40,7 @@ from mindspeed.adaptor.repairs import (
     mtp_recompute,
     mtp_tied_output,
     mtp_token_count,
+    muon_gate,
     optimizer_buckets,
     optimizer_groups,
     optimizer_offload,
@@ -46,6 +48,7 @@ from mindspeed.adaptor.repairs import (
     optimizer_schedule,
     optimizer_states,
     packed_batch,
+    packed_conversations,
     padding_mask,
     parameter_marks,
     process_groups,
@@ -54,6 +57,9 @@ from mindspeed.adaptor.repairs import (
     router_loss_log,
     router_loss_scale,
     strided_reduce,
+    te_activation,
+    upcycling,
+    vision_mask,
     vocabulary_loss,
     yarn,
 )
@@ -72,6 +78,7 @@ _EVERYWHERE = (
     parameter_marks,
     loss_normalisation,
     strided_reduce,
+    vision_mask,
     vocabulary_loss,
 )
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
@@ -79,6 +86,7 @@ _WITHOUT_CUDA = (fused_kernels, fused_routing_map, dataset_helpers, mla_rope_fus
 _ON_HOST = (process_groups, yarn)
 _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     packed_batch: lambda values: values.get("sft"),
+    packed_conversations: lambda values: values.get("sft"),
     mtp_layer_spec: lambda values: (
         values.get("mtp_num_layers") and values.get("experimental_attention_variant")
     ),
@@ -105,6 +113,12 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     jit_warmup: jit_warmup.needed,
     layer_comm_types: layer_comm_types.needed,
+    logged_logits: lambda values: values.get("log_max_attention_logit") or values.get("qk_clip"),
+    muon_gate: lambda values: (
+        values.get("attention_output_gate") and "muon" in str(values.get("optimizer"))
+    ),
+    te_activation: lambda values: values.get("use_te_activation_func"),
+    upcycling: lambda values: values.get("moe_use_upcycling"),
     router_loss_log: lambda values: values.get("mtp_num_layers") and values.get("num_experts"),
 }
 
