@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mindspeed import device
+from mindspeed import device, te
 from mindspeed.features import _expert_checks
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.fused_adam import chosen
@@ -95,6 +95,22 @@ def _is_narrow(megatron: Megatron) -> bool:
     return bool(megatron.get("bf16") or megatron.get("fp16"))
 
 
+def _shares_names_of_shards(megatron: Megatron) -> bool:
+    tensor = megatron.get("tensor_model_parallel_size") or 1
+    shards = megatron.get("expert_tensor_parallel_size") or tensor
+    files = megatron.get("save") or megatron.get("load")
+    return bool(files and megatron.get("ckpt_format") == "torch" and tensor % shards)
+
+
+def _ignores_main_params(megatron: Megatron) -> bool:
+    native = te.choose(device.current().name)[0] == "native"
+    return bool(
+        megatron.get("optimizer_cpu_offload")
+        or megatron.get("use_megatron_fsdp")
+        or (megatron.get("use_precision_aware_optimizer") and native)
+    )
+
+
 _STORE_STATES = ("quant_states", "reuse_fp32_param", "swap_optimizer", "virtual_optimizer")
 
 
@@ -171,6 +187,34 @@ RULES = (
             "--load-main-params-from-ckpt",
             "only the distributed optimizer takes its main parameters from a checkpoint",
             "add --use-distributed-optimizer, or drop it",
+        ),
+    ),
+    Rule(
+        _with("full_validation"),
+        Problem(
+            "--full-validation",
+            "runs one iteration a sample instead of one a global batch (with "
+            "--multiple-validation-sets), or ends in a TypeError after the first interval",
+            "drop it, and give --eval-iters: the samples of the set / --global-batch-size",
+        ),
+    ),
+    Rule(
+        _with("num_experts", _shares_names_of_shards),
+        Problem(
+            "--ckpt-format torch",
+            "has one file for a tensor-, pipeline- and expert-parallel rank, and with this "
+            "--expert-tensor-parallel-size several ranks with other shards of experts share it",
+            "use --ckpt-format torch_dist, or an --expert-tensor-parallel-size that divides "
+            "--tensor-model-parallel-size",
+        ),
+    ),
+    Rule(
+        _with("load_main_params_from_ckpt", _ignores_main_params),
+        Problem(
+            "--load-main-params-from-ckpt",
+            "this optimizer takes its main parameters from the 16-bit weights all the same",
+            "drop it, or use the distributed optimizer without --optimizer-cpu-offload, "
+            "--use-megatron-fsdp and the precision-aware one of native Transformer Engine",
         ),
     ),
     Rule(

@@ -102,7 +102,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Each has the shape of ``param``, any shape, in its storage dtype.
         """
-        for name in self._names(param):
+        for name in self.names(param):
             self.set_scaled_state(param, name, self._initial(param, name))
 
     def _initial(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
@@ -130,7 +130,7 @@ class StoredStates(torch.optim.Optimizer):
         if not states or param in self._allocated:
             return
         self._allocated.add(param)
-        names = self._names(param)
+        names = self.names(param)
         if set(states) == set(names) and all(self._is_plain(param, name) for name in names):
             return
         given = dict(states)
@@ -251,7 +251,8 @@ class StoredStates(torch.optim.Optimizer):
     def _keeps_remainder(self, param: torch.Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
-    def _names(self, param: torch.Tensor) -> tuple[str, ...]:
+    def names(self, param: torch.Tensor) -> tuple[str, ...]:
+        """The states of ``param``, any shape and floating dtype, with or before its first step."""
         own_copy = self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
         return tuple(name for name in self._codecs if name != MASTER or own_copy)
 
@@ -289,7 +290,7 @@ class StoredStates(torch.optim.Optimizer):
                     wide = torch.promote_types(value.dtype, torch.float32)
                     dtype = torch.int16 if value.dtype == torch.int16 else wide
                     self.set_scaled_state(param, name, value.to(param.device, dtype))
-            for name in set(self._names(param)) - set(self.state[param]) if states else ():
+            for name in set(self.names(param)) - set(self.state[param]) if states else ():
                 self.set_scaled_state(param, name, self._initial(param, name))
 
     def _numbered(self, groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:

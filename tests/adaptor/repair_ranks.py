@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -544,3 +545,115 @@ def logged_router_losses() -> float:
         mtp_num_layers=1,
     )
     return float(found["z_loss"])
+
+
+def writers_of_shards(
+    layouts: list[tuple[int, int, int, int]],
+) -> dict[tuple[int, int, int, int], tuple[bool, tuple[int, int, int]]]:
+    """Whether this rank writes a file, and the ranks in its name, in each layout."""
+    from megatron.core import parallel_state
+
+    from mindspeed.adaptor.repairs import legacy_shards
+
+    checkpointing = types.ModuleType("megatron.training.checkpointing")
+    checkpointing.mpu = parallel_state
+    training = types.ModuleType("megatron.training")
+    training.checkpointing = checkpointing
+    sys.modules["megatron.training"] = training
+
+    def save_grads(save_dir):
+        return checkpointing.mpu.get_expert_data_parallel_rank() == 0, (
+            checkpointing.mpu.get_tensor_model_parallel_rank(),
+            checkpointing.mpu.get_pipeline_model_parallel_rank(),
+            checkpointing.mpu.get_expert_model_parallel_rank(),
+        )
+
+    save = legacy_shards.by_the_first_of_a_name(save_grads)
+    found = {}
+    for tensor, expert, expert_tensor, context in layouts:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            context_parallel_size=context,
+            expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
+        )
+        found[tensor, expert, expert_tensor, context] = save("")
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def steps_after_a_transient_fault(saved: bool, loaded: bool) -> tuple[bool, int]:
+    """Runs of the step that a job resumes at, whose loss was not finite once in the job before.
+
+    Args:
+        saved: the first job has the repair.
+        loaded: the second has it.
+
+    Returns:
+        whether the first saved a checkpoint and ended, and the runs.
+    """
+    from mindspeed import device
+
+    device.install(Journal())
+    from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
+
+    from mindspeed.adaptor.repairs import rerun_checkpoints as repair
+
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    losses = iter((1.0, float("nan"), 1.0))  # those of the first step are not checked
+    for _ in range(2):
+        while machine.should_run_forward_backward(None):
+            machine.validate_result(torch.tensor(next(losses)), torch.isnan, "a loss")
+        saves, ends, _ = machine.should_checkpoint_and_exit()
+    if saved:
+        RerunStateMachine.state_dict = repair.without_a_second_run(RerunStateMachine.state_dict)
+    state = machine.state_dict(None, "torch_dist")
+    if loaded:
+        original = RerunStateMachine.validate_state_dict
+        RerunStateMachine.validate_state_dict = repair.not_of_a_second_run(original)
+    machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
+    if machine.validate_state_dict(state):
+        machine.load_state_dict({**state, "sharded": state["sharded"].data})
+    runs = 0
+    while machine.should_run_forward_backward(None):
+        runs += 1
+    return saves and ends, runs
+
+
+def rerun_state_of_a_constant_structure(folder: str, repaired: bool) -> Any:
+    """What a checkpoint of a step to run again has, after others without its state."""
+    from mindspeed import device
+
+    device.install(Journal())
+    from megatron.core import dist_checkpointing, rerun_state_machine
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+    from mindspeed.adaptor.repairs import rerun_checkpoints
+
+    def state(pending):
+        key = "rerun_state_machine_state"
+        kept = {"rng": ShardedObject("rng", 1, (1,), (0,))}
+        return kept | ({"rerun": ShardedObject(key, "state", (1,), (0,))} if pending else {})
+
+    def save_checkpoint(iteration, checkpointing_context=None):
+        if "save_strategy" not in checkpointing_context:
+            strategy = get_default_save_sharded_strategy("torch_dist")
+            strategy.use_cached_ckpt_structure = True
+            checkpointing_context["save_strategy"] = strategy
+        path = Path(folder) / str(iteration)
+        path.mkdir()
+        strategy = checkpointing_context["save_strategy"]
+        pending = machine.state != rerun_state_machine.RerunState.NOT_RUNNING_YET
+        dist_checkpointing.save(state(pending), str(path), strategy)
+        return str(path)
+
+    rerun_state_machine.initialize_rerun_state_machine()
+    machine = rerun_state_machine.get_rerun_state_machine()
+    save = rerun_checkpoints.with_a_plan_of_its_own(save_checkpoint)
+    context: dict[str, Any] = {}
+    for iteration in range(3):
+        path = (save if repaired else save_checkpoint)(iteration, checkpointing_context=context)
+    machine.state = rerun_state_machine.RerunState.WILL_RERUN_FROM_CHECKPOINT
+    path = (save if repaired else save_checkpoint)(3, checkpointing_context=context)
+    return dist_checkpointing.load(state(True), path)["rerun"]

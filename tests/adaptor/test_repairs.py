@@ -346,3 +346,40 @@ def test_gradients_of_a_norm_of_one_ranks_heads_are_summed(ranks):
 def test_router_losses_are_logged_by_stages_without_experts(ranks):
     """Without the repair tensors of 3 and of 2 values are summed, which does not end."""
     assert ranks(2, repair_ranks.logged_router_losses, setup=ADAPTOR, timeout=120) == [2.0, 2.0]
+
+
+LAYOUTS = {
+    # Sizes of tensor, expert, expert-tensor and context parallelism -> files, of four ranks.
+    (4, 2, 1, 1): 4,
+    (2, 1, 1, 1): 2,
+    (2, 1, 1, 2): 2,
+    (1, 2, 1, 1): 2,
+    (2, 2, 2, 1): 4,
+}
+
+
+def test_legacy_checkpoints_have_every_shard_once(ranks):
+    """Also where context-parallel ranks would write the same file."""
+    written = ranks(4, repair_ranks.writers_of_shards, list(LAYOUTS), setup=MEGATRON, timeout=120)
+    for layout, number in LAYOUTS.items():
+        names = [of_rank[layout][1] for of_rank in written]
+        writers = [of_rank[layout][1] for of_rank in written if of_rank[layout][0]]
+        assert sorted(writers) == sorted(set(names)) and len(writers) == number, layout
+
+
+def test_a_job_continues_after_a_transient_fault(ranks):
+    function = repair_ranks.steps_after_a_transient_fault
+    with pytest.raises(RankError, match="TypeError"):
+        ranks(1, function, False, False, setup=MEGATRON, timeout=120)
+    for repaired in ((True, False), (False, True)):
+        assert ranks(1, function, *repaired, setup=MEGATRON, timeout=120) == [(True, 1)]
+
+
+def test_a_checkpoint_of_a_step_to_run_again_is_complete(ranks, tmp_path):
+    function = repair_ranks.rerun_state_of_a_constant_structure
+    for name in ("as-is", "repaired"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(RankError, match="rerun_state_machine_state"):
+        ranks(1, function, str(tmp_path / "as-is"), False, setup=MEGATRON, timeout=120)
+    found = ranks(1, function, str(tmp_path / "repaired"), True, setup=MEGATRON, timeout=120)
+    assert found == ["state"]

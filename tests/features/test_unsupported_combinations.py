@@ -14,6 +14,13 @@ LAYERS = {"cpu_offloading": True, "cpu_offloading_num_layers": 2}
 
 SGD = {"optimizer": "sgd"}
 AWARE = {"use_precision_aware_optimizer": True}
+SHARDS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "expert_tensor_parallel_size": 2,
+    "ckpt_format": "torch",
+    "save": "folder",
+}
 WHOLE = {"use_distributed_optimizer": False}
 PLAIN = {"use_precision_aware_optimizer": False}
 
@@ -39,6 +46,12 @@ REFUSED = {
     "load-main-params": (
         WHOLE | {"bf16": True, "load_main_params_from_ckpt": True},
         "--load-main-params-from-ckpt: .*add --use-distributed-optimizer",
+    ),
+    "full-validation": ({"full_validation": True}, "--full-validation: .*give --eval-iters"),
+    "shared-shards": (SHARDS | {"tensor_model_parallel_size": 1}, "--ckpt-format torch: .*_dist"),
+    "offload-main-params": (
+        OFFLOAD | {"bf16": True, "load_main_params_from_ckpt": True},
+        "--load-main-params-from-ckpt: .*without --optimizer-cpu-offload",
     ),
     "offload-plain-optimizer": ({"optimizer_cpu_offload": True, "bf16": True}, "-precision-aware"),
     "offload-fp32": (OFFLOAD, "--bf16 or --fp16"),
@@ -74,6 +87,7 @@ ACCEPTED = {
     "one-rank": {"eod_mask_loss": True, "context_parallel_size": 1},
     "top-1-softmax": {"num_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "top-2": {"num_experts": 4, "moe_router_topk": 2},
+    "shards": SHARDS | {"tensor_model_parallel_size": 4},
     "layers": LAYERS | {"cpu_offloading_weights": False},
     "muon-experts": COPIES | {"expert_model_parallel_size": 2},
     "muon-replicas": COPIES | {"data_parallel_size": 2},

@@ -31,6 +31,7 @@ class Case:
         wide_gradients: accumulate gradients in fp32.
         options: more fields of Megatron's OptimizerConfig.
         model: name of the model's configuration.
+        model_options: more fields of it.
         overflows: steps with a gradient that is infinite.
         bucket: parameters of a bucket of gradients; None: all of the model.
     """
@@ -41,6 +42,7 @@ class Case:
     wide_gradients: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = "rmsnorm-swiglu-gqa"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
     overflows: tuple[int, ...] = ()
     bucket: int | None = None
 
@@ -106,7 +108,8 @@ class Job:
             "fp16": case.dtype == torch.float16,
             "params_dtype": case.dtype,
         }
-        config = gpt_ranks.config(case.model, gradient_accumulation_fusion=False, **half)
+        options = {"gradient_accumulation_fusion": False, **half, **case.model_options}
+        config = gpt_ranks.config(case.model, **options)
         inner = Float16Module(config, gpt_ranks.build(config, "te"))
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=case.distributed,
@@ -297,6 +300,52 @@ def replace_all(cases: Mapping[str, Case]) -> dict[str, list[torch.Tensor]]:
             one.step(2, Outcome())
             weights[name] = [p.detach().float().clone() for p in one.model.parameters()]
     return weights
+
+
+def main_params_from(cases: Mapping[str, Case], chunks: int) -> dict[str, list[torch.Tensor]]:
+    """Take the main parameters of each from a state dict in fp32, and train for one step.
+
+    Returns:
+        of each, the weights in the end.
+    """
+    weights = {}
+    for name, case in cases.items():
+        with job(case) as one:
+            from megatron.core.optimizer import get_megatron_optimizer  # patched by the features
+
+            models = [one.model, *(Job(case).model for _ in range(1, chunks))]
+            if chunks > 1:
+                one.optimizer = get_megatron_optimizer(one.optimizer.config, models)
+            wide = [_with_more_digits(model, seed) for seed, model in enumerate(models)]
+            states = [model.state_dict() | wide[i] for i, model in enumerate(models)]
+            keys = [f"model{i}" for i in range(chunks)] if chunks > 1 else ["model"]
+            one.optimizer.reload_model_params(state_dict=dict(zip(keys, states, strict=True)))
+            for part in one.optimizer.chained_optimizers:
+                for model, values in zip(models, wide, strict=True):
+                    _check_main_params(part, model, values)
+            one.step(0, Outcome())
+            weights[name] = [p.detach().float().clone() for p in one.model.parameters()]
+    return weights
+
+
+def _with_more_digits(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """The parameters of a model in fp32, by name: each rounds to the weight that is there."""
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        name.removeprefix("module.module."): parameter.detach().float()
+        * (1 + 2**-10 * torch.rand(parameter.shape, generator=noise))
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _check_main_params(part: Any, model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    """See that the main parameters of one optimizer are these values, bit for bit."""
+    for name, parameter in model.named_parameters():
+        if parameter in part.model_param_group_index_map:
+            where = part._get_model_param_range_map(parameter)["param"]
+            value = values[name.removeprefix("module.module.")].view(-1)[where.start : where.end]
+            held = part._get_main_param_and_optimizer_states(parameter)["param"]
+            assert torch.equal(held.view(-1), value), name
 
 
 def continued(cases: Mapping[str, Case], folder: str, format_: str) -> dict[str, list[Outcome]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.optimizer.optimizer_ranks import (
     Case,
     continued,
     load_errors,
+    main_params_from,
     replace_all,
     resume_all,
     resumed_rates,
@@ -225,6 +228,20 @@ def test_weights_that_a_job_replaces_are_trained_on(rank_pool, distributed):
             near = 2e-2 if name == "fp8" else 0  # two steps of the learning rate 1e-2
             for weight, expected in zip(weights, plain, strict=True):
                 torch.testing.assert_close(weight, expected, rtol=0, atol=near, msg=name)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_main_params_of_a_checkpoint_reach_every_optimizer(rank_pool, chunks):
+    """Those of experts and of every chunk, wherever they are stored."""
+    options = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
+    sharded = {**BF16, **SHARDED, "load_main_params_from_ckpt": True}
+    experts = {"num_moe_experts": 12}  # the name of weight1 is part of weight10
+    plain = Case(sharded, True, model="moe-grouped", model_options=experts)
+    cases = {"plain": plain, "inside": replace(plain, options=options)}
+    for result in run(rank_pool, 2, main_params_from, cases, chunks):
+        for weight, expected in zip(result["inside"], result["plain"], strict=True):
+            assert torch.equal(weight, expected)
 
 
 GRADIENTS = {

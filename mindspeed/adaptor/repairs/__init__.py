@@ -31,9 +31,11 @@ from mindspeed.adaptor.repairs import (
     jit_warmup,
     latent_key_gradient,
     layer_comm_types,
+    legacy_shards,
     local_spec,
     logged_logits,
     loss_normalisation,
+    main_params,
     mla_rope_fusion,
     mtp_layer_spec,
     mtp_packed_roll,
@@ -52,6 +54,7 @@ from mindspeed.adaptor.repairs import (
     padding_mask,
     parameter_marks,
     process_groups,
+    rerun_checkpoints,
     rng_shards,
     rng_tracker,
     router_loss_log,
@@ -112,6 +115,8 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     fsdp_swiglu: lambda values: values.get("use_megatron_fsdp") and values.get("swiglu"),
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     jit_warmup: jit_warmup.needed,
+    rerun_checkpoints: lambda values: values.get("rerun_mode", "disabled") != "disabled",
+    main_params: lambda values: values.get("load_main_params_from_ckpt"),
     layer_comm_types: layer_comm_types.needed,
     logged_logits: lambda values: values.get("log_max_attention_logit") or values.get("qk_clip"),
     muon_gate: lambda values: (
@@ -119,6 +124,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     ),
     te_activation: lambda values: values.get("use_te_activation_func"),
     upcycling: lambda values: values.get("moe_use_upcycling"),
+    legacy_shards: lambda values: values.get("num_experts"),
     router_loss_log: lambda values: values.get("mtp_num_layers") and values.get("num_experts"),
 }
 

@@ -78,8 +78,10 @@ def _reload_masters(part: Any, inner: StoredStates) -> None:
         values = state_dict and part._build_model_param_to_state_dict_param_map(state_dict)
         for parameter, (group, order) in part.model_param_group_index_map.items():
             shard = inner.param_groups[group]["params"][order]
-            if MASTER not in inner.state.get(shard, ()):  # the first step takes it from the weight
-                continue
+            if MASTER not in inner.state.get(shard, ()):
+                if not values or MASTER not in inner.names(shard):
+                    continue  # the first step takes it from the weight
+                inner.initialize_state(shard)
             where = part._get_model_param_range_map(parameter)["param"]
             value = (values[parameter] if values else parameter).detach().view(-1)
             value = value[where.start : where.end].to(shard.device, torch.float32)
