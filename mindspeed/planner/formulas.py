@@ -7,7 +7,8 @@ Per rank of the first pipeline stage, in bytes: parameters of the fullest shard 
     s b h (10 + 24/t)           a layer, otherwise, and 5 % for the rest
 
 times the micro-batches in flight of 1F1B (f: width of the MLP, t: tensor parallel size). It knows
-no gated activations, grouped heads, kernels, experts' tokens or context parallelism.
+no gated activations, grouped heads, kernels, experts' tokens or context parallelism, and is not
+shown for experts that are sharded otherwise than dense layers, which it does not know either.
 Source: ``megatron/training/theoretical_memory_usage.py``; Korthikanti et al., arXiv:2205.05198.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 
+from mindspeed.adaptor.repairs.memory_estimate import has_unknown_experts
 from mindspeed.profiling.model_flops import moe_pattern
 
 
@@ -25,7 +27,7 @@ def megatron_formula(args: argparse.Namespace, micro_batches: int) -> float | No
         args: final values.
         micro_batches: of a step.
     """
-    if args.multi_latent_attention:
+    if args.multi_latent_attention or has_unknown_experts(vars(args)):
         return None
     return _weights_and_optimizer(args) + _activations(args, micro_batches)
 

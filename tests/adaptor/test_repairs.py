@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.repairs import absent_triton, dataset_helpers, first_report
+from mindspeed.adaptor.repairs import absent_triton, dataset_helpers, first_report, zero_losses
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
@@ -286,6 +286,42 @@ def test_every_report_has_the_iterations_of_its_interval(interval, started, prin
     assert run(first_report.reset_at_the_end_of_an_interval(training_log)) == printed
     unrepaired = run(training_log)
     assert (unrepaired == printed) == (interval == 3 and started == 0)
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_losses_of_zero_and_below_are_printed(reset, monkeypatch):
+    training = types.ModuleType("megatron.training.training")
+    package = types.ModuleType("megatron.training")
+    package.training, lines = training, []
+    training.print_rank_last = lines.append
+    monkeypatch.setitem(sys.modules, "megatron.training", package)
+
+    def training_log(loss_dict, total_loss_dict, learning_rate):
+        """Sums, prints and resets as Megatron-LM's does."""
+        total_loss_dict["advanced iterations"] = total_loss_dict.get("advanced iterations", 0) + 1
+        total_loss_dict["nan iterations"] = 0
+        for key, value in loss_dict.items():
+            total_loss_dict[key] = total_loss_dict.get(key, torch.zeros(1)) + value
+        line = " iteration 2 |"
+        for key in loss_dict:
+            mean = total_loss_dict[key].item() / total_loss_dict["advanced iterations"]
+            if mean > 0.0:
+                line += f" {key}: {mean:.6E} |"
+            if reset:
+                total_loss_dict[key] = torch.zeros(1)
+        if reset:
+            total_loss_dict["advanced iterations"] = 0
+        training.print_rank_last(line + " loss scale: 1.0 |")
+
+    losses = {"lm loss": 3.0, "load_balancing_loss": 0.0, "reward": -2.0}
+    sums = {"advanced iterations": 1, "lm loss": torch.ones(1), "reward": -torch.ones(1)}
+    zero_losses.print_every_loss(training_log)(losses, sums, 1e-3)
+    assert lines == [
+        " iteration 2 | lm loss: 2.000000E+00 | reward: -1.500000E+00 |"
+        " load_balancing_loss: 0.000000E+00 | loss scale: 1.0 |"
+    ]
+    assert sums["reward"].item() == (0 if reset else -3)
+    assert training.print_rank_last == lines.append
 
 
 def test_a_checkpointed_function_may_return_a_parameter(ranks):

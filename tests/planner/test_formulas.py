@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 
+from mindspeed.adaptor.repairs import memory_estimate
 from mindspeed.planner.formulas import megatron_formula
 from tests.megatron_lm.launch import megatron_checkout
 
@@ -40,6 +41,25 @@ def test_a_layer_of_the_example_has_256_mib():
     one, two = (megatron_formula(Namespace(**LLAMA | {"num_layers": n}), 8) for n in (80, 160))
     layers = 80 * (8192 * (8192 * 2 + 2 * 1024 + 3 * 28672) + 2 * 8192) / 64  # 8 stages, TP 8
     assert two - one == pytest.approx(80 * 256 * 2**20 + layers * (6 + 12 / 16), rel=1e-12)
+
+
+SHARDED = {
+    "expert parallelism": {"expert_model_parallel_size": 2},
+    "expert tensor parallelism": {"expert_tensor_parallel_size": 1},
+    "latent experts": {"moe_latent_size": 1024},
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_is_not_shown_for_experts_that_it_does_not_know(case, capsys):
+    """Neither in a plan nor in Megatron-LM's log; it is for those sharded as dense layers."""
+    args = Namespace(**LLAMA | EXPERTS | SHARDED[case])
+    assert megatron_formula(args, 16) is None
+    report = memory_estimate.not_of_experts(lambda args, num_microbatches=None, verbose=False: 1)
+    assert report(args) is None
+    assert "mindspeed plan --check counts" in capsys.readouterr().out
+    known = Namespace(**LLAMA | EXPERTS | {"expert_tensor_parallel_size": 8})
+    assert report(known, num_microbatches=16) == 1 and megatron_formula(known, 16) is not None
 
 
 @pytest.mark.megatron_lm

@@ -36,6 +36,7 @@ from mindspeed.adaptor.repairs import (
     logged_logits,
     loss_normalisation,
     main_params,
+    memory_estimate,
     mla_rope_fusion,
     mtp_layer_spec,
     mtp_packed_roll,
@@ -65,6 +66,7 @@ from mindspeed.adaptor.repairs import (
     vision_mask,
     vocabulary_loss,
     yarn,
+    zero_losses,
 )
 from mindspeed.device import Device
 
@@ -72,6 +74,7 @@ _EVERYWHERE = (
     rng_tracker,
     latent_key_gradient,
     first_report,
+    zero_losses,
     mtp_packed_roll,
     router_loss_scale,
     expert_counts,
@@ -116,6 +119,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     jit_warmup: jit_warmup.needed,
     rerun_checkpoints: lambda values: values.get("rerun_mode", "disabled") != "disabled",
+    memory_estimate: memory_estimate.has_unknown_experts,
     main_params: lambda values: values.get("load_main_params_from_ckpt"),
     layer_comm_types: layer_comm_types.needed,
     logged_logits: lambda values: values.get("log_max_attention_logit") or values.get("qk_clip"),
