@@ -657,3 +657,57 @@ def rerun_state_of_a_constant_structure(folder: str, repaired: bool) -> Any:
     machine.state = rerun_state_machine.RerunState.WILL_RERUN_FROM_CHECKPOINT
     path = (save if repaired else save_checkpoint)(3, checkpointing_context=context)
     return dist_checkpointing.load(state(True), path)["rerun"]
+
+
+def printed_objects() -> dict[str, str]:
+    """Texts of Megatron's layers and of a collection with a list of groups."""
+    from megatron.core import ModelParallelConfig, parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    parallel_state.initialize_model_parallel()
+    found = {}
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        for bias in (False, True):
+            own = {"input_is_parallel": True} if layer is RowParallelLinear else {}
+            options = {"bias": bias, "skip_bias_add": False, **own}
+            config = ModelParallelConfig(use_cpu_initialization=True)
+            built = layer(2, 2, config=config, init_method=torch.nn.init.zeros_, **options)
+            found[f"{layer.__name__} {bias}"] = str(built)
+    found["groups"] = str(ProcessGroupCollection(tp=dist.group.WORLD, hcp=[dist.group.WORLD] * 2))
+    return found
+
+
+def energy_without_a_device() -> list[Any]:
+    """What NVML is asked about by a monitor that is not set up, and by one that is."""
+    from megatron.core import energy_monitor
+
+    asked = []
+    energy_monitor.nvmlDeviceGetTotalEnergyConsumption = lambda handle: asked.append(handle) or 7
+    energy_monitor.NVMLError, energy_monitor.has_nvml = RuntimeError, True
+    monitor = energy_monitor.EnergyMonitor()
+    monitor.pause()
+    monitor.resume()
+    monitor._handle = "device"
+    monitor.resume()
+    return asked
+
+
+def ended_workers() -> list[list[str]]:
+    """What happens to a worker of asynchronous checkpoints without process groups."""
+    from unittest import mock
+
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    from mindspeed.adaptor.repairs import checkpoint_worker
+
+    original = PersistentAsyncCaller.close
+    PersistentAsyncCaller.close = checkpoint_worker.end_without_groups(original)
+    found = []
+    for abort in (False, True):
+        caller, worker = PersistentAsyncCaller(), mock.Mock()
+        caller.close()  # there is none
+        caller.process, caller.queue = worker.process, worker.queue
+        caller.close(abort=abort)
+        found.append([name for name, _, _ in worker.mock_calls if "bool" not in name])
+    return found

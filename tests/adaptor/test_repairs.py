@@ -419,3 +419,20 @@ def test_a_checkpoint_of_a_step_to_run_again_is_complete(ranks, tmp_path):
         ranks(1, function, str(tmp_path / "as-is"), False, setup=MEGATRON, timeout=120)
     found = ranks(1, function, str(tmp_path / "repaired"), True, setup=MEGATRON, timeout=120)
     assert found == ["state"]
+
+
+def test_printed_objects_tell_the_truth(ranks):
+    (texts,) = ranks(1, repair_ranks.printed_objects, setup=ADAPTOR, timeout=120)
+    assert texts.pop("groups") == "ProcessGroupCollection(tp(1), hcp([1, 1]))"
+    for name, text in texts.items():
+        assert f"bias={name.split()[1]}," in text
+
+
+def test_energy_is_read_of_a_device_only(ranks):
+    assert ranks(1, repair_ranks.energy_without_a_device, setup=ADAPTOR) == [["device"]]
+
+
+def test_the_worker_of_checkpoints_ends_without_process_groups(ranks):
+    """Megatron asks for the rank first, which raises."""
+    ended = ranks(1, repair_ranks.ended_workers, setup=MEGATRON, backend=None)
+    assert ended == [[["queue.put", "queue.join", "process.join"], ["process.kill"]]]

@@ -16,8 +16,10 @@ from typing import Any
 
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
+    checkpoint_worker,
     checkpointed_parameters,
     dataset_helpers,
+    energy_monitor,
     expert_counts,
     explicit_groups,
     first_report,
@@ -54,6 +56,7 @@ from mindspeed.adaptor.repairs import (
     packed_conversations,
     padding_mask,
     parameter_marks,
+    printed_objects,
     process_groups,
     rerun_checkpoints,
     rng_shards,
@@ -75,6 +78,8 @@ _EVERYWHERE = (
     latent_key_gradient,
     first_report,
     zero_losses,
+    printed_objects,
+    energy_monitor,
     mtp_packed_roll,
     router_loss_scale,
     expert_counts,
@@ -119,6 +124,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     jit_warmup: jit_warmup.needed,
     rerun_checkpoints: lambda values: values.get("rerun_mode", "disabled") != "disabled",
+    checkpoint_worker: lambda values: values.get("async_save"),
     memory_estimate: memory_estimate.has_unknown_experts,
     main_params: lambda values: values.get("load_main_params_from_ckpt"),
     layer_comm_types: layer_comm_types.needed,
