@@ -118,14 +118,12 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
         CheckpointError: One could not be saved.
     """
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     (stage,) = unwrap([module])
     if adapted([stage]):
         remember_base(stage)
     state = adapter_state(stage) if adapted([stage]) else stage.sharded_state_dict()
     held = contents(module, state)
-    generators = get_cuda_rng_tracker().get_states()
     parameters = ddp.data_parallel_sharding_strategy == STRATEGIES[3]
     # Shards are reduced and gathered as layers go by; there is no other way to run.
     ddp = replace(ddp, overlap_grad_reduce=True, overlap_param_gather=parameters)
@@ -151,14 +149,6 @@ def shard(config: Any, ddp: Any, module: Any) -> Any:
         del parameter.register_post_accumulate_grad_hook
     # A hook that copies the optimizer's weights over those that a checkpoint was just read into.
     chunk.module._load_state_dict_post_hook.remove()
-    # It gave all tensor-parallel ranks one dropout mask where each needs its own.
-    get_cuda_rng_tracker().set_states(generators)
-    for group in chunk.param_and_grad_buffer.parameter_groups:
-        gradients = group.main_grad_buffer
-        if gradients is not None and gradients.dp_world_size == 1:
-            # Megatron counts a share of one rank as not shared, and then adds the sum of all
-            # micro-batches so far to itself at each of them.
-            gradients.is_data_distributed = True
     chunk.contents = held
     return chunk
 

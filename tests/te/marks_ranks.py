@@ -71,14 +71,14 @@ def _with_gradients(layout: Layout, whole: Any) -> tuple[Any, dict[str, Any]]:
     from mindspeed.lora.gradients import sum_partial_gradients
 
     model_parallel_cuda_manual_seed(7)
-    model = _model(layout)
+    model = build_model(layout)
     shapes = {}
     for name, parameter in model.named_parameters():
-        name = _global_name(name, parallel_state.get_expert_model_parallel_rank())
+        name = global_name(name, parallel_state.get_expert_model_parallel_rank())
         shapes[name] = tuple(parameter.shape)
         shape = whole[name][1] if whole else shapes[name]
         with torch.no_grad():
-            parameter.copy_(_slice(name, shape, parameter.shape))
+            parameter.copy_(slice_of(name, shape, parameter.shape))
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
     tokens = torch.arange(SEQUENCE)[None] * 3 % VOCABULARY
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
@@ -145,7 +145,7 @@ def _stats_group(parameter: Any) -> Any:
     return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
 
 
-def _global_name(name: str, expert_rank: int) -> str:
+def global_name(name: str, expert_rank: int) -> str:
     """A parameter's name with the number of its expert in the whole model."""
     from megatron.core import parallel_state
 
@@ -155,7 +155,7 @@ def _global_name(name: str, expert_rank: int) -> str:
     return EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + expert_rank * local}", name)
 
 
-def _slice(name: str, whole: tuple[int, ...], mine: torch.Size) -> torch.Tensor:
+def slice_of(name: str, whole: tuple[int, ...], mine: torch.Size) -> torch.Tensor:
     """This rank's slice of a parameter that is made from its name."""
     from megatron.core import parallel_state
 
@@ -176,7 +176,7 @@ def _slice(name: str, whole: tuple[int, ...], mine: torch.Size) -> torch.Tensor:
     return full.chunk(ranks, dim)[rank]
 
 
-def _model(layout: Layout) -> Any:
+def build_model(layout: Layout) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 

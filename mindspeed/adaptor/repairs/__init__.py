@@ -24,6 +24,8 @@ from mindspeed.adaptor.repairs import (
     explicit_groups,
     first_report,
     fp32_residual,
+    fsdp_generators,
+    fsdp_gradients,
     fsdp_swiglu,
     fused_kernels,
     fused_routing_map,
@@ -120,6 +122,8 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
         values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer")
     ),
     rng_shards: lambda values: values.get("load") and values.get("num_experts"),
+    fsdp_generators: lambda values: values.get("use_megatron_fsdp"),
+    fsdp_gradients: lambda values: values.get("use_megatron_fsdp"),
     fsdp_swiglu: lambda values: values.get("use_megatron_fsdp") and values.get("swiglu"),
     grouped_experts: lambda values: values.get("moe_grouped_gemm"),
     jit_warmup: jit_warmup.needed,

@@ -48,6 +48,7 @@ def count_by_holders(original: Callable[..., bool]) -> Callable[..., bool]:
     def param_is_not_tensor_parallel_duplicate(param: Any, tp_group: Any = None) -> bool:
         from megatron.core import parallel_state
 
+        param = getattr(param, "orig_param", param)  # a shard of Megatron-FSDP lacks some marks
         if getattr(param, "allreduce", True):
             return original(param, tp_group)
         group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
