@@ -26,6 +26,11 @@ _NOT_EMULATED = {
         "parameters in fp8 are not emulated, only multiplications",
         "remove it",
     ),
+    "reuse_grad_buf_for_mxfp8_param_ag": (
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "parameters in fp8 are not emulated, only multiplications",
+        "remove it",
+    ),
     "fp8_dot_product_attention": (
         "--fp8-dot-product-attention",
         "attention in fp8 is not emulated",

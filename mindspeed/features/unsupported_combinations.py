@@ -2,7 +2,7 @@
 
 Megatron does not check these: they end in a wrong result, a traceback or a hang after the model has
 been built. One entry of :data:`RULES` per combination; sizes of experts are checked in
-:mod:`mindspeed.features._expert_checks`.
+:mod:`mindspeed.features._expert_checks`, Megatron-FSDP in :mod:`mindspeed.features._fsdp_checks`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device, te
-from mindspeed.features import _expert_checks
+from mindspeed.features import _expert_checks, _fsdp_checks
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.fused_adam import chosen
 from mindspeed.features.packed_documents import adaptive, resets
@@ -327,16 +327,8 @@ RULES = (
         ),
     ),
     Rule(
-        _with(
-            "use_megatron_fsdp", lambda m: m.get("data_parallel_sharding_strategy") == "no_shard"
-        ),
-        Problem(
-            "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard",
-            "Megatron-FSDP 0.16.1 does not add up the gradients of data-parallel ranks with "
-            "no_shard, its default",
-            "choose optim, optim_grads or optim_grads_params, or drop --use-megatron-fsdp, which "
-            "shards nothing either",
-        ),
+        _with("nccl_ub", _without_cuda),
+        Problem("--use-nccl-ub", "it registers buffers with NCCL, on NVIDIA GPUs", "drop it"),
     ),
     Rule(
         _with("nccl_communicator_config_path", lambda m: device.current().name == "npu"),
@@ -351,7 +343,7 @@ RULES = (
 
 def _problems(options: UnsupportedOptions, megatron: Megatron) -> list[Problem]:
     found = [rule.problem for rule in RULES if rule.applies(megatron)]
-    return [*found, *_expert_checks.problems(megatron)]
+    return [*found, *_expert_checks.problems(megatron), *_fsdp_checks.problems(megatron)]
 
 
 def _attach(seams: Seams, options: UnsupportedOptions, megatron: Megatron) -> None:

@@ -42,6 +42,7 @@ CASES = {
         "it describes communicators of NCCL",
         {"cuda", "cpu"},
     ),
+    "user buffers": ({"nccl_ub": True}, "--use-nccl-ub: it registers buffers with NCCL", {"cuda"}),
     "batch invariance": ({"batch_invariant_mode": True}, "kernels need Triton", {"cuda"}),
     "flex dispatcher": ({"moe_token_dispatcher_type": "flex"}, "DeepEP and HybridEP", {"cuda"}),
     "grouped biases, fused dropout": (
@@ -109,13 +110,20 @@ def _refused_by_both_doors(values, flags):
 def test_all_ranks_refuse_when_the_arguments_are_final(ranks):
     model = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1"
     data = "--train-iters 1 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer"
-    wrong = "--bf16 --vocab-size 8 --cuda-graph-impl local --fp4-format e2m1"
-    values = {"cuda_graph_impl": "local", "fp4": "e2m1"}
+    wrong = "--bf16 --vocab-size 8 --cuda-graph-impl local --fp4-format e2m1 --use-nccl-ub"
+    wrong += " --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag"
+    values = {"cuda_graph_impl": "local", "fp4": "e2m1", "nccl_ub": True}
+    values |= {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
     flags = f"{model} {data} {wrong}".split()
     messages = ranks(2, _refused_by_both_doors, values, flags, setup="tests.support.warm")
     (message,) = {message for both in messages for message in both}
-    assert {"--fp4-format:", "--cuda-graph-impl"} <= {
-        line.split()[0] for line in message.splitlines()
+    refused = {line.split()[0].rstrip(":") for line in message.splitlines()}
+    assert refused >= {
+        "--fp4-format",
+        "--cuda-graph-impl",
+        "--use-nccl-ub",
+        "--fp8-param-gather",
+        "--reuse-grad-buf-for-mxfp8-param-ag",
     }
 
 

@@ -29,6 +29,7 @@ def test_off_without_its_flags():
     [
         (ON | {"fp8_param_gather": True}, "--fp8-param-gather: parameters in fp8"),
         ({"fp8_param_gather": True}, "--fp8-param-gather: parameters in fp8"),
+        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "--reuse-grad-buf-for-mxfp8-param-ag: param"),
         ({"fp4": "e2m1"}, "--fp4-format: fp4 is not emulated; use --fp8-format"),
         (ON | {"fp4_param": True}, "--fp4-param-gather"),
         (ON | {"fp8_dot_product_attention": True}, "--fp8-dot-product-attention"),

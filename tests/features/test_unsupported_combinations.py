@@ -28,6 +28,10 @@ COPIES = {
     "optimizer": "dist_muon", "num_experts": 4, "moe_router_topk": 2, "data_parallel_size": 1,
     "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
 }  # fmt: skip
+FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}
+OPTIM = FSDP | {"data_parallel_sharding_strategy": "optim"}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
+FUSION = {"gradient_accumulation_fusion": True}
 
 REFUSED = {
     "sgd-sharded": (SGD | {"use_distributed_optimizer": True}, "--optimizer sgd: .*SGD has one"),
@@ -63,6 +67,26 @@ REFUSED = {
     "top-1": ({"num_experts": 4, "moe_router_topk": 1}, "--moe-router-pre-softmax"),
     "offload-weights": (LAYERS | {"cpu_offloading_weights": True}, "only activations"),
     "muon-copies": (COPIES, "--optimizer dist_muon: .*use --optimizer muon"),
+    "fsdp-fp16": (FSDP | {"fp16": True}, "--use-megatron-fsdp: .* --fp16: .*use --bf16"),
+    "fsdp-aware": (
+        FSDP | AWARE,
+        "combined with --use-precision-aware-optimizer: .*no weight chang",
+    ),
+    "fsdp-stages": (FSDP | {"pipeline_model_parallel_size": 2}, "parallel-size 2: its groups"),
+    "fsdp-buffers": (
+        FSDP | {"fsdp_double_buffer": True},
+        "with --fsdp-double-buffer: .*still being",
+    ),
+    "fsdp-user-buffers": (FSDP | {"nccl_ub": True}, "with --use-nccl-ub: it implies --fsdp-double"),
+    "fsdp-fusion": (
+        OPTIM | FUSION,
+        "optim: the fused gradient .*--no-gradient-accumulation-fusion",
+    ),
+    "fsdp-instances": (OPTIM | INSTANCES, "optimizer-instances: .*choose optim_grads or"),
+    "fsdp-outer": (
+        FSDP | INSTANCES | {"outer_dp_sharding_strategy": "optim"},
+        "--outer-dp-sharding-strategy optim: .*its own part",
+    ),
     "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
 ACCEPTED = {
@@ -88,6 +112,9 @@ ACCEPTED = {
     "top-1-softmax": {"num_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "top-2": {"num_experts": 4, "moe_router_topk": 2},
     "shards": SHARDS | {"tensor_model_parallel_size": 4},
+    "fsdp": FSDP | FUSION | INSTANCES | {"outer_dp_sharding_strategy": "no_shard"},
+    "fsdp-optim": OPTIM
+    | {"gradient_accumulation_fusion": False, "pipeline_model_parallel_size": 1},
     "layers": LAYERS | {"cpu_offloading_weights": False},
     "muon-experts": COPIES | {"expert_model_parallel_size": 2},
     "muon-replicas": COPIES | {"data_parallel_size": 2},
