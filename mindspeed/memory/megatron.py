@@ -275,16 +275,19 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; there are {', '.join(found)}" if found else ""
 
 
-def remember_counts(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
-    """What a run of ``modules`` adds to; the result takes it back.
+def remember_state(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
+    """Remember what a run of ``modules`` leaves behind; the result restores it.
 
-    Buffers that count (tokens of experts), and the losses of experts and of multi-token prediction
-    that are summed for the log.
+    Buffers that count (tokens of experts), the losses of experts and of multi-token prediction that
+    are summed for the log, and attributes: a run that ends early has not cleared what modules pass
+    from one of their methods to the next, and autograd's graph of it would live on there.
     """
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+    modules = list(modules)
     buffers = [(x, x._version, x.clone()) for module in modules for x in _buffers(module)]
+    attributes = [(vars(x), dict(vars(x))) for module in modules for x in _holders(module)]
     logged = get_moe_layer_wise_logging_tracker()
     before = {name: _copied(entry) for name, entry in logged.items()}
     predicted = _copied(MTPLossLoggingHelper.tracker)
@@ -293,8 +296,10 @@ def remember_counts(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
         for table, values in (
             (logged, before),
             (MTPLossLoggingHelper.tracker, predicted),
+            *attributes,
         ):
-            table.clear()
+            for name in table.keys() - values.keys():
+                del table[name]
             table.update(values)
         with torch.no_grad():
             for buffer, version, value in buffers:
@@ -302,6 +307,17 @@ def remember_counts(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
                     buffer.copy_(value)
 
     return restore
+
+
+def _holders(module: torch.nn.Module) -> Iterator[object]:
+    """Objects whose attributes a run sets: all modules, and what dispatches tokens to experts."""
+    for part in module.modules():
+        yield part
+        dispatcher = getattr(part, "token_dispatcher", None)
+        if dispatcher is not None:
+            yield dispatcher
+            if hasattr(dispatcher, "_comm_manager"):
+                yield dispatcher._comm_manager
 
 
 def _buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -319,7 +335,7 @@ def _copied(entry: dict[str, Any]) -> dict[str, Any]:
 def _environment(model: torch.nn.Module) -> Callable[..., Any]:
     """What a second run must find, and what it must not leave behind.
 
-    Random states of Megatron's tracker, and what :func:`remember_counts` finds.
+    Random states of Megatron's tracker, and what :func:`remember_state` finds.
     """
     from megatron.core.tensor_parallel import random
 
@@ -330,7 +346,7 @@ def _environment(model: torch.nn.Module) -> Callable[..., Any]:
 
         @contextlib.contextmanager
         def restored() -> Iterator[None]:
-            restore = remember_counts([layers[layer]])
+            restore = remember_state([layers[layer]])
             with random._fork_rng():
                 random._set_all_rng_states(*states)
                 try:

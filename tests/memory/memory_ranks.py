@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mindspeed.journal import Journal
+from mindspeed.memory import segment
 from mindspeed.memory.megatron import install, layers_of, sites_of
 from mindspeed.memory.plan import LAYER, Action, Plan
 from mindspeed.testing import saved_for_backward
@@ -38,6 +42,28 @@ def _step(model: torch.nn.Module) -> dict[str, Any]:
         "results": {"loss": loss.detach(), **grads, **losses, **states, **buffers},
         "bytes": (kept, host, dropped, saved.live_bytes, saved.live_host_bytes),
     }
+
+
+@contextlib.contextmanager
+def alive_after_second_runs(model: torch.nn.Module) -> Iterator[list[tuple[int, ...]]]:
+    """Fill a list with the shapes of what second runs computed in the block and outlives it."""
+    captured: list[Any] = []
+    call = segment._Capture.__call__
+    exist = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+
+    def watched(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in exist:
+            captured.append((StorageWeakRef(storage), tuple(tensor.shape)))
+        return call(self, tensor)
+
+    alive: list[tuple[int, ...]] = []
+    segment._Capture.__call__ = watched
+    try:
+        yield alive
+    finally:
+        segment._Capture.__call__ = call
+    alive += [shape for reference, shape in captured if not reference.expired()]
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -75,13 +101,15 @@ def under_plans(
             }
         )
         runtime = install(model, plan, journal, min_bytes=0)
-        ours = _step(model)
+        with alive_after_second_runs(model) as alive:
+            ours = _step(model)
         figures = runtime.figures.total()
         journal.undo()
         found[title] = {
             "differ": differences(ours["results"], plain["results"]),
             "bytes": ours["bytes"],
             "figures": figures,
+            "alive": alive,
             "planned": sum(len(sites) for sites in plan.layers.values()),
         }
     found["again"] = differences(_step(model)["results"], plain["results"])

@@ -33,7 +33,7 @@ from mindspeed.memory.in_flight.megatron import held_by_stage
 from mindspeed.memory.megatron import (
     install,
     layers_of,
-    remember_counts,
+    remember_state,
     sites_of,
     stage_groups,
     wrap,
@@ -184,14 +184,14 @@ class Controller:
         states = random._get_all_rng_states()
         chunks = _as_list(options["model"])
         while True:
-            uncount = remember_counts(chunks)
+            restore = remember_state(chunks)
             try:
                 return function(**{**options, "data_iterator": data.from_the_start()})
             except _OUT_OF_MEMORY as error:
                 reason = str(error)
                 self._reduce(error)
             self._show(f"activations: step {self._steps + 1} is repeated: {reason}")
-            uncount()
+            restore()
             for chunk in chunks:
                 _zero_gradients(chunk)
             random._set_all_rng_states(*states)
