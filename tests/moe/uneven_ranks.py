@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.moe import layer_ranks
+import torch
+
+from tests.moe import ampipe_ranks, layer_ranks
 
 # Megatron adds the bias to the scores before it chooses experts: the first ones win.
 BIASED = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+
+
+def all_rows(tokens: int) -> int:
+    """A capacity that drops nothing."""
+    return tokens
 
 
 def crowded(
@@ -22,6 +29,8 @@ def crowded(
 ) -> list[layer_ranks.Result]:
     """All tokens go to experts from ``first`` on, all others get none.
 
+    The first result's ``extra`` has the ``weights``, ``input`` and ``output_weight``.
+
     Args:
         layout: Arguments of ``layer_ranks.start``.
         overrides: Of the transformer config.
@@ -29,11 +38,58 @@ def crowded(
         first: Index of an expert.
         **options: Of ``layer_ranks.run``.
     """
+    import torch.distributed as dist
+
+    from mindspeed.moe.nodes import node_groups
+
     layer_ranks.start(**layout)
     layer = layer_ranks.layer_of("te", **layer_ranks.parallel_of(layout), **BIASED, **overrides)
-    topk = layer.config.moe_router_topk
-    layer.router.expert_bias[first : first + topk] += 100.0
-    return layer_ranks._variants(layer, variants, **options)
+    _crowd(layer.router, first)
+    group = layer.token_dispatcher.ep_group
+    variants = [
+        {"nodes": node_groups(group, max(group.size() // 2, 1)), **one}
+        if one.get("exchange") == "hierarchical"
+        else one
+        for one in variants
+    ]
+    results = layer_ranks._variants(layer, variants, **options)
+    tokens = options.get("tokens", layer_ranks.TOKENS)
+    shape = tokens if isinstance(tokens, int) else tokens[dist.get_rank()], 1, layer_ranks.HIDDEN
+    generator = torch.Generator().manual_seed(5 + dist.get_rank())
+    x, weight = (torch.randn(shape, generator=generator) for _ in range(2))
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    results[0].extra = {"weights": weights, "input": x, "output_weight": weight}
+    return results
+
+
+def _crowd(router: Any, first: int) -> None:
+    router.expert_bias[first : first + router.config.moe_router_topk] += 100.0
+
+
+def crowded_ampipe(
+    layout: dict[str, int], degrees: list[int], first: int, attached: dict[str, Any]
+) -> list[layer_ranks.Result]:
+    """A transformer layer in chunks of the sequence, whose tokens all go to the same experts.
+
+    Args:
+        layout: Arguments of ``layer_ranks.start``.
+        degrees: Numbers of chunks; Megatron's own forward comes before them.
+        first: Index of an expert.
+        attached: Arguments of ``attach``.
+    """
+    from mindspeed.journal import Journal
+    from mindspeed.moe.ampipe.megatron import attach
+
+    layer_ranks.start(**layout)
+    layer = ampipe_ranks.transformer_layer("te", **layer_ranks.parallel_of(layout), **BIASED)
+    _crowd(layer.mlp.router, first)
+    results = [ampipe_ranks.run(layer)]
+    for degree in degrees:
+        journal = Journal()
+        attach(layer, degree, journal, **attached)
+        results.append(ampipe_ranks.run(layer))
+        journal.undo()
+    return results
 
 
 def crowded_with(options: dict[str, Any], *args: Any) -> list[layer_ranks.Result]:
