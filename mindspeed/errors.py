@@ -11,6 +11,7 @@ import os
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 class MindSpeedError(Exception):
@@ -55,6 +56,22 @@ class DamagedCheckpoint(CheckpointError):
 
 class TrainingError(MindSpeedError, RuntimeError):
     """Training cannot continue, for example because the loss is not finite."""
+
+
+class NoAnswer(TrainingError):
+    """What another rank should send did not come.
+
+    Attributes:
+        rank: global rank that waited.
+        awaited: global rank that should have sent it.
+    """
+
+    def __init__(self, message: str, rank: int, awaited: int) -> None:
+        super().__init__(message)
+        self.rank, self.awaited = rank, awaited
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank, self.awaited)
 
 
 class PlanError(MindSpeedError, RuntimeError):

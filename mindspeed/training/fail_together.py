@@ -6,7 +6,9 @@ in a thread, because their main thread may be blocked in a collective that never
 silently, so that the first error is the last thing on the screen. A rank that was killed tells
 no one: the others notice a broken connection and say so in one line. A rank that is stopped or
 hangs breaks no connection: the same thread increments a heartbeat in the store, and when a
-collective times out, ranks without heartbeat are named.
+collective times out, ranks without heartbeat are named. Ranks that wait for the message of a
+pipeline stage note which one, so that whoever is first tells what the rank at the end of these
+waits did not send.
 
 torchrun prints its own report at the end. It quotes the file that ``TORCHELASTIC_ERROR_FILE``
 names, to which each rank writes the same line.
@@ -22,17 +24,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from mindspeed.errors import DEBUG, MindSpeedError, describe
+from mindspeed.errors import DEBUG, MindSpeedError, NoAnswer, describe
 from mindspeed.files import atomic_write_text
 from mindspeed.training.launcher_watch import end_with, is_gone, launcher_of
 
 _KEY = "mindspeed/first_failure"
 _POLL_SECONDS = 1.0
 _HEARTBEAT = "mindspeed/beat/{}"
+_WAIT = "mindspeed/wait/{}"
 _POLLS_PER_HEARTBEAT = 2
 _SECONDS_TO_SEE_HEARTBEATS = 6.0
 _MARKS_OF_A_TIMEOUT = ("timed out", "timeout", "timed_out")
@@ -64,10 +68,10 @@ def stop_together(command: str) -> Iterator[None]:
         _say(_describe(command, rank, end))
         _leave(1)
     except BaseException as error:
-        silent = _silent_ranks(rank) if _is_timeout(error) else []
+        others = _look(rank, error) if _is_timeout(error) else _NOT_LOOKED
         first = watch.report()
         if first == rank:
-            _say(_describe(command, rank, error, silent))
+            _say(_describe(command, rank, error, others))
         else:
             _note_for_torchrun(f"rank {first} failed first", later=True)
         _leave(1)
@@ -126,23 +130,37 @@ def report_failure(store: dist.Store, rank: int) -> None:
     _of_this_attempt(store).compare_set(_KEY, "", str(rank))
 
 
-def _silent_ranks(rank: int) -> list[int]:
-    """Ranks without heartbeat while this one watched: stopped, or on a machine that hangs."""
+@dataclass(frozen=True)
+class _Others:
+    """What a rank whose wait timed out finds out about all.
 
-    def heartbeats() -> list[int]:
-        return [
-            store.add(_HEARTBEAT.format(other), 0) for other in range(int(os.environ["WORLD_SIZE"]))
-        ]
+    Attributes:
+        silent: ranks without heartbeat: stopped, or on a machine that hangs.
+        waits: of ranks that waited for a pipeline stage until their time was up.
+    """
 
+    silent: Sequence[int] = ()
+    waits: Sequence[NoAnswer] = ()
+
+
+_NOT_LOOKED = _Others()
+
+
+def _look(rank: int, error: BaseException) -> _Others:
+    """Look at the others for some seconds, in which waits of more ranks time out."""
+    ranks = range(int(os.environ["WORLD_SIZE"]))
     try:
         store = _connect(seconds=5)
-        before = heartbeats()
+        if isinstance(error, NoAnswer):
+            store.set(_WAIT.format(rank), json.dumps([str(error), error.rank, error.awaited]))
+        before = [store.add(_HEARTBEAT.format(other), 0) for other in ranks]
         time.sleep(_SECONDS_TO_SEE_HEARTBEATS)
-        after = heartbeats()
+        after = [store.add(_HEARTBEAT.format(other), 0) for other in ranks]
+        noted = [key for key in map(_WAIT.format, ranks) if store.check([key])]
+        waits = [NoAnswer(*json.loads(store.get(key))) for key in noted]
     except (dist.DistError, RuntimeError):
-        return []
-    pairs = enumerate(zip(before, after, strict=True))
-    return [other for other, (b, a) in pairs if a == b and other != rank]
+        return _NOT_LOOKED
+    return _Others([r for r in ranks if after[r] == before[r] and r != rank], waits)
 
 
 def _connect(seconds: float) -> dist.Store:
@@ -165,18 +183,41 @@ def _is_timeout(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(mark in text for mark in _MARKS_OF_A_TIMEOUT)
 
 
-def _describe(command: str, rank: int, error: BaseException, silent: Sequence[int] = ()) -> str:
+def _describe(command: str, rank: int, error: BaseException, others: _Others = _NOT_LOOKED) -> str:
     label = f"mindspeed {command} [rank {rank}]"
     if isinstance(error, SystemExit):
         return f"{label}: ended with status {error.code}"
     ours = isinstance(error, MindSpeedError) or os.environ.get(DEBUG)
     lost = isinstance(error, RuntimeError) and any(m in str(error) for m in _MARKS_OF_A_LOST_PEER)
     reason = (str(error).splitlines() or [""])[0]
+    if others.waits:
+        wait = _cause(error, others)
+        return f"{label}: {describe(wait)}; {_state(wait.awaited, others)}"
+    if isinstance(error, NoAnswer) and not _is_timeout(error):
+        return f"{label}: {describe(error)}; rank {error.awaited} was killed or crashed"
     if _is_timeout(error) and not ours:
-        return f"{label}: {_unanswered(silent)} ({reason})"
+        return f"{label}: {_unanswered(others.silent)} ({reason})"
     if lost and not ours:
         return f"{label}: lost contact with another rank, which was killed or crashed ({reason})"
     return f"{label}: {describe(error)}"
+
+
+def _cause(error: BaseException, others: _Others) -> NoAnswer:
+    """Of the waits for pipeline stages the one for a rank that waits for none itself."""
+    waiting = {wait.rank for wait in others.waits}
+    ends = [wait for wait in others.waits if wait.awaited not in waiting]
+    for wait in ends:
+        if wait.awaited in others.silent:
+            return wait
+    return ends[0] if ends else error if isinstance(error, NoAnswer) else others.waits[0]
+
+
+def _state(rank: int, others: _Others) -> str:
+    if others.silent:
+        return _unanswered(others.silent)
+    if any(wait.rank == rank for wait in others.waits):
+        return "all ranks are alive: they wait for each other"
+    return f"rank {rank} is alive and sends nothing"
 
 
 def _unanswered(silent: Sequence[int]) -> str:

@@ -10,13 +10,16 @@ order.
 
 A message has no tag. Its receiver knows the order in which its sender sends (``Plan.channels``) and
 posts its receives in that order.
+
+A wait that fails names the message and its rank (:class:`~mindspeed.errors.NoAnswer`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from mindspeed import device
+from mindspeed.errors import NoAnswer
 from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 
@@ -52,14 +56,38 @@ class Directions:
         for source, target in sorted(set(ends) - self.connected):
             group = self.group(source, target)
             if rank == source:
-                dist.send(token, dst=self.ranks[target], group=group)
+                with self.waiting(rank, target, "connect"):
+                    dist.send(token, dst=self.ranks[target], group=group)
             elif rank == target:
-                dist.recv(token, src=self.ranks[source], group=group)
+                with self.waiting(rank, source, "connect"):
+                    dist.recv(token, src=self.ranks[source], group=group)
             self.connected.add((source, target))
 
     def group(self, source: int, target: int) -> Any:
         """The group for messages between two ranks of the pipeline."""
         return self.upward if source < target else self.downward
+
+    @contextlib.contextmanager
+    def waiting(self, rank: int, other: int, action: str) -> Iterator[None]:
+        """Wait for another rank of the pipeline in the block.
+
+        Args:
+            rank: that waits, in the pipeline.
+            other: that is waited for.
+            action: what it has not done, for the error.
+
+        Raises:
+            NoAnswer: time is up, or the connection broke.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            here, there = self.ranks[rank], self.ranks[other]
+            reason = (str(error).splitlines() or [""])[0]
+            reason = re.sub(r"^\[\S+\] ", "", reason)  # gloo's source line
+            raise NoAnswer(
+                f"pipeline: rank {here} waits for rank {there} to {action}: {reason}", here, there
+            ) from error
 
 
 _DIRECTIONS: WeakKeyDictionary[Any, Directions] = WeakKeyDictionary()
@@ -159,15 +187,17 @@ class PeerToPeer:
                 return
             group = self._directions.group(transfer.source, self._rank)
             source = self._directions.ranks[transfer.source]
-            handles = [dist.irecv(tensor, src=source, group=group) for tensor in tensors]
+            with self.waiting(transfer.source, f"send {queue[0]}"):
+                handles = [dist.irecv(tensor, src=source, group=group) for tensor in tensors]
             self._posted[queue.popleft()] = (tensors, handles)
 
     def receive(self, transfer: Transfer) -> Tensors:
         """Wait for a message."""
         self.expect(transfer)
         tensors, handles = self._posted.pop(transfer)
-        for handle in handles:
-            handle.wait()
+        with self.waiting(transfer.source, f"send {transfer}"):
+            for handle in handles:
+                handle.wait()
         for sent in self._receipts.get(transfer, ()):
             self._wait_for(sent)
         return tensors
@@ -182,7 +212,8 @@ class PeerToPeer:
         sending = self._sending.setdefault(transfer, [])
         for tensor in tensors:
             alias = tensor.detach().contiguous()
-            sending.append((dist.isend(alias, dst=target, group=group), alias))
+            with self.waiting(transfer.target, f"take {transfer}"):
+                sending.append((dist.isend(alias, dst=target, group=group), alias))
 
     @property
     def sending(self) -> int:
@@ -195,8 +226,13 @@ class PeerToPeer:
             self._wait_for(transfer)
 
     def _wait_for(self, transfer: Transfer) -> None:
-        for handle, _ in self._sending.pop(transfer, ()):
-            handle.wait()
+        with self.waiting(transfer.target, f"take {transfer}"):
+            for handle, _ in self._sending.pop(transfer, ()):
+                handle.wait()
+
+    def waiting(self, other: int, action: str) -> contextlib.AbstractContextManager[None]:
+        """:meth:`Directions.waiting` of this rank."""
+        return self._directions.waiting(self._rank, other, action)
 
 
 def receipts(plan: Plan, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:

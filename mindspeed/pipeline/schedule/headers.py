@@ -196,7 +196,9 @@ class HeaderedPeerToPeer(PeerToPeer):
         while transfer not in self._posted and transfer in queue:
             if (first := queue.popleft()).forward:
                 header = torch.zeros(WORDS, dtype=torch.int64)
-                self._coming[first] = header, dist.irecv(header, src=source, group=self._headers)
+                with self.waiting(transfer.source, f"send the header of {first}"):
+                    handle = dist.irecv(header, src=source, group=self._headers)
+                self._coming[first] = header, handle
         super().expect(transfer)
 
     def receive(self, transfer: Transfer) -> Tensors:
@@ -220,7 +222,8 @@ class HeaderedPeerToPeer(PeerToPeer):
             if self._declared is not None:
                 check_declared(infos, self._declared, transfer.stage - 1)
             header, target = encode(infos), self._directions.ranks[transfer.target]
-            handle = dist.isend(header, dst=target, group=self._headers)
+            with self.waiting(transfer.target, f"take the header of {transfer}"):
+                handle = dist.isend(header, dst=target, group=self._headers)
             self._sending.setdefault(transfer, []).append((handle, header))
             self._sent[transfer.stage - 1, transfer.microbatch] = [
                 info for info in infos if info.requires_grad
@@ -241,5 +244,6 @@ class HeaderedPeerToPeer(PeerToPeer):
     def _read_header(self, transfer: Transfer) -> None:
         if transfer in self._coming:
             header, handle = self._coming.pop(transfer)
-            handle.wait()
+            with self.waiting(transfer.source, f"send the header of {transfer}"):
+                handle.wait()
             self._infos[transfer] = decode(header)

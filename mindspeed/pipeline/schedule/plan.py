@@ -28,6 +28,14 @@ class Transfer:
     stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        """``the output of stage 0 for stage 1, micro-batch 3``."""
+        name, sender = ("output", -1) if self.forward else ("gradient", 1)
+        return (
+            f"the {name} of stage {self.stage + sender} for stage {self.stage}, "
+            f"micro-batch {self.microbatch}"
+        )
+
 
 @dataclass(frozen=True)
 class Plan:

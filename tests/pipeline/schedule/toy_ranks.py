@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
+from mindspeed.errors import NoAnswer
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.executor import Tensors, execute
-from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.plan import Plan, Transfer
 from mindspeed.pipeline.schedule.virtual_time import VirtualTime
 
 
@@ -75,6 +79,49 @@ class ToyWork:
 def run_all(plans: list[tuple[Plan, Costs]]) -> list[Run]:
     """Execute every plan on this rank."""
     return [_run(plan, costs) for plan, costs in plans]
+
+
+def without_answer(plan: Plan, action: Action) -> str | None:
+    """What the other ranks raise when the rank of ``action``, a forward, hangs in it.
+
+    They wait half a second for what does not come.
+    """
+    rank, silent = dist.get_rank(), plan.placement.rank(action.stage)
+    row = plan.rows[silent]
+    missing = {plan.transfer_of(one) for one in row[row.index(action) :]}
+
+    class Work(ToyWork):
+        def forward(self, one: Action, inputs: Tensors) -> Tensors:
+            if one == action:
+                raise _Silent
+            return super().forward(one, inputs)
+
+    class Impatient(PeerToPeer):
+        def receive(self, transfer: Transfer) -> Tensors:
+            self.expect(transfer)
+            tensors, handles = self._posted[transfer]
+            if transfer in missing:
+                half = timedelta(milliseconds=500)
+                handles = [SimpleNamespace(wait=partial(one.wait, half)) for one in handles]
+            self._posted[transfer] = tensors, handles
+            return super().receive(transfer)
+
+    directions = directions_of(dist.group.WORLD)
+    channels = Impatient(plan, rank, directions, lambda transfer: [torch.zeros(2)])
+    found = None
+    try:
+        execute(plan, rank, Work(plan), channels)
+    except _Silent:
+        pass
+    except NoAnswer as error:
+        assert error.awaited == silent
+        found = str(error)
+    dist.barrier()  # it is alive until all others have raised
+    return found
+
+
+class _Silent(Exception):
+    """A rank does nothing more."""
 
 
 def _run(plan: Plan, costs: Costs) -> Run:
