@@ -35,6 +35,7 @@ from mindspeed.adaptor.repairs import (
     absent_triton,
     checkpoint_pickles,
     enumerations,
+    failed_exit,
     repairs_for,
     repairs_for_arguments,
 )
@@ -89,6 +90,7 @@ class Session:
         absent_triton.install(self.hooks)
         enumerations.install(self.hooks, self.journal)
         checkpoint_pickles.install(self.hooks, self.journal)
+        failed_exit.install(self.journal)
         with self.engine.batch():
             for patch in repairs_for(self.device, self.te):
                 self.engine.add(patch)
