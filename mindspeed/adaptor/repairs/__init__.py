@@ -59,6 +59,7 @@ from mindspeed.adaptor.repairs import (
     padding_mask,
     parameter_marks,
     printed_objects,
+    pipeline_sends,
     process_groups,
     rerun_checkpoints,
     rng_shards,
@@ -93,6 +94,7 @@ _EVERYWHERE = (
     strided_reduce,
     vision_mask,
     vocabulary_loss,
+    pipeline_sends,
 )
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, fused_routing_map, dataset_helpers, mla_rope_fusion)

@@ -7,11 +7,7 @@
   as NCCL does;
 * ``all_gather`` and ``reduce_scatter`` take parts of different sizes, as NCCL does (expert tensor
   parallelism needs it): one ``all_to_all_single`` sends the same bytes;
-* ``gather`` of complex numbers sends pairs of reals;
-* ``isend`` keeps the sent memory alive. Megatron's interleaved pipeline frees a tensor
-  (``tensor.data = ...``) while it is being sent. NCCL has enqueued the copy by then; gloo holds
-  only the tensor object and would send whatever reuses the freed memory, which gives wrong
-  gradients. A detached alias shares the storage and is not swapped.
+* ``gather`` of complex numbers sends pairs of reals.
 
 Everything else is passed to torch unchanged; the wrappers cost one set look-up of the dtype.
 """
@@ -241,14 +237,6 @@ def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
-def _isend(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return original(tensor.detach(), *args, **kwargs)
-
-    return isend
-
-
 def install(journal: Journal) -> None:
     """Complete gloo's collectives in torch.distributed."""
 
@@ -266,7 +254,6 @@ def install(journal: Journal) -> None:
     wrap("all_to_all_single", functools.partial(_moved, tensors=2))
     wrap("all_gather", _all_gather)
     wrap("gather", _gather)
-    wrap("isend", _isend)
     wrap("all_reduce", _all_reduce)
     wrap("reduce", _reduce)
     wrap("reduce_scatter", _reduce_scatter)
