@@ -61,6 +61,12 @@ def _captures_graphs(megatron: Megatron) -> bool:
     return bool(old_names) or megatron.get("cuda_graph_impl") not in (None, "none")
 
 
+def _recomputes_experts(megatron: Megatron) -> bool:
+    modules = megatron.get("recompute_modules") or ()
+    selected = megatron.get("recompute_granularity") == "selective" and "moe" in modules
+    return selected or bool(megatron.get("moe_layer_recompute"))
+
+
 def _renormalised_top_1(megatron: Megatron) -> bool:
     return (
         megatron.get("moe_router_topk") == 1
@@ -248,6 +254,15 @@ RULES = (
             "--overlap-moe-expert-parallel-comm",
             "the schedule plan of a micro-batch does not say where its documents begin",
             "drop it, or train without packed documents",
+        ),
+    ),
+    Rule(
+        _with("overlap_moe_expert_parallel_comm", _recomputes_experts),
+        Problem(
+            "--recompute-modules moe (--moe-layer-recompute)",
+            "--overlap-moe-expert-parallel-comm and --moe-fb-overlap run the parts of a mixture of "
+            "experts one by one, so the layer as a whole is not recomputed",
+            "leave moe out; moe_act recomputes the activations of experts",
         ),
     ),
     Rule(

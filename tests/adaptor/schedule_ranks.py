@@ -66,3 +66,118 @@ def late_sends(repaired: bool) -> dict[str, tuple[int, int]]:
             dist.isend = _isend
         found[name] = transport.lost, transport.pending
     return found
+
+
+def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
+    """Combined steps with backwards of chunks 1 and 0: backwards, and those that were ended."""
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
+
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import expert_overlap
+
+    if not repaired:
+        session.current().engine.remove(expert_overlap.OWNER)
+    combined_1f1b.combined_forward_backward_step = lambda *_, **__: (None, None, torch.ones(1))
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def begin(number: int, chunk: int) -> tuple[None, None, None]:
+        begun.append(number)
+        return None, None, None
+
+    for number in (0, 1):
+        schedules.combined_1f1b_schedule_for_interleaved_pipelining(
+            None, None, [None] * 2, [None] * 2, 1, [], None, None, begin, ended.append, None,
+            lambda n, forward: 1 - n, lambda first: first, None, False,
+            b_virtual_microbatch_id=number,
+        )  # fmt: skip
+    return begun, ended
+
+
+def rows_of_one_expert(repaired: bool) -> tuple[bool, list[torch.Tensor | None]]:
+    """One local expert: whether the schedule frees its rows, and its gradients then."""
+    from megatron.core.models.gpt import fine_grained_callables
+
+    from mindspeed.journal import Journal
+    from mindspeed.moe.layer.single_expert import keep_rows
+
+    layer = _expert_layer(False, num_experts=1)
+    if repaired:
+        keep_rows(layer, Journal())
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(6, 2, 16, generator=generator)
+    rows, probs = layer.dispatch(*layer.preprocess(hidden, *layer.route(hidden)))
+    frees = fine_grained_callables.should_free_input("mlp", True, layer.config)
+    sent = rows.detach().clone()  # as all-to-all receives it
+    output, _ = layer.routed_experts_compute(sent, probs.detach())
+    if frees:
+        sent.fill_(float("nan"))  # by whatever gets the memory
+    output.square().sum().backward()
+    return frees, [weight.grad for weight in layer.experts.parameters()]
+
+
+def latent_projections(repaired: bool) -> dict[str, tuple[torch.Tensor | None, torch.Tensor]]:
+    """Experts with a latent size: delayed weight gradients, and those of the same layer at once."""
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import expert_overlap
+
+    if not repaired:
+        session.current().engine.remove(expert_overlap.OWNER)
+    delayed, at_once = (_expert_layer(delay) for delay in (True, False))
+    hidden = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(2))
+    for layer in (delayed, at_once):
+        layer(hidden)[0].square().sum().backward()
+    delayed.backward_dw(routed_experts=True, shared_experts=True)
+    right = dict(at_once.named_parameters())
+    return {
+        name: (weight.grad, right[name].grad)
+        for name, weight in delayed.named_parameters()
+        if right[name].grad is not None
+    }
+
+
+def _expert_layer(delay: bool, num_experts: int = 4) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=num_experts,
+        moe_router_topk=min(num_experts, 2), moe_router_pre_softmax=True,
+        moe_router_load_balancing_type="none", moe_ffn_hidden_size=8, moe_latent_size=4,
+        moe_shared_expert_intermediate_size=8, moe_grouped_gemm=True, add_bias_linear=False,
+        moe_token_dispatcher_type="alltoall", gated_linear_unit=True,
+        gradient_accumulation_fusion=False,
+    )  # fmt: skip
+    config.delay_wgrad_compute = delay  # Megatron has it with several expert-parallel ranks only
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=True)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = build_module(spec.submodules.mlp, config=config, layer_number=1, pg_collection=groups)
+    generator = torch.Generator().manual_seed(4)
+    for _, weight in sorted(layer.named_parameters()):
+        weight.data.normal_(0, 0.3, generator=generator)
+    return layer
+
+
+def no_prediction(repaired: bool) -> int | None:
+    """``--mtp-num-layers 0`` with overlapped expert communication."""
+    from megatron.core.transformer import TransformerConfig
+
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import expert_overlap
+
+    if not repaired:
+        session.current().engine.remove(expert_overlap.OWNER)
+    return TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, num_moe_experts=2, bf16=True,
+        expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall",
+        overlap_moe_expert_parallel_comm=True, mtp_num_layers=0, add_bias_linear=False,
+    ).mtp_num_layers  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
+from mindspeed.testing import RankError
 from tests.adaptor import schedule_ranks
 
 ADAPTOR = "tests.support.warm"
@@ -13,3 +17,34 @@ def test_an_output_lives_until_it_is_sent(ranks):
     assert any(pending for rank in broken for _, pending in rank.values())
     for rank in ranks(2, schedule_ranks.late_sends, True, setup=ADAPTOR, timeout=240):
         assert set(rank.values()) == {(0, 0)}
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_backwards_of_every_chunk_are_ended(ranks, repaired):
+    ((begun, ended),) = ranks(1, schedule_ranks.ended_backwards, repaired, setup=ADAPTOR)
+    assert begun == [0, 1]
+    assert ended == (begun if repaired else [0])  # 1 is of chunk 0
+
+
+def test_rows_of_a_single_expert_outlive_their_dispatch(ranks):
+    """Without the copy of feature moe-fb-overlap its weight gradients are made of freed memory."""
+    ((freed, broken),) = ranks(1, schedule_ranks.rows_of_one_expert, False, setup=ADAPTOR)
+    assert freed and any(bool(gradient.isnan().any()) for gradient in broken)
+    ((_, found),) = ranks(1, schedule_ranks.rows_of_one_expert, True, setup=ADAPTOR)
+    assert all(bool(gradient.isfinite().all()) and gradient.any() for gradient in found)
+
+
+def test_delayed_weight_gradients_of_latent_projections_are_computed(ranks):
+    function = schedule_ranks.latent_projections
+    ((found),) = ranks(1, function, True, setup=ADAPTOR)
+    for name, (gradient, right) in found.items():
+        torch.testing.assert_close(gradient, right, msg=name)
+    (broken,) = ranks(1, function, False, setup=ADAPTOR)
+    lost = {name for name, (gradient, _) in broken.items() if gradient is None}
+    assert lost == {"fc1_latent_proj.weight", "fc2_latent_proj.weight"}
+
+
+def test_no_layers_of_multi_token_prediction_are_none(ranks):
+    with pytest.raises(RankError, match="AssertionError: MTP layernum"):
+        ranks(1, schedule_ranks.no_prediction, False, setup=ADAPTOR)
+    assert ranks(1, schedule_ranks.no_prediction, True, setup=ADAPTOR) == [None]

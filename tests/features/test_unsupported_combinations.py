@@ -61,6 +61,14 @@ REFUSED = {
     "offload-fp32": (OFFLOAD, "--bf16 or --fp16"),
     "delayed-local": (DELAYED | {"transformer_impl": "local"}, "transformer_engine"),
     "overlap-documents": (OVERLAP | {"reset_attention_mask": True}, "where its documents begin"),
+    "overlap-recomputed-layer": (
+        OVERLAP | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+        "--recompute-modules moe .*leave moe out",
+    ),
+    "overlap-layer-recompute": (
+        OVERLAP | {"moe_layer_recompute": True},
+        "--recompute-modules moe .*--moe-layer-recompute",
+    ),
     "overlap-conversations": (OVERLAP | {"sft": True}, "where its documents begin"),
     "uneven-loss-mask": ({"eod_mask_loss": True, "context_parallel_size": 2}, "per-token-loss"),
     "offload-no-layer": ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
@@ -103,6 +111,8 @@ ACCEPTED = {
     "offload": OFFLOAD | {"bf16": True},
     "delayed": DELAYED | {"transformer_impl": "transformer_engine"},
     "overlap-local": OVERLAP | {"transformer_impl": "local"},
+    "overlap-recomputed-activation": OVERLAP
+    | {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
     "per-token": {
         "eod_mask_loss": True,
         "context_parallel_size": 2,

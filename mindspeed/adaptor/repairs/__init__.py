@@ -22,6 +22,7 @@ from mindspeed.adaptor.repairs import (
     energy_monitor,
     expert_counts,
     explicit_groups,
+    expert_overlap,
     first_report,
     fp32_residual,
     fsdp_generators,
@@ -95,6 +96,7 @@ _EVERYWHERE = (
     vision_mask,
     vocabulary_loss,
     pipeline_sends,
+    expert_overlap,
 )
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, fused_routing_map, dataset_helpers, mla_rope_fusion)
