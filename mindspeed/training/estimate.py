@@ -288,4 +288,4 @@ def _stage(args: argparse.Namespace, kinds: Sequence[bool]) -> tuple[float, floa
         chunks = args.virtual_pipeline_model_parallel_size or 1
         again = min(len(whole), every * chunks)
         return sum(whole[again:]) + again * kept, max(whole[:again], default=0.0)
-    return len(whole) / every * kept, every * max(whole)
+    return -(-len(whole) // every) * kept, min(every, len(whole)) * max(whole, default=0.0)

@@ -68,6 +68,26 @@ def late_sends(repaired: bool) -> dict[str, tuple[int, int]]:
     return found
 
 
+def uneven_recomputation(repaired: bool) -> tuple[bool, bool]:
+    """Three layers, two a checkpoint: whether losses and gradients are those without."""
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import uniform_recompute
+
+    if not repaired:
+        session.current().engine.remove(uniform_recompute.OWNER)
+    options = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    }
+    plain, again = (
+        step_ranks.Model(step_ranks.Layout(num_layers=3, config=config)).step(2)
+        for config in ({}, options)
+    )
+    same = [torch.equal(again.gradients[name], right) for name, right in plain.gradients.items()]
+    return plain.losses == again.losses, all(same)
+
+
 def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
     """Combined steps with backwards of chunks 1 and 0: backwards, and those that were ended."""
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
@@ -181,3 +201,80 @@ def no_prediction(repaired: bool) -> int | None:
         expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall",
         overlap_moe_expert_parallel_comm=True, mtp_num_layers=0, add_bias_linear=False,
     ).mtp_num_layers  # fmt: skip
+
+
+def streams_of_a_reduction(repaired: bool) -> tuple[bool, bool]:
+    """Gradients on a stream of their own: whether either stream waits for the other."""
+    from types import SimpleNamespace
+
+    from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
+
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import reduction_stream
+
+    if not repaired:
+        session.current().engine.remove(reduction_stream.OWNER)
+    waits = []
+
+    class Stream(torch.cuda.Stream):  # type: ignore[misc]
+        def wait_stream(self, stream: Any) -> None:
+            waits.append((self, stream))
+
+    computing, reducing = Stream(), Stream()
+    options = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, num_distributed_optimizer_instances=2
+    )
+    group = SimpleNamespace(
+        ddp_config=options, buckets=[], communication_stream=reducing, grad_reduce_handle=None,
+        data_parallel_group=dist.group.WORLD, is_first_batch=False,
+    )  # fmt: skip
+    kind = param_and_grad_buffer._ParamAndGradBucketGroup
+    with torch.cuda.stream(computing):
+        kind.start_grad_sync(group)
+        started = (reducing, computing) in waits
+        kind.finish_grad_sync(group)
+    return started, (computing, reducing) in waits
+
+
+def scores_of_16_bits(repaired: bool) -> tuple[torch.Tensor, ...]:
+    """Scores and z-loss of bf16 logits, and those of the same values in fp32."""
+    from megatron.core.transformer.moe import router
+
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import router_loss_scale
+
+    if not repaired:
+        session.current().engine.remove(router_loss_scale.OWNER)
+    logits = (8 + torch.randn(64, 16, generator=torch.Generator().manual_seed(1))).bfloat16()
+    found = []
+    for values in (logits, logits.float()):
+        found += router.compute_routing_scores_for_aux_loss(values, 2, "sigmoid")
+    return tuple(found)
+
+
+def offloaded_bytes(repaired: bool, evaluations: list[bool]) -> list[int]:
+    """What each step offloads; of a training step, or of an evaluation."""
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    from mindspeed import session
+
+    if repaired:
+        session.current().configure({"fine_grained_activation_offloading": True})
+    options = {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn", "attn_proj"],
+        "min_offloaded_tensor_size": 1,
+    }
+    model = step_ranks.Model(step_ranks.Layout(num_layers=3, config=options))
+    sizes: list[int] = []
+    before = offload.ChunkOffloadHandler.offload
+
+    def counted(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes[-1] += tensor.nbytes
+        return before(self, tensor, *args, **kwargs)
+
+    offload.ChunkOffloadHandler.offload = counted
+    for forward_only in evaluations:
+        sizes.append(0)
+        model.step(1 if forward_only else 2, forward_only=forward_only)
+    return sizes

@@ -19,6 +19,13 @@ def test_an_output_lives_until_it_is_sent(ranks):
         assert set(rank.values()) == {(0, 0)}
 
 
+def test_the_last_group_of_recomputed_layers_may_be_smaller(ranks):
+    with pytest.raises(RankError, match="IndexError"):
+        ranks(1, schedule_ranks.uneven_recomputation, False, setup=ADAPTOR, timeout=120)
+    function = schedule_ranks.uneven_recomputation
+    assert ranks(1, function, True, setup=ADAPTOR, timeout=120) == [(True, True)]
+
+
 @pytest.mark.parametrize("repaired", [False, True])
 def test_backwards_of_every_chunk_are_ended(ranks, repaired):
     ((begun, ended),) = ranks(1, schedule_ranks.ended_backwards, repaired, setup=ADAPTOR)
@@ -48,3 +55,27 @@ def test_no_layers_of_multi_token_prediction_are_none(ranks):
     with pytest.raises(RankError, match="AssertionError: MTP layernum"):
         ranks(1, schedule_ranks.no_prediction, False, setup=ADAPTOR)
     assert ranks(1, schedule_ranks.no_prediction, True, setup=ADAPTOR) == [None]
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_reductions_and_gradients_on_streams_wait_for_each_other(ranks, repaired):
+    function = schedule_ranks.streams_of_a_reduction
+    assert ranks(1, function, repaired, setup=ADAPTOR) == [(repaired, repaired)]
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_scores_of_router_losses_are_not_rounded(ranks, repaired):
+    (found,) = ranks(1, schedule_ranks.scores_of_16_bits, repaired, setup=ADAPTOR)
+    routing_map, scores, right_map, right = found
+    assert (scores.dtype == torch.float32 and torch.equal(scores, right)) is repaired
+    assert torch.equal(routing_map, right_map) is repaired
+
+
+def test_an_evaluation_does_not_change_what_is_offloaded(ranks):
+    """The first training step offloads everything, and shows what need not be."""
+    steps = [True, False, False, True, False]
+    (found,) = ranks(1, schedule_ranks.offloaded_bytes, True, steps, setup=ADAPTOR)
+    assert found[0] == found[3] == 0
+    assert found[1] > found[2] == found[4] > 0
+    with pytest.raises(RankError, match="Chunk mismatch"):
+        ranks(1, schedule_ranks.offloaded_bytes, False, steps[1:], setup=ADAPTOR)

@@ -49,6 +49,7 @@ from mindspeed.adaptor.repairs import (
     mtp_tied_output,
     mtp_token_count,
     muon_gate,
+    offloading_state,
     optimizer_buckets,
     optimizer_groups,
     optimizer_offload,
@@ -63,6 +64,7 @@ from mindspeed.adaptor.repairs import (
     pipeline_sends,
     process_groups,
     rerun_checkpoints,
+    reduction_stream,
     rng_shards,
     rng_tracker,
     router_loss_log,
@@ -71,6 +73,7 @@ from mindspeed.adaptor.repairs import (
     te_activation,
     upcycling,
     vision_mask,
+    uniform_recompute,
     vocabulary_loss,
     yarn,
     zero_losses,
@@ -96,7 +99,9 @@ _EVERYWHERE = (
     vision_mask,
     vocabulary_loss,
     pipeline_sends,
+    uniform_recompute,
     expert_overlap,
+    reduction_stream,
 )
 _WITH_SUBSTITUTE = (local_spec,)  # of Transformer Engine: it serves both layer specs
 _WITHOUT_CUDA = (fused_kernels, fused_routing_map, dataset_helpers, mla_rope_fusion)
@@ -122,6 +127,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     fp32_residual: lambda values: values.get("fp32_residual_connection"),
     gated_attention: lambda values: values.get("attention_output_gate"),
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
+    offloading_state: lambda values: values.get("fine_grained_activation_offloading"),
     optimizer_groups: lambda values: any(
         values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer")
     ),

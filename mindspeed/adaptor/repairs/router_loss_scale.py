@@ -1,16 +1,18 @@
-"""Defect: losses of the router have another strength on several ranks, and count wrongly.
+"""Defect: losses of the router have another strength on several ranks, or are rounded.
 
 Where: ``megatron.core.transformer.moe``. ``TopKRouter`` under ``calculate_per_token_loss``
 multiplies its losses with the tokens of one rank, while the gradients are divided by the tokens of
 all ranks that share a micro-batch (Megatron-LM PR 5047); for the loss per sequence it takes the
 tokens of one sequence of the micro-batch (PR 5798).
 ``moe_utils.get_tokens_per_expert_and_token_count`` sums the counts of a rank in place over the
-ranks before it reads them (PR 7481). The z-loss in the log is that of one rank (PR 3199).
+ranks before it reads them (PR 7481). The z-loss in the log is that of one rank (PR 3199). Without
+``--moe-router-dtype`` sigmoid scores and the z-loss are computed in 16 bits (PR 2765).
 Symptom: silent; experts are balanced with 1 / (TP x CP), or 1 / micro-batch size, of the
 coefficient that the user gave. With a padding mask, the weight of a rank depends on the others.
+Rounded scores tie, and choose other experts for the loss than those that get the tokens.
 Fix: losses are multiplied with the tokens of the micro-batch on all ranks that share it, without
-padding; the z-loss is logged as the mean over the ranks. Cost: one scalar all-reduce per loss and
-layer, only with a padding mask.
+padding, and computed in fp32 at least; the z-loss is logged as the mean over the ranks. Cost: one
+scalar all-reduce per loss and layer, only with a padding mask.
 Versions: 0.16.
 """
 
@@ -93,6 +95,15 @@ def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[...,
     return attach_and_log_load_balancing_loss
 
 
+def score_in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function that computes the scores of a load-balancing loss."""
+
+    def compute_routing_scores_for_aux_loss(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(_wide(logits), *args, **kwargs)
+
+    return compute_routing_scores_for_aux_loss
+
+
 def apply_z_loss(
     self: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -111,7 +122,7 @@ def apply_z_loss(
     config, ranks = self.config, self.tp_cp_group.size()
     if config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
         return logits
-    loss = moe_utils.z_loss_func(logits, 1.0, padding_mask=padding_mask)
+    loss = moe_utils.z_loss_func(_wide(logits), 1.0, padding_mask=padding_mask)
     strength: Any = config.moe_z_loss_coeff / ranks
     if self.calculate_per_token_loss:
         own = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
@@ -124,6 +135,10 @@ def apply_z_loss(
         avg_group=self.tp_dp_cp_group,
     )
     return moe_utils.MoEAuxLossAutoScaler.apply(logits, loss * strength)  # type: ignore[no-any-return]
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.element_size() < 4 else logits
 
 
 def _over_ranks(tokens: int | torch.Tensor, group: Any) -> int | torch.Tensor:
@@ -160,6 +175,14 @@ PATCHES = (
         OWNER,
         "with a loss per token, balancing losses have the same strength under TP and CP",
         expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, ...)",
+        versions=_VERSIONS,
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils:compute_routing_scores_for_aux_loss",
+        score_in_fp32,
+        OWNER,
+        "scores of a load-balancing loss are not rounded",
+        expects="(logits, topk, score_function, fused, padding_mask)",
         versions=_VERSIONS,
     ),
     Patch(
