@@ -38,6 +38,8 @@ class ModelShape:
         vocab_size: rows of the output layer, padding included.
         gated: the MLP has a gate (SwiGLU and the like): three matrices instead of two.
         output_gate: the attention has a gate of the size of the queries.
+        moe_latent_size: size of what routed experts get, with a projection to and from it; 0: the
+            hidden size.
         mtp_layers: multi-token prediction layers; each adds a layer like the last one.
     """
 
@@ -53,6 +55,7 @@ class ModelShape:
     moe_topk: int = 0
     moe_ffn_hidden_size: int = 0
     shared_expert_size: int = 0
+    moe_latent_size: int = 0
     mtp_layers: int = 0
     latent: LatentAttention | None = None
     output_gate: bool = False
@@ -67,7 +70,7 @@ class ModelShape:
             args: Megatron's arguments by name.
             moe_layers: the computing layers, by default all of ``args``.
         """
-        unknown = ("is_hybrid_model", "experimental_attention_variant", "moe_latent_size")
+        unknown = ("is_hybrid_model", "experimental_attention_variant")
         if any(args.get(name) for name in (*unknown, "heterogeneous_layers_config_path")):
             return None
         heads = args["num_attention_heads"]
@@ -86,6 +89,7 @@ class ModelShape:
             moe_topk=args.get("moe_router_topk") or 0,
             moe_ffn_hidden_size=args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"],
             shared_expert_size=args.get("moe_shared_expert_intermediate_size") or 0,
+            moe_latent_size=args.get("moe_latent_size") or 0,
             mtp_layers=args.get("mtp_num_layers") or 0,
             latent=_latent(args),
             output_gate=bool(args.get("attention_output_gate")),
@@ -125,7 +129,10 @@ def _dense(shape: ModelShape) -> int:
 
 
 def _experts(shape: ModelShape) -> int:
-    return _mlp(shape, shape.moe_topk * shape.moe_ffn_hidden_size + shape.shared_expert_size)
+    routed = _mlp(shape, shape.moe_topk * shape.moe_ffn_hidden_size)
+    if latent := shape.moe_latent_size:
+        routed = routed // shape.hidden_size * latent + 2 * shape.hidden_size * latent
+    return routed + _mlp(shape, shape.shared_expert_size)
 
 
 def _mlp(shape: ModelShape, ffn_hidden_size: int) -> int:

@@ -93,7 +93,8 @@ def _attention_core(args: argparse.Namespace) -> int:
 
 
 def _experts(args: argparse.Namespace) -> int:
-    shared = args.moe_shared_expert_intermediate_size or 0
-    return args.moe_router_topk * mlp_weights(args, args.moe_ffn_hidden_size) + mlp_weights(
-        args, shared
-    )
+    shared = mlp_weights(args, args.moe_shared_expert_intermediate_size or 0)
+    routed = args.moe_router_topk * mlp_weights(args, args.moe_ffn_hidden_size)
+    if latent := args.moe_latent_size:  # the input of experts, with a projection to and from it
+        routed = routed // args.hidden_size * latent + 2 * args.hidden_size * latent
+    return routed + shared

@@ -40,12 +40,15 @@ class UnfusedAttention(torch.nn.Module):
 
 
 def megatron_formula(checkout: str, variants: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What Megatron-LM's own formula says for a batch of three."""
+    """What Megatron-LM's own formula, repaired, says for a batch of three."""
     sys.path.append(checkout)
     from megatron.training.training import num_floating_point_operations
 
+    from mindspeed.adaptor.repairs import latent_expert_flops
+
+    formula = latent_expert_flops.count_latent_experts(num_floating_point_operations)
     return {
-        name: num_floating_point_operations(types.SimpleNamespace(**values), 3)
+        name: formula(types.SimpleNamespace(**values), 3)
         for name, values in variants.items()
     }
 

@@ -312,6 +312,7 @@ VARIANTS = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "moe-pattern-mtp": {"num_experts": 8, "moe_layer_freq": [0, 1, 1, 1], "mtp_num_layers": 1},
+    "moe-latent": {"num_experts": 8, "moe_latent_size": 64, "swiglu": False},
     "mtp": {"mtp_num_layers": 2},
     "mla": {**MLA, "q_lora_rank": None},
     "mla-compressed-queries": {**MLA, "q_lora_rank": 96},

@@ -19,6 +19,7 @@ def shape(**changes: Any) -> argparse.Namespace:
         "num_query_groups": 2, "group_query_attention": True, "kv_channels": 32, "seq_length": 128,
         "padded_vocab_size": 1024, "swiglu": True, "quick_geglu": False, "num_experts": None,
         "mtp_num_layers": None, "multi_latent_attention": False, "attention_output_gate": False,
+        "moe_latent_size": None,
     }  # fmt: skip
     return argparse.Namespace(**(values | changes))
 
@@ -54,6 +55,18 @@ def test_expert_flops_count_top_k_tokens(frequency, sparse):
     routed = 3 * (2 * matmul(s, h, 128) + matmul(s, h, 64))
     difference = training_flops(shape(**moe), 1) - training_flops(shape(), 1)
     assert difference == 3 * sparse * (routed - dense)
+
+
+def test_experts_with_a_latent_size_have_two_projections():
+    moe = {
+        "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
+        "moe_shared_expert_intermediate_size": 64, "moe_layer_freq": 1, "moe_latent_size": 48,
+    }  # fmt: skip
+    s, h, latent = 128, 256, 48
+    projections = matmul(s, h, latent) + matmul(s, latent, h)
+    experts = 3 * (2 * matmul(s, latent, 128) + matmul(s, h, 64))
+    difference = training_flops(shape(**moe), 1) - training_flops(shape(), 1)
+    assert difference == 3 * 4 * (projections + experts - 3 * matmul(s, h, 704))
 
 
 @pytest.mark.parametrize("frequency", [2, [0, 1, 1, 0]])
@@ -116,8 +129,18 @@ def test_a_prediction_layer_is_one_more_layer_of_the_last_kind_and_one_more_outp
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mtp_num_layers": 2}, {**MOE, "moe_layer_freq": 2}, MLA, {**MLA, "q_lora_rank": None}],
-    ids=["dense", "prediction", "experts", "latent", "latent keys and values"],
+    [
+        {},
+        {"mtp_num_layers": 2},
+        {**MOE, "moe_layer_freq": 2},
+        {**MOE, "moe_layer_freq": 1, "moe_latent_size": 48},
+        MLA,
+        {**MLA, "q_lora_rank": None},
+    ],
+    ids=[
+        *("dense", "prediction", "experts", "latent experts"),
+        *("latent attention", "latent keys and values"),
+    ],
 )
 def test_the_log_and_the_profiler_count_the_same(changes):
     args = shape(**changes)

@@ -34,6 +34,7 @@ from mindspeed.adaptor.repairs import (
     gpu_affinity,
     grouped_experts,
     jit_warmup,
+    latent_expert_flops,
     latent_key_gradient,
     layer_comm_types,
     legacy_shards,
@@ -128,6 +129,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     gated_attention: lambda values: values.get("attention_output_gate"),
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
     offloading_state: lambda values: values.get("fine_grained_activation_offloading"),
+    latent_expert_flops: lambda values: values.get("moe_latent_size"),
     optimizer_groups: lambda values: any(
         values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer")
     ),
