@@ -47,10 +47,7 @@ def megatron_formula(checkout: str, variants: dict[str, dict[str, Any]]) -> dict
     from mindspeed.adaptor.repairs import latent_expert_flops
 
     formula = latent_expert_flops.count_latent_experts(num_floating_point_operations)
-    return {
-        name: formula(types.SimpleNamespace(**values), 3)
-        for name, values in variants.items()
-    }
+    return {name: formula(types.SimpleNamespace(**values), 3) for name, values in variants.items()}
 
 
 def model(spec: str, **overrides: Any) -> torch.nn.Module:
