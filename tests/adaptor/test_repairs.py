@@ -15,7 +15,13 @@ import pytest
 import torch
 
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.repairs import absent_triton, dataset_helpers, first_report, zero_losses
+from mindspeed.adaptor.repairs import (
+    absent_triton,
+    dataset_helpers,
+    first_report,
+    main_params,
+    zero_losses,
+)
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
@@ -436,3 +442,16 @@ def test_the_worker_of_checkpoints_ends_without_process_groups(ranks):
     """Megatron asks for the rank first, which raises."""
     ended = ranks(1, repair_ranks.ended_workers, setup=MEGATRON, backend=None)
     assert ended == [[["queue.put", "queue.join", "process.join"], ["process.kill"]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_params_without_more_digits_are_reported(dtype, monkeypatch, caplog):
+    fp8_utils = types.ModuleType("megatron.core.fp8_utils")
+    fp8_utils.is_float8tensor = lambda tensor: False
+    monkeypatch.setitem(sys.modules, fp8_utils.__name__, fp8_utils)
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    optimizer = types.SimpleNamespace(model_chunks=[model])
+    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    found = main_params.by_whole_names(None)(optimizer, {"model": state})
+    assert found == {model.weight: state["weight"], model.bias: state["bias"]}
+    assert ("--load-main-params-from-ckpt has no effect" in caplog.text) is (dtype != torch.float32)

@@ -7,19 +7,24 @@ several optimizers (dense layers, experts), and counts chunks as if each belonge
 every key that contains a parameter's name for its own (PR 3569).
 Symptom: main parameters of experts are the rounded 16-bit ones; virtual stages with experts, or a
 layer with more than ten experts, end in an ``AssertionError``.
-Fix: each optimizer gets the state dicts of its own chunks, and keys are found by their whole name.
+Fix: each optimizer gets the state dicts of its own chunks, keys are found by their whole name, and
+a checkpoint that has no more digits than the weights is reported.
 Versions: all.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from mindspeed.adaptor.patch import Patch
 from mindspeed.errors import CheckpointError
 
 OWNER = "repair:main-params"
+logger = logging.getLogger("mindspeed")
 _PREFIXES = ("model", "model_")  # of the chunks' keys: "model0", or "model_0" in NeMo
 
 
@@ -61,6 +66,11 @@ def by_whole_names(original: Callable[..., Any]) -> Callable[..., Any]:
                         f"shape {tuple(parameter.shape)}; drop the flag"
                     )
                 found[parameter] = value
+        if not any(map(_adds_digits, found, found.values())):
+            logger.warning(
+                "--load-main-params-from-ckpt has no effect: the weights of the checkpoint have "
+                "the precision of the model (--ckpt-format torch_dist reads them so)"
+            )
         return found
 
     return _build_model_param_to_state_dict_param_map
@@ -76,6 +86,13 @@ def _states(state_dict: Mapping[str, Any], chunks: int) -> list[Mapping[str, Any
             f"--load-main-params-from-ckpt: the checkpoint is not of {chunks} model chunks"
         )
     return [state_dict.get("model", state_dict)]
+
+
+def _adds_digits(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a value, any shape, is more precise than the parameter of this shape."""
+    from megatron.core.fp8_utils import is_float8tensor
+
+    return value.dtype != parameter.dtype or bool(is_float8tensor(parameter))
 
 
 def _bare(name: str) -> str:
