@@ -52,7 +52,7 @@ PATCHES = (
         OWNER,
         "--use-te-activation-func counts without experts, too",
         expects="(num_experts, ...)",
-        versions=">=0.16",
+        versions=">=0.16,<0.17",
     ),
     Patch(
         "megatron.core.extensions.transformer_engine:TEActivationOp.__new__",
