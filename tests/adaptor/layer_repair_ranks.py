@@ -279,7 +279,7 @@ def patches_that_see_later_ones() -> list[bool]:
 
 def upcycled(repaired: bool) -> list[float]:
     """Differences between chunks of a dense model and what they are turned into."""
-    from megatron.core.transformer.moe.upcycling_utils import load_and_upcycle_model
+    from megatron.core.transformer.moe import upcycling_utils
 
     from mindspeed.adaptor.repairs import upcycling
     from tests.support import gpt_ranks
@@ -297,7 +297,8 @@ def upcycled(repaired: bool) -> list[float]:
         for parameter in dense[1].parameters():
             parameter.mul_(1.5)
     moe = [gpt_ranks.build(moe_config, "te") for _ in range(2)]
-    load_and_upcycle_model(lambda: (0, 0), moe, dense, strict=False)
+    given = {"load_kwargs": {"model": dense}, "strict": False}  # as Megatron-LM names it
+    upcycling_utils.load_and_upcycle_model(lambda ddp_model: (0, 0), moe, dense, **given)
     tokens = torch.arange(16)[None]
     outputs = [[chunk(tokens, tokens, None) for chunk in chunks] for chunks in (dense, moe)]
     return [float((a - b).abs().max()) for a, b in zip(*outputs, strict=True)]

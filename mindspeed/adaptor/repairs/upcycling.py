@@ -3,9 +3,11 @@
 Where: ``megatron.core.transformer.TransformerConfig`` refuses ``moe_ffn_hidden_size`` for the dense
 model that ``--moe-use-upcycling`` builds, and Megatron-LM always sets it (Megatron-LM PR 3647);
 ``upcycle_state_dict`` of ``megatron.core.transformer.moe.upcycling_utils`` swaps its arguments
-where a rank has several model chunks (PR 5442).
-Symptom: an AssertionError after the model of experts is built, or an AttributeError.
-Fix: the dense model has no size of experts; chunks are converted one by one.
+where a rank has several model chunks (PR 5442); Megatron-LM hands the dense model to its
+``load_checkpoint`` under a name that this does not know.
+Symptom: an AssertionError after the model of experts is built, an AttributeError, or a TypeError.
+Fix: the dense model has no size of experts; chunks are converted one by one; the model to load is
+the first argument.
 Versions: all.
 """
 
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.signatures import bind
 
 OWNER = "repair:upcycling"
 
@@ -44,6 +47,19 @@ def convert_each_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
     return upcycle_state_dict
 
 
+def pass_model_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``load_and_upcycle_model``."""
+
+    def load_and_upcycle_model(*args: Any, **kwargs: Any) -> Any:
+        given = bind(original, args, kwargs)
+        options = dict(given["load_kwargs"])
+        if "model" in options:
+            given["load_args"] = (options.pop("model"), *given["load_args"])
+        return original(**(given | {"load_kwargs": options}))
+
+    return load_and_upcycle_model
+
+
 PATCHES = (
     Patch(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
@@ -58,5 +74,12 @@ PATCHES = (
         OWNER,
         "each model chunk is converted with its own dense chunk",
         expects="(moe_model, dense_model)",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.upcycling_utils:load_and_upcycle_model",
+        pass_model_first,
+        OWNER,
+        "the dense checkpoint is loaded",
+        expects=("(load_dense_ckpt_func, moe_model, dense_model, strict, load_args, load_kwargs)"),
     ),
 )
