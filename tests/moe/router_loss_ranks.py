@@ -17,8 +17,9 @@ def gradients(layout: dict[str, int], kinds: list[str]) -> Gradients:
     """Found and expected gradients, by (kind of loss, per token, with padding).
 
     Args:
-        layout: Of ``initialize_model_parallel``; every rank has a part of the sequence.
-        kinds: "aux_loss", "seq_aux_loss", "z_loss" or "deepspeed".
+        layout: Of ``initialize_model_parallel``; every rank has a part of the sequence. Nothing in
+            it: the parts are data of their own.
+        kinds: "aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss" or "deepspeed".
     """
     from megatron.core import parallel_state
 
@@ -125,11 +126,18 @@ def _gate_options() -> Any:
 def _expected(kind: str, per_token: bool, padding: bool) -> torch.Tensor:
     """The mean over micro-batches, or over their tokens, in fp64 on one rank."""
     weight = _weight().double().requires_grad_()
-    losses, tokens = [], []
+    losses, tokens, counts = [], [], []
     for number, x in enumerate(_inputs()):
         valid = ~_padding(number) if padding else torch.ones(SEQUENCE, dtype=torch.bool)
         logits = x.double()[valid] @ weight.t()
-        losses.append(_loss(kind, logits))
+        counts.append(_chosen(logits.flatten(0, 1), TOPK).sum(0))
+        if (
+            kind == "global_aux_loss"
+        ):  # the experts' tokens are a mean over the micro-batches so far
+            share = torch.stack(counts).mean(0) / logits.flatten(0, 1).shape[0]
+            losses.append(_balance(logits.flatten(0, 1), TOPK, share))
+        else:
+            losses.append(_loss(kind, logits))
         tokens.append(valid.sum() * BATCH if per_token else torch.tensor(1))
     share = torch.stack(tokens) / sum(tokens)
     (torch.stack(losses) * share).sum().backward()
@@ -147,10 +155,15 @@ def _loss(kind: str, logits: torch.Tensor) -> torch.Tensor:
     return _balance(logits.flatten(0, 1), TOPK)
 
 
-def _balance(logits: torch.Tensor, topk: int) -> torch.Tensor:
+def _balance(logits: torch.Tensor, topk: int, share: torch.Tensor | None = None) -> torch.Tensor:
     gates = torch.softmax(logits, -1)
-    chosen = torch.zeros_like(gates).scatter(1, gates.topk(topk).indices, 1.0)
-    return AUX * EXPERTS * (gates.mean(0) * chosen.mean(0)).sum() / topk
+    share = _chosen(logits, topk).mean(0) if share is None else share
+    return AUX * EXPERTS * (gates.mean(0) * share).sum() / topk
+
+
+def _chosen(logits: torch.Tensor, topk: int) -> torch.Tensor:
+    """1 for the experts of a token, else 0, ``[n, experts]``."""
+    return torch.zeros_like(logits).scatter(1, logits.topk(topk).indices, 1.0)
 
 
 def counts_in_bf16() -> dict[str, Any]:

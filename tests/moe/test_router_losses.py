@@ -7,17 +7,22 @@ import torch
 
 from tests.moe import router_loss_ranks
 
-KINDS = ["aux_loss", "seq_aux_loss", "z_loss", "deepspeed"]
+KINDS = ["aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "deepspeed"]
+LAYOUTS = {
+    "tensor": ({"tensor_model_parallel_size": 2}, KINDS, 17),
+    "context": ({"context_parallel_size": 2}, KINDS, 17),
+    "data": ({}, ["global_aux_loss"], 4),
+}
 
 
-@pytest.mark.parametrize("parallel", ["tensor", "context"])
+@pytest.mark.parametrize("parallel", LAYOUTS)
 def test_gradients_of_the_router_equal_those_of_one_rank(ranks, parallel):
     """Without and with ``--calculate-per-token-loss``, without and with padding."""
-    layout = {f"{parallel}_model_parallel_size".replace("context_model", "context"): 2}
+    layout, kinds, count = LAYOUTS[parallel]
     for found in ranks(
-        2, router_loss_ranks.gradients, layout, KINDS, setup="tests.support.warm", timeout=120
+        2, router_loss_ranks.gradients, layout, kinds, setup="tests.support.warm", timeout=120
     ):
-        assert len(found) == 13
+        assert len(found) == count
         for case, (gradient, expected) in found.items():
             torch.testing.assert_close(
                 gradient.double(), expected, rtol=1e-4, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}"

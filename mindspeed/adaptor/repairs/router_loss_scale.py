@@ -6,10 +6,12 @@ all ranks that share a micro-batch (Megatron-LM PR 5047); for the loss per seque
 tokens of one sequence of the micro-batch (PR 5798).
 ``moe_utils.get_tokens_per_expert_and_token_count`` sums the counts of a rank in place over the
 ranks before it reads them (PR 7481). The z-loss in the log is that of one rank (PR 3199). Without
-``--moe-router-dtype`` sigmoid scores and the z-loss are computed in 16 bits (PR 2765).
+``--moe-router-dtype`` sigmoid scores and the z-loss are computed in 16 bits (PR 2765). Each
+data-parallel rank has a part of the global loss, and the parts are averaged (issue 3672).
 Symptom: silent; experts are balanced with 1 / (TP x CP), or 1 / micro-batch size, of the
-coefficient that the user gave. With a padding mask, the weight of a rank depends on the others.
-Rounded scores tie, and choose other experts for the loss than those that get the tokens.
+coefficient that the user gave, with the global loss 1 / DP. With a padding mask, the weight of a
+rank depends on the others. Rounded scores tie, and choose other experts for the loss than those
+that get the tokens.
 Fix: losses are multiplied with the tokens of the micro-batch on all ranks that share it, without
 padding, and computed in fp32 at least; the z-loss is logged as the mean over the ranks. Cost: one
 scalar all-reduce per loss and layer, only with a padding mask.
@@ -75,22 +77,33 @@ def count_sequences(original: Callable[..., torch.Tensor]) -> Callable[..., torc
 def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap the method that attaches a load-balancing loss, a scalar, to ``[s * b, experts]``.
 
-    Only its number of tokens changes.
+    Its number of tokens changes. A loss of which each data-parallel rank has a part is multiplied
+    with these ranks, over which gradients are averaged; its coefficient too, for the log.
     """
 
     def attach_and_log_load_balancing_loss(
         self: Any,
         activation: torch.Tensor,
-        *args: Any,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        aux_loss_name: str,
+        reduce_group: Any,
+        reduce_group_has_dp: bool = False,
         valid_token_count: int | torch.Tensor | None = None,
-        **kwargs: Any,
     ) -> torch.Tensor:
+        sharing = reduce_group if reduce_group_has_dp else self.tp_cp_group
         if self.calculate_per_token_loss:
             own: int | torch.Tensor = activation.shape[0]
             if valid_token_count is not None:
                 own = valid_token_count * getattr(self, _SEQUENCES, 1)
-            valid_token_count = _over_ranks(own, self.tp_cp_group)
-        return original(self, activation, *args, valid_token_count=valid_token_count, **kwargs)
+            valid_token_count = _over_ranks(own, sharing)
+        else:
+            parts = sharing.size() // self.tp_cp_group.size()
+            aux_loss_coeff, aux_loss = aux_loss_coeff * parts, aux_loss * parts
+        return original(
+            self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group,
+            reduce_group_has_dp=reduce_group_has_dp, valid_token_count=valid_token_count,
+        )  # fmt: skip
 
     return attach_and_log_load_balancing_loss
 
@@ -174,7 +187,8 @@ PATCHES = (
         scale_by_micro_batch,
         OWNER,
         "with a loss per token, balancing losses have the same strength under TP and CP",
-        expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, ...)",
+        expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, "
+        "reduce_group_has_dp, valid_token_count)",
         versions=_VERSIONS,
     ),
     Patch(
