@@ -136,15 +136,12 @@ def _put_together(parameter: torch.Tensor) -> torch.Tensor:
 MASK = torch.arange(32).view(2, 16) % 3 == 0
 
 
-def build_with_own_group(name: str, options: dict[str, Any], **stage: bool) -> torch.nn.Module:
-    """A model whose tensor-parallel ranks are 0, 2 and 1, 3; Megatron's own are neighbours."""
+def _own_groups() -> Any:
+    """Groups whose tensor-parallel ranks are 0, 2 and 1, 3; Megatron's own are neighbours."""
     import torch.distributed as dist
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from tests.support import gpt_ranks
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -152,6 +149,26 @@ def build_with_own_group(name: str, options: dict[str, Any], **stage: bool) -> t
     groups = ProcessGroupCollection.use_mpu_process_groups()
     own = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     groups.tp = own[dist.get_rank() % 2]
+    return groups
+
+
+def cross_attention_with_own_group() -> torch.nn.Module:
+    """Cross attention, as a decoder of T5 builds it, for other ranks than Megatron's."""
+    from megatron.core.transformer.attention import CrossAttention
+
+    from tests.support import gpt_ranks
+
+    groups, config = _own_groups(), gpt_ranks.config("layernorm-gelu-bias")
+    return CrossAttention(config, None, layer_number=1, pg_collection=groups)
+
+
+def build_with_own_group(name: str, options: dict[str, Any], **stage: bool) -> torch.nn.Module:
+    """A model for other tensor-parallel ranks than Megatron's."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    from tests.support import gpt_ranks
+
+    groups = _own_groups()
     config = gpt_ranks.config(name, tensor_model_parallel_size=2, sequence_parallel=True, **options)
     layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     return GPTModel(

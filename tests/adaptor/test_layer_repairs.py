@@ -69,6 +69,11 @@ def test_parts_that_ignore_the_group_of_the_model_are_refused(ranks, model, opti
         ranks(4, layer_repair_ranks.build_with_own_group, model, options, setup=ADAPTOR)
 
 
+def test_cross_attention_that_ignores_the_group_of_its_model_is_refused(ranks):
+    with pytest.raises(RankError, match=r"cross attention .* with the global group"):
+        ranks(4, layer_repair_ranks.cross_attention_with_own_group, setup=ADAPTOR)
+
+
 def test_muon_splits_off_the_gate(ranks):
     """Queries, gate, keys and values of each group, as attention splits them."""
     ((rows, groups),) = ranks(1, layer_repair_ranks.split_of_muon, True, setup=ADAPTOR)

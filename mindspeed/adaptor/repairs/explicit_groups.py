@@ -2,7 +2,8 @@
 
 Where: ``MultiTokenPredictionLayer`` (its projection and its recomputation) and ``MLASelfAttention``
 of the local layer spec (latent queries and keys) call collectives without the group of the
-``pg_collection`` that the model was built with (finding 4 of Megatron-LM issue 7452).
+``pg_collection`` that the model was built with (finding 4 of Megatron-LM issue 7452);
+``CrossAttention`` builds its projections without it (finding 6).
 Symptom: silent; tensors of other samples if that group has other ranks than the global one.
 Fix: such a model is refused when it is built.
 Versions: all.
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.signatures import bind
 from mindspeed.errors import ConfigError
 
 OWNER = "repair:explicit-groups"
@@ -25,13 +27,29 @@ def refuse_parts(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, config: Any, pg_collection: Any = None) -> None:
         original(self, config, pg_collection)
         part = _part_with_global_group(config)
-        if part and _differs(self.tp_group):
-            raise ConfigError(
-                f"{part} communicates over Megatron's global tensor-parallel group, but the "
-                "pg_collection of this model has another one; build the model with the global group"
-            )
+        if part:
+            _refuse_own_group(part, self.tp_group)
 
     return __init__
+
+
+def refuse_cross_attention(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``CrossAttention.__init__``."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        groups = bind(original, (self, *args), kwargs).get("pg_collection")
+        _refuse_own_group("cross attention", getattr(groups, "tp", None))
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _refuse_own_group(part: str, group: Any) -> None:
+    if _differs(group):
+        raise ConfigError(
+            f"{part} communicates over Megatron's global tensor-parallel group, but the "
+            "pg_collection of this model has another one; build the model with the global group"
+        )
 
 
 def _part_with_global_group(config: Any) -> str:
@@ -58,5 +76,12 @@ PATCHES = (
         OWNER,
         "parts that ignore the tensor-parallel group of their model are refused",
         expects="(self, config, pg_collection)",
+    ),
+    Patch(
+        "megatron.core.transformer.attention:CrossAttention.__init__",
+        refuse_cross_attention,
+        OWNER,
+        "cross attention, which ignores the tensor-parallel group of its model, is refused",
+        expects="(self, config, submodules, layer_number, attn_mask_type, ...)",
     ),
 )
