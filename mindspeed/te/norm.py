@@ -4,9 +4,9 @@
     RMSNorm    y =  x / sqrt(mean(x^2) + eps)   * w
 
 ``zero_centered_gamma`` stores ``w - 1``. Statistics and the affine part are computed in fp32 for
-16-bit inputs; the output has the dtype of the input, or that of the weight if it is narrower (fp32
-residuals enter 16-bit layers). With ``sequence_parallel`` each rank sees part
-of the tokens, so the parameters are marked and the trainer sums their gradients over the group.
+16-bit inputs; the output has the dtype of the input, or that of a 16-bit weight (fp32 residuals
+enter 16-bit layers). With ``sequence_parallel`` each rank sees part of the tokens, so the
+parameters are marked and the trainer sums their gradients over the group.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ class _Norm(TransformerEngineBaseModule):
 
 
 def narrowed(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what a norm made in the dtype of its weight, if that is the narrower one.
+    """Return what a norm made in the dtype of its weight, if that has 16 bits.
 
     Args:
         normed: ``[..., h]``, any floating dtype.
         weight: ``[h]``, any floating dtype.
     """
-    return normed.to(weight.dtype) if weight.dtype.itemsize < normed.dtype.itemsize else normed
+    sixteen = weight.dtype.itemsize == 2 and normed.dtype.itemsize > 2
+    return normed.to(weight.dtype) if sixteen else normed
 
 
 def _last_dim(shape: int | Iterable[int] | None) -> int:
