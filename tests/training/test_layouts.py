@@ -24,6 +24,7 @@ MLA = (
 )
 MOE_PATTERN = f"{MOE} --moe-layer-freq [0,1,0,1]"
 LOCAL = f"{GQA} --transformer-impl local"
+LOCAL_8 = f"{UNTIED} --transformer-impl local"
 # Linear biases for positions, and layers with and without a window.
 ALIBI = f"{GQA} --position-embedding-type alibi --window-size 20,0 --window-attn-skip-freq 2"
 # Additional tokens: the loss of each is a mean of its own.
@@ -39,6 +40,7 @@ PAIRS = "--micro-batch-size 2"
 CP = f"{PAIRS} --context-parallel-size"
 ALGO = "--context-parallel-algo"
 TP, PP = f"{PAIRS} --tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TP_8 = f"{PAIRS} --tensor-model-parallel-size 8"
 TP_2D = f"{PAIRS} --tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
 PP4 = "--pipeline-model-parallel-size 4 --pipeline-num-transformer-layers"
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -95,6 +97,15 @@ LAYOUTS = {
         "--enable-overlap-ag-with-matmul",
     ),
     "tensor-2d-context": (8, GQA, f"{TP_2D} {CP} 2 {ALGO} megatron_cp_algo"),
+    "tensor-8": (8, UNTIED, f"{TP_8} --sequence-parallel {DISTRIBUTED}"),
+    "tensor-8-latent": (8, MLA, f"{TP_8} --sequence-parallel"),
+    "tensor-8-shared-keys": (8, GQA, TP_8),  # 4 groups: two ranks have the same
+    "tensor-2d-4-by-2": (8, UNTIED, f"{TP_8} --tp-2d --tp-x 4 --tp-y 2"),
+    "tensor-2d-2-by-4": (
+        8,
+        LOCAL_8,
+        f"{TP_8} --tp-2d --tp-x 2 --tp-y 4 --enable-overlap-matmul-with-rs {DISTRIBUTED}",
+    ),
     "moe-expert-parallel": (2, MOE, "--expert-model-parallel-size 2"),
     "moe-expert-tensor": (
         4,

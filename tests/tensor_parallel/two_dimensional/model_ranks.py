@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -30,6 +32,8 @@ class Case:
     position: str = "rope"
     tied: bool = False
     groups: int = 2
+    dropout: float = 0.0
+    recompute: bool = False
 
 
 def build(case: Case, tp: int, x: int, context: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -62,8 +66,11 @@ def build(case: Case, tp: int, x: int, context: int, dtype: torch.dtype) -> torc
         activation_func=torch.nn.functional.silu if case.gated else torch.nn.functional.gelu,
         qk_layernorm=case.qk_layernorm,
         layernorm_zero_centered_gamma=case.zero_centered,
-        hidden_dropout=0.0,
+        hidden_dropout=case.dropout,
         attention_dropout=0.0,
+        recompute_granularity="full" if case.recompute else None,
+        recompute_method="uniform" if case.recompute else None,
+        recompute_num_layers=1 if case.recompute else None,
         use_cpu_initialization=True,
         params_dtype=dtype,
         cp_comm_type=case.comm_type,
@@ -172,6 +179,25 @@ def layer_bytes(x: int, y: int) -> int:
         out, _ = layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
         out.sum().backward()
     return saved.bytes
+
+
+def dropout_masks(x: int, y: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What dropout of hidden states kept on this rank: in forward, and recomputed in backward."""
+    model = build(Case(dropout=0.5, recompute=True), x * y, x, 1, torch.float32)
+    masks: list[torch.Tensor] = []
+    dropout = torch.nn.functional.dropout
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = dropout(*args, **kwargs)
+        masks.append(out != 0)
+        return out
+
+    tokens, positions, _ = _batch()
+    with mock.patch.object(torch.nn.functional, "dropout", watched):
+        logits = model(tokens, positions, None)
+        forward = list(masks)
+        logits.sum().backward()
+    return forward, masks[len(forward) :]
 
 
 def checkpoint_entries(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 
 from tests.support.lazy import needs
 from tests.tensor_parallel.two_dimensional import model_ranks
@@ -43,6 +46,21 @@ def test_a_layer_keeps_what_sequence_parallelism_keeps(ranks):
         # More: statistics of s/X rows, not s/p, and the keys and values that arrived last.
         more = 2 * (statistics // 2) + 2 * shard
         assert found == expected - less + more
+
+
+def test_dropout_draws_for_each_shard_and_again_for_recomputation(ranks):
+    """Hidden states are sharded over all ranks, so no two of them may drop alike."""
+    results = ranks(4, model_ranks.dropout_masks, 2, 2, setup=SETUP)
+    for forward, recomputed in results:
+        embedding, first, second = forward[0], forward[1:3], forward[3:]
+        assert len(second) == 2
+        pairs = zip(recomputed, [*second, *first], strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+        for mask in (embedding, *first, *second):
+            assert 0.35 < mask.float().mean() < 0.65
+    kept = [torch.cat([mask.flatten() for mask in forward]) for forward, _ in results]
+    for one, other in itertools.combinations(kept, 2):
+        assert 0.4 < (one == other).float().mean() < 0.6
 
 
 def test_what_a_grid_cannot_do_is_refused_where_there_are_no_flags(ranks):
