@@ -132,6 +132,12 @@ def test_all_tokens_on_one_rank(ranks, dispatcher, first):
     check_truth(found, first)
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["rank 0", "rank 1"])
+def test_all_tokens_on_the_single_expert_of_a_rank(ranks, first):
+    """What ``--moe-fb-overlap`` does to a rank with one expert."""
+    check(ranks(2, jobs.crowded_single, first, setup=ADAPTOR), ["rows of its own"])
+
+
 @pytest.mark.parametrize("dispatcher", PROGRAMS)
 def test_all_tokens_on_one_rank_with_fused_permutation(ranks, dispatcher):
     overrides = {"moe_token_dispatcher_type": dispatcher, **SHARED}
@@ -206,8 +212,17 @@ def test_one_token_against_many(ranks):
         ("alltoall", {**OVERLAP, "save": LEVEL1}),
         ("alltoall", {"pipe_slices": 2}),
         ("allgather", OVERLAP),
+        ("alltoall", {**OVERLAP, "exchange": "dedup"}),
+        ("alltoall", {**OVERLAP, "exchange": "hierarchical"}),
+        ("alltoall", {**OVERLAP, **PADDED}),
+        ("alltoall", {**OVERLAP, "exchange": "window", "capacity": Window(capacity=1)}),
+        ("alltoall", {**OVERLAP, "expert_groups": 2}),
+        ("alltoall", {**OVERLAP, **HOT}),
     ],
-    ids=["overlap", "level1", "pieces", "all-gather"],
+    ids=[
+        *("overlap", "level1", "pieces", "all-gather", "dedup", "hierarchical", "padded"),
+        *("window", "groups", "hot"),
+    ],
 )
 def test_a_rank_that_raises_in_a_stage_is_named_first(ranks, dispatcher, changes, where):
     """The others, which wait for it in a collective, end with it."""

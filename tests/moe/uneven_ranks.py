@@ -40,18 +40,10 @@ def crowded(
     """
     import torch.distributed as dist
 
-    from mindspeed.moe.nodes import node_groups
-
     layer_ranks.start(**layout)
     layer = layer_ranks.layer_of("te", **layer_ranks.parallel_of(layout), **BIASED, **overrides)
     _crowd(layer.router, first)
-    group = layer.token_dispatcher.ep_group
-    variants = [
-        {"nodes": node_groups(group, max(group.size() // 2, 1)), **one}
-        if one.get("exchange") == "hierarchical"
-        else one
-        for one in variants
-    ]
+    variants = [one | _nodes(layer, one) for one in variants]
     results = layer_ranks._variants(layer, variants, **options)
     tokens = options.get("tokens", layer_ranks.TOKENS)
     shape = tokens if isinstance(tokens, int) else tokens[dist.get_rank()], 1, layer_ranks.HIDDEN
@@ -60,6 +52,16 @@ def crowded(
     weights = {name: p.detach() for name, p in layer.named_parameters()}
     results[0].extra = {"weights": weights, "input": x, "output_weight": weight}
     return results
+
+
+def _nodes(layer: Any, variant: dict[str, Any]) -> dict[str, Any]:
+    """Groups of two nodes, for hierarchical dispatch."""
+    from mindspeed.moe.nodes import node_groups
+
+    if variant.get("exchange") != "hierarchical":
+        return {}
+    group = layer.token_dispatcher.ep_group
+    return {"nodes": node_groups(group, group.size() // 2)}
 
 
 def _crowd(router: Any, first: int) -> None:
@@ -90,6 +92,20 @@ def crowded_ampipe(
         results.append(ampipe_ranks.run(layer))
         journal.undo()
     return results
+
+
+def crowded_single(first: int) -> list[layer_ranks.Result]:
+    """One expert a rank, top-1: Megatron's own forward, and with rows of the expert's own."""
+    from mindspeed.journal import Journal
+    from mindspeed.moe.layer.single_expert import keep_rows
+
+    overrides = {"num_moe_experts": 2, "moe_router_topk": 1}
+    layer_ranks.start(expert=2)
+    layer = layer_ranks.layer_of("te", expert_model_parallel_size=2, **BIASED, **overrides)
+    _crowd(layer.router, first)
+    results = layer_ranks._variants(layer, [])
+    keep_rows(layer, Journal())
+    return [*results, layer_ranks.run(layer)]
 
 
 def crowded_with(options: dict[str, Any], *args: Any) -> list[layer_ranks.Result]:
@@ -127,7 +143,7 @@ def failing(changes: dict[str, Any], dispatcher: str, where: str) -> None:
     layer = layer_ranks.layer_of(
         "te", expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher
     )
-    change(layer, Journal(), **changes)
+    change(layer, Journal(), **changes, **_nodes(layer, changes))
     if dist.get_rank() == 1:
 
         def fail(*args: Any) -> None:
