@@ -1,8 +1,9 @@
 """Combinations of Megatron's own flags that cannot train, refused before training begins.
 
 Megatron does not check these: they end in a wrong result, a traceback or a hang after the model has
-been built. One entry of :data:`RULES` per combination; sizes of experts are checked in
-:mod:`mindspeed.features._expert_checks`, Megatron-FSDP in :mod:`mindspeed.features._fsdp_checks`.
+been built. One entry of :data:`RULES` per combination; sizes are checked in
+:mod:`mindspeed.features._expert_checks` and :mod:`mindspeed.features._optimizer_instances`,
+Megatron-FSDP in :mod:`mindspeed.features._fsdp_checks`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device, te
-from mindspeed.features import _expert_checks, _fsdp_checks
+from mindspeed.features import _expert_checks, _fsdp_checks, _optimizer_instances
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.fused_adam import chosen
 from mindspeed.features.packed_documents import adaptive, resets
@@ -358,7 +359,8 @@ RULES = (
 
 def _problems(options: UnsupportedOptions, megatron: Megatron) -> list[Problem]:
     found = [rule.problem for rule in RULES if rule.applies(megatron)]
-    return [*found, *_expert_checks.problems(megatron), *_fsdp_checks.problems(megatron)]
+    checks = (_expert_checks, _fsdp_checks, _optimizer_instances)
+    return [*found, *(problem for check in checks for problem in check.problems(megatron))]
 
 
 def _attach(seams: Seams, options: UnsupportedOptions, megatron: Megatron) -> None:

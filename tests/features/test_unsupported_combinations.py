@@ -32,8 +32,25 @@ FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_gra
 OPTIM = FSDP | {"data_parallel_sharding_strategy": "optim"}
 INSTANCES = {"num_distributed_optimizer_instances": 2}
 FUSION = {"gradient_accumulation_fusion": True}
+SHARED_INSTANCES = {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True}
 
 REFUSED = {
+    "instances-whole": (
+        SHARED_INSTANCES | WHOLE,
+        "-instances 2: no .*add --use-distributed-optimizer",
+    ),
+    "instances-fp32-sums": (
+        SHARED_INSTANCES | {"reduce_scatter_with_fp32_accumulation": True},
+        "-instances 2: .*drop --reduce-scatter-with-fp32-accumulation",
+    ),
+    "instances-uneven": (
+        SHARED_INSTANCES | {"world_size": 6, "tensor_model_parallel_size": 2},
+        "model .3.",
+    ),
+    "instances-experts": (
+        SHARED_INSTANCES | {"world_size": 4, "num_experts": 4, "expert_model_parallel_size": 4},
+        "the states of its experts .1. cannot be split",
+    ),
     "sgd-sharded": (SGD | {"use_distributed_optimizer": True}, "--optimizer sgd: .*SGD has one"),
     "sgd-fsdp": (SGD | {"use_megatron_fsdp": True}, "--optimizer sgd: .*--zero-stage"),
     "sgd-aware": (SGD | AWARE, "--use-precision-aware-optimizer: only Adam"),
@@ -98,6 +115,9 @@ REFUSED = {
     "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
 ACCEPTED = {
+    "instances": SHARED_INSTANCES | {"world_size": 4, "tensor_model_parallel_size": 2},
+    "instances-experts": SHARED_INSTANCES
+    | {"world_size": 4, "num_experts": 4, "expert_model_parallel_size": 2},
     "sgd": SGD | WHOLE,
     "sgd-unsaid": SGD,
     "aware-unsaid": AWARE | {"exp_avg_dtype": "fp8"},
