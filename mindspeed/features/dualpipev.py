@@ -105,6 +105,7 @@ FEATURE = Feature(
     options=DualPipeVOptions,
     enabled=_enabled,
     validate=_validate,
+    asked_by=lambda options, megatron: _v_shape.flag_of(megatron),
     corrects=_corrects,
     attach=_attach,
     seams=("pipeline_ends", "model_arguments", "chunk", "schedule"),

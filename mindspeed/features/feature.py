@@ -42,6 +42,10 @@ def _no_problems(options: Any, megatron: Megatron) -> list[Problem]:
     return []
 
 
+def _by_itself(options: Any, megatron: Megatron) -> str | None:
+    return None
+
+
 def _as_given(options: Any, megatron: Megatron) -> dict[str, Any]:
     return {}
 
@@ -65,6 +69,8 @@ class Feature:
             missing. Asked again later: what it returned may be there already. Raises ConfigError.
         corrects: ``(options, megatron) -> {name: value}``: arguments of Megatron's that must have
             another value when the feature is on; changed in Megatron's own namespace.
+        asked_by: ``(options, megatron) -> flag | None``: the flag of another feature that switches
+            this one on, for messages about their combinations.
         seams: the seams it uses; ``attach`` is refused all others.
         conflicts: names of features that cannot be on at the same time (either side declares it).
         requires: names of features that must be on too.
@@ -82,6 +88,7 @@ class Feature:
     validate: Callable[[Any, Megatron], list[Problem]] = _no_problems
     derives: Callable[[Any, Megatron], dict[str, Any]] = _as_given
     corrects: Callable[[Any, Megatron], dict[str, Any]] = _as_given
+    asked_by: Callable[[Any, Megatron], str | None] = _by_itself
     seams: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()

@@ -173,7 +173,7 @@ def resolve(
     wanted = [feature for feature in features if feature.enabled(options[feature.name], values)]
     problems = [
         *_level_problems(wanted, options, level),
-        *_relation_problems(wanted, options),
+        *_relation_problems(wanted, options, values),
         *_device_problems(wanted, device),
     ]
     enabled = [feature for feature in wanted if feature.level <= level]
@@ -295,8 +295,14 @@ def _each_conflict_once(problems: Iterable[Problem]) -> Iterator[Problem]:
         yield problem
 
 
-def _relation_problems(wanted: list[Feature], options: Mapping[str, Any]) -> list[Problem]:
-    given = {f.name: " ".join(given_names(options[f.name])[:1]) or f.name for f in wanted}
+def _relation_problems(
+    wanted: list[Feature], options: Mapping[str, Any], values: Mapping[str, Any]
+) -> list[Problem]:
+    def name(feature: Feature) -> str:
+        own = options[feature.name]
+        return " ".join(given_names(own)[:1]) or feature.asked_by(own, values) or feature.name
+
+    given = {feature.name: name(feature) for feature in wanted}
     problems = []
     for feature in wanted:
         for other in feature.conflicts:

@@ -102,11 +102,11 @@ REFUSED = {
     ),
     "sizes of micro-batches": (
         {**ZB_V, "optimized_pipeline": True},
-        r"dualpipev: cannot be combined with --optimized-pipeline",
+        r"--pipeline-schedule zb-v: cannot be combined with --optimized-pipeline",
     ),
     "Megatron's order": (
         {**ZB_V, "swap_attention": True},
-        r"dualpipev: cannot be combined with --swap-attention",
+        r"--pipeline-schedule zb-v: cannot be combined with --swap-attention",
     ),
     "graphs": (
         {**DUALPIPEV, "cuda_graph_impl": "local"},
