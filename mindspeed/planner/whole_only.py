@@ -40,6 +40,8 @@ def whole_only(args: argparse.Namespace) -> str:
             return f"layers that differ by {flag}"
     if (values.get("zero_stage") or 0) > 1 or values.get("use_megatron_fsdp"):
         return "--zero-stage 2 and 3 (--use-megatron-fsdp)"
+    if (values.get("num_distributed_optimizer_instances") or 1) > 1:
+        return "--num-distributed-optimizer-instances"
     for name in _FIRST:
         count, block = values.get(name), args.recompute_method == "block"
         if count is not None and (count < args.num_layers or block):

@@ -169,7 +169,8 @@ class _Shares:
     def optimizer(self, parameter: Parameter) -> float:
         """That it updates."""
         sharded = self.args.use_distributed_optimizer
-        return parameter.entries / (self.replicas(parameter) if sharded else 1)
+        ranks = self.replicas(parameter) // self.args.num_distributed_optimizer_instances
+        return parameter.entries / (ranks if sharded else 1)
 
 
 def _exempt(args: argparse.Namespace, shares: _Shares, trained: Sequence[Parameter]) -> float:

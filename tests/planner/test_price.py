@@ -326,6 +326,7 @@ def test_schedules_that_are_only_counted_whole(changes, what):
         ({"adaptive_recompute_device_size": 1000}, "--adaptive-recompute-device-size"),
         ({"zero_stage": 1}, ""),
         ({"zero_stage": 2}, "--zero-stage 2"),
+        ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
         ({"activation_plan": "{all: {input_layernorm: recompute_output}}"}, ""),
         ({"activation_plan": "{2: {input_layernorm: recompute_output}}"}, "--activation-plan"),
     ],

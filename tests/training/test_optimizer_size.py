@@ -11,6 +11,7 @@ SHARDED = "--use-distributed-optimizer"
 LOW = "--quant-states fp8 --quant-grads --reuse-fp32-param"
 CASES = {
     "fp32": "",
+    "instances": f"{SHARDED} --num-distributed-optimizer-instances 2",
     "cadam": f"--bf16 --optimizer cadam {SHARDED}",
     "ema": f"--optimizer-selection fused_ema_adamw {SHARDED}",
     "swap": f"--bf16 --swap-optimizer {SHARDED}",
