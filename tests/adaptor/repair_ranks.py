@@ -406,6 +406,24 @@ def strided_sums() -> list[torch.Tensor]:
     return [tensor_parallel.reduce_from_tensor_model_parallel_region(mine.t()), copied.grad]
 
 
+def changed_in_place() -> list[torch.Tensor]:
+    """Gradients of what one rank has reduced, to which something was added in place."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    found = []
+    for reduce in (
+        tensor_parallel.reduce_from_tensor_model_parallel_region,
+        tensor_parallel.reduce_scatter_to_sequence_parallel_region,
+    ):
+        x = torch.ones(2, 3, requires_grad=True)
+        reduced = reduce(x * 2)
+        reduced += 1.0
+        reduced.square().sum().backward()
+        found.append(x.grad)
+    return found
+
+
 def context_parallel_losses(counts: list[tuple[int, int]]) -> list[list[float]]:
     """Loss and weight of a token on this rank for the tokens that count on each of two ranks."""
     from megatron.core import parallel_state

@@ -352,6 +352,11 @@ def test_strided_tensors_are_reduced(ranks):
         assert all(bool((value == 3).all()) for value in found)
 
 
+def test_what_one_rank_reduces_can_be_changed_in_place(ranks):
+    (found,) = ranks(1, repair_ranks.changed_in_place, setup=ADAPTOR, timeout=120)
+    assert [bool((gradient == 12).all()) for gradient in found] == [True, True]  # 2 * 2 * (2 + 1)
+
+
 def test_context_parallel_losses_are_means_over_all_tokens(ranks):
     counts = [(1, 3), (3, 3), (0, 4), (1, 0), (0, 0), (5, 5)]
     found = ranks(2, repair_ranks.context_parallel_losses, counts, setup=ADAPTOR, timeout=120)

@@ -1,0 +1,56 @@
+"""Defect: single experts with biases cannot be trained with the local layer spec.
+
+Where: ``reduce_from_tensor_model_parallel_region`` and
+``reduce_scatter_to_sequence_parallel_region`` of ``megatron.core.tensor_parallel.mappings``, which
+with one rank return their input out of an autograd function, and
+``megatron.core.transformer.mlp.MLP``, which adds the bias of an expert to that in place.
+Symptom: ``RuntimeError: Output 0 of _ReduceFromModelParallelRegion is a view and is being modified
+inplace`` in the first step, on one rank and with ``--expert-tensor-parallel-size 1``.
+Fix: with one rank the input itself is returned, whose gradient is the same.
+Versions: all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed.adaptor.patch import Patch
+
+OWNER = "repair:one-rank-regions"
+
+
+def nothing_to_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a reduction of ``[...]`` over tensor-parallel ranks."""
+
+    def reduced(input_: torch.Tensor, group: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+        group = get_tensor_model_parallel_group_if_none(group)
+        if group is not None and group.size() == 1:
+            return input_
+        return original(input_, group, *args, **kwargs)
+
+    return reduced
+
+
+_MAPPINGS = "megatron.core.tensor_parallel.mappings:"
+_WHY = "what one rank reduces can be changed in place"
+PATCHES = (
+    Patch(
+        _MAPPINGS + "reduce_from_tensor_model_parallel_region",
+        nothing_to_reduce,
+        OWNER,
+        _WHY,
+        expects="(input_, group)",
+    ),
+    Patch(
+        _MAPPINGS + "reduce_scatter_to_sequence_parallel_region",
+        nothing_to_reduce,
+        OWNER,
+        _WHY,
+        expects="(input_, group, input_split_sizes, use_global_buffer)",
+    ),
+)
