@@ -98,6 +98,7 @@ REFUSED = {
         "combined with --use-precision-aware-optimizer: .*no weight chang",
     ),
     "fsdp-stages": (FSDP | {"pipeline_model_parallel_size": 2}, "parallel-size 2: its groups"),
+    "fsdp-fake": (FSDP | {"fake_process_group": True}, "--fake-process-group: .*mindspeed plan"),
     "fsdp-buffers": (
         FSDP | {"fsdp_double_buffer": True},
         "with --fsdp-double-buffer: .*still being",
