@@ -6,8 +6,8 @@ is not distributed and with ``--dist-ckpt-optim-fully-reshardable``, the data-pa
 the default format of the distributed optimizer; ``torch`` (legacy) and ``fsdp_dtensor`` continue as
 they are. The truth is the second half of the run that saved.
 
-Repairs: ``optimizer_groups``, ``optimizer_resume``, ``rng_shards``, ``fsdp_swiglu``. The quick
-chains of the trainer are in ``tests/checkpoint/test_chains.py``.
+Repairs: ``optimizer_groups``, ``optimizer_resume``, ``rng_shards``, ``fsdp_gradients``,
+``fsdp_swiglu``. The quick chains of the trainer are in ``tests/checkpoint/test_chains.py``.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ CHAINS = {
     "fsdp optimizer": (MODEL, 2, f"{FSDP} optim", 2, f"{FSDP} optim"),
     "fsdp gradients": (MODEL, 2, f"{FSDP} optim_grads", 2, f"{FSDP} optim_grads"),
     "fsdp parameters": (MODEL, 2, f"{FSDP} optim_grads_params", 2, f"{FSDP} optim_grads_params"),
-    # Not to one rank: Megatron-FSDP adds up a gradient twice there, checkpoint or not.
-    "fsdp data 4 to 2": (MODEL, 4, f"{FSDP} optim_grads_params", 2, f"{FSDP} optim_grads_params"),
+    "fsdp data 2 to 1": (MODEL, 2, f"{FSDP} optim_grads_params", 1, f"{FSDP} optim_grads_params"),
 }
 
 
