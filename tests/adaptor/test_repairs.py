@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mindspeed import device
+from mindspeed.adaptor import repairs
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.repairs import (
     absent_triton,
@@ -460,3 +462,13 @@ def test_main_params_without_more_digits_are_reported(dtype, monkeypatch, caplog
     found = main_params.by_whole_names(None)(optimizer, {"model": state})
     assert found == {model.weight: state["weight"], model.bias: state["bias"]}
     assert ("--load-main-params-from-ckpt has no effect" in caplog.text) is (dtype != torch.float32)
+
+
+def test_the_warm_up_of_fused_functions_leaves_the_generator_of_the_host():
+    """Routers draw their initial weights from it."""
+    target = "megatron.training.initialize:_warmup_jit_function"
+    here = repairs.repairs_for(device.current(), "substitute")
+    (patch,) = (patch for patch in here if patch.target == target)
+    before = torch.get_rng_state()
+    patch.make(lambda: torch.rand(8))()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.megatron_lm.launch import pretrain
 from tests.megatron_lm.test_matrix import MOE, TRAINING
+from tests.support import trainer_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
 
@@ -159,3 +160,22 @@ def test_deepspeeds_model_prints_the_digits_of_megatrons(tmp_path):
         "--moe-alltoall-overlap-comm"
     )
     equal(run(f"{drops} {expert} {recomputed}"), run(f"{drops} {expert}"))
+
+
+def test_our_trainer_prints_the_digits_of_the_script(rank_pool, tmp_path):
+    """From their own initial weights: routers, experts and dropout masks are drawn alike."""
+    job = (
+        "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 --hidden-dropout 0.1 "
+        "--bf16 --group-query-attention --max-position-embeddings 64 --eval-iters 0"
+    )
+    flags = [*trainer_job.TINY, *job.split(), "--train-iters", "3"]
+    script = pretrain(tmp_path, 2, *flags, "--eval-interval", "1000")
+    file = tmp_path / "metrics.jsonl"
+    given = {"setup": trainer_job.SETUP, "backend": None, "timeout": 240}
+    flags += ["--metrics-file", str(file)]
+    results = rank_pool.run(2, trainer_job.train, flags, **given)
+    assert {result["error"] for result in results} == {None}
+    records = trainer_job.metrics(file)
+    assert script.losses == tuple(float(f"{record['lm_loss']:.6E}") for record in records)
+    assert script.grad_norms == tuple(round(record["grad_norm"], 3) for record in records)

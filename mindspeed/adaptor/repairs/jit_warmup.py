@@ -2,10 +2,10 @@
 
 Where: ``megatron.training.initialize._warmup_jit_function`` draws random tensors on the device,
 sized by the rank's tensor-parallel shard.
-First symptom: on a CPU, ``--use-cpu-initialization`` gives different initial weights, and so
-different losses, at another tensor-parallel size. Every rank draws the same full weight from the
-host generator and takes its shard; where the device is the host, the warm-up draws from the same
-generator.
+First symptom: where the device is the host, it draws from the generator of the host, which routers
+and dropout use, and all weights with ``--use-cpu-initialization``. They depend on the
+tensor-parallel size and the micro-batch size then, and differ from those of a job on a GPU and of
+this library's trainer.
 Second symptom: ``--swiglu`` with an odd width of the rank's MLP fails. The warm-up splits a tensor
 of this width in two, as large as the model's only after this split.
 Fix: restore the state of the host generator after the warm-up; warm up on an even width.
@@ -24,11 +24,6 @@ import torch
 from mindspeed.adaptor.patch import Patch
 
 OWNER = "repair:jit-warmup"
-
-
-def needed(values: Mapping[str, Any]) -> bool:
-    """Whether one of the two symptoms can appear with Megatron's arguments ``values``."""
-    return bool(values.get("use_cpu_initialization") or _odd(values))
 
 
 def _odd(values: Mapping[str, Any]) -> bool:
@@ -64,7 +59,7 @@ PATCHES = (
         "megatron.training.initialize:_warmup_jit_function",
         preserve_cpu_rng,
         OWNER,
-        "initial weights drawn on the host do not depend on the tensor-parallel size",
+        "weights and dropout masks drawn on the host do not depend on the warm-up",
         expects="()",
     ),
 )
