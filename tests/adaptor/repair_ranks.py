@@ -111,6 +111,23 @@ def yarn_frequencies() -> tuple[str, torch.Tensor]:
     return error, embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra
 
 
+def partial_yarn(repaired: bool) -> torch.Tensor:
+    """Frequencies of YaRN, factor 4 of 64 positions, for half of the 64 channels of a head."""
+    from mindspeed import session
+    from mindspeed.adaptor.repairs import partial_yarn
+
+    session.current().configure({"position_embedding_type": "yarn"})
+    if not repaired:
+        session.current().engine.remove(partial_yarn.OWNER)
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+
+    embedding = YarnRotaryEmbedding(
+        64, rotary_percent=0.5, scaling_factor=4.0, original_max_position_embeddings=64
+    )
+    frequencies: torch.Tensor = embedding.get_emb(2)[0][1, 0, 0]
+    return frequencies
+
+
 def latent_attention(impl: str, sequence_parallel: bool, repaired: bool) -> dict[str, torch.Tensor]:
     """Gradients of one latent attention layer, assembled over the tensor ranks, in float64."""
     from megatron.core import parallel_state

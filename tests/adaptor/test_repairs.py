@@ -49,6 +49,25 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     assert torch.allclose(frequencies, expected, rtol=1e-6)
 
 
+def test_yarn_rotates_a_share_of_the_channels(ranks):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=256, rope_parameters=scaling
+    )
+    half, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    expected = torch.cat((half, half))
+    (found,) = ranks(1, repair_ranks.partial_yarn, True, setup=ADAPTOR)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    (found,) = ranks(1, repair_ranks.partial_yarn, False, setup=ADAPTOR)
+    assert len(found) == 2 * len(expected)
+
+
 @pytest.mark.slow
 def test_enums_pickled_by_early_python_3_11_load(ranks):
     function = repair_ranks.enumeration_of_an_early_python_311

@@ -1,0 +1,44 @@
+"""Defect: YaRN rotates all channels of a head, whatever share the flags give.
+
+Where: ``YarnRotaryEmbedding.__init__`` of
+``megatron.core.models.common.embeddings.yarn_rotary_pos_embedding`` counts its frequencies from
+``kv_channels`` and passes ``rotary_percent`` on to its base class, whose frequencies it does not
+use (Megatron-LM PR 7476).
+Symptom: silent; ``--position-embedding-type yarn --rotary-percent 0.5`` trains as without the
+second flag, and weights of a model with a part of rotated channels compute something else.
+Fix: the channels that are rotated are its head.
+Versions: all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.signatures import bind
+
+OWNER = "repair:partial-yarn"
+
+
+def rotate_a_part(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``YarnRotaryEmbedding.__init__``."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = bind(original, (self, *args), kwargs)
+        share = given.get("rotary_percent", 1.0)
+        rotated = int(given["kv_channels"] * share)
+        original(**(given | {"kv_channels": rotated, "rotary_percent": 1.0}))
+
+    return __init__
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.__init__",
+        rotate_a_part,
+        OWNER,
+        "YaRN rotates the share of channels that --rotary-percent gives",
+        expects="(self, kv_channels, rotary_percent, ...)",
+    ),
+)
