@@ -232,6 +232,36 @@ def logged_logits(repaired: bool) -> list[float]:
     return logged
 
 
+def clipped_heads(name: str, repaired: bool) -> list[torch.Tensor]:
+    """Factors by which clipping scales rows of two heads with these largest logits: 8, -3.
+
+    Returns:
+        Those of the queries' projection (joint where there is one) and of the keys'; ``[2, rows]``.
+    """
+    from mindspeed.adaptor.repairs import clipped_heads
+    from tests.support import gpt_ranks
+
+    configured(clipped_heads, {"qk_clip": True}, repaired)
+    one_rank()
+    config = gpt_ranks.config(name, qk_clip=True, qk_clip_threshold=2.0, qk_clip_alpha=0.25)
+    attention = gpt_ranks.build(config, "te").decoder.layers[0].self_attention
+    groups = config.num_query_groups if name != "mla" else config.num_attention_heads
+    logits = torch.full((groups,), -3.0)
+    logits[0] = 8.0
+    each = config.num_attention_heads // groups
+    attention.core_attention.current_max_attn_logits = logits.repeat_interleave(each)
+    weights = [module.weight for n, module in attention.named_modules() if n in _PROJECTIONS]
+    before = [weight.detach().clone() for weight in weights]
+    attention.clip_qk()
+    return [
+        (new / old).mean(-1).view(groups, -1).detach()
+        for new, old in zip(weights, before, strict=True)
+    ]
+
+
+_PROJECTIONS = ("linear_qkv", "linear_q_up_proj", "linear_q_proj", "linear_kv_up_proj")
+
+
 class _Wrapped(torch.nn.Module):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()

@@ -91,6 +91,21 @@ def test_the_logged_attention_logit_is_that_of_the_step(ranks):
     assert found[0] < found[2] == found[1]
 
 
+@pytest.mark.parametrize("model", ["rmsnorm-swiglu-gqa", "mla"])
+def test_clipping_scales_heads_above_the_threshold_only(ranks, model):
+    """By 2 / 8, a quarter of the powers for queries and the rest for keys; values stay."""
+    (found,) = ranks(1, layer_repair_ranks.clipped_heads, model, True, setup=ADAPTOR)
+    for factors in found:
+        assert factors[1:].unique().tolist() == [1.0]
+    scales = {0.25**power for power in (0.25, 0.75, 1.0)} | {1.0}
+    joint = torch.cat([factors[0] for factors in found])
+    assert all(min(abs(factor - scale) for scale in scales) < 1e-5 for factor in joint.tolist())
+    assert min(abs(factor - 0.25**0.25) for factor in joint.tolist()) < 1e-5
+    assert min(abs(factor - 0.25**0.75) for factor in joint.tolist()) < 1e-5
+    (found,) = ranks(1, layer_repair_ranks.clipped_heads, model, False, setup=ADAPTOR)
+    assert any(factors[1].isnan().any() for factors in found)
+
+
 def test_activations_of_transformer_engine_without_experts(ranks):
     (found,) = ranks(1, layer_repair_ranks.activation_classes, True, setup=ADAPTOR)
     assert found == ["SwiGLU", "GELU"]

@@ -18,6 +18,7 @@ from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.repairs import (
     checkpoint_worker,
     checkpointed_parameters,
+    clipped_heads,
     dataset_helpers,
     energy_monitor,
     expert_counts,
@@ -147,6 +148,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     checkpoint_worker: lambda values: values.get("async_save"),
     memory_estimate: memory_estimate.has_unknown_experts,
     main_params: lambda values: values.get("load_main_params_from_ckpt"),
+    clipped_heads: lambda values: values.get("qk_clip"),
     layer_comm_types: layer_comm_types.needed,
     logged_logits: lambda values: values.get("log_max_attention_logit") or values.get("qk_clip"),
     muon_gate: lambda values: (
