@@ -321,6 +321,49 @@ def _offloaded_optimizer(fraction: float, resume: bool) -> list[torch.Tensor]:
     return [weight.detach().float() for weight in weights]
 
 
+def offloaded_steps(repaired: bool) -> list[list[list[float]]]:
+    """By the kind of optimizer: two weights after each step of a rate of one.
+
+    The second weight gets a gradient in the first and the last of three steps. Kinds: on the host,
+    with fp32 copies on the device, and fp32 on the device without copies.
+    """
+    from mindspeed import session
+
+    names = ("bf16", "optimizer_cpu_offload", "use_precision_aware_optimizer")
+    session.current().configure(dict.fromkeys(names, True))
+    if not repaired:
+        from mindspeed.adaptor.repairs import optimizer_offload
+
+        engine = session.current().engine
+        engine.remove(optimizer_offload.OWNER)
+        for patch in optimizer_offload.PATCHES:
+            if patch.make is not optimizer_offload.pass_gradients_on:
+                engine.add(patch)
+    kinds = ((1.0, torch.bfloat16), (0.0, torch.bfloat16), (0.0, torch.float32))
+    return [_offloaded_steps(*kind) for kind in kinds]
+
+
+def _offloaded_steps(fraction: float, dtype: torch.dtype) -> list[list[float]]:
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    weights = [torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(2)]
+    optimizer = HybridDeviceOptimizer(
+        [{"params": weights}],
+        offload_fraction=fraction,
+        cpu_optimizer_cls=torch.optim.SGD,
+        gpu_optimizer_cls=torch.optim.SGD,
+        param_update_in_fp32=True,
+        lr=1.0,
+    )
+    steps = []
+    for second in (1.0, None, 1.0):
+        for weight, gradient in zip(weights, (1.0, second), strict=True):
+            weight.decoupled_grad = None if gradient is None else torch.full((1,), -gradient)
+        optimizer.step()
+        steps.append([weight.item() for weight in weights])
+    return steps
+
+
 def adam_problem() -> tuple[list[torch.nn.Parameter], list[list[torch.Tensor]]]:
     """bf16 weights and their gradients of six steps."""
     generator = torch.Generator().manual_seed(3)

@@ -269,6 +269,14 @@ def test_an_offloaded_optimizer_trains_all_weights(ranks, resume):
         assert all(map(torch.equal, untrained[1.0], [w.detach().float() for w in weights]))
 
 
+def test_an_offloaded_optimizer_uses_the_gradients_of_its_step(ranks):
+    (found,) = ranks(1, repair_ranks.offloaded_steps, True, setup=ADAPTOR)
+    assert found == [[[1.0, 1.0], [2.0, 1.0], [3.0, 2.0]]] * 3
+    (found,) = ranks(1, repair_ranks.offloaded_steps, False, setup=ADAPTOR)
+    stale, never = [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]], [[0.0, 0.0]] * 3
+    assert found == [stale, stale, never]
+
+
 def test_mtp_loss_is_averaged_over_the_whole_sequence(ranks):
     count = repair_ranks.counted_tokens
     # Rank 0 of the zigzag holds the two ends of the sequence.

@@ -22,6 +22,10 @@ which copies a fraction of the parameters to the host, and ``DistributedOptimize
   are passed on after every load, and the host's Adam gets the step of its param group.
 * Weights that are fp32 already have copies on the host that no load renews. Symptom: the next step
   brings the old weights back. Fix: copies are renewed.
+* A parameter without a gradient keeps the one of an earlier step in its copy, and an fp32 parameter
+  on the device has no copy and never gets the gradient of a precision-aware optimizer (PR 6871,
+  7449, 7551). Symptom: the first is moved again, the second never. Fix: before each step the copies
+  have the gradients of the step, or none.
 
 Versions: all.
 """
@@ -87,6 +91,23 @@ def make_states(original: Callable[..., Any]) -> Callable[..., Any]:
             _count_from(optimizer, 0)
 
     return dummy_step
+
+
+def pass_gradients_on(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``HybridDeviceOptimizer._set_sub_optimizer_grads``."""
+
+    def _set_sub_optimizer_grads(self: Any) -> None:
+        original(self)
+        for param, inner in self.param_to_inner_param.items():
+            gradient = getattr(param, "decoupled_grad", param.grad)
+            if gradient is None:
+                inner.grad = None
+            elif inner is param:
+                inner.grad = gradient.to(inner.dtype)
+            elif inner in self.cpu_copy_map_grad:
+                inner.grad = self.cpu_copy_map_grad[inner]
+
+    return _set_sub_optimizer_grads
 
 
 def renew_step_and_copies(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,6 +215,13 @@ PATCHES = (
         make_states,
         OWNER,
         "loading a checkpoint does not move weights or count a step",
+        expects="(self)",
+    ),
+    Patch(
+        _CLASS + "_set_sub_optimizer_grads",
+        pass_gradients_on,
+        OWNER,
+        "the optimizers on host and device see the gradients of this step only",
         expects="(self)",
     ),
     Patch(
