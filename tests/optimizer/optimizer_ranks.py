@@ -423,6 +423,27 @@ def resumed_rates(
         return built, [group["lr"] for group in one.optimizer.param_groups]
 
 
+def resumed_decay() -> tuple[float, float]:
+    """Weight decays right after a schedule is loaded whose decay is not that of the flags.
+
+    Returns:
+        That of the checkpoint, and that of the param group.
+    """
+    from types import SimpleNamespace
+
+    def optimizer() -> Any:
+        return SimpleNamespace(config=SimpleNamespace(lr=1.0), param_groups=[{"params": []}])
+
+    from mindspeed import session
+
+    session.current().configure({"override_opt_param_scheduler": True})
+    saved = schedule(optimizer())
+    saved.start_wd = saved.end_wd = 0.3
+    loaded = optimizer()
+    schedule(loaded, use_checkpoint_opt_param_scheduler=True).load_state_dict(saved.state_dict())
+    return saved.end_wd, loaded.param_groups[0]["weight_decay"]
+
+
 def moved_parameters(flags: Sequence[str]) -> dict[str, bool]:
     """Train; for every parameter: did it change?"""
     from mindspeed.cli.pretrain import _prepare

@@ -15,6 +15,7 @@ from tests.optimizer.optimizer_ranks import (
     main_params_from,
     replace_all,
     resume_all,
+    resumed_decay,
     resumed_rates,
     save_all,
     train_all,
@@ -207,6 +208,11 @@ def test_the_flags_of_a_resumed_run_decide_its_learning_rates(
     flag = "use_checkpoint_opt_param_scheduler"
     _, resumed = resume("saved", case(5e-3, None), case(1e-3, None), format_, flag)
     assert set(resumed) == {5e-3}
+
+
+def test_the_first_step_of_a_resumed_run_decays_like_the_saved_one(rank_pool):
+    saved, resumed = run(rank_pool, 1, resumed_decay)[0]
+    assert resumed == saved
 
 
 @KINDS

@@ -4,10 +4,12 @@ Where: ``load_state_dict`` of the optimizers of ``megatron.core.optimizer``. Eac
 the limits of its schedule (``max_lr``, ``min_lr``, ``start_wd``, ``end_wd``), which the scheduler
 prefers to its own; loading takes them from the saved group. Groups that differ in nothing else
 (``--decoupled-lr``) are not told apart: each gets limits and, without the distributed optimizer,
-states of the last. Upstream: Megatron-LM issue 1138 and issue 963, PR 4705.
+states of the last. ``OptimizerParamScheduler.load_state_dict`` sets rates and decays before it has
+read the decays of the checkpoint. Upstream: Megatron-LM issues 1138 and 963, PRs 1284, 4705, 5212.
 Symptom: with ``--override-opt_param-scheduler`` the log says "overriding learning rate value" and
 training goes on with the old one; with ``--decoupled-lr`` a resumed run trains with the learning
-rate of embeddings, or ends in "a parameter group that doesn't match the size".
+rate of embeddings, or ends in "a parameter group that doesn't match the size"; with
+``--use-checkpoint-opt_param-scheduler`` the first step decays by the flags.
 Fix: groups keep the limits that they were built with; a scheduler that uses the checkpoint's values
 (``--use-checkpoint-opt_param-scheduler``) puts the saved ones back. Groups are told apart by their
 limits and their order.
@@ -63,6 +65,7 @@ def use_saved_limits(original: Callable[..., Any]) -> Callable[..., Any]:
         if saved and self.use_checkpoint_opt_param_scheduler:
             _set_limits(self.optimizer, saved)
         original(self, state_dict)
+        self.step(0)
 
     return load_state_dict
 
@@ -157,7 +160,7 @@ PATCHES = (
         "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
         use_saved_limits,
         OWNER,
-        "a scheduler that uses the checkpoint's values finds those of the param groups",
+        "a scheduler that uses the checkpoint's values sets those before the next step",
         expects="(self, state_dict)",
     ),
 )
