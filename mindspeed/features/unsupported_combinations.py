@@ -109,6 +109,21 @@ def _shares_names_of_shards(megatron: Megatron) -> bool:
     return bool(files and megatron.get("ckpt_format") == "torch" and tensor % shards)
 
 
+def _splits_parts_of_groups(megatron: Megatron) -> bool:
+    groups: int = megatron.get("num_query_groups") or 0
+    grouped = groups and megatron.get("group_query_attention", True)
+    joint = not megatron.get("multi_latent_attention") and megatron.get("muon_split_qkv", True)
+    muon = "muon" in str(megatron.get("optimizer"))
+    ranks: int = megatron.get("tensor_model_parallel_size") or 1
+    return bool(muon and joint and grouped and groups < ranks)
+
+
+def _joint_projection_in_parts(megatron: Megatron) -> bool:
+    parts = (megatron.get("tensor_model_parallel_size") or 1) > 1
+    gated = megatron.get("attention_output_gate")
+    return bool((parts or gated) and not megatron.get("multi_latent_attention"))
+
+
 def _ignores_main_params(megatron: Megatron) -> bool:
     native = te.choose(device.current().name)[0] == "native"
     return bool(
@@ -194,6 +209,43 @@ RULES = (
             "--load-main-params-from-ckpt",
             "only the distributed optimizer takes its main parameters from a checkpoint",
             "add --use-distributed-optimizer, or drop it",
+        ),
+    ),
+    Rule(
+        _with("qk_clip", _is_narrow, lambda m: m.get("use_distributed_optimizer")),
+        Problem(
+            "--qk-clip",
+            "the distributed optimizer has no whole main weights, and the first clipping ends in "
+            "a traceback",
+            "use --optimizer muon or dist_muon, or drop --use-distributed-optimizer",
+        ),
+    ),
+    Rule(
+        _with("qk_clip", _joint_projection_in_parts),
+        Problem(
+            "--qk-clip",
+            "takes the joint weight of queries, keys and values for that of one tensor-parallel "
+            "rank without a gate, and the first clipping ends in a traceback",
+            "use --multi-latent-attention, or --tensor-model-parallel-size 1 without "
+            "--attention-output-gate",
+        ),
+    ),
+    Rule(
+        _splits_parts_of_groups,
+        Problem(
+            "--optimizer muon (dist_muon)",
+            "splits the joint weight into the queries, keys and values of whole groups, and with "
+            "more tensor-parallel ranks than --num-query-groups a rank has a part of one",
+            "use a --tensor-model-parallel-size up to --num-query-groups, or --muon-no-split-qkv",
+        ),
+    ),
+    Rule(
+        _with("hybrid_context_parallel", lambda m: m.get("mtp_num_layers")),
+        Problem(
+            "--hybrid-context-parallel",
+            "multi-token prediction shifts tokens among the ranks of the largest group, and the "
+            "groups change with every batch",
+            "drop it, or --mtp-num-layers",
         ),
     ),
     Rule(

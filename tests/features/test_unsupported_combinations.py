@@ -34,7 +34,21 @@ INSTANCES = {"num_distributed_optimizer_instances": 2}
 FUSION = {"gradient_accumulation_fusion": True}
 SHARED_INSTANCES = {"num_distributed_optimizer_instances": 2, "use_distributed_optimizer": True}
 
+CLIP = {"qk_clip": True}
+FEW_GROUPS = {"optimizer": "muon", "tensor_model_parallel_size": 4, "num_query_groups": 2}
+
 REFUSED = {
+    "muon-few-groups": (FEW_GROUPS, "--optimizer muon .*more tensor-parallel ranks"),
+    "hybrid-mtp": (
+        {"hybrid_context_parallel": True, "mtp_num_layers": 1},
+        "--hybrid-context-parallel: multi-token",
+    ),
+    "clip-sharded": (
+        CLIP | {"bf16": True, "use_distributed_optimizer": True},
+        "--qk-clip: the distributed optimizer has no whole",
+    ),
+    "clip-parts": (CLIP | {"tensor_model_parallel_size": 2}, "--qk-clip: takes the joint weight"),
+    "clip-gate": (CLIP | {"attention_output_gate": True}, "--qk-clip: takes the joint weight"),
     "instances-whole": (
         SHARED_INSTANCES | WHOLE,
         "-instances 2: no .*add --use-distributed-optimizer",
@@ -116,6 +130,11 @@ REFUSED = {
     "memory-history": ({"record_memory_history": True}, "device memory only"),
 }
 ACCEPTED = {
+    "muon-groups": FEW_GROUPS | {"num_query_groups": 4},
+    "muon-whole": FEW_GROUPS | {"muon_split_qkv": False},
+    "muon-all-heads": FEW_GROUPS | {"num_query_groups": 1, "group_query_attention": False},
+    "clip-fp32": CLIP | {"use_distributed_optimizer": True},
+    "clip-latent": CLIP | {"tensor_model_parallel_size": 2, "multi_latent_attention": True},
     "instances": SHARED_INSTANCES | {"world_size": 4, "tensor_model_parallel_size": 2},
     "instances-experts": SHARED_INSTANCES
     | {"world_size": 4, "num_experts": 4, "expert_model_parallel_size": 2},
