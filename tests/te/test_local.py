@@ -82,10 +82,13 @@ def test_core_attention_with_other_head_sizes(window):
     torch.testing.assert_close(out, like("causal", window_size=window)(*qkv()))
 
 
-def test_a_mask_tensor_alone_decides_what_is_masked():
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_a_mask_tensor_decides_what_is_masked_inside_the_window(window):
     masked = torch.ones(7, 7, dtype=torch.bool).triu(1)
-    masked[5, :3] = True
-    out = core_attention_forward(attention(), *qkv(), masked[None, None])
+    masked[5, :4] = True
+    out = core_attention_forward(attention(window=window), *qkv(), masked[None, None])
+    if window is not None:
+        masked |= torch.ones(7, 7, dtype=torch.bool).tril(-3)
     torch.testing.assert_close(out, like("arbitrary")(*qkv(), masked[None, None]))
 
 
