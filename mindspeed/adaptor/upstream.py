@@ -37,7 +37,8 @@ class Report:
         state: ``repaired``; ``refused``: an error by name before or at the first use;
             ``not applicable``: the release does not have it where this library runs; ``open``: not
             repaired, or not tried.
-        by: the repair (``repair NAME``, a module of ``adaptor/repairs``) or the feature.
+        by: the repair (``repair NAME``, a module of ``adaptor/repairs``), the feature, or the
+            module that computes it here.
         test: it fails without the repair or the refusal.
         why: of what is not applicable or open.
         merged: day of the fix upstream, if it is merged.
