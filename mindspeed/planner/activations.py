@@ -38,7 +38,7 @@ from mindspeed.planner.feature_run import (
 from mindspeed.testing.live_memory import LiveMemory
 
 FLAG = "--adaptive-recompute-device-size"
-PROFILED = 2
+PROFILED = 3
 """Steps before the first plan: the first one makes the optimizer's states."""
 
 
@@ -145,7 +145,7 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
             step = StepOfRank(args, memory)
             for _ in range(PROFILED + len(SHARES)):
                 step.run()
-                peaks.append(memory.peak)
+                peaks.append(max(controller.peak, memory.peak))
         chunks = controller.chunks
         numbers = [
             chunk_layers(chunk, step.model.config, at if len(chunks) > 1 else None).numbers

@@ -53,6 +53,70 @@ def predicted_and_executed(name, spec, count):
     return found, len(adaptation.layers[0].candidates)
 
 
+def every_plan(name, spec, layers):
+    """Predicted and measured peaks of a step under every choice between four plans a layer.
+
+    Returns:
+        Pairs of them, the smallest peak that is predicted, and that measured under its plan.
+    """
+    import itertools
+
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    from mindspeed import device
+    from mindspeed.device import track_memory
+    from mindspeed.journal import Journal
+    from mindspeed.memory.adaptive import megatron
+    from mindspeed.memory.adaptive.settings import Settings
+    from mindspeed.memory.candidates import KEEP_ALL, LEAST
+    from mindspeed.memory.plan import Action, Plan
+    from mindspeed.memory.solver import peak, smallest_peak
+
+    again = [{site: Action.RECOMPUTE} for site in ("mlp", "self_attention")]
+    plans, plain = [KEEP_ALL, *again, LEAST], megatron.plans_for
+    megatron.plans_for = lambda sites, **options: plans
+    gpt_ranks.start()
+    journal = Journal()
+    with track_memory():
+        model = gpt_ranks.build(gpt_ranks.config(name, num_layers=layers), spec)
+        settings = Settings("", 2**40, 2**40, profiled_steps=3)
+        here = device.current()
+        controller = megatron.Controller(settings, here, journal, lambda text: None)
+
+        def forward(iterator, chunk):
+            tokens, positions, labels = gpt_ranks.batch()
+            loss = chunk(tokens, positions, None, labels=labels)
+            return loss, lambda out: (out.mean(), {})
+
+        def step():
+            controller.with_schedule(forward_backward_no_pipelining)(
+                forward_step_func=forward, data_iterator=iter(()), model=[model],
+                num_microbatches=4, seq_length=gpt_ranks.SEQUENCE,
+                micro_batch_size=gpt_ranks.BATCH, forward_only=False,
+            )  # fmt: skip
+            return controller.peak
+
+        for _ in range(3):
+            step()
+        found, known = controller._adaptation, controller._layers
+        controller._steps, controller._adaptation.solved = 3, 4  # no more plans of its own
+
+        def measured(chosen):
+            actions = zip(known, chosen, strict=True)
+            known[0].runtime.plan = Plan({a.name: controller._plans[b.plan] for a, b in actions})
+            return step()
+
+        pairs = [
+            (peak(found.layers, chosen, found.budget), measured(chosen))
+            for chosen in itertools.product(*(layer.candidates for layer in found.layers))
+        ]
+        smallest = smallest_peak(found.layers, found.budget)
+        needed = measured(smallest.chosen)
+    journal.undo()
+    megatron.plans_for = plain
+    return pairs, smallest.peak, needed
+
+
 def train(flags, prepare=None, *args):
     """The trainer's result and what it printed; memory counts tensors."""
     from mindspeed.device import track_memory

@@ -15,16 +15,29 @@ from mindspeed.memory import solver
 from mindspeed.memory.solver import Budget, Candidate, LayerCosts, NothingFits, solve
 
 
+def peak_of(layers, choice, budget):
+    """The definition: static bytes, other micro-batches, this one up to the layer in backward."""
+    if len({(layer.in_flight, layer.chunk) for layer in layers}) > 1:
+        kept = sum(layer.in_flight * one.kept for layer, one in zip(layers, choice, strict=True))
+        return budget.static + kept + max(budget.head, budget.front, *(x.transient for x in choice))
+    kept = sum(one.kept for one in choice)
+    moments = [
+        sum(one.kept for one in choice[: place + 1]) + choice[place].transient
+        for place in range(len(layers))
+    ]
+    others = (layers[0].in_flight - 1) * kept
+    return budget.static + others + max(budget.front, kept + budget.head, *moments)
+
+
 def brute_force(layers, budget):
     """Seconds of the fastest choice that fits, and the smallest peak of any; else infinite."""
     fastest = smallest = math.inf
     for choice in itertools.product(*(layer.candidates for layer in layers)):
         counts = [layer.in_flight for layer in layers]
-        kept = sum(k * one.kept for k, one in zip(counts, choice, strict=True))
         host = sum(k * one.host for k, one in zip(counts, choice, strict=True))
         if budget.host is not None and host > budget.host:
             continue
-        peak = budget.static + kept + max(one.transient for one in choice)
+        peak = peak_of(layers, choice, budget)
         smallest = min(smallest, peak)
         moved = sum(one.host for one in choice) * budget.seconds_per_host_byte
         seconds = sum(one.seconds for one in choice) + max(0, moved - budget.hidden_seconds)
@@ -51,10 +64,7 @@ def check(layers, budget):
 def assert_fits(layers, budget, solution):
     """The solution takes one candidate of each layer, and its figures are theirs."""
     assert all(one in layer.candidates for one, layer in zip(solution.chosen, layers, strict=True))
-    kept = sum(
-        layer.in_flight * one.kept for layer, one in zip(layers, solution.chosen, strict=True)
-    )
-    assert solution.peak == budget.static + kept + max(one.transient for one in solution.chosen)
+    assert solution.peak == peak_of(layers, solution.chosen, budget)
     assert solution.peak <= budget.device
     assert solution.host == sum(
         layer.in_flight * one.host for layer, one in zip(layers, solution.chosen, strict=True)
@@ -65,7 +75,7 @@ def assert_fits(layers, budget, solution):
 def random_case(seed):
     """A small model: equal layers in every other case, and with copies to the host in some."""
     draw = random.Random(seed)
-    offload = seed % 3 == 0
+    offload, in_flight = seed % 3 == 0, draw.choice([1, 1, 2, 3])
 
     def layer(number):
         return LayerCosts(
@@ -79,13 +89,15 @@ def random_case(seed):
                 )
                 for index in range(4)
             ),
-            in_flight=draw.choice([1, 1, 2, 3]),
+            in_flight=draw.choice([1, 1, 2, 3]) if seed % 4 == 0 else in_flight,
         )
 
     layers = [layer(0)] * 5 if seed % 2 else [layer(number) for number in range(5)]
     budget = Budget(
         device=draw.randint(20, 400),
         static=draw.randint(0, 20),
+        head=draw.choice([0, draw.randint(0, 90)]),
+        front=draw.choice([0, draw.randint(0, 200)]),
         host=draw.choice([None, draw.randint(0, 150)]) if offload else None,
         seconds_per_host_byte=draw.choice([0.0, 0.25, 2.0]),
         hidden_seconds=draw.choice([0.0, 20.0]),
@@ -107,17 +119,18 @@ CANDIDATES = st.builds(
     transient=st.integers(0, 20),
     host=st.integers(0, 10),
 )
+CHOICES = st.lists(CANDIDATES, min_size=1, max_size=3).map(tuple)
 LAYERS = st.lists(
-    st.builds(
-        LayerCosts, st.lists(CANDIDATES, min_size=1, max_size=3).map(tuple), st.integers(1, 4)
-    ),
-    min_size=1,
-    max_size=4,
+    st.builds(LayerCosts, CHOICES, st.integers(1, 4), st.integers(0, 1)), min_size=1, max_size=4
+) | st.integers(1, 4).flatmap(
+    lambda k: st.lists(st.builds(LayerCosts, CHOICES, st.just(k)), min_size=1, max_size=4)
 )
 BUDGETS = st.builds(
     Budget,
     device=st.integers(0, 500),
     static=st.integers(0, 50),
+    head=st.integers(0, 30),
+    front=st.integers(0, 60),
     host=st.none() | st.integers(0, 60),
     seconds_per_host_byte=st.sampled_from([0.0, 0.5]),
     hidden_seconds=st.sampled_from([0.0, 5.0]),
@@ -171,11 +184,26 @@ def test_thinning_costs_little(monkeypatch):
     assert exact.seconds <= thinned.seconds <= 1.1 * exact.seconds
 
 
-def test_of_equal_layers_those_that_keep_least_come_first():
+def test_equal_plans_of_equal_layers_are_side_by_side():
     kept, again = Candidate("keep", 10, 0.0), Candidate("recompute", 1, 1.0, transient=10)
     other = Candidate("keep", 3, 0.0)
-    layers = [LayerCosts((kept, again))] * 5 + [LayerCosts((other,))]
-    assert solve(layers, Budget(36)).runs() == [(3, "recompute"), (3, "keep")]
+    layers = [LayerCosts((kept, again), 2)] * 5 + [LayerCosts((other,), 2)]
+    assert solve(layers, Budget(66)).runs() == [(3, "recompute"), (3, "keep")]
+
+
+def test_a_late_layer_with_a_large_second_run_lets_early_ones_keep_more():
+    """A last layer that recomputes needs 12 and what is kept before it, a first one only 12."""
+    kept, again = Candidate("keep", 10, 0.0), Candidate("recompute", 2, 1.0, transient=10)
+    solution = solve([LayerCosts((kept, again))] * 4, Budget(33))
+    assert (solution.runs(), solution.peak) == ([(1, "recompute"), (3, "keep")], 32)
+    several = solve([LayerCosts((kept, again), 2)] * 4, Budget(64))
+    assert (several.runs(), several.peak) == ([(1, "recompute"), (3, "keep")], 64)
+
+
+def test_chunks_with_other_numbers_in_flight_count_as_a_whole():
+    one = Candidate("again", 2, 1.0, transient=10)
+    layers = [LayerCosts((one,), 3, chunk) for chunk in (0, 0, 1)]
+    assert solve(layers, Budget(28)).peak == 3 * 6 + 10
 
 
 def test_copies_that_computation_hides_cost_nothing():
@@ -219,5 +247,6 @@ def test_optimal_with_more_distinct_transients_than_a_list_of_them_would_try():
     for device in (800, 850, 903, 977):
         check([layer] * 2, Budget(device))
     few = LayerCosts(tuple(Candidate(n, 100 - n, 1.0, transient=n * n) for n in range(40)))
-    smallest = min(2 * one.kept + one.transient for one in few.candidates)
-    assert solver.smallest_peak([few] * 2, Budget(0)).peak == smallest
+    for in_flight in (1, 2, 3):
+        layers = [LayerCosts(few.candidates, in_flight)] * 2
+        assert solver.smallest_peak(layers, Budget(0)).peak == brute_force(layers, Budget(0))[1]

@@ -4,14 +4,11 @@
     then                solve for 80 % of the way from there to the budget
     next three steps    compare the peak with the prediction, solve for 90, 95 and 100 %
 
-The peak of a step is reached while a layer is in backward, or elsewhere, such as at the loss:
-
-    peak = sum k A + max(static + max W, elsewhere)
-
-Every measured peak bounds both unknowns from above; the smallest bounds are used, and both rise
-where a peak is larger than they predict. The plan that keeps least recomputes whole layers, so its
-peak alone does not tell whether less transient memory would help: where nothing fits by the bounds,
-the plan with the smallest peak for ``elsewhere = 0`` is tried before a budget is refused.
+The peak of a step is predicted from what was measured of its sections
+(:mod:`mindspeed.memory.adaptive.sections`), and every measured peak corrects the static bytes. The
+smallest static bytes are a bound, and so is the least that a backward needs which was not measured:
+a budget is refused if even with them the smallest peak is larger, or if the plan that has it was in
+force and needed more. Otherwise that plan is tried.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from mindspeed.memory.solver import (
     LayerCosts,
     NothingFits,
     Solution,
+    peak,
     smallest_peak,
     solve,
 )
@@ -37,17 +35,19 @@ class Adaptation:
     """The plans of one rank, one after another.
 
     Attributes:
-        layers: costs of the layers of the rank.
+        layers: costs of the layers of the rank, in the order of their forward.
         budget: what may be used; ``static`` is what was measured.
         in_force: the candidate of each layer in the steps to come.
-        elsewhere: largest need apart from kept activations where no layer is in backward.
+        bounds: the layers with the least that backwards need; default: all of them were measured.
+        least_static: the smallest static bytes with which a measured peak was that predicted.
         solved: how often a plan was chosen.
     """
 
     layers: Sequence[LayerCosts]
     budget: Budget
     in_force: Sequence[Candidate]
-    elsewhere: int | None = None
+    bounds: Sequence[LayerCosts] = ()
+    least_static: int | None = None
     solved: int = 0
 
     @property
@@ -55,14 +55,14 @@ class Adaptation:
         """No more corrections."""
         return self.solved == len(SHARES)
 
-    def next(self, peak: int) -> Solution:
-        """The next plan, after a step that needed ``peak`` bytes.
+    def next(self, needed: int) -> Solution:
+        """The next plan, after a step that needed so many bytes.
 
         Raises:
             NothingFits: no plan fits into the budget with what was measured.
         """
-        self._observe(peak)
-        least = smallest_peak(self._solvable(), self.budget)
+        self._observe(needed)
+        least = smallest_peak(self.layers, self.budget)
         device = self.budget.device
         if least is not None and least.peak < device:
             device = least.peak + int(SHARES[self.solved] * (device - least.peak))
@@ -70,7 +70,7 @@ class Adaptation:
         try:
             return self._solve(replace(self.budget, device=device))
         except NothingFits:
-            untried = self._smallest_if_backward_decides()
+            untried = self._smallest_by_the_bound()
             if untried is None:
                 raise
             return untried
@@ -84,50 +84,37 @@ class Adaptation:
         self.budget = replace(self.budget, device=int(0.95 * self.budget.device))
         return self._solve(self.budget)
 
-    def _smallest_if_backward_decides(self) -> Solution | None:
-        """The plan with the smallest peak if every peak is reached while a layer is in backward.
+    def _smallest_by_the_bound(self) -> Solution | None:
+        """The plan with the smallest peak, if it may fit by the smallest static bytes.
 
-        Adopted for the next step, whose peak tells whether it is; None if it does not fit either,
-        was tried just now, or no step would follow to correct it.
+        Adopted for the next step, whose peak tells whether it does; None if it was in force just
+        now, or no step would follow to correct it.
+
+        Raises:
+            NothingFits: it does not fit.
         """
-        smallest = smallest_peak(self.layers, self.budget)
-        if smallest is None or smallest.peak > self.budget.device or self.finished:
+        assert self.least_static is not None
+        bound = replace(self.budget, static=self.least_static)
+        smallest = smallest_peak(self.bounds or self.layers, bound)
+        if smallest is None or self.finished:
             return None
-        if [one.plan for one in smallest.chosen] == [one.plan for one in self.in_force]:
+        if smallest.peak > bound.device:
+            raise NothingFits(bound, smallest)
+        plans = [one.plan for one in smallest.chosen]
+        if plans == [one.plan for one in self.in_force]:
             return None
-        self.in_force = smallest.chosen
+        by_plan = [{one.plan: one for one in layer.candidates} for layer in self.layers]
+        self.in_force = [known[plan] for known, plan in zip(by_plan, plans, strict=True)]
         return smallest
 
-    def _observe(self, peak: int) -> None:
-        counts = [layer.in_flight for layer in self.layers]
-        kept = sum(k * one.kept for k, one in zip(counts, self.in_force, strict=True))
-        transient = max((one.transient for one in self.in_force), default=0)
-        static, elsewhere = peak - kept - transient, peak - kept
-        if self.elsewhere is not None:
-            before = self.budget.static
-            missing = peak - kept - max(before + transient, self.elsewhere)
-            if missing > 0:
-                static, elsewhere = before + missing, self.elsewhere + missing
-            else:
-                static, elsewhere = min(before, static), min(self.elsewhere, elsewhere)
-        self.budget, self.elsewhere = replace(self.budget, static=static), elsewhere
-
-    def _solvable(self) -> list[LayerCosts]:
-        """The layers with a transient of at least what is needed elsewhere."""
-        least = (self.elsewhere or 0) - self.budget.static
-        return [
-            replace(
-                layer,
-                candidates=tuple(
-                    replace(one, transient=max(least, one.transient)) for one in layer.candidates
-                ),
-            )
-            for layer in self.layers
-        ]
+    def _observe(self, needed: int) -> None:
+        predicted = peak(self.layers, self.in_force, self.budget)
+        static = self.budget.static + needed - predicted
+        before = self.budget.static if self.least_static is None else self.least_static
+        self.least_static = min(before, static)
+        self.budget = replace(self.budget, static=static)
 
     def _solve(self, budget: Budget) -> Solution:
-        solution = solve(self._solvable(), budget)
-        by_plan = [{one.plan: one for one in layer.candidates} for layer in self.layers]
-        chosen = zip(by_plan, solution.chosen, strict=True)
-        self.in_force = [candidates[one.plan] for candidates, one in chosen]
+        solution = solve(self.layers, budget)
+        self.in_force = solution.chosen
         return solution

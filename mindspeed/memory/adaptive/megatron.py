@@ -6,10 +6,12 @@ training loop. Plans change between steps only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from mindspeed.memory import agreement
 from mindspeed.memory.adaptive import Adaptation
 from mindspeed.memory.adaptive.profile import Kind, agree
 from mindspeed.memory.adaptive.replay import Replay
+from mindspeed.memory.adaptive.sections import FORWARD, FRONT, HEAD, Sections, on_gradient
 from mindspeed.memory.adaptive.settings import Settings
 from mindspeed.memory.candidates import ALL_ON_HOST, KEEP_ALL, LEAST, name_of, plans_for
 from mindspeed.memory.estimate import Clock, device_clock
@@ -40,7 +43,7 @@ from mindspeed.memory.megatron import (
 )
 from mindspeed.memory.plan import LayerPlan, Plan
 from mindspeed.memory.runtime import Runtime
-from mindspeed.memory.solver import Budget, LayerCosts, NothingFits, Solution
+from mindspeed.memory.solver import Budget, Candidate, LayerCosts, NothingFits, Solution
 
 _MIB = 2**20
 _OUT_OF_MEMORY = torch.OutOfMemoryError
@@ -83,6 +86,8 @@ class Controller:
         self._plans: dict[str, LayerPlan] = {}
         self._in_force = LEAST
         self._steps, self._micro_batches = 0, 1
+        self._sections = Sections(device)
+        self._measured, self._most_measured = 0, 1
         self._adaptation: Adaptation | None = None
         self._solution: Solution | None = None
 
@@ -95,12 +100,16 @@ class Controller:
                 return function(**options)
             if not self._chunks:
                 self._begin(options["model"], options["num_microbatches"])
-            self._device.reset_peak_memory()
             result = self._run(function, options)
-            self._after_step(self._device.memory_stats().peak)
+            self._after_step(self._sections.peak())
             return result
 
         return run
+
+    @property
+    def peak(self) -> int:
+        """The most bytes since the latest step began."""
+        return self._sections.peak()
 
     @property
     def profiled_steps(self) -> int:
@@ -147,6 +156,8 @@ class Controller:
                 self._layers.append(_Layer(index, name, kind, runtime))
         for kind, (runtime, name, layer) in tried.items():
             self._try_in(runtime, name, layer, self._kinds[kind])
+        for index, chunk in enumerate(self._chunks):  # around trials, which are no part of a step
+            self._watch(index, layers_of(chunk))
         self._agree_on([(one.chunk, one.name, *one.kind[0]) for one in self._layers])
 
     def _try_in(self, runtime: Runtime, name: str, layer: Any, kind: Kind) -> None:
@@ -160,7 +171,8 @@ class Controller:
             @functools.wraps(forward)
             def run(*args: Any, **kwargs: Any) -> Any:
                 nonlocal called, tried
-                profiled = tried < self._steps < self._settings.profiled_steps
+                # The last one shows what steps need without trials.
+                profiled = tried < self._steps < max(1, self._settings.profiled_steps - 1)
                 if called and profiled and torch.is_grad_enabled():
                     tried = self._steps
                     kind.try_all(runtime, name, forward, (args, kwargs), self._clock)
@@ -171,13 +183,68 @@ class Controller:
 
         replace_method(layer, "forward", make, self._journal)
 
+    def _watch(self, chunk: int, layers: dict[str, Any]) -> None:
+        """Measure the sections of profiled steps, some layers under other plans than LEAST."""
+        watched = [one for one in self._layers if one.chunk == chunk]
+        for one in watched:
+            first, last = one is watched[0], one is watched[-1]
+            make = functools.partial(self._measuring, one, first=first, last=last)
+            replace_method(layers[one.name], "forward", make, self._journal)
+
+    def _measuring(
+        self, layer: _Layer, forward: Callable[..., Any], *, first: bool, last: bool
+    ) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._steps >= self._settings.profiled_steps or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            inputs = kwargs.get("hidden_states", args[0] if args else None)
+            if first:
+                self._sections.enter(FORWARD)
+                on_gradient(inputs, lambda: self._sections.enter(FRONT))
+            with self._another_plan(layer) as (plan, done):
+                outputs = forward(*args, **kwargs)
+
+            def ended(nbytes: int) -> None:
+                done()
+                self._kinds[layer.kind].needed(plan, nbytes)
+
+            on_gradient(outputs, lambda: self._sections.enter("layer", ended, first))
+            if last:
+                self._sections.enter(HEAD)
+            return outputs
+
+        return run
+
+    @contextlib.contextmanager
+    def _another_plan(self, layer: _Layer) -> Iterator[tuple[str, Callable[[], None]]]:
+        """The plan of a call, so that its backward is measured; the last step has one for all.
+
+        Ranks choose alike: by the calls that they made, not by their memory.
+        """
+        last = self._steps >= self._settings.profiled_steps - 1
+        if last or self._in_force is not LEAST or self._measured >= self._most_measured:
+            yield name_of(self._in_force), lambda: None
+            return
+        plan, runtime = self._kinds[layer.kind].next_plan(), layer.runtime
+        self._measured += 1
+
+        def done() -> None:
+            self._measured -= 1
+
+        before, runtime.plan = runtime.plan, Plan({**runtime.plan.layers, layer.name: plan})
+        try:
+            yield name_of(plan), done
+        finally:
+            runtime.plan = before
+
     # Out of memory
 
     def _run(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
         """Run a step, again with a smaller plan where memory is exhausted and no rank waits."""
         if dist.get_world_size() > 1:
             try:
-                return function(**options)
+                return self._try(function, options)
             except _OUT_OF_MEMORY as error:
                 raise self._exhausted(error, "only a run of one rank can repeat a step") from error
         data = Replay(options["data_iterator"])
@@ -186,7 +253,7 @@ class Controller:
         while True:
             restore = remember_state(chunks)
             try:
-                return function(**{**options, "data_iterator": data.from_the_start()})
+                return self._try(function, {**options, "data_iterator": data.from_the_start()})
             except _OUT_OF_MEMORY as error:
                 reason = str(error)
                 self._reduce(error)
@@ -196,6 +263,11 @@ class Controller:
                 _zero_gradients(chunk)
             random._set_all_rng_states(*states)
             self._device.empty_cache()
+
+    def _try(self, function: Callable[..., Any], options: dict[str, Any]) -> Any:
+        self._sections.begin_step()
+        self._measured = 0
+        return function(**options)
 
     def _reduce(self, error: BaseException) -> None:
         """Install a plan that needs less, or raise."""
@@ -225,7 +297,10 @@ class Controller:
     def _after_step(self, peak: int) -> None:
         self._steps += 1
         settings, adaptation = self._settings, self._adaptation
-        if self._steps < settings.profiled_steps or (adaptation and adaptation.finished):
+        if self._steps < settings.profiled_steps:
+            self._measure_as_many_as_fit(peak)
+            return
+        if adaptation and adaptation.finished:
             return
         (peak,) = agreement.largest([peak], stage_groups(), self._device.torch_device())
         reason = f"step {self._steps} needed {peak / _MIB:,.1f} MiB"
@@ -236,6 +311,14 @@ class Controller:
         except NothingFits as error:
             raise TrainingError(f"{settings.flag}: {error}; {reason}") from None
         self._install(solution, reason)
+
+    def _measure_as_many_as_fit(self, peak: int) -> None:
+        """Calls of layers that may be held under other plans at once, as all ranks have room."""
+        costs = [one for kind in self._kinds.values() for one in (kind.costs or [[]])[0]]
+        most = max((one.kept + one.transient for one in costs), default=0)
+        room = (self._settings.device_bytes - peak) // most if most else 1
+        (least,) = agreement.largest([-room], stage_groups(), self._device.torch_device())
+        self._most_measured = max(1, -least)
 
     def _profiled(self) -> Adaptation:
         """The largest costs of all ranks of the stage, as the solver takes them."""
@@ -248,18 +331,48 @@ class Controller:
         kinds = list(self._kinds.values())
         measured = agree(kinds, stage_groups(), self._device, self._clock, copies=copies)
         candidates = dict(zip(self._kinds, measured.candidates, strict=True))
+        bounds = dict(zip(self._kinds, measured.bounds, strict=True))
         forward = dict(zip(self._kinds, measured.forward, strict=True))
-        held = most_held(self._held())
-        layers = [LayerCosts(candidates[one.kind], held[one.chunk]) for one in self._layers]
+        moments = self._held()
+        held = most_held(moments)
+        layers = [
+            LayerCosts(candidates[one.kind], held[one.chunk], one.chunk) for one in self._layers
+        ]
+        name = name_of(self._in_force)
+        in_force = [one for layer in layers for one in layer.candidates if one.plan == name]
+        static, head, front = self._beside_layers(in_force, moments)
         budget = Budget(
             device=self._settings.device_bytes,
+            static=static,
+            head=head,
+            front=front,
             host=self._settings.host_bytes,
             seconds_per_host_byte=measured.seconds_per_host_byte,
             hidden_seconds=3 * sum(forward[one.kind] for one in self._layers),
         )
-        name = name_of(self._in_force)
-        in_force = [one for layer in layers for one in layer.candidates if one.plan == name]
-        return Adaptation(layers, budget, in_force)
+        least = [
+            replace(layer, candidates=bounds[one.kind])
+            for layer, one in zip(layers, self._layers, strict=True)
+        ]
+        return Adaptation(layers, budget, in_force, least)
+
+    def _beside_layers(
+        self, in_force: list[Candidate], moments: frozenset[tuple[int, ...]]
+    ) -> tuple[int, int, int]:
+        """Static bytes, and what head and front need beyond what layers keep then."""
+        peaks = self._sections.peaks
+        groups, device = stage_groups(), self._device.torch_device()
+        begins, head, front = agreement.largest(
+            [peaks.begins, peaks.head, peaks.front], groups, device
+        )
+        one, later = Counter[int](), Counter[int]()  # of a micro-batch, and without first layers
+        for layer, candidate in zip(self._layers, in_force, strict=True):
+            later[layer.chunk] += candidate.kept if layer.chunk in one else 0
+            one[layer.chunk] += candidate.kept
+        kept = max(sum(n * one[chunk] for chunk, n in enumerate(held)) for held in moments)
+        static = begins - kept + min(later.values())
+        through = one[0] if len(one) == 1 else 0
+        return static, max(0, head - static - kept), max(0, front - static - kept + through)
 
     def _held(self) -> frozenset[tuple[int, ...]]:
         config = get_model_config(self._chunks[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from mindspeed.memory.solver import Candidate
 
 _COPIED = 16 * 2**20
 _BYTES = ("kept", "transient", "host")
+_UNKNOWN = -1
+Candidates = tuple[Candidate, ...]
 
 
 @dataclass
@@ -28,6 +30,18 @@ class Kind:
     plans: list[LayerPlan]
     costs: list[list[Cost]] = field(default_factory=list)  # of each try, one of each plan
     forward: list[float] = field(default_factory=list)  # seconds of the layer
+    needs: dict[str, int] = field(default_factory=dict)  # of backward, by the name of the plan
+    chosen: int = 0  # plans that were chosen to be measured in a step
+
+    def needed(self, plan: str, nbytes: int) -> None:
+        """A backward under a plan needed bytes beyond those that were there when it began."""
+        self.needs[plan] = max(nbytes, self.needs.get(plan, 0))
+
+    def next_plan(self) -> LayerPlan:
+        """One after the other; the last one, which is in force anyway, is left out."""
+        plan = self.plans[self.chosen % max(1, len(self.plans) - 1)]
+        self.chosen += 1
+        return plan
 
     def try_all(
         self,
@@ -61,18 +75,28 @@ class Kind:
 
     def numbers(self) -> Iterator[int]:
         """Bytes and nanoseconds of all plans, and of the forward."""
-        for tries in zip(*self.costs, strict=True):
+        for plan, tries in zip(self.plans, zip(*self.costs, strict=True), strict=True):
             yield from (max(getattr(one, name) for one in tries) for name in _BYTES)
             yield int(1e9 * statistics.median(one.seconds for one in tries))
+            yield self.needs.get(name_of(plan), _UNKNOWN)
         yield int(1e9 * statistics.median(self.forward))
 
-    def read(self, numbers: Iterator[int]) -> tuple[tuple[Candidate, ...], float]:
-        """The candidates and the seconds of the forward, from :meth:`numbers` of all ranks."""
-        candidates = []
-        for plan in self.plans:
-            kept, transient, host, nanoseconds = (next(numbers) for _ in range(4))
-            candidates.append(Candidate(name_of(plan), kept, nanoseconds / 1e9, transient, host))
-        return tuple(candidates), next(numbers) / 1e9
+    def read(self, numbers: Iterator[int]) -> tuple[Candidates, Candidates, float]:
+        """The candidates, the least that they need, and seconds of the forward, of all ranks.
+
+        Where no backward was measured, it needs what second runs rebuild, and as much more as the
+        plan needs that was measured and whose backward exceeds its second runs most.
+        """
+        rows = [[next(numbers) for _ in range(5)] for _ in self.plans]
+        more = max((need - row[1] for *row, need in rows if need != _UNKNOWN), default=0)
+        candidates, bounds = [], []
+        for plan, (kept, rebuilt, host, nanoseconds, need) in zip(self.plans, rows, strict=True):
+            known = need != _UNKNOWN
+            most, least = rebuilt + max(0, more), max(0, rebuilt - kept)
+            one = Candidate(name_of(plan), kept, nanoseconds / 1e9, need if known else most, host)
+            candidates.append(one)
+            bounds.append(one if known else replace(one, transient=least))
+        return tuple(candidates), tuple(bounds), next(numbers) / 1e9
 
 
 @dataclass(frozen=True)
@@ -81,11 +105,13 @@ class Measured:
 
     Attributes:
         candidates: of each kind.
+        bounds: the same with the least that a backward needs which was not measured.
         forward: seconds of a layer of each kind.
         seconds_per_host_byte: of a copy to the host and back.
     """
 
-    candidates: list[tuple[Candidate, ...]]
+    candidates: list[Candidates]
+    bounds: list[Candidates]
     forward: list[float]
     seconds_per_host_byte: float
 
@@ -99,8 +125,9 @@ def agree(
     numbers = iter(agreement.largest(own, groups, device.torch_device()))
     read = [kind.read(numbers) for kind in kinds]
     return Measured(
-        candidates=[candidates for candidates, _ in read],
-        forward=[seconds for _, seconds in read],
+        candidates=[candidates for candidates, _, _ in read],
+        bounds=[bounds for _, bounds, _ in read],
+        forward=[seconds for *_, seconds in read],
         seconds_per_host_byte=next(numbers) / 1e15,
     )
 

@@ -1,0 +1,105 @@
+"""Where the peaks of a step are: the memory of its sections, measured while it runs.
+
+    forward | head | backward of layer n | ... | backward of layer 1 | front | forward | ...
+
+A layer's section begins when the gradient of its output is there and ends where that of the layer
+before begins; what its backward needs is the peak of the section less what was allocated when it
+began. ``head`` is everything from the end of the last layer's forward to its backward, ``front``
+everything after the first layer's backward: the gradient of the embedding, the next embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed.device import Device
+
+FORWARD, HEAD, FRONT = "forward", "head", "front"
+
+
+@dataclass
+class Peaks:
+    """Bytes of the device: the most in each kind of section, over a step.
+
+    Attributes:
+        begins: allocated when a chunk's first layer begins its backward, the last of the chunk.
+        head: peak of the heads.
+        front: peak of the fronts.
+    """
+
+    begins: int = 0
+    head: int = 0
+    front: int = 0
+
+
+class Sections:
+    """Divides steps of one rank into sections.
+
+    Args:
+        device: whose memory is measured.
+
+    Attributes:
+        peaks: of the step.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._most, self._allocated = 0, 0
+        self._section: Any = FORWARD
+        self._ended: Callable[[int], None] | None = None
+        self.peaks = Peaks()
+
+    def begin_step(self) -> None:
+        """Nothing is measured yet."""
+        self._device.reset_peak_memory()
+        self._most, self._section, self._ended = 0, FORWARD, None
+        self.peaks = Peaks()
+
+    def peak(self) -> int:
+        """The most bytes since the step began."""
+        return max(self._most, self._device.memory_stats().peak)
+
+    def enter(
+        self, section: str, ended: Callable[[int], None] | None = None, first: bool = False
+    ) -> None:
+        """A section begins, and the one before ends.
+
+        Args:
+            section: its kind.
+            ended: called with the bytes that it needed beyond those when it began.
+            first: it is the backward of a chunk's first layer.
+        """
+        stats = self._device.memory_stats()
+        self._most = max(self._most, stats.peak)
+        if self._section == HEAD:
+            self.peaks.head = max(self.peaks.head, stats.peak)
+        elif self._section == FRONT:
+            self.peaks.front = max(self.peaks.front, stats.peak)
+        if self._ended is not None:
+            self._ended(stats.peak - self._allocated)
+        if first:
+            self.peaks.begins = max(self.peaks.begins, stats.allocated)
+        self._section, self._ended, self._allocated = section, ended, stats.allocated
+        self._device.reset_peak_memory()
+
+
+def on_gradient(tensors: Any, call: Callable[[], None]) -> bool:
+    """Call once the gradient of the first tensor is there; False if it gets none.
+
+    Args:
+        tensors: a tensor of any shape and dtype, or a sequence that begins with one.
+        call: is called.
+    """
+    tensor = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+    if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+        return False
+
+    def hook(_: torch.Tensor) -> None:
+        call()
+
+    tensor.register_hook(hook)
+    return True
