@@ -39,7 +39,7 @@ def test_twenty_random_plans_keep_the_predicted_bytes(ranks, name, spec):
         assert executed == (kept if takes_table else kept - ROTARY, host)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rmsnorm-swiglu-gqa", "moe-grouped"])
 def test_no_plan_needs_less_than_the_smallest_peak_that_is_predicted(ranks, name):
     """All choices between four plans of three layers run, and need what was predicted."""
@@ -48,9 +48,9 @@ def test_no_plan_needs_less_than_the_smallest_peak_that_is_predicted(ranks, name
     )
     assert len(pairs) == 4**3
     for predicted, measured in pairs:
-        assert predicted == pytest.approx(measured, rel=0.02)
+        assert predicted == pytest.approx(measured, rel=0.005)
     assert smallest == min(predicted for predicted, _ in pairs)
-    assert smallest == pytest.approx(needed, rel=0.02)
+    assert smallest == pytest.approx(needed, rel=0.005)
     assert needed <= 1.001 * min(measured for _, measured in pairs)
 
 

@@ -194,20 +194,29 @@ class Controller:
     def _measuring(
         self, layer: _Layer, forward: Callable[..., Any], *, first: bool, last: bool
     ) -> Callable[..., Any]:
+        cold = True  # gradients and other tensors that stay are made in the first backward
+
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal cold
             if self._steps >= self._settings.profiled_steps or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             inputs = kwargs.get("hidden_states", args[0] if args else None)
             if first:
                 self._sections.enter(FORWARD)
                 on_gradient(inputs, lambda: self._sections.enter(FRONT))
-            with self._another_plan(layer) as (plan, done):
-                outputs = forward(*args, **kwargs)
+            if cold:
+                outputs, measured = forward(*args, **kwargs), None
+            else:
+                with self._another_plan(layer) as measured:
+                    outputs = forward(*args, **kwargs)
+            cold = False
 
             def ended(nbytes: int) -> None:
-                done()
-                self._kinds[layer.kind].needed(plan, nbytes)
+                if measured is not None:
+                    plan, done = measured
+                    done()
+                    self._kinds[layer.kind].needed(plan, nbytes)
 
             on_gradient(outputs, lambda: self._sections.enter("layer", ended, first))
             if last:
