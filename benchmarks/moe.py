@@ -187,8 +187,7 @@ def _rank(rank: int, args: argparse.Namespace) -> None:
 
 def _measured(sizes: Sizes, link: ModelledLink, repeats: int) -> Iterator[Row]:
     every = compare(Job(sizes, Rates(1.0, lambda m: 0.0)))
-    # Padded rows belong to another gate.
-    names = [one.name for one in every if one.timeline and one.name != "padded"]
+    names = [one.name for one in every if one.timeline and _is_of_one_layer(one.name)]
     steps = {name: _step(name, sizes) for name in names}
     link.latency = link.seconds_per_byte = 0.0
     computing = min(_timed(steps["megatron"]) for _ in range(max(3, repeats)))
@@ -213,6 +212,13 @@ def _measured(sizes: Sizes, link: ModelledLink, repeats: int) -> Iterator[Row]:
                 sizes.shared, ratio, name, ENTRIES[name].flags, seconds,
                 line.total, line.exposed(), line.calls(),
             )  # fmt: skip
+
+
+def _is_of_one_layer(name: str) -> bool:
+    """Others need attention, a second micro-batch, the load of earlier steps or another gate."""
+    entry = ENTRIES[name]
+    elsewhere = {"hot_experts", "hot_messages"} & set(entry.request) or name == "padded"
+    return entry.order is None and not entry.pair and not elsewhere
 
 
 def _step(name: str, sizes: Sizes) -> Callable[[], None]:
