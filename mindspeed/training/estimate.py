@@ -40,6 +40,7 @@ from mindspeed.training.optimizer_size import (
     exempt_bytes,
     gradient_copy_bytes,
     host_bytes,
+    host_gradient_bytes,
     state_bytes,
     window_bytes,
 )
@@ -116,7 +117,9 @@ def _of_rank(
     width = 4 if not narrow or args.accumulate_allreduce_grads_in_fp32 else 2
     trained = [one for one in rank.parameters if one.trained]
     updated = sum(shares.optimizer(one) for one in trained)
-    states = sum(shares.optimizer(one) * state_bytes(args, one.element) for one in trained)
+    states = sum(
+        shares.optimizer(one) * state_bytes(args, one.element, one.matrix) for one in trained
+    )
     copied = sum(shares.optimizer(one) for one in trained if one.element < 4)
     host = host_bytes(args, updated, states)
     return replace(
@@ -126,7 +129,7 @@ def _of_rank(
         gathered=shares.gathers * (2 * rank.largest_layer() + rank.nbytes(_outside)),
         gradients=sum(shares.gradients(one) * max(width, one.element) for one in trained),
         optimizer=states + _exempt(args, shares, trained) - host,
-        host=host,
+        host=host + host_gradient_bytes(args, updated),
         windows=window_bytes(args, states),
         gradient_copies=copied * gradient_copy_bytes(args),
         activations=activations,

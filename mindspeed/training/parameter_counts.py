@@ -41,6 +41,7 @@ class Parameter:
         sharded: the tensor-parallel ranks have a part each, else all of it.
         copied: an embedding that belongs to another stage.
         exempt: moments of fp8 optimizers stay fp32.
+        matrix: Muon updates it; others it leaves to Adam.
     """
 
     layer: str | None
@@ -51,6 +52,7 @@ class Parameter:
     sharded: bool
     copied: bool
     exempt: bool
+    matrix: bool
 
 
 @dataclass(frozen=True)
@@ -161,4 +163,6 @@ def _parameter(chunk: int, name: str, parameter: Any) -> Parameter:
         sharded=getattr(parameter, "tensor_model_parallel", False),
         copied=getattr(parameter, "shared", False),
         exempt=keeps_fp32(parameter),
+        matrix=parameter.dim() == 2
+        and not getattr(parameter, "is_embedding_or_output_parameter", False),
     )

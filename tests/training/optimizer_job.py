@@ -179,18 +179,38 @@ def counted(flags: Sequence[str]) -> tuple[float, float]:
 
     session.install().seams.optimizer.add(remember, owner="test")
     pretrain(settings)
-    total = sum(inner.state_bytes() for inner in built)
-    if settings.args.bf16 or settings.args.fp16:  # fp32 weights of the optimizer's own
-        weights = [p for inner in built for group in inner.param_groups for p in group["params"]]
-        total += sum(p.nbytes for p in weights if p.dtype == torch.float32)
+    narrow = settings.args.bf16 or settings.args.fp16
+    kept = [_kept(inner, narrow) for inner in built]
+    return sum(device for device, _ in kept), sum(host for _, host in kept)
+
+
+def _kept(inner: Any, narrow: bool) -> tuple[float, float]:
+    """Bytes of one optimizer on the device and the host."""
+    if hasattr(inner, "cpu_optimizers"):  # Megatron's, of which each has its own weights
+        on_device = [inner.gpu_optimizer] if inner.gpu_optimizer else []
+        gradients = sum(gradient.nbytes for gradient in inner.cpu_copy_map_grad.values())
+        host = sum(_states(one) + _weights(one) for one in inner.cpu_optimizers)
+        return sum(_states(one) + _weights(one) for one in on_device), host + gradients
     host = sum(
         tensor.nbytes
-        for inner in built
         for state in inner.state.values()
         for name, tensor in state.items()
-        if inner._placements[name] is not None
+        if getattr(inner, "_placements", {}).get(name) is not None
     )
-    return total - host, host
+    total = inner.state_bytes() if hasattr(inner, "state_bytes") else _states(inner)
+    return total + narrow * _weights(inner) - host, host
+
+
+def _states(inner: Any) -> float:
+    named = [item for state in inner.state.values() for item in state.items()]
+    tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+    return sum(value.nbytes for name, value in tensors if name != "master_param")  # a weight
+
+
+def _weights(inner: Any) -> float:
+    """fp32 weights of the optimizer's own."""
+    weights = [p for group in inner.param_groups for p in group["params"]]
+    return sum(p.nbytes for p in weights if p.dtype == torch.float32)
 
 
 def bytes_per_parameter(cases: Sequence[str]) -> dict[str, tuple[float, float]]:
