@@ -117,9 +117,7 @@ def _of_rank(
     width = 4 if not narrow or args.accumulate_allreduce_grads_in_fp32 else 2
     trained = [one for one in rank.parameters if one.trained]
     updated = sum(shares.optimizer(one) for one in trained)
-    states = sum(
-        shares.optimizer(one) * state_bytes(args, one.element, one.matrix) for one in trained
-    )
+    states = _states(args, shares, trained)
     copied = sum(shares.optimizer(one) for one in trained if one.element < 4)
     host = host_bytes(args, updated, states)
     return replace(
@@ -174,6 +172,25 @@ class _Shares:
         sharded = self.args.use_distributed_optimizer
         ranks = self.replicas(parameter) // self.args.num_distributed_optimizer_instances
         return parameter.entries / (ranks if sharded else 1)
+
+
+def _states(args: argparse.Namespace, shares: _Shares, trained: Sequence[Parameter]) -> float:
+    """Bytes of the optimizer's states on the fullest rank."""
+
+    def nbytes(one: Parameter) -> float:
+        return state_bytes(args, one.element, one.matrix)
+
+    if args.optimizer != "dist_muon":
+        return sum(shares.optimizer(one) * nbytes(one) for one in trained)
+    fullest = 0.0
+    for experts in (False, True):  # whole parameters by size, there and back over their replicas
+        some = sorted((one for one in trained if one.expert == experts), key=lambda p: p.entries)
+        kept = [0.0] * shares.replicas(some[0]) if some else [0.0]
+        places = itertools.cycle([*range(len(kept)), *reversed(range(len(kept)))])
+        for one, place in zip(some, places, strict=False):
+            kept[place] += one.entries * nbytes(one)
+        fullest += max(kept)
+    return fullest
 
 
 def _exempt(args: argparse.Namespace, shares: _Shares, trained: Sequence[Parameter]) -> float:

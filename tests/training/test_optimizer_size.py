@@ -18,6 +18,7 @@ CASES = {
     "virtual": "--bf16 --virtual-optimizer all",
     "sgd": "--bf16 --optimizer sgd",
     "muon": "--bf16 --optimizer muon",
+    "muon-by-layer": "--bf16 --optimizer dist_muon",
     "offload": f"--bf16 {SHARDED} --use-precision-aware-optimizer --optimizer-cpu-offload",
     "bf16-exact-sharded": f"--bf16 --reuse-fp32-param --reuse-fp32-param-exact {SHARDED}",
     "bf16-low": f"--bf16 {LOW}",
