@@ -27,6 +27,7 @@ class Layout(NamedTuple):
     grouped: bool = False
     lora: bool = False
     bias: bool = False
+    drawn: bool = True
 
     @property
     def model(self) -> Layout:
@@ -190,7 +191,7 @@ def build_model(layout: Layout) -> Any:
         "bias_dropout_fusion": False, "masked_softmax_fusion": False, "qk_layernorm": True,
         "add_bias_linear": layout.bias, "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu, "tensor_model_parallel_size": layout.tp,
-        "sequence_parallel": layout.sp,
+        "sequence_parallel": layout.sp, "perform_initialization": layout.drawn,
     }  # fmt: skip
     if moe:
         options |= {

@@ -15,6 +15,7 @@ MODELS = [
     for impl in ("te", "local")
     for lora, bias in ((False, True), (True, False))
 ]
+MODELS += [Layout("dense", impl, drawn=False) for impl in ("te", "local")]
 MODELS += [Layout("mla", impl, lora=lora) for impl in ("te", "local") for lora in (False, True)]
 EXPERTS = [
     Layout("moe", impl, grouped=grouped, lora=lora)

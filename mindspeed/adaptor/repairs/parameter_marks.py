@@ -7,7 +7,9 @@ expert-tensor-parallel ones, and a bias of experts is summed over ranks with oth
 learnable attention sink is sharded by heads and not marked (PR 7530); the output norm of gated
 delta nets, which sees the heads of one rank, is reduced under sequence parallelism only, and the
 norm of latent queries, which sees all of them, is reduced without it (issue 7452); the copy of the
-embedding on the stage of multi-token prediction is not marked as an embedding (PR 5034).
+embedding on the stage of multi-token prediction is not marked as an embedding (PR 5034); a layer
+that does not draw its weight (``perform_initialization=False``, weights to be loaded) does not mark
+it (Megatron-Bridge PR 992).
 Symptom: silent. With one expert-parallel rank, tensor-parallel size 2 and expert tensor-parallel
 size 1 the gradients of experts are never summed, and the copies diverge. In the other cases the
 gradient, or its norm and with it clipping, is wrong by up to the tensor-parallel size. With
@@ -26,7 +28,12 @@ from typing import Any
 import torch
 
 from mindspeed.adaptor.patch import Patch
-from mindspeed.te.parameter_marks import counted, mark_attention_sink, mark_experts
+from mindspeed.te.parameter_marks import (
+    counted,
+    mark_attention_sink,
+    mark_experts,
+    mark_tensor_parallel,
+)
 
 OWNER = "repair:parameter-marks"
 
@@ -40,6 +47,20 @@ def mark_expert_parameters(original: Callable[..., None]) -> Callable[..., None]
             mark_experts(self.experts, self.config)
 
     return __init__
+
+
+def mark_shard(dim: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A wrapper of ``__init__`` of a layer whose ``weight`` is sharded along ``dim``."""
+
+    def wrap(original: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if self.weight is not None and not hasattr(self.weight, "tensor_model_parallel"):
+                mark_tensor_parallel(self.weight, dim)
+
+        return __init__
+
+    return wrap
 
 
 def count_by_holders(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -122,6 +143,7 @@ def sum_by_marks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 _CORE = "megatron.core"
+_SHARDED_DIMS = {"VocabParallelEmbedding": 0, "ColumnParallelLinear": 0, "RowParallelLinear": 1}
 
 PATCHES = (
     Patch(
@@ -130,6 +152,15 @@ PATCHES = (
         OWNER,
         "gradients of experts are summed over the ranks that have the same experts",
         expects="(self, config, submodules, layer_number, ...)",
+    ),
+    *(
+        Patch(
+            f"{_CORE}.tensor_parallel.layers:{layer}.__init__",
+            mark_shard(dim),
+            OWNER,
+            "weights that are loaded instead of drawn are known as shards",
+        )
+        for layer, dim in _SHARDED_DIMS.items()
     ),
     Patch(
         f"{_CORE}.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate",
