@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed.adaptor.patch import Patch
-from mindspeed.adaptor.repairs.mtp_token_count import mean_count
+from mindspeed.adaptor.repairs.mtp_token_count import weighed
 from mindspeed.adaptor.signatures import bind
 from mindspeed.errors import ConfigError
 from mindspeed.te import is_substitute
@@ -215,7 +215,7 @@ def _roll_samples(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         rolled, _ = original(tensor, shifts, dims, cp_group=cp_group)
         rolled = rolled.masked_fill(_is_last(packed, cp_group), 0)
-        return rolled, mean_count(rolled, cp_group)
+        return weighed(rolled, tensor, cp_group)
 
     return roll_tensor
 

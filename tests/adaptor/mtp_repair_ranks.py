@@ -73,6 +73,37 @@ def without_targets(repaired: bool) -> tuple[float, bool]:
     return float(MTPLossLoggingHelper.tracker["values"][0]), zero
 
 
+def gradients_of_four_tokens(
+    repaired: bool, per_token: bool, masked: bool
+) -> dict[str, torch.Tensor]:
+    """Gradients of the mean loss over the first four tokens, with two predictions more.
+
+    Args:
+        repaired: With the repair.
+        per_token: The loss is a sum, and gradients are divided by the tokens.
+        masked: The model gets the loss mask; else the labels alone.
+    """
+    from mindspeed.adaptor.repairs import mtp_token_count
+    from tests.support import gpt_ranks
+
+    configured(mtp_token_count, {"mtp_num_layers": 2}, repaired)
+    one_rank()
+    config = gpt_ranks.config(
+        "layernorm-gelu-bias", mtp_num_layers=2, calculate_per_token_loss=per_token
+    )
+    model = gpt_ranks.build(config, "te")
+    tokens = torch.arange(16)[None]
+    mask = (tokens < 4).float()
+    labels = torch.where(mask > 0, tokens, -100)
+    loss = model(tokens, tokens, None, labels=labels, loss_mask=mask if masked else None)
+    ((loss * mask).sum() / (1 if per_token else 4)).backward()
+    return {
+        name: p.grad / (4 if per_token else 1)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
 def packed_gradients(repaired: bool, recompute: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Gradients of a model with a prediction layer, of two packed documents."""
     from megatron.core.packed_seq_params import PackedSeqParams

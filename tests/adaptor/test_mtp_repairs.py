@@ -35,6 +35,18 @@ def test_a_micro_batch_without_targets_predicts_nothing(ranks):
     assert math.isnan(loss) and not zero
 
 
+@pytest.mark.parametrize(("per_token", "masked"), [(True, True), (False, False), (True, False)])
+def test_predictions_weigh_the_tokens_of_the_loss(ranks, per_token, masked):
+    function = mtp_repair_ranks.gradients_of_four_tokens
+    (truth,) = ranks(1, function, False, False, True, setup=ADAPTOR, timeout=120)
+    (found,) = ranks(1, function, True, per_token, masked, setup=ADAPTOR, timeout=120)
+    assert found.keys() == truth.keys()
+    for name, gradient in truth.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    (wrong,) = ranks(1, function, False, per_token, masked, setup=ADAPTOR, timeout=120)
+    assert any(not torch.allclose(wrong[name], truth[name], rtol=1e-2) for name in truth)
+
+
 def test_prediction_layers_are_recomputed_with_packed_documents(ranks):
     function = mtp_repair_ranks.packed_gradients
     (truth,) = ranks(1, function, True, {}, setup=ADAPTOR, timeout=120)
