@@ -76,9 +76,10 @@ class CyclicSampler:
         while True:
             epoch, offset = divmod(consumed, per_epoch)
             order = self._order(epoch, offset)
-            for first in range(0, len(order) - p.micro_batch_size + 1, p.micro_batch_size):
+            # All ranks end an epoch together, also if some have samples for one batch more.
+            for step in range((per_epoch - offset) // p.step):
                 consumed += p.step
-                yield order[first : first + p.micro_batch_size]
+                yield order[step * p.micro_batch_size : (step + 1) * p.micro_batch_size]
 
     def _order(self, epoch: int, offset: int) -> list[int]:
         """This rank's samples of one epoch, from ``offset`` samples of all ranks on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, islice
 
 import pytest
@@ -88,6 +89,20 @@ def test_cyclic_reads_each_sample_at_most_once_per_epoch(sharding):
             seen += [index for batch in islice(batches, per_epoch) for index in batch]
         assert len(seen) == len(set(seen)) == 20
         assert set(seen) <= set(range(22))
+
+
+@pytest.mark.parametrize("sharding", [True, False])
+def test_cyclic_ranks_begin_an_epoch_together(sharding):
+    """Of 10 samples in micro-batches of 2 three ranks read 6; rank 0 could read 4 alone."""
+    for epoch in range(3):
+        seen: list[int] = []
+        for rank in range(3):
+            p = SamplerConfig(total=10, consumed=0, micro_batch_size=2, rank=rank, ranks=3)
+            (batch,) = islice(CyclicSampler(p, sharding=sharding), epoch, epoch + 1)
+            resumed = CyclicSampler(replace(p, consumed=6 * epoch), sharding=sharding)
+            assert next(iter(resumed)) == batch
+            seen += batch
+        assert len(set(seen)) == 6
 
 
 @pytest.mark.parametrize("sharding", [True, False])
