@@ -349,3 +349,34 @@ def upcycled(repaired: bool) -> list[float]:
     tokens = torch.arange(16)[None]
     outputs = [[chunk(tokens, tokens, None) for chunk in chunks] for chunks in (dense, moe)]
     return [float((a - b).abs().max()) for a, b in zip(*outputs, strict=True)]
+
+
+def frequencies(repaired: bool, explicit: dict[str, float]) -> tuple[torch.Tensor, Any]:
+    """Frequencies and interpolation of a model that a script with two rotary flags builds.
+
+    Args:
+        repaired: With the repair.
+        explicit: What the script passes on.
+    """
+    import sys
+    import types
+
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    from mindspeed.adaptor.repairs import rope_flags
+    from tests.support import gpt_ranks
+
+    flags = {"rope_scaling_factor": 32.0, "rotary_seq_len_interpolation_factor": 2}
+    configured(rope_flags, {"use_rope_scaling": True, **flags}, repaired)
+    one_rank()
+    script: Any = types.ModuleType("megatron.training.global_vars")
+    script.get_args = lambda: types.SimpleNamespace(**flags)
+    sys.modules[script.__name__] = script
+    config = gpt_ranks.config("layernorm-gelu-bias")
+    layers = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    rotary = GPTModel(
+        config, layers, vocab_size=32, max_sequence_length=8, position_embedding_type="rope",
+        rope_scaling=True, rotary_base=500000, **explicit,
+    ).rotary_pos_emb  # fmt: skip
+    return rotary.inv_freq, rotary.seq_len_interpolation_factor

@@ -124,3 +124,16 @@ def test_chunks_of_a_dense_model_are_turned_into_experts(ranks):
     assert max(found) < 1e-5
     with pytest.raises(RankError, match="moe_ffn_hidden_size must be None"):
         ranks(1, layer_repair_ranks.upcycled, False, setup=ADAPTOR)
+
+
+@pytest.mark.parametrize(
+    ("repaired", "explicit", "factor", "interpolation"),
+    [(True, {}, 32, 2), (True, {"rope_scaling_factor": 4.0}, 4, 2), (False, {}, 8, None)],
+)
+def test_rotary_flags_reach_the_model(ranks, repaired, explicit, factor, interpolation):
+    function = layer_repair_ranks.frequencies
+    ((found, positions),) = ranks(1, function, repaired, explicit, setup=ADAPTOR)
+    unscaled = 500000 ** -torch.arange(0, 1, 0.25)
+    assert found[0] == 1
+    torch.testing.assert_close(found[-1], unscaled[-1] / factor)  # the longest wave
+    assert positions == interpolation

@@ -71,6 +71,7 @@ from mindspeed.adaptor.repairs import (
     rerun_checkpoints,
     rng_shards,
     rng_tracker,
+    rope_flags,
     router_loss_log,
     router_loss_scale,
     sampler_epochs,
@@ -157,6 +158,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
         values.get("attention_output_gate") and "muon" in str(values.get("optimizer"))
     ),
     te_activation: lambda values: values.get("use_te_activation_func"),
+    rope_flags: rope_flags.needed,
     upcycling: lambda values: values.get("moe_use_upcycling"),
     legacy_shards: lambda values: values.get("num_experts"),
     router_loss_log: lambda values: values.get("mtp_num_layers") and values.get("num_experts"),
