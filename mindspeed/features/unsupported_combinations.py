@@ -158,6 +158,14 @@ def _stored_narrow(name: str) -> Rule:
 
 RULES = (
     Rule(
+        _with("softmax_scale", lambda m: m.get("multi_latent_attention")),
+        Problem(
+            "--softmax-scale",
+            "multi-latent attention computes its own scale and does not read it",
+            "drop it; --mscale-all-dim and --rotary-scaling-factor change that scale",
+        ),
+    ),
+    Rule(
         lambda m: _is_sgd(m) and _shards_states(m),
         Problem(
             "--optimizer sgd",

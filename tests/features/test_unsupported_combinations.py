@@ -49,6 +49,10 @@ REFUSED = {
     ),
     "clip-parts": (CLIP | {"tensor_model_parallel_size": 2}, "--qk-clip: takes the joint weight"),
     "clip-gate": (CLIP | {"attention_output_gate": True}, "--qk-clip: takes the joint weight"),
+    "mla-scale": (
+        {"softmax_scale": 0.5, "multi_latent_attention": True},
+        "--softmax-scale: multi-latent attention computes its own",
+    ),
     "instances-whole": (
         SHARED_INSTANCES | WHOLE,
         "-instances 2: no .*add --use-distributed-optimizer",

@@ -131,10 +131,8 @@ def _expected(kind: str, per_token: bool, padding: bool) -> torch.Tensor:
         valid = ~_padding(number) if padding else torch.ones(SEQUENCE, dtype=torch.bool)
         logits = x.double()[valid] @ weight.t()
         counts.append(_chosen(logits.flatten(0, 1), TOPK).sum(0))
-        if (
-            kind == "global_aux_loss"
-        ):  # the experts' tokens are a mean over the micro-batches so far
-            share = torch.stack(counts).mean(0) / logits.flatten(0, 1).shape[0]
+        if kind == "global_aux_loss":  # the experts' share of all tokens so far
+            share = torch.stack(counts).sum(0) / (torch.stack(counts).sum() / TOPK)
             losses.append(_balance(logits.flatten(0, 1), TOPK, share))
         else:
             losses.append(_loss(kind, logits))

@@ -7,11 +7,13 @@ tokens of one sequence of the micro-batch (PR 5798).
 ``moe_utils.get_tokens_per_expert_and_token_count`` sums the counts of a rank in place over the
 ranks before it reads them (PR 7481). The z-loss in the log is that of one rank (PR 3199). Without
 ``--moe-router-dtype`` sigmoid scores and the z-loss are computed in 16 bits (PR 2765). Each
-data-parallel rank has a part of the global loss, and the parts are averaged (issue 3672).
+data-parallel rank has a part of the global loss, and the parts are averaged (issue 3672); it
+divides the counts of all micro-batches of a step by the tokens of the last one, as if all had as
+many (PR 7214).
 Symptom: silent; experts are balanced with 1 / (TP x CP), or 1 / micro-batch size, of the
 coefficient that the user gave, with the global loss 1 / DP. With a padding mask, the weight of a
-rank depends on the others. Rounded scores tie, and choose other experts for the loss than those
-that get the tokens.
+rank depends on the others, and the global loss on the order of micro-batches. Rounded scores tie,
+and choose other experts for the loss than those that get the tokens.
 Fix: losses are multiplied with the tokens of the micro-batch on all ranks that share it, without
 padding, and computed in fp32 at least; the z-loss is logged as the mean over the ranks. Cost: one
 scalar all-reduce per loss and layer, only with a padding mask.
@@ -21,6 +23,7 @@ Versions: 0.16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from mindspeed.adaptor.patch import Patch
 
 OWNER = "repair:router-loss-scale"
 _SEQUENCES = "_sequences_of_loss"  # of the micro-batch, while the loss per sequence is attached
+_global_router: ContextVar[Any] = ContextVar("_global_router", default=None)  # computes its loss
 
 
 def count_own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +47,9 @@ def count_own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         own = routing_map.sum() / (topk or 1) if with_padding_mask else routing_map.shape[0]
         counts, _, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        if (router := _global_router.get()) is not None:
+            # Megatron adds the counts, and 1 to the steps by which it divides the sum.
+            router.ga_steps.copy_(router.global_tokens_per_expert.sum() / router.topk / total)
         return counts, own, total
 
     return get_tokens_per_expert_and_token_count
@@ -72,6 +79,19 @@ def count_sequences(original: Callable[..., torch.Tensor]) -> Callable[..., torc
             delattr(self, _SEQUENCES)
 
     return _apply_seq_aux_loss
+
+
+def count_micro_batches(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap ``_apply_global_aux_loss``: its steps are earlier tokens by those of this one."""
+
+    def _apply_global_aux_loss(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        token = _global_router.set(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _global_router.reset(token)
+
+    return _apply_global_aux_loss
 
 
 def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -180,6 +200,14 @@ PATCHES = (
         OWNER,
         "the tokens of a micro-batch are those of all its sequences",
         expects="(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, ...)",
+        versions=_VERSIONS,
+    ),
+    Patch(
+        _ROUTER + "_apply_global_aux_loss",
+        count_micro_batches,
+        OWNER,
+        "the global loss divides the counts of all micro-batches by the tokens of all",
+        expects="(self, probs, scores_for_aux_loss, routing_map, with_padding_mask)",
         versions=_VERSIONS,
     ),
     Patch(
