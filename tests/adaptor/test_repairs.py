@@ -21,6 +21,7 @@ from mindspeed.adaptor.repairs import (
     absent_triton,
     dataset_helpers,
     first_report,
+    loss_normalisation,
     main_params,
     zero_losses,
 )
@@ -384,6 +385,26 @@ def test_strided_tensors_are_reduced(ranks):
 def test_what_one_rank_reduces_can_be_changed_in_place(ranks):
     (found,) = ranks(1, repair_ranks.changed_in_place, setup=ADAPTOR, timeout=120)
     assert [bool((gradient == 12).all()) for gradient in found] == [True, True]  # 2 * 2 * (2 + 1)
+
+
+@pytest.mark.parametrize("counts", [(), (torch.tensor(5),)], ids=["mean", "sum"])
+def test_a_report_is_not_divided_with_its_loss(counts):
+    def divide_in_place(model, output, loss_func, config):
+        loss, *_, report = loss_func(output)
+        loss /= 4
+        return loss, report
+
+    calculate = loss_normalisation.divide_by_tokens_of_all_ranks(divide_in_place)
+    config = types.SimpleNamespace(calculate_per_token_loss=False)
+    reports = []
+
+    def loss_func(output):
+        loss = output.sum()
+        reports.append(loss.detach())
+        return (loss, *counts, reports[0])
+
+    loss, _ = calculate(None, torch.full((4,), 3.0, requires_grad=True), loss_func, config)
+    assert (loss.item(), reports[0].item()) == (3, 12)
 
 
 def test_context_parallel_losses_are_means_over_all_tokens(ranks):

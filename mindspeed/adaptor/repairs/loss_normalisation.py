@@ -3,10 +3,12 @@
 Where: ``megatron.core.pipeline_parallel.schedules.forward_step_calc_loss``. A loss function of
 three values, ``(sum, number of tokens, report)``, is divided by the tokens of one context-parallel
 rank (Megatron-LM PR 7513). One of two values is divided by nothing if losses are per token, which
-sums gradients over the data- and context-parallel ranks (verl issue 6609).
+sums gradients over the data- and context-parallel ranks (verl issue 6609). The loss is divided in
+place, and with it a report that shares its memory, such as ``loss.detach()`` (Primus PR 1079).
 Symptom: silent; with context parallelism and masked tokens (fine-tuning) a token counts the more,
 the fewer tokens its rank has; with ``--calculate-per-token-loss`` the gradients of a loss function
-of two values are too large by the number of ranks.
+of two values are too large by the number of ranks. A reported loss is divided by the number of
+micro-batches.
 Fix: the number of tokens is the mean over the context-parallel ranks; equal numbers change nothing.
 Cost: one scalar all-reduce per micro-batch. A loss function of two values is refused where losses
 are per token.
@@ -41,6 +43,7 @@ def divide_by_tokens_of_all_ranks(original: Callable[..., Any]) -> Callable[...,
             returned = loss_func(output, **options)
             if options.get("non_loss_data") or not isinstance(returned, tuple):
                 return returned
+            returned = (returned[0].clone(), *returned[1:])  # Megatron divides it in place
             if config.calculate_per_token_loss:
                 _refuse_two_values(returned)
             elif len(returned) == 3:
