@@ -18,7 +18,18 @@ from feature_table import ROOT, insert, node_exists
 from mindspeed.adaptor.upstream import NEEDED, Report, load_reports
 
 PAGE = ROOT / "docs" / "upstream.md"
-ADDRESSES = {"Megatron-LM": "NVIDIA/Megatron-LM", "verl": "volcengine/verl"}
+ADDRESSES = {
+    "AReaL": "areal-project/AReaL",
+    "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
+    "Megatron-LM": "NVIDIA/Megatron-LM",
+    "NeMo-RL": "NVIDIA-NeMo/RL",
+    "Primus": "AMD-AGI/Primus",
+    "SkyRL": "NovaSky-AI/SkyRL",
+    "TransformerEngine-ROCm": "ROCm/TransformerEngine",
+    "ms-swift": "modelscope/ms-swift",
+    "slime": "THUDM/slime",
+    "verl": "volcengine/verl",
+}
 
 
 def table(reports: Sequence[Report]) -> str:
