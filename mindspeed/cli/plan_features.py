@@ -92,7 +92,7 @@ def _data(plan: ActivationPlan, flags: Sequence[str]) -> dict[str, object]:
 def _text(plan: ActivationPlan, flags: Sequence[str]) -> str:
     lines = [
         f"pipeline rank {number}: {stage.peak / 2**20:,.1f} MiB of {plan.budget / 2**20:,.1f}, "
-        f"least {max(stage.peaks[:2]) / 2**20:,.1f}; recomputation adds "
+        f"least {stage.least / 2**20:,.1f}; recomputation adds "
         f"{1e3 * stage.seconds:,.3f} ms to a micro-batch (modelled)"
         for number, stage in enumerate(plan.stages)
     ]

@@ -53,12 +53,14 @@ class StagePlan:
         layers: number of each layer in the model -> actions of its sites; None: the layers of
             multi-token prediction. Sites without one keep their activations.
         seconds: modelled time that is added to a micro-batch.
+        least: bytes of the smallest peak that is predicted of any plan.
     """
 
     rank: int
     peaks: tuple[int, ...]
     layers: tuple[tuple[int | None, LayerPlan], ...]
     seconds: float
+    least: int
 
     @property
     def peak(self) -> int:
@@ -156,9 +158,10 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
             for at, found in enumerate(controller.plans())
             for path, sites in found.items()
         )
-        solution = controller.solution
+        chosen, smallest = controller.solution, controller.smallest_peak()
         journal.undo()
-    return StagePlan(rank, tuple(peaks), layers, solution.seconds if solution else 0.0)
+    assert chosen is not None and smallest is not None  # else an error was raised
+    return StagePlan(rank, tuple(peaks), layers, chosen.seconds, smallest.peak)
 
 
 def _settings(args: argparse.Namespace, budget: int) -> Settings:

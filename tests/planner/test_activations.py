@@ -29,6 +29,7 @@ def test_the_plan_fits_and_its_file_needs_the_same_bytes(plans):
     assert flags[0] == "--activation-plan"
     assert peaks == [stage.peak for stage in plan.stages]
     assert max(peaks) <= MIDDLE
+    assert all(stage.least <= stage.peak for stage in plan.stages)
     assert any(sites for stage in plan.stages for _, sites in stage.layers)
 
 
@@ -74,7 +75,8 @@ def test_the_command_writes_the_file(ranks, tmp_path):
 
     own = ["plan", "--plan-activations", "4.29MiB", "--out", str(tmp_path), "--json", "--"]
     words = [*own, *command([*SMALL_MODEL.split(), *jobs.FLAGS.split(), "--nproc", "2"])]
-    ((status, text, errors),) = ranks(1, commands_job.run, words, setup=SETUP, backend=None)
+    options = {"setup": SETUP, "backend": None, "timeout": 240}
+    ((status, text, errors),) = ranks(1, commands_job.run, words, **options)
     assert status == 0, errors
     found = json.loads(text[text.index("{") :])
     assert found["fits"]

@@ -43,7 +43,14 @@ from mindspeed.memory.megatron import (
 )
 from mindspeed.memory.plan import LayerPlan, Plan
 from mindspeed.memory.runtime import Runtime
-from mindspeed.memory.solver import Budget, Candidate, LayerCosts, NothingFits, Solution
+from mindspeed.memory.solver import (
+    Budget,
+    Candidate,
+    LayerCosts,
+    NothingFits,
+    Solution,
+    smallest_peak,
+)
 
 _MIB = 2**20
 _OUT_OF_MEMORY = torch.OutOfMemoryError
@@ -125,6 +132,11 @@ class Controller:
     def solution(self) -> Solution | None:
         """The plan in force, as it was predicted; None before the first is chosen."""
         return self._solution
+
+    def smallest_peak(self) -> Solution | None:
+        """The plan with the smallest peak that is predicted; None before plans are chosen."""
+        known = self._adaptation
+        return None if known is None else smallest_peak(known.layers, known.budget)
 
     def plans(self) -> list[dict[str, LayerPlan]]:
         """Actions of the sites of all layers by path, of each chunk."""
