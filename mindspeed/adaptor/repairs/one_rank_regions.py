@@ -6,7 +6,8 @@ with one rank return their input out of an autograd function, and
 ``megatron.core.transformer.mlp.MLP``, which adds the bias of an expert to that in place.
 Symptom: ``RuntimeError: Output 0 of _ReduceFromModelParallelRegion is a view and is being modified
 inplace`` in the first step, on one rank and with ``--expert-tensor-parallel-size 1``.
-Fix: with one rank the input itself is returned, whose gradient is the same.
+Fix: with one rank a view that autograd knows is returned, whose gradient is the same. It is a node
+of its own in the graph, as before: ``SharedExpertMLP`` sets when that node runs in backward.
 Versions: all.
 """
 
@@ -30,7 +31,7 @@ def nothing_to_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., to
 
         group = get_tensor_model_parallel_group_if_none(group)
         if group is not None and group.size() == 1:
-            return input_
+            return input_.view_as(input_)
         return original(input_, group, *args, **kwargs)
 
     return reduced
