@@ -31,9 +31,9 @@ class Case:
         wide_gradients: accumulate gradients in fp32.
         options: more fields of Megatron's OptimizerConfig.
         model: name of the model's configuration.
-        model_options: more fields of it.
         overflows: steps with a gradient that is infinite.
         bucket: parameters of a bucket of gradients; None: all of the model.
+        model_options: more fields of the model's configuration.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
@@ -42,9 +42,9 @@ class Case:
     wide_gradients: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     model: str = "rmsnorm-swiglu-gqa"
-    model_options: Mapping[str, Any] = field(default_factory=dict)
     overflows: tuple[int, ...] = ()
     bucket: int | None = None
+    model_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
