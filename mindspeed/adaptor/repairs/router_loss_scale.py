@@ -82,7 +82,10 @@ def count_sequences(original: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def count_micro_batches(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``_apply_global_aux_loss``: its steps are earlier tokens by those of this one."""
+    """Wrap ``_apply_global_aux_loss``: its steps are earlier tokens by those of this one.
+
+    It attaches the loss, a scalar, to probabilities ``[s * b, experts]``.
+    """
 
     def _apply_global_aux_loss(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         token = _global_router.set(self)
