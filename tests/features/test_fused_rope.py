@@ -26,7 +26,8 @@ def test_losses_and_gradients_are_equal(ranks, rotary, spec, world_size):
     for fused, plain in ranks(
         world_size, fused_ranks.with_and_without, *arguments, setup=ADAPTOR, timeout=240
     ):
-        fused_ranks.assert_equal(fused.tensors, plain.tensors, 2e-6)
+        # Of the largest entry of each tensor: sums over two ranks in another order.
+        fused_ranks.assert_equal(fused.tensors, plain.tensors, 4e-6)
         assert fused.ops[OP] == 4  # queries and keys of two layers
         assert plain.ops[OP] == 0
 
