@@ -6,7 +6,7 @@ the model's ``pg_collection`` (finding 5 of Megatron-LM issue 7452).
 Symptom: routers of later stages mask other tokens or fail on the shape; with a group that has other
 ranks they silently mask the tokens of another rank.
 Fix: every stage takes the part of its rank in the model's group.
-Versions: all.
+Versions: >=0.16.
 """
 
 from __future__ import annotations
@@ -51,5 +51,6 @@ PATCHES = (
         OWNER,
         "padding masks are sharded like hidden states, on every pipeline stage",
         expects="(self, input_ids, position_ids, ...)",
+        versions=">=0.16",
     ),
 )
