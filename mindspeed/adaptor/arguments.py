@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,12 @@ from mindspeed import device
 from mindspeed.adaptor.patch import Patch
 
 OWNER = "arguments"
+
+
+def script_arguments() -> argparse.Namespace | None:
+    """The global arguments of a Megatron-LM script; None where a framework has set none."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None)
 
 
 def argument_patches(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.patch import Patch
 
 if TYPE_CHECKING:
@@ -43,9 +44,8 @@ def readers_patch(seams: Seams, owner: str) -> Patch:
 
     def make(original: Callable[..., bool]) -> Callable[..., bool]:
         def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-            from megatron.training import get_args
-
-            all_read = bool(seams.documents.functions) or get_args().sft
+            packed = getattr(script_arguments(), "sft", False)
+            all_read = bool(seams.documents.functions) or packed
             return all_read or any(pipeline_ends(seams, vp_stage))
 
         return is_first_or_last_pipeline_stage

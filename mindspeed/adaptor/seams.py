@@ -59,12 +59,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
 from mindspeed.adaptor import fused_functions, model_construction, packed_documents
+from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.pipeline_ends import readers_patch
@@ -365,11 +365,10 @@ def _log(seams: Seams) -> tuple[Patch, ...]:
 @contextlib.contextmanager
 def _arguments_changed(values: Mapping[str, Any]) -> Iterator[None]:
     """Other values in Megatron-LM's global arguments; nothing to do where there are none."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    if global_vars is None or global_vars._GLOBAL_ARGS is None:
+    args = script_arguments()
+    if args is None:
         yield
         return
-    args = global_vars.get_args()
     before = {name: getattr(args, name) for name in values}
     vars(args).update(values)
     try:

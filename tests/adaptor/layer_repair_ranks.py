@@ -351,12 +351,15 @@ def upcycled(repaired: bool) -> list[float]:
     return [float((a - b).abs().max()) for a, b in zip(*outputs, strict=True)]
 
 
-def frequencies(repaired: bool, explicit: dict[str, float]) -> tuple[torch.Tensor, Any]:
+def frequencies(
+    repaired: bool, explicit: dict[str, float], is_script: bool = True
+) -> tuple[torch.Tensor, Any]:
     """Frequencies and interpolation of a model that a script with two rotary flags builds.
 
     Args:
         repaired: With the repair.
         explicit: What the script passes on.
+        is_script: Arguments are set, as a framework that imports the module need not do.
     """
     import sys
     import types
@@ -371,7 +374,7 @@ def frequencies(repaired: bool, explicit: dict[str, float]) -> tuple[torch.Tenso
     configured(rope_flags, {"use_rope_scaling": True, **flags}, repaired)
     one_rank()
     script: Any = types.ModuleType("megatron.training.global_vars")
-    script.get_args = lambda: types.SimpleNamespace(**flags)
+    script._GLOBAL_ARGS = types.SimpleNamespace(**flags) if is_script else None
     sys.modules[script.__name__] = script
     config = gpt_ranks.config("layernorm-gelu-bias")
     layers = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)

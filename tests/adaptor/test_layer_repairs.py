@@ -137,3 +137,9 @@ def test_rotary_flags_reach_the_model(ranks, repaired, explicit, factor, interpo
     assert found[0] == 1
     torch.testing.assert_close(found[-1], unscaled[-1] / factor)  # the longest wave
     assert positions == interpolation
+
+
+def test_a_framework_without_arguments_builds_its_model(ranks):
+    """It has imported Megatron-LM's module of arguments and set none."""
+    ((_, positions),) = ranks(1, layer_repair_ranks.frequencies, True, {}, False, setup=ADAPTOR)
+    assert positions is None

@@ -15,12 +15,12 @@ Versions: all.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.patch import Patch
 
 OWNER = "repair:jit-warmup"
@@ -43,7 +43,7 @@ def preserve_cpu_rng(original: Callable[[], None]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _even_width() -> Iterator[None]:
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    args = script_arguments()
     if args is None or not _odd(vars(args)):
         yield
         return

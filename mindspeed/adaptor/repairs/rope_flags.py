@@ -10,10 +10,11 @@ Versions: all.
 
 from __future__ import annotations
 
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.patch import Patch
 
 OWNER = "repair:rope-flags"
@@ -33,8 +34,7 @@ def read_flags(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``GPTModel.__init__``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        script = sys.modules.get("megatron.training.global_vars")
-        values = vars(script.get_args()) if script is not None else {}
+        values = vars(script_arguments() or Namespace())
         flags = {name: values[flag] for name, flag in _FLAGS.items() if flag in values}
         original(self, *args, **(flags | kwargs))
 
