@@ -83,14 +83,36 @@ def adapted_layers(chunk: Any) -> list[tuple[str, AdaptedLinear]]:
     return [(name, module) for name, module in named if isinstance(module, AdaptedLinear)]
 
 
-def _check_names(modules: list[Any], config: LoraConfig) -> None:
-    """Every name means a module of some pipeline stage, and none means two things."""
-    matched, there, problems = set[str](), set[str](), list[str]()
-    for module in modules:
+def meant(chunks: Iterable[Any], config: LoraConfig) -> tuple[set[str], set[str]]:
+    """Names of the options that mean a module of these chunks, and names of their linear layers."""
+    matched, there = set[str](), set[str]()
+    for module in unwrap(chunks):
         for name, layer, shard in linear_layers(module):
             there.add(short_name(name))
             parts = parts_of(name, layer, module.config, shard)
             matched |= {t for t in config.target_modules if targeted(name, parts, (t,))}
+        saved = {n for n, _ in named_modules(module) if _means(n, config.modules_to_save)}
+        matched |= {s for s in config.modules_to_save if any(_means(n, (s,)) for n in saved)}
+    return matched, there
+
+
+def unknown(config: LoraConfig, matched: set[str], there: set[str]) -> list[str]:
+    """A problem for each name of the options that is not ``matched`` on any pipeline stage."""
+    known = ", ".join(sorted(there))
+    return [
+        f"{name} matches no linear layer of this model; it has {known} (or {ALL_LINEAR}); "
+        "embeddings can only be trained whole, with --lora-modules-to-save"
+        for name in (*config.target_modules, *config.modules_to_save)
+        if name not in matched
+    ]
+
+
+def _check_names(modules: list[Any], config: LoraConfig) -> None:
+    """Every name means a module of some pipeline stage, and none means two things."""
+    (matched, there), problems = meant(modules, config), list[str]()
+    for module in modules:
+        for name, layer, shard in linear_layers(module):
+            parts = parts_of(name, layer, module.config, shard)
             asked = targeted(name, parts, config.target_modules)
             if len(asked) > 1 and "all" in asked:
                 problems.append(f"{name} is named whole and by its parts: name it one way")
@@ -109,35 +131,31 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
                 )
             if asked and _means(name, config.modules_to_save):
                 problems.append(f"{name} is in --lora-target-modules and --lora-modules-to-save")
-        saved = {n for n, _ in named_modules(module) if _means(n, config.modules_to_save)}
-        matched |= {s for s in config.modules_to_save if any(_means(n, (s,)) for n in saved)}
-    wanted = (*config.target_modules, *config.modules_to_save)
-    matched, there, problems = _from_all_stages(matched, there, problems, wanted)
-    for name in wanted:
-        if name not in matched:
-            known = ", ".join(sorted(there))
-            problems.append(
-                f"{name} matches no linear layer of this model; it has {known} (or {ALL_LINEAR}); "
-                "embeddings can only be trained whole, with --lora-modules-to-save"
-            )
+    group = _stages()
+    if group is None or group.size() == 1:
+        problems += unknown(config, matched, there)
+    elif dist.get_backend(group) != "fake":  # else a dry run, which asks all stages itself
+        matched, there, problems = _from_all_stages(matched, there, problems, group)
+        problems += unknown(config, matched, there)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-def _from_all_stages(
-    matched: set[str], there: set[str], problems: list[str], wanted: tuple[str, ...]
-) -> tuple[set[str], set[str], list[str]]:
+def _stages() -> Any:
+    """The group of the pipeline's ranks; None outside of a job."""
     from megatron.core import parallel_state
 
-    mine = (matched, there, problems)
     if not parallel_state.model_parallel_is_initialized():
-        return mine
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() > 1 and dist.get_backend(group) == "fake":
-        return matched | set(wanted), there, problems  # of a dry run: no other stage is there
-    found: list[Any] = [mine] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(found, mine, group=group)
+        return None
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def _from_all_stages(
+    matched: set[str], there: set[str], problems: list[str], group: Any
+) -> tuple[set[str], set[str], list[str]]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, (matched, there, problems), group=group)
+    matched, there, problems = set(), set(), []
     for more_matched, more_there, more_problems in found:
         matched, there = matched | more_matched, there | more_there
         problems = problems + more_problems

@@ -21,6 +21,9 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mindspeed.errors import ConfigError
+from mindspeed.lora import LoraConfig
+from mindspeed.lora.attach import meant, unknown
 from mindspeed.optimizer.megatron import mark_rare_gradients
 from mindspeed.te.optimizer_policy import keeps_fp32
 from mindspeed.training.fake_job import build_chunks, fake_job
@@ -57,9 +60,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """All parameters of one rank."""
+    """All parameters of one rank.
+
+    Attributes:
+        parameters: of all its chunks.
+        names: those of adapters' options that mean something there, and those of linear layers.
+    """
 
     parameters: tuple[Parameter, ...]
+    names: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
     def entries(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:
         """Entries of those that are chosen."""
@@ -83,9 +92,19 @@ def count(args: argparse.Namespace) -> list[RankParameters]:
 
     Args:
         args: final values, of a dry run; the process is not part of a job.
+
+    Raises:
+        ConfigError: a name of ``--lora-target-modules`` or ``--lora-modules-to-save`` means nothing
+            on any stage.
     """
     args = with_fewest_replicas(args)
-    return [_of_rank(args, stage) for stage in range(args.pipeline_model_parallel_size)]
+    stages = [_of_rank(args, stage) for stage in range(args.pipeline_model_parallel_size)]
+    if adapters := LoraConfig.from_args(args):
+        matched = set[str]().union(*(one.names[0] for one in stages))
+        there = set[str]().union(*(one.names[1] for one in stages))
+        if problems := unknown(adapters, matched, there):
+            raise ConfigError("\n".join(problems))
+    return stages
 
 
 def entries_of_model(args: argparse.Namespace, stages: list[RankParameters]) -> int:
@@ -149,7 +168,9 @@ def _of_rank(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> Rank
             for index, chunk in enumerate(chunks)
             for name, parameter in chunk.named_parameters()
         }
-        return RankParameters(tuple(named.values()))
+        adapters = LoraConfig.from_args(args)
+        matched, there = meant(chunks, adapters) if adapters else (set(), set())
+        return RankParameters(tuple(named.values()), (frozenset(matched), frozenset(there)))
 
 
 def _parameter(chunk: int, name: str, parameter: Any) -> Parameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed.testing import RankError
 from tests.support.trainer_job import SETUP
 from tests.training.parameter_counts_job import built, counted
 
@@ -16,6 +17,7 @@ MOE += "--moe-router-score-function sigmoid"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP, EP = f"{TP} --sequence-parallel", "--expert-model-parallel-size 2"
 PLAIN = MOE.replace("--moe-router-enable-expert-bias", "")
+LORA = "--load x --lora-r 4 --lora-target-modules"
 # Model, layout, ranks.
 CASES = {
     "biases": ("", TP, 2),
@@ -33,6 +35,7 @@ CASES = {
     "hot experts": (PLAIN, f"{EP} --balanced-moe-experts --balanced-moe-hot-expert-num 1", 2),
     "tied, in a V-shape": ("", f"{PP} --schedules-method dualpipev", 2),
     "adapters": (f"{GQA} --load x --lora-r 4 --lora-target-modules all-linear", TP, 2),
+    "adapters of the last stage": (f"{GQA} {LORA} o_proj output_layer", PP, 2),
 }
 
 
@@ -48,3 +51,9 @@ def test_parameters_are_those_of_real_ranks_and_of_the_model_on_one(rank_pool, c
         assert sizes == next(sizes for at, *sizes, first in found if first and at == stage)
     ((_, whole, *_),) = rank_pool.run(1, built, model, backend=None, **options)
     assert total == whole
+
+
+def test_a_name_that_no_stage_knows_is_refused(rank_pool):
+    flags = f"{GQA} {PP} {LORA} o_proj q_projj"
+    with pytest.raises(RankError, match="q_projj matches no linear layer of this model; it has"):
+        rank_pool.run(1, counted, flags, 2, setup=SETUP, backend=None, timeout=120)
