@@ -25,7 +25,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.lora import LoraConfig
 from mindspeed.lora.attach import meant, unknown
 from mindspeed.optimizer.megatron import mark_rare_gradients
-from mindspeed.te.optimizer_policy import keeps_fp32
+from mindspeed.te import optimizer_policy
 from mindspeed.training.fake_job import build_chunks, fake_job
 
 _LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+")
@@ -183,7 +183,7 @@ def _parameter(chunk: int, name: str, parameter: Any) -> Parameter:
         expert=not getattr(parameter, "allreduce", True),
         sharded=getattr(parameter, "tensor_model_parallel", False),
         copied=getattr(parameter, "shared", False),
-        exempt=keeps_fp32(parameter),
+        exempt=optimizer_policy.keeps_fp32(parameter),
         matrix=parameter.dim() == 2
         and not getattr(parameter, "is_embedding_or_output_parameter", False),
     )

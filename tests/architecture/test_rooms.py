@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source import ROOT, imports_of, parsed, room, sources
+from tests.architecture.source import PACKAGE, ROOT, imports_of, parsed, room, sources
 
 # Below the bridge nothing knows Megatron; an algorithm package may in its file megatron.py.
 WITHOUT_MEGATRON = {
@@ -32,6 +32,12 @@ WITHOUT_MEGATRON = {
     "ranges",
     "security",
     "unpickle",
+}
+# Functions that a feature may replace, looked up at each call. Taken by name on purpose:
+KERNEL_TABLES = ("kernels", "attention_policy", "optimizer_policy", "comm")
+TAKEN_BY_NAME = {
+    "te/fused_experts.py": "grouped_matmul",  # the plain one, whatever a feature put in its place
+    "te/cross_entropy.py": "group_size",  # a helper of the table
 }
 # The suite may ask for its arguments; the adaptor stands in Megatron-LM's own functions, which do.
 MAY_ASK_FOR_ARGUMENTS = {
@@ -94,6 +100,18 @@ def test_nobody_calls_a_global_get_args_below_the_suite() -> None:
         and ast.unparse(node.func).split(".")[-1] == "get_args"
     ]
     assert found == []
+
+
+def test_nobody_takes_a_replaceable_kernel_by_name() -> None:
+    """A name that is bound before a feature attaches is the kernel that the feature replaces."""
+    tables = tuple(f"mindspeed.te.{table}." for table in KERNEL_TABLES)
+    found = {
+        path.relative_to(PACKAGE).as_posix(): one.name.split(".")[-1]
+        for path in sources()
+        for one in imports_of(path)
+        if one.name.startswith(tables) and not one.lazy
+    }
+    assert found == TAKEN_BY_NAME
 
 
 def test_the_import_contracts_hold() -> None:
