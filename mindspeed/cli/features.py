@@ -17,9 +17,9 @@ from rich.table import Table
 from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature
-from mindspeed.features.flags import flags_of
 from mindspeed.features.registry import add_arguments as add_feature_flags
 from mindspeed.features.registry import all_features, origin_of, resolve
+from mindspeed.flags import flags_of
 from mindspeed.plugins import BUILT_IN
 
 HELP = "list the features: flag, level, devices, conflicts"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
 from mindspeed.errors import DEBUG
-from mindspeed.features.flags import flags_of
+from mindspeed.flags import flags_of
 from mindspeed.testing.processes import die_with_parent
 
 if TYPE_CHECKING:

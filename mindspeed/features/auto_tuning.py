@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features._auto_tuning_command import devices, plan_and_end
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import MAX_RANKS, Range
 
 if TYPE_CHECKING:

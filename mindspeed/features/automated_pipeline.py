@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.features._activation_memory import attach_plan, common_problems, convert_linears
 from mindspeed.features._automated_result import MEMORY, PERF, job_of, values_of
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import MAX_SIZE, Range
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed.errors import ConfigError
 from mindspeed.features import _overlapped_products as shared
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag, given_names
+from mindspeed.flags import flag, given_names
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

@@ -27,7 +27,7 @@ from mindspeed import device
 from mindspeed.features._context_parallel_checks import indivisible as indivisible
 from mindspeed.features._context_parallel_checks import problems, uneven_heads
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import RANKS, SIZE, Range
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mindspeed.errors import ConfigError
 from mindspeed.features._moe_programs import layer_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from mindspeed.features import _pipeline_plan as shared
 from mindspeed.features import _v_shape
 from mindspeed.features._divided_backward import divide_backward, divided_backward_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

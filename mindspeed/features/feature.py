@@ -58,7 +58,7 @@ class Feature:
         name: short name with dashes, unique.
         summary: one line for ``mindspeed features``.
         level: 0 compatibility and tools, 1 fused operators, 2 everything else.
-        options: frozen dataclass of flags (:mod:`mindspeed.features.flags`).
+        options: frozen dataclass of flags (:mod:`mindspeed.flags`).
         enabled: ``(options, megatron) -> bool``; ``megatron`` is a read-only mapping of Megatron's
             arguments.
         attach: ``(seams, options, megatron) -> None`` attaches functions to seams; it imports the

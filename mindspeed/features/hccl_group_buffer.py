@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.device import hccl_buffers
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

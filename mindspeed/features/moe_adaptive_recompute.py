@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._moe_saving import problems_of
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mindspeed.features._moe_programs import layer_problems
 from mindspeed.features.deepspeed_moe import sends_equally
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.features._moe_programs import expert_ranks, layer_problems
 from mindspeed.features.deepspeed_moe import sends_equally
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features._moe_saving import chunk_policies, problems_of
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

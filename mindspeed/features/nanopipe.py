@@ -22,7 +22,7 @@ from mindspeed.features._divided_backward import (
     divided_backward_problems,
 )
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

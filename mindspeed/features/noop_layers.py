@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import check_value, flag, flags_of
+from mindspeed.flags import check_value, flag, flags_of
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _pipeline_plan as shared
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

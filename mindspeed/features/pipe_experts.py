@@ -18,7 +18,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

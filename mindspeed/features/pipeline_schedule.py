@@ -28,7 +28,7 @@ from mindspeed.features._divided_backward import (
 from mindspeed.features._scheduled_recomputation import drop_layers, layer_problems, recomputing
 from mindspeed.features._v_shape import flag_of
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._activation_memory import attach_plan, common_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

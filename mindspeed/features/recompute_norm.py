@@ -20,7 +20,7 @@ from mindspeed.features._activation_memory import (
     selective_problem,
 )
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

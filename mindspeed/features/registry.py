@@ -20,10 +20,10 @@ from typing import Any
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Problem
-from mindspeed.features.flags import add_flags, check_value, default_of, flags_of, given_names
 from mindspeed.features.level import LevelOptions
+from mindspeed.flags import add_flags, check_value, default_of, flags_of, given_names
 
-_SUPPORT_MODULES = {"feature", "flags", "level", "registry"}
+_SUPPORT_MODULES = {"feature", "level", "registry"}
 
 
 @lru_cache(maxsize=1)

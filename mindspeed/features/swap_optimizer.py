@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed.features import _host_states, _precision_aware
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

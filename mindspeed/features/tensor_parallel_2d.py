@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._two_dimensional_checks import grid_of, problems, widths_of
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import RANKS
 from mindspeed.tensor_parallel.two_dimensional import cost
 

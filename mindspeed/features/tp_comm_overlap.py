@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _overlapped_products as shared
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     import torch

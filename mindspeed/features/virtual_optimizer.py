@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mindspeed import device
 from mindspeed.features import _host_states, _precision_aware
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

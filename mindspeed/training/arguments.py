@@ -26,7 +26,7 @@ import torch
 from mindspeed import ranges
 from mindspeed.errors import ConfigError
 from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
-from mindspeed.features.flags import flags_of
+from mindspeed.flags import flags_of
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
 from mindspeed.training.flag_types import (
     Ignored,

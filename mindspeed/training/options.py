@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 from mindspeed.ranges import (
     ABOVE_ZERO,
     COUNT,

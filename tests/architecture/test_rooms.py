@@ -29,6 +29,7 @@ WITHOUT_MEGATRON = {
     "json_fields",
     "op_builder",
     "parsing",
+    "flags",
     "ranges",
     "security",
     "unpickle",

@@ -9,7 +9,7 @@ import pytest
 from mindspeed.checkpoint.architecture import check_architecture
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.features import registry
-from mindspeed.features.flags import flags_of
+from mindspeed.flags import flags_of
 
 JOB = {
     "num_experts": 8,

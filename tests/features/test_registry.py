@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Problem
-from mindspeed.features.flags import add_flags, check_value, flag, flags_of, parse_value
 from mindspeed.features.registry import (
     all_features,
     attachment_order,
@@ -21,6 +20,7 @@ from mindspeed.features.registry import (
     refuse_unknown,
     resolve,
 )
+from mindspeed.flags import add_flags, check_value, flag, flags_of, parse_value
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import mindspeed.megatron_adaptor
-from mindspeed.features.flags import flags_of
 from mindspeed.features.registry import all_features
+from mindspeed.flags import flags_of
 from tests.planner import test_counts, test_counts_context, test_counts_experts
 from tests.planner import test_counts_pipeline as pipeline
 from tests.planner.tried_flags import NOT_COUNTED, TRIED, outcomes

@@ -4,7 +4,7 @@ FEATURE = """
 from dataclasses import dataclass
 
 from mindspeed.features.feature import Feature
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed.cli.main import COMMANDS
 from mindspeed.errors import ConfigError
-from mindspeed.features.flags import add_flags, check_value, flag, flags_of, parse_value
+from mindspeed.flags import add_flags, check_value, flag, flags_of, parse_value
 from mindspeed.ranges import (
     ABOVE_ZERO,
     COUNT,

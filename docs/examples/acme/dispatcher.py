@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed.features.feature import Feature, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass
 
 from mindspeed.features.feature import Feature, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 
 @dataclass(frozen=True)

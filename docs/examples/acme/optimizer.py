@@ -6,7 +6,7 @@ u = sign(beta1 m + (1 - beta1) g)     w <- w - lr (u + decay w)     m <- beta2 m
 from dataclasses import dataclass
 
 from mindspeed.features.feature import Feature
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mindspeed.features.feature import Feature, Problem
-from mindspeed.features.flags import flag
+from mindspeed.flags import flag
 
 
 @dataclass(frozen=True)

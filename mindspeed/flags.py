@@ -1,4 +1,4 @@
-"""A feature's flags are the fields of a frozen dataclass.
+"""Flags are the fields of a frozen dataclass.
 
     @dataclass(frozen=True)
     class SwapOptions:
