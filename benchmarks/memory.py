@@ -26,7 +26,7 @@ import torch.distributed as dist
 import mindspeed
 import mindspeed.megatron_adaptor  # the line that a script needs
 from mindspeed import device, session
-from mindspeed.testing import saved_for_backward
+from mindspeed.instruments import saved_for_backward
 
 FUSED = {
     "use_fused_rmsnorm": True,

@@ -33,12 +33,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from mindspeed.instruments.clock import Link
 from mindspeed.moe.comparison import ENTRIES, Job, compare
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.sizes import Sizes
 from mindspeed.moe.timeline import Rates
-from mindspeed.testing.clock import Link
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 
 RANKS, RATIOS, LATENCY = 2, (0.5, 1.0), 5e-4
 SIZES = Sizes(tokens=512, hidden=512, experts=8, topk=2, ffn=768, ep=RANKS, itemsize=4)

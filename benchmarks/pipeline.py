@@ -41,7 +41,7 @@ from mindspeed.pipeline.schedule.executor import Tensors, execute
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 
 SCHEDULES = (
     ("1f1b", 1, "Schedule1F1B"),

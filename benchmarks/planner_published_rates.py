@@ -29,10 +29,10 @@ from typing import Any
 
 from planner_recordings import Recording
 
+from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.operations import Operation
 from mindspeed.planner.rates import DeviceRates
-from mindspeed.testing.ledger import Communication
 
 WEIGHT_GRADIENTS = (
     "mindspeed::matmul_add",

@@ -36,10 +36,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Work
 
+from mindspeed.processes import free_port
 from mindspeed.te import kernels
 from mindspeed.tensor_parallel.products import OverlappedProducts
 from mindspeed.tensor_parallel.strategy import OPERATIONS, Overlap
-from mindspeed.testing.processes import free_port
 
 RATIOS, PARTS, LATENCY = (0.5, 1.0, 2.0), (1, 2, 4, 8), 5e-4
 MEASURED = ("matmul_scatter", "gather_matmul")

@@ -30,11 +30,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from mindspeed.processes import die_with_parent, free_port
 from mindspeed.testing.processes import (
     STACK_DUMP_SIGNAL,
-    die_with_parent,
     exit_text,
-    free_port,
     kill_child,
     settle_child,
     tail,

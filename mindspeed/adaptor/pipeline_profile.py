@@ -252,7 +252,7 @@ class Profiler:
     def _counted(
         self, index: int, chunk: Any, layers: Mapping[str, Any], forward: Any, args: Any, kw: Any
     ) -> Any:
-        from mindspeed.testing import saved_for_backward
+        from mindspeed.instruments import saved_for_backward
 
         with saved_for_backward(chunk) as saved:
             output = forward(*args, **kw)

@@ -26,12 +26,12 @@ from mindspeed.cli.moe_table import as_data, print_table, title
 from mindspeed.cli.moe_text import timeline
 from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
+from mindspeed.instruments.clock import Link
 from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
 from mindspeed.moe.sizes import Sizes
 from mindspeed.profiling.model_flops import ModelShape, attention_products
 from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, NOT_NEGATIVE, Range, number, whole
-from mindspeed.testing.clock import Link
 
 HELP = "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory"
 

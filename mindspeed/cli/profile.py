@@ -124,7 +124,7 @@ def _check(own: argparse.Namespace) -> None:
 
 
 def _cluster(own: argparse.Namespace) -> Cluster:
-    from mindspeed.testing.clock import Link
+    from mindspeed.instruments.clock import Link
     from mindspeed.training.modelled_step import Cluster
 
     return Cluster(

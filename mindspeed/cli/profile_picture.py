@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.cli.training_plot import COLORS, GREY, check_format, figure_class, write_figure
-from mindspeed.testing.clock import Interval
+from mindspeed.instruments.clock import Interval
 from mindspeed.training.modelled_costs import lane_of
 from mindspeed.training.modelled_step import OUTSIDE, ModelledStep
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed import device
 from mindspeed.errors import DEBUG
 from mindspeed.flags import flags_of
-from mindspeed.testing.processes import die_with_parent
+from mindspeed.processes import die_with_parent
 
 if TYPE_CHECKING:
     from mindspeed.features.auto_tuning import AutoTuningOptions

@@ -147,7 +147,7 @@ class _Capture:
         stop: Raise :class:`_Stop` at the last that is needed.
 
     Attributes:
-        second_run: Tells :mod:`mindspeed.testing.saved` that the values wait for a backward.
+        second_run: Tells :mod:`mindspeed.instruments.saved` that the values wait for a backward.
     """
 
     second_run = True

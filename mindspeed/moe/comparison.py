@@ -32,7 +32,7 @@ from mindspeed.moe.timeline import Rates, Timeline, simulate
 
 
 class Link(Protocol):
-    """How long a communication takes, such as :class:`mindspeed.testing.clock.Link`."""
+    """How long a communication takes, such as :class:`mindspeed.instruments.clock.Link`."""
 
     def seconds(self, nbytes: float) -> float:
         """Of one that sends ``nbytes``."""

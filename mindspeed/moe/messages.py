@@ -31,7 +31,7 @@ class Message:
     Attributes:
         name: as the log calls it: stage and tensor.
         group: "ep", "tp" (slices of experts), "tp_ep": groups have links of their own.
-        op: as :mod:`mindspeed.testing.ledger` calls it.
+        op: as :mod:`mindspeed.instruments.ledger` calls it.
         given: bytes of the tensor that is sent.
         wire: bytes that this rank sends.
         between: those of them that leave the node.

@@ -7,7 +7,7 @@
 The program is the one that :func:`mindspeed.moe.interpreter.execute` runs; backward is its mirror
 image. A computation occupies the compute stream. A communication starts when it is called, or when
 the one before it on the same group has ended; finishing it moves the compute stream to its end.
-These are the rules of :mod:`mindspeed.testing.clock`, which watches the real layer.
+These are the rules of :mod:`mindspeed.instruments.clock`, which watches the real layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIDE = ("shared", "shared_fc1", "shared_fc2", "anchor")  # once for all chunks
 
 
 class Link(Protocol):
-    """How long a communication takes, such as :class:`mindspeed.testing.clock.Link`."""
+    """How long a communication takes, such as :class:`mindspeed.instruments.clock.Link`."""
 
     def seconds(self, nbytes: float) -> float:
         """Of one that sends ``nbytes``."""

@@ -23,6 +23,7 @@ from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.features.adaptive_memory import FEATURE
 from mindspeed.files import atomic_write_text
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
 from mindspeed.memory.adaptive import SHARES
 from mindspeed.memory.adaptive.settings import Settings
@@ -35,7 +36,6 @@ from mindspeed.planner.feature_run import (
     wrapped_by,
     wrapper_of,
 )
-from mindspeed.testing.live_memory import LiveMemory
 
 FLAG = "--adaptive-recompute-device-size"
 PROFILED = 3

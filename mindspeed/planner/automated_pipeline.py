@@ -19,13 +19,13 @@ from mindspeed.adaptor.pipeline_profile import (
     profile_of,
 )
 from mindspeed.features.automated_pipeline import FEATURE
+from mindspeed.instruments.clock import VirtualClock
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.pipeline.automated.profile import Profile
 from mindspeed.pipeline.automated.task import Task, report
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.feature_run import fake_rank, modelled_clock, wrapped_by, wrapper_of
 from mindspeed.planner.rates import DeviceRates
-from mindspeed.testing.clock import VirtualClock
-from mindspeed.testing.live_memory import LiveMemory
 
 FLAG = "--automated-pipeline"
 

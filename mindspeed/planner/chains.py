@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mindspeed.testing.clock import Call, extent, storage_of
+from mindspeed.instruments.clock import Call, extent, storage_of
 
 
 class Chain:

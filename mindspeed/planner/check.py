@@ -16,9 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from mindspeed.instruments.ledger import Communication
 from mindspeed.planner import isolated
 from mindspeed.planner.counted_step import CountedStep, count_step
-from mindspeed.testing.ledger import Communication
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[int, int], None]
@@ -32,7 +32,7 @@ class Traffic:
     Attributes:
         group: what its creator calls it.
         size: ranks of the group.
-        op: such as ``all_gather``, see :mod:`mindspeed.testing.ledger`.
+        op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
         calls: number; None: not known.
         payload: bytes of the tensors.
         wire: bytes that this rank sends.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.instruments.ledger import Communication
 from mindspeed.json_fields import (
     ANYTHING,
     BOOL,
@@ -37,7 +38,6 @@ from mindspeed.json_fields import (
 from mindspeed.parsing import decode_json
 from mindspeed.planner import collectives
 from mindspeed.planner.collectives import Level
-from mindspeed.testing.ledger import Communication
 
 GIB = 1 << 30
 _PRESETS = Path(__file__).parent / "clusters"
@@ -137,7 +137,7 @@ class Cluster:
         """Time of one communication: :func:`mindspeed.planner.collectives.seconds`.
 
         Args:
-            op: such as ``all_gather``, see :mod:`mindspeed.testing.ledger`.
+            op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
             payload: bytes as there: one shard of all_gather, else the tensor of one rank.
             ranks: global ranks of its group.
         """

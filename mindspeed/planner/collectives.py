@@ -122,7 +122,7 @@ def seconds(op: str, payload: float, ranks: Sequence[int], levels: Sequence[Leve
     """Time of one call, which all ranks make at the same moment.
 
     Args:
-        op: name as in :mod:`mindspeed.testing.ledger`.
+        op: name as in :mod:`mindspeed.instruments.ledger`.
         payload: bytes as there: all_gather and gather count one shard, the others the whole tensor
             of one rank.
         ranks: global ranks of the group; of a send or receive the slowest neighbours count.

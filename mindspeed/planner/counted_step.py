@@ -21,10 +21,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed.instruments import Communication
+from mindspeed.instruments.flops import FlopCount
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.products import Product
-from mindspeed.profiling.flops import FlopCount
-from mindspeed.testing import Communication
-from mindspeed.testing.live_memory import LiveMemory
 
 Watch = Callable[[LiveMemory], AbstractContextManager[Any]]
 """Something that looks on while a step is counted."""

@@ -17,14 +17,14 @@ from mindspeed import session
 from mindspeed.device import Device
 from mindspeed.device.base import MemoryStats
 from mindspeed.errors import ConfigError
+from mindspeed.instruments.clock import VirtualClock
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
 from mindspeed.memory.estimate import Clock
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.fake_world import fake_world
 from mindspeed.planner.rates import DeviceRates
 from mindspeed.planner.values import PlannedTensors
-from mindspeed.testing.clock import VirtualClock
-from mindspeed.testing.live_memory import LiveMemory
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 

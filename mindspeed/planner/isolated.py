@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
 from mindspeed.errors import MindSpeedError, PlanError
-from mindspeed.testing.processes import die_with_parent
+from mindspeed.processes import die_with_parent
 
 _LAST_LINES = 12
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

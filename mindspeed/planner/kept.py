@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed.built_model import TrainedModel, unwrap
-from mindspeed.testing.live_memory import LiveMemory
+from mindspeed.instruments.live_memory import LiveMemory
 
 _SENT_ON = "sent on"
 

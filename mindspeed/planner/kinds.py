@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mindspeed.built_model import TrainedModel
-from mindspeed.testing.live_memory import LiveMemory
+from mindspeed.instruments.live_memory import LiveMemory
 
 WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER = "weights", "gradients", "main weights", "optimizer"
 KINDS = (WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER, "activations", "temporary")

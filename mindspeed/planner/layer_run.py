@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.errors import PlanError
+from mindspeed.instruments.clock import VirtualClock
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job
 from mindspeed.planner.rates import DeviceRates
 from mindspeed.planner.tiny_run import Point
-from mindspeed.testing.clock import VirtualClock
 
 LAYERS = 3
 """Of the model that runs."""

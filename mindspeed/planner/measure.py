@@ -27,7 +27,7 @@ from typing import Any
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.files import make_dirs, secure_open
 from mindspeed.planner.correction import Factors, Parts
-from mindspeed.testing.processes import die_with_parent, free_port
+from mindspeed.processes import die_with_parent, free_port
 
 STEPS, WARM_UP = 8, 3
 TIMEOUT = 1800.0

@@ -35,7 +35,7 @@ class Sample:
         level: index of the level that its group crosses.
         op: its name.
         size: ranks of the group.
-        payload: bytes as in :mod:`mindspeed.testing.ledger`.
+        payload: bytes as in :mod:`mindspeed.instruments.ledger`.
         seconds: it took.
         spread: interquartile range as a part of it.
     """

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed.instruments.clock import Call
 from mindspeed.planner.chains import Chain
 from mindspeed.planner.products import Product, dtype_of, product_of
-from mindspeed.testing.clock import Call
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from typing import Any
 
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
+from mindspeed.instruments.clock import Interval
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.kept import kept_noted
-from mindspeed.testing.clock import Interval
-from mindspeed.testing.live_memory import LiveMemory
 from mindspeed.training.modelled_costs import NANOSECOND, Costs, by_layer, joined_names
 from mindspeed.training.modelled_step import fewest_micro_batches
 
@@ -89,10 +89,10 @@ def parts(
 def _parts_here(
     args: argparse.Namespace, cluster: Cluster, offsets: Sequence[int]
 ) -> tuple[Part, ...]:
+    from mindspeed.instruments.clock import VirtualClock
     from mindspeed.planner.rates import DeviceRates
     from mindspeed.planner.scopes import parts_named
     from mindspeed.planner.step_of_rank import StepOfRank
-    from mindspeed.testing.clock import VirtualClock
 
     memory = LiveMemory()
     with memory:

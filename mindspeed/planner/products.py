@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.testing.clock import Call
+from mindspeed.instruments.clock import Call
 
 Product = tuple[int, int, int, str]
 """Rows m, columns n, summed entries k, dtype of ``[m, k] @ [k, n]``."""

@@ -29,12 +29,12 @@ from __future__ import annotations
 from collections import Counter
 from math import ceil, log2
 
+from mindspeed.instruments.clock import Call
+from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.chains import Chain
 from mindspeed.planner.cluster import Cluster, Measured
 from mindspeed.planner.operations import Operation, operation_of
 from mindspeed.planner.products import Product
-from mindspeed.testing.clock import Call
-from mindspeed.testing.ledger import Communication
 
 TILES = ((1, 1, 1.0), (1, 2, 0.9), (2, 2, 0.75))
 """Parts of a tile's rows and columns, and what they attain of the efficiency of whole tiles."""
@@ -43,7 +43,7 @@ SPLITS = (1, 2, 4, 8)
 
 
 class DeviceRates:
-    """Rates of one device and its links, for :class:`~mindspeed.testing.clock.VirtualClock`.
+    """Rates of one device and its links, for :class:`~mindspeed.instruments.clock.VirtualClock`.
 
     Args:
         cluster: the machine.

@@ -23,8 +23,8 @@ import torch
 from megatron.core.transformer import TransformerLayer
 
 from mindspeed.built_model import TrainedModel
+from mindspeed.instruments.clock import VirtualClock
 from mindspeed.journal import Journal
-from mindspeed.testing.clock import VirtualClock
 from mindspeed.training.layer_scopes import layer_hooks, when_gradient_is_known
 
 GRADIENTS, OPTIMIZER = "gradients", "optimizer"

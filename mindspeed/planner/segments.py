@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
-from mindspeed.testing.live_memory import LiveMemory
 
 BETWEEN = ""
 

@@ -1,9 +1,9 @@
 """Everything that is counted in a step, by one ``TorchDispatchMode``.
 
-Nested instruments (:class:`~mindspeed.testing.live_memory.LiveMemory`,
-:class:`~mindspeed.profiling.flops.FlopCounter`, :class:`~mindspeed.testing.ledger.CommLedger`) give
-the same figures; one mode costs a fraction of their time, because most of it is Python per operator
-and mode.
+Nested instruments (:class:`~mindspeed.instruments.live_memory.LiveMemory`,
+:class:`~mindspeed.instruments.flops.FlopCounter`,
+:class:`~mindspeed.instruments.ledger.CommLedger`) give the same figures; one mode costs a fraction
+of their time, because most of it is Python per operator and mode.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.device.wrapped_tensors import any_wraps
+from mindspeed.instruments import flops as flop_reports
+from mindspeed.instruments.clock import Call, moved_bytes
+from mindspeed.instruments.flop_formulas import formula_of, repeated_in
+from mindspeed.instruments.flops import FlopCount
+from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
+from mindspeed.instruments.live_memory import LiveMemory, tensors_of
 from mindspeed.ops import _registry
 from mindspeed.planner.products import Product, product_of
-from mindspeed.profiling import flops as flop_reports
-from mindspeed.profiling.flop_formulas import formula_of, repeated_in
-from mindspeed.profiling.flops import FlopCount
-from mindspeed.testing.clock import Call, moved_bytes
-from mindspeed.testing.ledger import NAMESPACES, Communication, CommunicationMode
-from mindspeed.testing.live_memory import LiveMemory, tensors_of
 
 _DEVICE = torch.ops.prim.device.default
 ACTIVATIONS, TEMPORARY = "activations", "temporary"

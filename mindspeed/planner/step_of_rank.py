@@ -15,8 +15,8 @@ from megatron.core.num_microbatches_calculator import (
 
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.loop import loop_of
-from mindspeed.testing.live_memory import LiveMemory
 from mindspeed.training.pretrain import count_batches
 
 

@@ -23,11 +23,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed.instruments.clock import Interval, VirtualClock
+from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.products import Product
 from mindspeed.planner.rates import DeviceRates
-from mindspeed.testing.clock import Interval, VirtualClock
-from mindspeed.testing.live_memory import LiveMemory
 
 BETWEEN_CHUNKS = (
     *("PIPELINE_MODEL_PARALLEL", "PIPELINE_UPWARD", "PIPELINE_DOWNWARD"),

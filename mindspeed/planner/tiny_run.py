@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import PlanError
+from mindspeed.instruments.clock import VirtualClock
+from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.job import Job, Overrides
 from mindspeed.planner.rates import DeviceRates
 from mindspeed.planner.segments import BETWEEN, Clock, Segment, Segments
 from mindspeed.planner.timed_step import BETWEEN_CHUNKS, between_chunks
-from mindspeed.testing.clock import VirtualClock
-from mindspeed.testing.ledger import Communication
 
 if TYPE_CHECKING:
     from mindspeed.planner.counted_step import CountedStep

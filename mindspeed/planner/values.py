@@ -37,7 +37,7 @@ _OF_STORAGES = (
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
 )
-_INSIDE = ("/torch/", "/mindspeed/planner/", "/mindspeed/testing/", "/mindspeed/profiling/")
+_INSIDE = ("/torch/", "/mindspeed/planner/", "/mindspeed/instruments/")
 
 
 class ReadsValue(ConfigError):

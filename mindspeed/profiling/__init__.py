@@ -7,8 +7,16 @@
 
 from __future__ import annotations
 
-from mindspeed.profiling.flops import FlopCount, FlopCounter
+from mindspeed.instruments import FlopCount, FlopCounter, flops
 from mindspeed.profiling.model_flops import ModelShape, model_flops
 from mindspeed.profiling.profiler import ProfileOptions, profile
 
-__all__ = ["FlopCount", "FlopCounter", "ModelShape", "ProfileOptions", "model_flops", "profile"]
+__all__ = [
+    "FlopCount",
+    "FlopCounter",
+    "ModelShape",
+    "ProfileOptions",
+    "flops",
+    "model_flops",
+    "profile",
+]

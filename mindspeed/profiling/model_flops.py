@@ -4,8 +4,8 @@
     + attention scores and weighted sum, halved for the causal mask
 
 Embedding look-ups, norms and the optimizer are excluded. With ``causal=False`` the attention terms
-count the full score matrix, as :class:`mindspeed.profiling.flops.FlopCounter` does for kernels that
-compute masked blocks too.
+count the full score matrix, as :class:`mindspeed.instruments.flops.FlopCounter` does for kernels
+that compute masked blocks too.
 """
 
 from __future__ import annotations

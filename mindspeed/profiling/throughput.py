@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed import device
-from mindspeed.profiling.flops import FlopCount, FlopCounter
+from mindspeed.instruments.flops import FlopCount, FlopCounter
 from mindspeed.profiling.model_flops import ModelShape, model_flops
 
 

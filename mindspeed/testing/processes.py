@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
-import random
 import signal
-import socket
 import sys
 from pathlib import Path
 
+from mindspeed.processes import die_with_parent
+
 STACK_DUMP_SIGNAL = signal.SIGUSR1
-PR_SET_PDEATHSIG = 1
-_FIRST_EPHEMERAL = 32_768  # port of Linux
 
 
 def settle_child(output: Path, stacks: Path) -> None:
@@ -29,16 +26,6 @@ def settle_child(output: Path, stacks: Path) -> None:
     stack_file = open(stacks, "w")  # noqa: SIM115 (lives as long as the process)
     faulthandler.enable(file=2)
     faulthandler.register(STACK_DUMP_SIGNAL, file=stack_file, all_threads=True)
-
-
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let Linux end this process when its parent dies.
-
-    Args:
-        number: signal that it gets then.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def _redirect_output(path: Path) -> None:
@@ -76,16 +63,3 @@ def tail(path: Path, size: int) -> str:
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - size))
         return file.read().decode(errors="replace")
-
-
-def free_port() -> int:
-    """A free TCP port to listen on later.
-
-    Outside the ephemeral range, from which another process could get it in the meantime.
-    """
-    draw = random.SystemRandom()  # other generators have equal seeds in ranks and test workers
-    while True:
-        port = draw.randrange(10_000, _FIRST_EPHEMERAL)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            return port

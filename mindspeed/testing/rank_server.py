@@ -34,10 +34,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mindspeed.processes import free_port
 from mindspeed.testing.processes import (
     STACK_DUMP_SIGNAL,
     exit_text,
-    free_port,
     kill_child,
     settle_child,
     tail,

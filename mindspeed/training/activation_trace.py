@@ -2,7 +2,7 @@
 
 ``--dry-run`` builds one rank of each kind of pipeline stage in a process group of torch's ``fake``
 backend, so it needs neither devices nor memory: shapes alone pass through the model, autograd
-saves, and :func:`mindspeed.testing.saved_for_backward` counts. Recomputation and offloading
+saves, and :func:`mindspeed.instruments.saved_for_backward` counts. Recomputation and offloading
 are in force as in training, so bytes are those of a real step.
 """
 
@@ -172,7 +172,7 @@ def forward(args: argparse.Namespace, config: Any, chunk: Any) -> Kept:
         config: Megatron's configuration of the model.
         chunk: the chunk, with real or with FakeTensors.
     """
-    from mindspeed.testing import saved_for_backward
+    from mindspeed.instruments import saved_for_backward
 
     model = getattr(chunk, "module", chunk)
     shape = (args.micro_batch_size, args.seq_length // args.context_parallel_size)

@@ -7,14 +7,12 @@ as the job: ours, and torchrun. A shell that starts ranks in the background may 
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Mapping
 
+from mindspeed.processes import die_with_parent
+
 LAUNCHER = "MINDSPEED_LAUNCHER_PID"
-_PR_SET_PDEATHSIG = 1
 
 
 def launcher_of(environment: Mapping[str, str]) -> int | None:
@@ -27,8 +25,7 @@ def launcher_of(environment: Mapping[str, str]) -> int | None:
 
 def end_with(launcher: int) -> None:
     """Let the kernel end this process when ``launcher``, its parent, ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if is_gone(launcher):
         os._exit(1)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.testing.clock import VirtualClock
+from mindspeed.instruments.clock import VirtualClock
 
 
 def layer_hooks(clock: VirtualClock, layer: Any, scope: str, outside: str) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed.testing.clock import Interval
+from mindspeed.instruments.clock import Interval
 
 PHASES = ("forward", "recompute", "backward")
 NANOSECOND = 1e-9

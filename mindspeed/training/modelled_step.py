@@ -2,7 +2,7 @@
 
 The rank's real program runs in its real order: Megatron's schedule, recomputation, data-parallel
 buckets and every feature that is on. Operators and collectives are timed by
-:class:`~mindspeed.testing.clock.VirtualClock`; nothing is computed or sent, so a model of any
+:class:`~mindspeed.instruments.clock.VirtualClock`; nothing is computed or sent, so a model of any
 size takes seconds, and the figures are the same on every machine.
 
 Assumptions of the model, which :data:`ASSUMPTIONS` states to users: operators without a formula for
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed.features._v_shape import flag_of
-from mindspeed.testing.clock import Interval, Link, VirtualClock
-from mindspeed.testing.ledger import Communication
+from mindspeed.instruments.clock import Interval, Link, VirtualClock
+from mindspeed.instruments.ledger import Communication
 from mindspeed.training.fake_job import ROUTED, build_chunks, fake_job
 from mindspeed.training.layer_scopes import layer_hooks
 

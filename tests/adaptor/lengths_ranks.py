@@ -76,8 +76,8 @@ def steps(stages: int, chunks: int, forward_only: bool = False) -> dict[str, Any
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
+    from mindspeed.instruments import CommLedger
     from mindspeed.pipeline.lengths.megatron import with_lengths
-    from mindspeed.testing import CommLedger
 
     virtual = chunks if chunks > 1 else None
     parallel_state.initialize_model_parallel(

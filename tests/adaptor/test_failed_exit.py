@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed.journal import Journal
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,6 +22,7 @@ WITHOUT_MEGATRON = {
     "moe",
     "memory",
     "optimizer",
+    "instruments",
     "testing",
     "errors",
     "files",
@@ -30,6 +31,7 @@ WITHOUT_MEGATRON = {
     "op_builder",
     "parsing",
     "flags",
+    "processes",
     "ranges",
     "security",
     "unpickle",
@@ -89,6 +91,11 @@ def test_only_the_adaptor_imports_megatron_training() -> None:
     """The PyPI wheel has megatron.core only."""
     assert offenders(files(without={"adaptor"}), "megatron.training") == []
     assert offenders(files(without={"adaptor"}), "megatron.legacy") == []
+
+
+def test_production_code_does_not_import_the_tools_of_tests() -> None:
+    """What it measures with is in ``mindspeed.instruments``."""
+    assert offenders(files(without={"testing"}), "mindspeed.testing") == []
 
 
 def test_nobody_calls_a_global_get_args_below_the_suite() -> None:

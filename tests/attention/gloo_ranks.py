@@ -24,7 +24,7 @@ from mindspeed.attention import (
 from mindspeed.attention.executor import Traffic
 from mindspeed.attention.sequence_sharding import union
 from mindspeed.attention.ulysses_attention import ulysses_attention
-from mindspeed.testing import CommLedger, saved_for_backward
+from mindspeed.instruments import CommLedger, saved_for_backward
 from tests.support import truth
 
 SIZE, SCALE = 48, 0.3

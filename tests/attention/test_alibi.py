@@ -70,7 +70,7 @@ def test_a_query_with_cached_keys_is_at_the_position_of_the_last():
 
 def test_only_slopes_are_saved_of_the_alibi_bias():
     """``4 n`` bytes where a bias tensor has ``n s s e``."""
-    from mindspeed.testing.saved import saved_for_backward
+    from mindspeed.instruments.saved import saved_for_backward
 
     heads, size = 4, 512
     slopes = torch.tensor(alibi_slopes(heads))

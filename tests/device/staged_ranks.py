@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mindspeed.device import track_memory
 from mindspeed.device.staged_group import staged
-from mindspeed.testing import CommLedger
+from mindspeed.instruments import CommLedger
 
 SLICE = 4
 INPUTS = {

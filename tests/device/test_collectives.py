@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed.device.torch_cuda_shim.process_groups import gloo
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 from tests.device import device_ranks
 
 

@@ -23,9 +23,9 @@ def figures() -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from mindspeed.device import track_memory
-    from mindspeed.profiling.flops import FlopCounter
-    from mindspeed.testing.ledger import CommLedger
-    from mindspeed.testing.live_memory import LiveMemory
+    from mindspeed.instruments.flops import FlopCounter
+    from mindspeed.instruments.ledger import CommLedger
+    from mindspeed.instruments.live_memory import LiveMemory
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     mesh = DeviceMesh("cpu", torch.arange(4))

@@ -182,7 +182,7 @@ def overlap_groups() -> tuple[list[int], int, int]:
 def held_by_an_all_gather(parts: int) -> tuple[int, int, int]:
     """Bytes held at once by an all-gather in parts, bytes received, and collectives."""
     from mindspeed.device import track_memory
-    from mindspeed.testing import CommLedger
+    from mindspeed.instruments import CommLedger
 
     strategy = Strategy("all_gather", head_groups=parts)
     own = [torch.zeros(128, 1, 8, 64) for _ in range(3)]

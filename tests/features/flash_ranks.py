@@ -43,7 +43,7 @@ def _qkv(*shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 def bytes_kept_by_core_attention(mode: str) -> dict[str, int]:
     """Of the feature, and of Megatron's formula: scores, softmax, product."""
-    from mindspeed.testing.saved import saved_for_backward
+    from mindspeed.instruments.saved import saved_for_backward
 
     options = {"window": {"window_size": (40, 0)}, "sink": {"softmax_type": "learnable"}}
     module = _core_attention("te", **options.get(mode, {}))

@@ -46,7 +46,7 @@ def results(
 
     import mindspeed
     from mindspeed import session
-    from mindspeed.testing.saved import saved_for_backward
+    from mindspeed.instruments.saved import saved_for_backward
 
     size = dist.get_world_size()
     mindspeed.configure(**flags)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.testing import CommLedger
+from mindspeed.instruments import CommLedger
 from tests.optimizer.optimizer_ranks import Case, Outcome, job
 
 FILE = "distrib_optim.pt"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
+from mindspeed.instruments import CommLedger
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
-from mindspeed.testing import CommLedger
 from tests.support import gpt_ranks
 
 

@@ -16,7 +16,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features import _auto_tuning_command as command
 from mindspeed.features import registry
 from mindspeed.features.auto_tuning import AutoTuningOptions, asked
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 
 JOB = ["--num-layers", "4", "--bf16"]
 

@@ -242,8 +242,8 @@ def communication(
 def _traffic(args: Any, model: Any) -> Traffic:
     from megatron.core import parallel_state
 
+    from mindspeed.instruments import CommLedger
     from mindspeed.lora.gradients import sum_partial_gradients
-    from mindspeed.testing import CommLedger
 
     group = parallel_state.get_tensor_model_parallel_group()
     model.config.finalize_model_grads_func = None
@@ -287,7 +287,7 @@ def sizes(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
 def activations(folder: str, targets: Sequence[str], r: int) -> dict[str, int]:
     """Bytes that the forward pass of one micro-batch keeps, of full training and of adapters."""
     from mindspeed import lora
-    from mindspeed.testing import saved_for_backward
+    from mindspeed.instruments import saved_for_backward
 
     _, model = built(folder, [])
     tokens, labels = (tensor[:2] for tensor in batch())

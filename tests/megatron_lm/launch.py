@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 
 ADAPTOR_LINE = "import mindspeed.megatron_adaptor\n"
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)", re.S)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 from tests.megatron_lm.launch import ADAPTOR_LINE, megatron_checkout, script_with_adaptor
 from tests.megatron_lm.test_matrix import MOE, TRAINING
 

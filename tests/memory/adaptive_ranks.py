@@ -8,7 +8,7 @@ import random
 
 import torch
 
-from mindspeed.testing import saved_for_backward
+from mindspeed.instruments import saved_for_backward
 from tests.support import gpt_ranks, trainer_job
 
 

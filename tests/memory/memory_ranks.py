@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.journal import Journal
 from mindspeed.memory import segment
 from mindspeed.memory.megatron import install, layers_of, sites_of
 from mindspeed.memory.plan import LAYER, Action, Plan
-from mindspeed.testing import saved_for_backward
 from tests.support import gpt_ranks
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.memory.plan import Action, Plan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.saved import InPlaceChange
 from mindspeed.memory.segment import RecomputationError
-from mindspeed.testing import saved_for_backward
 
 ROWS, SIZE, WIDTH = 6, 8, 16
 SITES = ("norm", "first", "act", "second")

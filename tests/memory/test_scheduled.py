@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.memory.plan import Action
 from mindspeed.memory.scheduled import ScheduledRecomputation
-from mindspeed.testing import saved_for_backward
 from tests.memory.test_runtime import ROWS, SIZE, Layer, model, plan_of, planned
 
 MICROBATCHES = 4

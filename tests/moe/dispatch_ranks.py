@@ -68,10 +68,10 @@ def compare_all(cases: list[Case]) -> list[Figures]:
 
 
 def _compare(case: Case, layer: Any = None) -> list[Figures]:
+    from mindspeed.instruments import CommLedger
     from mindspeed.journal import Journal
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
-    from mindspeed.testing import CommLedger
 
     layer = built(case) if layer is None else layer
     expected = layer_ranks.run(layer, **case.options)

@@ -184,11 +184,11 @@ def counted(
         overrides: Of the transformer config.
         variants: Fields of ``LayerRequest`` each; None: Megatron's own forward.
     """
+    from mindspeed.instruments.ledger import CommLedger
     from mindspeed.journal import Journal
     from mindspeed.moe import host_copy
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
-    from mindspeed.testing.ledger import CommLedger
 
     start(**layout)
     layer = layer_of("te", **(parallel_of(layout) | overrides))

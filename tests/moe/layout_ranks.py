@@ -17,7 +17,7 @@ def bytes_of_layouts() -> list[dict[str, int]]:
 
     The exchange of counts is left out: it is as large in both.
     """
-    from mindspeed.testing import CommLedger
+    from mindspeed.instruments import CommLedger
 
     found = []
     for expert, expert_tensor in ((2, 2), (4, 1)):

@@ -71,10 +71,10 @@ def _sent(ledger: Any, phase: str) -> list[int]:
 
 
 def _run(layer: Any, fields: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    from mindspeed.instruments import CommLedger
     from mindspeed.journal import Journal
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
-    from mindspeed.testing import CommLedger
     from tests.moe.dispatch_ranks import _nodes
 
     journal, log = Journal(), EventLog()
@@ -104,10 +104,10 @@ def saved_bytes(
     """
     import torch.distributed as dist
 
+    from mindspeed.instruments.saved import saved_for_backward
     from mindspeed.journal import Journal
     from mindspeed.moe.events import EventLog
     from mindspeed.moe.layer.megatron import change
-    from mindspeed.testing.saved import saved_for_backward
 
     layer_ranks.start(**layout)
     layer = layer_ranks.layer_of(spec, **layer_ranks.parallel_of(layout), **overrides)

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed.instruments.clock import Link
 from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import Job, compare
 from mindspeed.moe.sizes import Sizes
 from mindspeed.moe.timeline import Rates
-from mindspeed.testing.clock import Link
 
 N, H, E, K, F, S = 64, 32, 8, 2, 48, 40
 SIZES = Sizes(tokens=N, hidden=H, experts=E, topk=K, ffn=F, ep=2, itemsize=4, shared=S)

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.moe.interpreter import Chunk
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, X_ONLY
 from mindspeed.moe.save.stage import Saving
-from mindspeed.testing import saved_for_backward
 from tests.moe.recorded_routing import FILE, RANKS, TOKENS, TOPK
 
 WIDTH, FFN = 8, 28  # as Mixtral's, f = 3.5 h

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mindspeed.instruments.clock import Link
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe.programs import AMPIPE
@@ -23,7 +24,6 @@ from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1
 from mindspeed.moe.sizes import Sizes, load_of, padded
 from mindspeed.moe.timeline import Rates, simulate
-from mindspeed.testing.clock import Link
 from tests.moe import ampipe_ranks, layer_ranks, timeline_ranks
 from tests.support.lazy import needs
 

@@ -107,7 +107,7 @@ class _Logged:
 def _watched(layer: Any, tokens: int) -> Watched:
     import torch.distributed as dist
 
-    from mindspeed.testing.clock import Link, VirtualClock
+    from mindspeed.instruments.clock import Link, VirtualClock
 
     routed: list[torch.Tensor] = []
     hook = layer.router.register_forward_hook(lambda module, given, out: routed.append(out[1]))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 from torch.utils.flop_counter import FlopCounterMode
 
+from mindspeed.instruments import CommLedger
 from mindspeed.ops import _fused_collectives, lcal_functional
 from mindspeed.ops._process_groups import comm_name, resolve
 from mindspeed.ops.catalog import operators
@@ -17,7 +18,6 @@ from mindspeed.ops.npu_grouped_mat_mul_all_reduce import (
     GROUPED_MAT_MUL_ALL_REDUCE,
     npu_grouped_mat_mul_all_reduce,
 )
-from mindspeed.testing import CommLedger
 
 
 def run_coc(method, arguments, outputs, chunks, device="cpu", group=None):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from mindspeed.instruments import CommLedger
 from mindspeed.ops._expert_exchange import ALL_TO_ALL_ALL_GATHER_BMM, BMM_REDUCE_SCATTER_ALL_TO_ALL
 from mindspeed.ops.npu_all_to_all_all_gather_bmm import npu_all_to_all_all_gather_bmm
 from mindspeed.ops.npu_bmm_reduce_scatter_all_to_all import npu_bmm_reduce_scatter_all_to_all
-from mindspeed.testing import CommLedger
 
 FUNCTIONS = {
     "first": npu_all_to_all_all_gather_bmm,
@@ -46,7 +46,7 @@ def run(which, ep, tp, arguments, cotangents, options, device="cpu"):
 
 def frozen_weight_keeps_no_tokens(x, weight):
     """Bytes that autograd keeps with and without a gradient of the weight."""
-    from mindspeed.testing import saved_for_backward
+    from mindspeed.instruments import saved_for_backward
 
     group_ep, group_tp = grid(2, 1)
     kept = []

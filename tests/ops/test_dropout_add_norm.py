@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed.instruments.saved import saved_for_backward
 from mindspeed.ops import OperatorError
 from mindspeed.ops.dropout_add_layer_norm import npu_dropout_add_layer_norm
 from mindspeed.ops.dropout_add_rms_norm import npu_dropout_add_rms_norm
 from mindspeed.testing.compare import assert_close_with_grads
-from mindspeed.testing.saved import saved_for_backward
 from tests.ops.traffic import model_bytes, traffic
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

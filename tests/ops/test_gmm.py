@@ -7,9 +7,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.ops import OperatorError
 from mindspeed.ops.gmm import npu_gmm, npu_gmm_v2
-from mindspeed.testing import assert_close_with_grads, saved_for_backward
+from mindspeed.testing import assert_close_with_grads
 from tests.ops.traffic import traffic
 
 SIZES = {"even": [2, 3, 4], "an empty group": [3, 0, 6], "one": [9], "no rows": [0, 0]}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.ops import OperatorError
 from mindspeed.ops.moe_permutation import (
     MOE_PERMUTE,
@@ -20,7 +21,7 @@ from mindspeed.ops.npu_moe_token_unpermute import (
     npu_fused_moe_token_unpermute,
     npu_moe_token_unpermute,
 )
-from mindspeed.testing import assert_close_with_grads, saved_for_backward
+from mindspeed.testing import assert_close_with_grads
 from tests.ops import moe_npu_jobs
 from tests.ops.traffic import traffic
 

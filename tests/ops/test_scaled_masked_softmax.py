@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.instruments.saved import saved_for_backward
 from mindspeed.ops import OperatorError
 from mindspeed.ops.scaled_masked_softmax import scaled_masked_softmax
 from mindspeed.testing.compare import assert_close_with_grads
-from mindspeed.testing.saved import saved_for_backward
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mindspeed.instruments.saved import saved_for_backward
 from mindspeed.ops import OperatorError
 from mindspeed.ops.swiglu import swiglu, weighted_swiglu
 from mindspeed.testing.compare import assert_close_with_grads
-from mindspeed.testing.saved import saved_for_backward
 from tests.ops.traffic import model_bytes, traffic
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

@@ -23,10 +23,10 @@ def arguments(flags: str, world: int) -> Any:
 
 def twice() -> dict[str, tuple[Any, Any]]:
     """Figures of one mode, and those of the instruments that it stands for."""
+    from mindspeed.instruments import CommLedger
+    from mindspeed.instruments.flops import FlopCounter
+    from mindspeed.instruments.live_memory import LiveMemory
     from mindspeed.planner.counted_step import count_step
-    from mindspeed.profiling.flops import FlopCounter
-    from mindspeed.testing import CommLedger
-    from mindspeed.testing.live_memory import LiveMemory
 
     ledger, flops = CommLedger(), FlopCounter()
 

@@ -69,8 +69,8 @@ def real(flags: str, chosen: Sequence[int], imbalance: float) -> dict[str, Any] 
 
 def _run(args: Any) -> None:
     """As many steps as :func:`count_here` runs, without instruments."""
+    from mindspeed.instruments.live_memory import LiveMemory
     from mindspeed.planner.step_of_rank import StepOfRank
-    from mindspeed.testing.live_memory import LiveMemory
 
     step = StepOfRank(args, LiveMemory())
     step.run()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mindspeed.errors import ConfigError
+from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster, load_cluster, parse_cluster, presets
-from mindspeed.testing.ledger import Communication
 
 FIGURES = ("peak_tflops", "memory_gib", "memory_gbs")
 

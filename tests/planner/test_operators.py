@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mindspeed
+from mindspeed.instruments.flop_formulas import formula_of
+from mindspeed.instruments.flops import FlopCounter
 from mindspeed.ops import _registry
 from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from mindspeed.ops.catalog import operators
-from mindspeed.profiling.flop_formulas import formula_of
-from mindspeed.profiling.flops import FlopCounter
 
 ALONE = [one for one in operators() if not one.communicates]
 COMMUNICATE = [one for one in operators() if one.communicates]

@@ -45,9 +45,9 @@ def overlapped(slowdown: float, nbytes: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
+    from mindspeed.instruments.clock import VirtualClock
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.rates import DeviceRates
-    from mindspeed.testing.clock import VirtualClock
 
     cluster = dataclasses.replace(load_cluster("generic"), overlap_slowdown=slowdown)
     a = torch.ones(256, 256)

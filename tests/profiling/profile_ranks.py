@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.instruments import CommLedger
 from mindspeed.profiling import ProfileOptions, profile
-from mindspeed.testing import CommLedger
 
 
 def loop(options: ProfileOptions, steps: int) -> list[int]:

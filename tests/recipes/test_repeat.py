@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 from tests.recipes.example_jobs import SETUP, SMALL, train_and_digest
 from tests.support.trainer_job import metrics
 

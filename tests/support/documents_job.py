@@ -44,7 +44,7 @@ def write_padded_rows(prefix: str) -> None:
 
 def train_and_count(flags: Sequence[str]) -> dict[str, Any]:
     """Train; how many messages this rank sent, and how long its micro-batches were."""
-    from mindspeed.testing import CommLedger
+    from mindspeed.instruments import CommLedger
     from mindspeed.training import batches
     from tests.support.trainer_job import train
 

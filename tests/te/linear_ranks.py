@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mindspeed.instruments import CommLedger, saved_for_backward
 from mindspeed.te import kernels
-from mindspeed.testing import CommLedger, saved_for_backward
 from tests.support import gpt_ranks
 
 SEQUENCE, BATCH, IN, OUT, R, SCALE = 8, 3, 12, 20, 3, 2.5

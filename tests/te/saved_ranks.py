@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.te import core_attention
-from mindspeed.testing import saved_for_backward
 from tests.support import gpt_ranks
 
 

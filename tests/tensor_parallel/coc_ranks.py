@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import mindspeed
 from mindspeed import session
-from mindspeed.testing import CommLedger, saved_for_backward
+from mindspeed.instruments import CommLedger, saved_for_backward
 from tests.support import gpt_ranks
 from tests.te import linear_ranks
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mindspeed.testing import CommLedger, Link, VirtualClock
+from mindspeed.instruments import CommLedger, Link, VirtualClock
 
 FLOPS_PER_SECOND, LINK = 300e12, Link(200e9, latency=10e-6)
 RANKS = 8

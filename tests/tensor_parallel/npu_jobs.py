@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed.instruments import CommLedger
 from mindspeed.te import kernels
 from mindspeed.tensor_parallel.products import OverlappedProducts
 from mindspeed.tensor_parallel.strategy import OPERATIONS, Overlap
-from mindspeed.testing import CommLedger
 
 K, N = 512, 6
 PLAIN = {name: getattr(kernels, name) for name in OPERATIONS}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.testing import CommLedger, Link, VirtualClock, saved_for_backward
+from mindspeed.instruments import CommLedger, Link, VirtualClock, saved_for_backward
 from tests.memory.memory_ranks import differences
 from tests.support import gpt_ranks
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
+from mindspeed.instruments import CommLedger
 from mindspeed.tensor_parallel.parts import in_parts
-from mindspeed.testing import CommLedger
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 M, K, N = 16, 3, 5

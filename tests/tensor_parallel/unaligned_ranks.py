@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.testing import CommLedger
+from mindspeed.instruments import CommLedger
 
 VOCABULARY, BATCH, HEAD = 64, 2, 4
 

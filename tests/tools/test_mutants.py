@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import mutants
 
 ROOMS = """
-adaptor attention cli data device evaluation files inference lora models ops profiling security
-storage te testing training
+adaptor attention cli data device evaluation files inference instruments lora models ops profiling
+security storage te testing training
 """
 
 

@@ -74,8 +74,8 @@ def _estimated(flags: str) -> dict[str, Any]:
 def _measured(args: Any) -> dict[str, Any]:
     import torch
 
+    from mindspeed.instruments import saved_for_backward
     from mindspeed.lora import LoraConfig, attach
-    from mindspeed.testing import saved_for_backward
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.model import build_modules, gpt_model
 

@@ -23,7 +23,7 @@ def modelled(cases: Sequence[tuple[str, int]]) -> list[Any]:
 
 
 def _modelled(args: Any, **options: Any) -> dict[str, Any]:
-    from mindspeed.testing import Link
+    from mindspeed.instruments import Link
     from mindspeed.training import modelled_costs
     from mindspeed.training.modelled_step import Cluster, NotModelled, run
 
@@ -49,7 +49,7 @@ def staged(flags: str, ranks: int, stages: Sequence[int]) -> list[Any]:
 
 def real(flags: str, ranks: int) -> Counter[Any]:
     """What a rank of a real job communicates in the same program."""
-    from mindspeed.testing import CommLedger
+    from mindspeed.instruments import CommLedger
     from mindspeed.training import modelled_step, setup
 
     args = _args(flags, ranks)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed.testing.clock import Interval
-from mindspeed.testing.ledger import Communication
+from mindspeed.instruments.clock import Interval
+from mindspeed.instruments.ledger import Communication
 from mindspeed.training import modelled_costs
 from mindspeed.training.modelled_step import OUTSIDE
 from tests.support.lazy import needs

@@ -14,7 +14,7 @@ def peak_bytes(flags: Sequence[str]) -> int:
 
     from mindspeed import session
     from mindspeed.cli.pretrain import _prepare
-    from mindspeed.testing import saved_for_backward
+    from mindspeed.instruments import saved_for_backward
     from mindspeed.training.pretrain import pretrain
 
     settings = _prepare([*MODEL, *TRAINING, *flags], int(os.environ["WORLD_SIZE"]))

@@ -142,8 +142,8 @@ def _step(ranks: int, case: Case) -> Result:
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
+    from mindspeed.instruments import CommLedger
     from mindspeed.pipeline.schedule.megatron import scheduled, with_messages
-    from mindspeed.testing import CommLedger
 
     config = TransformerConfig(
         num_layers=ranks * case.chunks,

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from mindspeed.instruments import saved_for_backward
 from mindspeed.journal import Journal
 from mindspeed.memory.figures import SiteFigures
 from mindspeed.memory.scheduled import ScheduledRecomputation
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import build_plan
-from mindspeed.testing import saved_for_backward
 from tests.pipeline.schedule.step_ranks import Layout, Model, differences
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.instruments import CommLedger, saved_for_backward
+from mindspeed.instruments.flops import FlopCounter
 from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
-from mindspeed.profiling.flops import FlopCounter
 from mindspeed.te.split_backward import split
-from mindspeed.testing import CommLedger, saved_for_backward
 from tests.support import gpt_ranks
 
 MICRO_BATCHES = 3

@@ -12,7 +12,7 @@ import pytest
 from mindspeed.errors import DataError, NoAnswer
 from mindspeed.pipeline.schedule.actions import FORWARD
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
-from mindspeed.testing.processes import free_port
+from mindspeed.processes import free_port
 from mindspeed.testing.ranks import RankError
 from mindspeed.training.fail_together import _describe, _Others
 from tests.pipeline.schedule import toy_ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.instruments.flops import FlopCounter
 from mindspeed.memory.stash_swap import StashSwap
 from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
-from mindspeed.profiling.flops import FlopCounter
 from mindspeed.te import fp8
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.linear import LayerNormLinear, Linear

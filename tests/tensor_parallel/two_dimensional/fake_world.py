@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mindspeed.instruments import CommLedger, Link, VirtualClock
 from mindspeed.tensor_parallel.two_dimensional import grid as grids
 from mindspeed.tensor_parallel.two_dimensional.cost import Widths
 from mindspeed.tensor_parallel.two_dimensional.linear import Communication, linear
-from mindspeed.testing import CommLedger, Link, VirtualClock
 from tests.tensor_parallel.two_dimensional.grid_ranks import PRODUCTS
 
 Layer = tuple[tuple[int, ...], tuple[int, ...], Callable[..., torch.Tensor]]

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mindspeed.instruments import CommLedger
 from mindspeed.te import comm, kernels
 from mindspeed.tensor_parallel.two_dimensional import grid as grids
 from mindspeed.tensor_parallel.two_dimensional.exchange import from_grid, to_grid
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
 from mindspeed.tensor_parallel.two_dimensional.linear import Communication, Products, linear
 from mindspeed.tensor_parallel.two_dimensional.norm import norm
-from mindspeed.testing import CommLedger
 
 SEQUENCE, BATCH, HIDDEN, FFN = 16, 2, 24, 48
 PRODUCTS = Products(

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from mindspeed.testing import saved_for_backward
+from mindspeed.instruments import saved_for_backward
 
 SEQUENCE, BATCH, VOCABULARY = 16, 2, 96
 SIZES = {

@@ -7,10 +7,11 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed.profiling import FlopCounter, ModelShape, model_flops
-from mindspeed.profiling.flops import add
+from mindspeed.instruments import FlopCounter
+from mindspeed.instruments.flops import add
+from mindspeed.profiling import ModelShape, model_flops
 from mindspeed.profiling.model_flops import LatentAttention
-from tests.profiling import flop_ranks as gpt
+from tests.instruments import flop_ranks as gpt
 
 SETUP = "tests.support.warm"
 TOKENS = gpt.BATCH * gpt.SEQUENCE

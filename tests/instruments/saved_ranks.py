@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.testing import saved_for_backward
+from mindspeed.instruments import saved_for_backward
 from tests.support import gpt_ranks
 
 B, H = 8, 16

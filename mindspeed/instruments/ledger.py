@@ -11,8 +11,8 @@ It watches the ``c10d`` and functional-collective operators through a ``TorchDis
 sends and receives, and calls made by autograd in the backward pass all arrive there, and so do
 those inside the kernels of `mindspeed.ops`; kernels of other packages that fuse a matrix product
 with a collective count as that collective. Not seen: calls from other Python threads, and
-process groups written in Python, which do not call the operators. :mod:`mindspeed.testing.clock`
-measures waits.
+process groups written in Python, which do not call the operators.
+:mod:`mindspeed.instruments.clock` measures waits.
 
 Two byte counts per call, for a group of p ranks and a tensor of t bytes:
 
@@ -48,10 +48,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
+from mindspeed.instruments.instrument import Instrument
+from mindspeed.instruments.phase import PhaseTracker
 from mindspeed.ops import _registry
 from mindspeed.ops._process_groups import resolve
-from mindspeed.profiling.instrument import Instrument
-from mindspeed.profiling.phase import PhaseTracker
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "npu", "symm_mem")
 

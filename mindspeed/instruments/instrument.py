@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mindspeed.profiling.phase import PhaseTracker
+from mindspeed.instruments.phase import PhaseTracker
 
 Self = TypeVar("Self", bound="Instrument")
 

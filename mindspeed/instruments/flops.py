@@ -7,9 +7,9 @@
     counter.count.without_recompute      # numerator of the model utilisation (MFU)
 
 A ``TorchDispatchMode`` sees every operator of forward and backward and adds its formula.
-:mod:`mindspeed.profiling.phase` recognises recomputation of any activation checkpoint; the backward
-of recomputed layers still counts as backward. The scores that a fused attention kernel recomputes
-in its backward count as recomputation.
+:mod:`mindspeed.instruments.phase` recognises recomputation of any activation checkpoint; the
+backward of recomputed layers still counts as backward. The scores that a fused attention kernel
+recomputes in its backward count as recomputation.
 
 Not seen: kernels launched without an operator (they call :func:`add`), and replayed graphs.
 """
@@ -25,8 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.profiling.flop_formulas import formula_of, repeated_in
-from mindspeed.profiling.instrument import Instrument
+from mindspeed.instruments.flop_formulas import formula_of, repeated_in
+from mindspeed.instruments.instrument import Instrument
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def sent() -> list[int]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from mindspeed.testing.live_memory import LiveMemory
+    from mindspeed.instruments.live_memory import LiveMemory
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     found = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.profiling.phase import PhaseTracker
-from tests.profiling.phase_ranks import KINDS, all_phases
+from mindspeed.instruments.phase import PhaseTracker
+from tests.instruments.phase_ranks import KINDS, all_phases
 
 FORWARD = ["function", "no_grad", "call"]
 BACKWARD = [("backward", "backward"), ("call", "backward")]

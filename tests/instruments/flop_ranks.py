@@ -104,7 +104,7 @@ def counts(tensor_parallel: int, cases: dict[str, Any]) -> dict[str, tuple[int, 
 
 def count(spec: str, tensor_parallel: int, overrides: dict[str, Any]) -> tuple[int, int]:
     """(total, recompute) of one micro-batch."""
-    from mindspeed.profiling import FlopCounter
+    from mindspeed.instruments import FlopCounter
 
     network = model(spec, tensor_model_parallel_size=tensor_parallel, **overrides)
     if network.config.gradient_accumulation_fusion:

@@ -9,11 +9,11 @@
 The code runs normally with correct results, while a clock advances by a model, so the figures are
 equal on every machine and in every run:
 
-* An operator with a FLOP formula (:mod:`mindspeed.profiling.flop_formulas`) takes
+* An operator with a FLOP formula (:mod:`mindspeed.instruments.flop_formulas`) takes
   ``flops / flops_per_second``; all others take no time, or with ``memory_bytes_per_second``
   that of reading their arguments and writing their results.
 * A communication takes ``latency + bytes on the wire / bytes_per_second`` (the bytes of
-  :mod:`mindspeed.testing.ledger`). It starts when it is called, or when the previous one on the
+  :mod:`mindspeed.instruments.ledger`). It starts when it is called, or when the previous one on the
   same process group has ended: each group has its own link.
 * ``Work.wait()``, and ``wait_tensor`` of functional collectives, move the clock to the end of
   that communication. The time skipped is exposed. A call without a handle is waited for at once.
@@ -21,7 +21,7 @@ equal on every machine and in every run:
 A receive is timed like a send, as if its sender called at the same moment; waiting for a slower
 rank is not modelled. Calls from other Python threads are not seen.
 
-``VirtualClock.of(rates)`` takes another model of time: :mod:`mindspeed.testing.clock_rates`.
+``VirtualClock.of(rates)`` takes another model of time: :mod:`mindspeed.instruments.clock_rates`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
+from mindspeed.instruments.clock_rates import Call, Link, Rates, SimpleRates
+from mindspeed.instruments.flop_formulas import formula_of
+from mindspeed.instruments.instrument import Instrument
+from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
+from mindspeed.instruments.live_memory import kinds_of
+from mindspeed.instruments.phase import PhaseTracker
 from mindspeed.journal import Journal
 from mindspeed.ops import _registry
-from mindspeed.profiling.flop_formulas import formula_of
-from mindspeed.profiling.instrument import Instrument
-from mindspeed.profiling.phase import PhaseTracker
-from mindspeed.testing.clock_rates import Call, Link, Rates, SimpleRates
-from mindspeed.testing.ledger import NAMESPACES, Communication, CommunicationMode
-from mindspeed.testing.live_memory import kinds_of
 
 __all__ = ["Call", "Interval", "Link", "Rates", "VirtualClock"]
 

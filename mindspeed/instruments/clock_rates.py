@@ -1,4 +1,4 @@
-"""Models of time for :class:`mindspeed.testing.clock.VirtualClock`."""
+"""Models of time for :class:`mindspeed.instruments.clock.VirtualClock`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mindspeed.testing.ledger import Communication
+from mindspeed.instruments.ledger import Communication
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed.testing import CommLedger
+from mindspeed.instruments import CommLedger
 
 N = 12  # elements of the tensor t of every case; fp32, so t = 48 bytes
 T = 4 * N

@@ -19,7 +19,7 @@ saved-tensor hooks. Rules of the count:
 * Hooks pushed inside the block (``torch.utils.checkpoint`` without re-entry, offloading to the
   host) decide themselves what to keep: ``bytes`` has what they keep on the device,
   ``host_bytes`` their copies in host memory, ``dropped_bytes`` what they keep nowhere, because
-  it will be computed again. :mod:`mindspeed.testing.saved_storages` says how that is observed.
+  it will be computed again. :mod:`mindspeed.instruments.saved_storages` says how that is observed.
 * Tensors hung on ``ctx`` as plain attributes are invisible to autograd, hence to this counter.
 """
 
@@ -40,8 +40,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from mindspeed.instruments.saved_storages import Storages
 from mindspeed.journal import Journal
-from mindspeed.testing.saved_storages import Storages
 
 _SKIPPED_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__)))
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch._C._distributed_c10d import Work
 
-from mindspeed.testing import CommLedger, Link, VirtualClock
+from mindspeed.instruments import CommLedger, Link, VirtualClock
 
 N = 64
 PRODUCT = 2 * N**3  # FLOPs of one product; the clock makes them last 1 s

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed.testing import saved_for_backward
-from tests.testing import saved_ranks
+from mindspeed.instruments import saved_for_backward
+from tests.instruments import saved_ranks
 
 B, H = 8, 16
 X = 4 * B * H  # bytes of one fp32 activation [B, H]
@@ -108,7 +108,7 @@ def test_the_table_names_modules_and_source_lines():
     assert saved.by_module() == {"up": X, "(no module)": 4 * X, "down": 4 * X}
     sites = saved.by_site()
     assert sum(sites.values()) == saved.bytes == 9 * X
-    assert all("testing/test_saved.py" in site for site in sites)
+    assert all("instruments/test_saved.py" in site for site in sites)
     assert saved.table().splitlines()[-1].split() == ["total", f"{9 * X:,}"]
     del output
 

@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed.device import host_tensors
 from mindspeed.device.wrapped_tensors import any_wraps, held
+from mindspeed.instruments.instrument import Instrument
 from mindspeed.journal import Journal
-from mindspeed.profiling.instrument import Instrument
 
 HOST = "host"
 """Kind of memory that is not the device's."""

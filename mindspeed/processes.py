@@ -1,0 +1,35 @@
+"""Child processes and their ports."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import signal
+import socket
+
+_PR_SET_PDEATHSIG = 1
+_FIRST_EPHEMERAL = 32_768  # port of Linux
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let Linux end this process when its parent dies.
+
+    Args:
+        number: signal that it gets then.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def free_port() -> int:
+    """A free TCP port to listen on later.
+
+    Outside the ephemeral range, from which another process could get it in the meantime.
+    """
+    draw = random.SystemRandom()  # other generators have equal seeds in ranks and test workers
+    while True:
+        port = draw.randrange(10_000, _FIRST_EPHEMERAL)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
