@@ -24,6 +24,7 @@ from mindspeed.checkpoint.architecture import check_architecture
 from mindspeed.checkpoint.load_weights import load_weights, needs_whole_stages
 from mindspeed.checkpoint.state import model_key, restore_rng, sharding_metadata, state_dict
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
+from mindspeed.job import TrainState
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.finite import check_finite
 from mindspeed.storage import digests, directory
@@ -37,14 +38,14 @@ class Loaded:
     """Where training continues."""
 
     path: Path
-    iteration: int
+    state: TrainState
 
 
 def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) -> Loaded | None:
     """Load the latest good checkpoint of ``--load``, of a model or of an ``adapter``. Collective.
 
-    Sets the counters of consumed samples in ``args``. Optimizer and generators are loaded where the
-    checkpoint has them and ``model`` and the flags want them.
+    Optimizer and generators are loaded where the checkpoint has them and ``model`` and the flags
+    want them.
 
     Returns:
         Where training continues; None if there is no checkpoint yet.
@@ -54,9 +55,9 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
     """
     if not adapter:
         if fsdp_state.is_sharded(model.chunks[0]) and needs_whole_stages(args):
-            return Loaded(Path(args.load), 0)  # as they were when the model was built
+            return Loaded(Path(args.load), TrainState())  # as they were when the model was built
         if (weights := load_weights(args, model)) is not None:
-            return Loaded(weights, 0)
+            return Loaded(weights, TrainState())
     tried: dict[Path, str] = {}
     candidates, doubt = _agreed_candidates(args)
     if doubt is not None and dist.get_rank() == 0:
@@ -139,12 +140,9 @@ def _load_one(
     _apply(model, state, with_optimizer, path)
     if with_rng:
         restore_rng(state["rng_state"])
-    iteration = 0 if weights_only else int(state["iteration"])
-    if not weights_only:
-        args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
-        args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
-    _say(path, iteration, with_optimizer, same_layout, with_digests)
-    return Loaded(path, iteration)
+    done = TrainState() if weights_only else TrainState.of(int(state["iteration"]), saved)
+    _say(path, done.iteration, with_optimizer, same_layout, with_digests)
+    return Loaded(path, done)
 
 
 def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path) -> None:

@@ -31,6 +31,7 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
 from mindspeed.checkpoint.writer import Writing
 from mindspeed.errors import CheckpointError, MindSpeedError
+from mindspeed.job import Parallel, TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
 from mindspeed.lora.export import export_peft
@@ -45,7 +46,7 @@ class Saver:
     """Writes checkpoints of one run.
 
     Args:
-        args: final values; the counters of consumed samples in it are saved too.
+        args: final values.
         model: what is saved.
         config: recipe of the run, put next to each checkpoint.
         flops_per_sample: for the count of operations so far.
@@ -63,11 +64,11 @@ class Saver:
         self._failure: CheckpointError | None = None
         self._description: str | None = None
 
-    def save(self, iteration: int, *, last: bool = False) -> None:
+    def save(self, state: TrainState, *, last: bool = False) -> None:
         """Save; with ``--async-save`` only begin to. Collective.
 
         Args:
-            iteration: iterations done.
+            state: how far the run is.
             last: the run ends here: wait, and let a failure be an error.
 
         Raises:
@@ -76,26 +77,26 @@ class Saver:
         self._complete()
         started = time.perf_counter()
         try:
-            writing = self._begin(iteration)
+            writing = self._begin(state)
         except CheckpointError as error:
-            self._note_failure(iteration, error)
+            self._note_failure(state.iteration, error)
         else:
-            self._pending = (iteration, writing, self._position(), started)
+            self._pending = (state.iteration, writing, self._position(state), started)
             if last or not self._args.async_save:
                 self._complete()
         if last and self._failure is not None:
             raise self._failure
         self._say_failure()
 
-    def finish(self, iteration: int) -> None:
-        """Make sure that ``iteration``, the last one, is saved and on disk. Collective.
+    def finish(self, state: TrainState) -> None:
+        """Make sure that the last iteration is saved and on disk. Collective.
 
         Raises:
             CheckpointError: it could not be written.
         """
         self._complete()
-        if self.last_saved != iteration:
-            self.save(iteration, last=True)
+        if self.last_saved != state.iteration:
+            self.save(state, last=True)
 
     def poll(self) -> None:
         """Complete a background save if all ranks have written. Collective while one is running."""
@@ -103,8 +104,8 @@ class Saver:
             self._complete()
             self._say_failure()
 
-    def _begin(self, iteration: int) -> Writing:
-        args, root = self._args, self._args.save
+    def _begin(self, done: TrainState) -> Writing:
+        args, root, iteration = self._args, self._args.save, done.iteration
         path = directory.unfinished_path_of(root, iteration)
         metadata = sharding_metadata(args)
         modules = self._model.modules
@@ -120,10 +121,10 @@ class Saver:
         )
         self._prepare(iteration, _bytes_to_write(state))
         state.update(
-            args=stored_args(args),
+            args=stored_args(args, done),
             checkpoint_version=3.0,
             iteration=iteration,
-            num_floating_point_operations_so_far=self._flops * args.consumed_train_samples,
+            num_floating_point_operations_so_far=self._flops * done.train_samples,
         )
         strategy = get_default_save_sharded_strategy(args.ckpt_format)
         if args.ckpt_fully_parallel_save:
@@ -199,21 +200,20 @@ class Saver:
             print(f" WARNING {self._failure}; training continues", flush=True)
         self._failure = None
 
-    def _position(self) -> dict[str, Any]:
-        args = self._args
+    def _position(self, state: TrainState) -> dict[str, Any]:
+        parallel = Parallel.of(self._args)
         return {
             "mindspeed": mindspeed.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "consumed_train_samples": args.consumed_train_samples,
-            "consumed_valid_samples": args.consumed_valid_samples,
+            **state.saved(),
             "layout": {
-                "world_size": args.world_size,
-                "tensor": args.tensor_model_parallel_size,
-                "pipeline": args.pipeline_model_parallel_size,
-                "context": args.context_parallel_size,
-                "expert": args.expert_model_parallel_size,
-                "data": args.data_parallel_size,
+                "world_size": parallel.world,
+                "tensor": parallel.tensor,
+                "pipeline": parallel.pipeline,
+                "context": parallel.context,
+                "expert": parallel.expert,
+                "data": parallel.data,
             },
         }
 

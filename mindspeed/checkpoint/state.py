@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from mindspeed import device
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
+from mindspeed.job import TrainState
 from mindspeed.lora.state import sharded_state as adapter_state
 
 
@@ -88,16 +89,21 @@ def model_key(index: int, count: int) -> str:
     return "model" if count == 1 else f"model{index}"
 
 
-def stored_args(args: argparse.Namespace) -> argparse.Namespace:
-    """The values of a run, equal on all ranks and of types that load without running code."""
-    plain = {
+def stored_args(args: argparse.Namespace, state: TrainState | None = None) -> argparse.Namespace:
+    """The values of a run, equal on all ranks and of types that load without running code.
+
+    Args:
+        args: final values, or those of a checkpoint with its counters.
+        state: the counters of a run.
+    """
+    plain: dict[str, Any] = {
         name: value
         for name, value in vars(args).items()
         if _is_plain(value) and name not in ("rank", "local_rank")
     }
     if hasattr(args, "persist_layer_norm"):  # Megatron-LM's flag, and ours, says the opposite
         plain["no_persist_layer_norm"] = not args.persist_layer_norm
-    return argparse.Namespace(**plain)
+    return argparse.Namespace(**plain | (state.saved() if state else {}))
 
 
 def restore_rng(state: Any) -> None:

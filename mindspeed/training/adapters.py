@@ -42,7 +42,4 @@ def resume(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
     own = argparse.Namespace(**vars(args))
     own.load, own.ckpt_step = root_and_iteration(args.lora_load)
     own.exit_on_missing_checkpoint = True
-    loaded = load(own, model, adapter=True)
-    args.consumed_train_samples = own.consumed_train_samples
-    args.consumed_valid_samples = own.consumed_valid_samples
-    return loaded
+    return load(own, model, adapter=True)

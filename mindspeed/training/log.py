@@ -27,6 +27,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
+from mindspeed.job import TrainState
 from mindspeed.te.parameter_marks import counted
 from mindspeed.training.flops import flops_of_tokens
 from mindspeed.training.forward_step import Reports, sum_reports
@@ -75,7 +76,7 @@ class Log:
         for sink in self._sinks:
             sink.advance()
 
-    def report(self, iteration: int, extra: str = "") -> None:
+    def report(self, state: TrainState, extra: str = "") -> None:
         """Print and record the steps since the last report."""
         reports = mean_reports(self._reports)
         loss = reports.pop("lm loss", None)
@@ -86,14 +87,14 @@ class Log:
         elapsed = time.perf_counter() - self._interval_start
         if self._speaks:
             self._last_loss = loss
-            metrics = self._metrics(iteration, elapsed, loss, counts)
+            metrics = self._metrics(state, elapsed, loss, counts)
             if params_norm is not None:
                 metrics["params_norm"] = params_norm
             reports |= auxiliary
             line = _line(metrics, reports, self._args.train_iters)
             metrics |= reports
             for sink in self._sinks:
-                sink.record(iteration, metrics, line + (f" {extra} |" if extra else ""))
+                sink.record(state.iteration, metrics, line + (f" {extra} |" if extra else ""))
         self._reports.clear()
         self._skipped = self._samples = self._iterations = 0
         self._interval_start = time.perf_counter()
@@ -141,14 +142,14 @@ class Log:
         )
 
     def _metrics(
-        self, iteration: int, elapsed: float, loss: float | None, counts: TokenCounts
+        self, state: TrainState, elapsed: float, loss: float | None, counts: TokenCounts
     ) -> dict[str, Any]:
         args, steps = self._args, max(1, self._iterations)
         flops = flops_of_tokens(args, counts.tokens, counts.pairs)
         rate = get_canonical_lr_for_logging(self._model.optimizer.param_groups)
         metrics: dict[str, Any] = {
-            "iteration": iteration,
-            "consumed_samples": args.consumed_train_samples,
+            "iteration": state.iteration,
+            "consumed_samples": state.train_samples,
             "seconds_per_iteration": elapsed / steps,
             "learning_rate": rate,
             "global_batch_size": self._samples // steps,
@@ -158,7 +159,7 @@ class Log:
             "tflops_per_device": flops / elapsed / args.world_size / 1e12,
             "memory_gb": device.current().memory_stats().peak / GIGA,
             "skipped_iterations": self._skipped,
-            "eta_seconds": (args.train_iters - iteration) * elapsed / steps,
+            "eta_seconds": (args.train_iters - state.iteration) * elapsed / steps,
         }
         if counts.positions > counts.tokens:
             metrics["padding_fraction"] = 1 - counts.tokens / counts.positions

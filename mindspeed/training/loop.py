@@ -16,6 +16,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed import session
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
+from mindspeed.job import Batch, TrainState
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, Reports, checked, sum_reports
 from mindspeed.training.log import Log, mean_reports
@@ -30,28 +31,29 @@ def train(
     model: TrainedModel,
     readers: Sequence[Reader | None],
     held_out: Mapping[str, Sequence[Reader | None]],
-    iteration: int,
+    state: TrainState,
     saver: Saver | None,
     counter: TokenCounter,
     forward_step: ForwardStep,
-) -> int:
-    """Train from ``iteration`` to the end or an early stop.
+) -> TrainState:
+    """Train from ``state`` to the end or an early stop.
 
     Args:
-        args: final values; its counters of consumed samples are advanced.
+        args: final values.
         model: the model, its optimizer and its schedule.
         readers: training micro-batches per pipeline stage of this rank.
         held_out: the same for ``validation`` (used during training) and ``test`` (at the end).
-        iteration: iterations done.
+        state: how far the run is.
         saver: writes checkpoints, or None.
         counter: counts the tokens that the training readers read.
         forward_step: computes the loss of one micro-batch.
 
     Returns:
-        The last iteration done.
+        How far it came.
     """
     trainer = Trainer(args, model, checked(forward_step, args, RESERVED))
-    log = Log(args, model, iteration, counter)
+    log = Log(args, model, state.iteration, counter)
+    batch = Batch.of(args)
     gathering = _ParameterGathering(args, model)
     for chunk in model.chunks:
         chunk.train()
@@ -61,39 +63,41 @@ def train(
     seams = session.install().seams
     reason = None
     with seams.train.around(), stopping:
-        while iteration < args.train_iters and reason is None:
-            _ramp_up_batch(args, iteration, saver, gathering, log)
-            with seams.step.around(iteration + 1):
-                result = trainer.step(readers, iteration + 1)
-            iteration += 1
+        while state.iteration < args.train_iters and reason is None:
+            _ramp_up_batch(state, saver, gathering, log)
+            with seams.step.around(state.iteration + 1):
+                result = trainer.step(readers, state.iteration + 1)
             gathering.after_step(result.skipped)
-            samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
-            args.consumed_train_samples += samples
+            samples = batch.samples_of(get_num_microbatches())
+            state = state.after_step(samples)
+            iteration = state.iteration
             log.add(result, samples)
             if iteration % args.log_interval == 0 or iteration == args.train_iters:
-                log.report(iteration, " | ".join(filter(None, seams.log.run_all(iteration))))
+                log.report(state, " | ".join(filter(None, seams.log.run_all(iteration))))
             if "validation" in held_out and iteration % args.eval_interval == 0:
                 with log.not_counted(), gathering.paused():
                     means = evaluate(args, model, trainer, held_out["validation"])
-                    log.report_held_out("validation", iteration, means)
+                state = state.after_evaluation(args.eval_iters * batch.whole)
+                log.report_held_out("validation", iteration, means)
             _collect_garbage(args, iteration)
             reason = stopping.reason() or _exit_interval(args, iteration)
             if saver is not None:
                 saver.poll()
                 if args.save_interval and iteration % args.save_interval == 0:
-                    _save(saver, iteration, gathering, log)
+                    _save(saver, state, gathering, log)
     gathering.stop()
-    if warning := trainer.skipped.at_end(iteration):
+    if warning := trainer.skipped.at_end(state.iteration):
         log.message(warning)
     if "test" in held_out and reason is None:
         means = evaluate(args, model, trainer, held_out["test"])
-        log.report_held_out("test", iteration, means)
+        state = state.after_evaluation(args.eval_iters * batch.whole)
+        log.report_held_out("test", state.iteration, means)
     if saver is not None:
-        saver.finish(iteration)
+        saver.finish(state)
     if reason:
-        log.message(f"stopping after iteration {iteration}: {reason}")
-    log.close(iteration)
-    return iteration
+        log.message(f"stopping after iteration {state.iteration}: {reason}")
+    log.close(state.iteration)
+    return state
 
 
 def evaluate(
@@ -106,12 +110,11 @@ def evaluate(
     for chunk in model.chunks:
         chunk.eval()
     # All validation batches have the full size, also while the training batch still grows.
-    full = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    full = Batch.of(args).micro_batches
     sums: Reports = {}
     for _ in range(args.eval_iters):
         reports = sum_reports(trainer.evaluate(readers, full))
         sums = {name: sums.get(name, 0) + pair for name, pair in reports.items()}
-        args.consumed_valid_samples += args.global_batch_size
     for chunk in model.chunks:
         chunk.train()
     return mean_reports([sums] if sums else [])
@@ -171,26 +174,22 @@ class _Paused:
             self._gathering._start()
 
 
-def _save(saver: Saver, iteration: int, gathering: _ParameterGathering, log: Log) -> None:
+def _save(saver: Saver, state: TrainState, gathering: _ParameterGathering, log: Log) -> None:
     with log.not_counted(), gathering.paused():
-        saver.save(iteration)
+        saver.save(state)
 
 
 def _ramp_up_batch(
-    args: argparse.Namespace,
-    iteration: int,
-    saver: Saver | None,
-    gathering: _ParameterGathering,
-    log: Log,
+    state: TrainState, saver: Saver | None, gathering: _ParameterGathering, log: Log
 ) -> None:
     """Batch ramp-up: set the size for the consumed samples; save before it changes."""
     before = get_num_microbatches()
-    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-    if get_num_microbatches() != before and iteration > 0:
+    update_num_microbatches(state.train_samples, consistency_check=False)
+    if get_num_microbatches() != before and state.iteration > 0:
         log.message(f" global batch size is now {get_current_global_batch_size()}")
-        if saver is not None and saver.last_saved != iteration:
-            _save(saver, iteration, gathering, log)
-    update_num_microbatches(args.consumed_train_samples, consistency_check=True)
+        if saver is not None and saver.last_saved != state.iteration:
+            _save(saver, state, gathering, log)
+    update_num_microbatches(state.train_samples, consistency_check=True)
 
 
 def _collect_garbage(args: argparse.Namespace, iteration: int) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
     init_num_microbatches_calculator,
     update_num_microbatches,
 )
@@ -21,6 +20,7 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
 from mindspeed.features.dynamic_pipeline import sizes_of_arguments
+from mindspeed.job import TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.storage import directory
@@ -49,9 +49,8 @@ def pretrain(
         The last iteration done.
     """
     setup.initialize(settings.args)
-    iteration = _train(
-        settings, provider, forward_step
-    )  # its readers' processes, with our sockets, have ended
+    iteration = _train(settings, provider, forward_step)
+    # The readers' processes, which have our sockets, have ended.
     setup.leave_job()
     return iteration
 
@@ -63,23 +62,24 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
     if _is_finished(args):
         return int(args.train_iters)
     model = build(args, provider)
-    iteration = resume(args, model)
+    state = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
     read = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
     counter = SampleCounter() if args.is_instruction_dataset else FixedLengthCounter(args)
     sizes = sizes_of_arguments(vars(args))
-    readers = read(sets.train, args.consumed_train_samples, counter=counter, sizes=sizes)
+    readers = read(sets.train, state.train_samples, counter=counter, sizes=sizes)
     held_out = {}
     if args.eval_iters:
-        held_out["validation"] = read(sets.valid, args.consumed_valid_samples)
+        held_out["validation"] = read(sets.valid, state.valid_samples)
         if data.has_test(args):
             held_out["test"] = read(sets.test, 0)
     saver = None
     if args.save:
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         source = args.lora_load if adapted(model.chunks) else args.load
-        saver.last_saved = iteration if source == args.save else None
-    return loop.train(args, model, readers, held_out, iteration, saver, counter, forward_step)
+        saver.last_saved = state.iteration if source == args.save else None
+    done = loop.train(args, model, readers, held_out, state, saver, counter, forward_step)
+    return done.iteration
 
 
 def _is_finished(args: argparse.Namespace) -> bool:
@@ -97,39 +97,25 @@ def _is_finished(args: argparse.Namespace) -> bool:
     return answer[0]
 
 
-def resume(args: argparse.Namespace, model: TrainedModel) -> int:
-    """Load what ``--load`` names; returns the iterations done."""
+def resume(args: argparse.Namespace, model: TrainedModel) -> TrainState:
+    """Load what ``--load`` names; returns how far its run was."""
     if adapted(model.chunks):
         loaded = adapters.resume(args, model)
     else:
         loaded = load(args, model) if args.load else None
     if loaded is None:
-        return 0
-    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-    return loaded.iteration
+        return TrainState()
+    update_num_microbatches(loaded.state.train_samples, consistency_check=False)
+    return loaded.state
 
 
 def count_batches(args: argparse.Namespace) -> None:
-    """Set up the number of micro-batches per step, and of iterations for ``--train-samples``."""
+    """Set up Megatron's number of micro-batches per step."""
     init_num_microbatches_calculator(
-        args.rank,
+        dist.get_rank(),
         args.rampup_batch_size,
         args.global_batch_size,
         args.micro_batch_size,
         args.data_parallel_size,
         args.decrease_batch_size_if_needed,
     )
-    if args.train_iters is None:
-        args.train_iters = iterations_of(args)
-
-
-def iterations_of(args: argparse.Namespace) -> int:
-    """Iterations that ``--train-samples`` make, with batch ramp-up."""
-    iterations = consumed = 0
-    ramp = args.rampup_batch_size[2] if args.rampup_batch_size else -1
-    while consumed <= min(ramp, args.train_samples):
-        update_num_microbatches(consumed, consistency_check=False)
-        consumed += get_current_global_batch_size()
-        iterations += 1
-    update_num_microbatches(0, consistency_check=False)
-    return iterations + max(0, args.train_samples - consumed) // args.global_batch_size

@@ -20,7 +20,7 @@ from mindspeed.features import registry
 from mindspeed.features.context_parallel import indivisible
 from mindspeed.features.fused_adam import NAMES
 from mindspeed.training.resolve_parallel import parallel
-from mindspeed.training.resolve_run import data, duration, output
+from mindspeed.training.resolve_run import data, duration, iterations_of, output
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ def resolve(
             problems += [*_experts(args), *_optimizer(args), *duration(args), *data(args)]
     if problems:
         raise ConfigError("\n".join(problems))
+    if training and args.train_iters is None:
+        args.train_iters = iterations_of(args)
     return Settings(args, recipe)
 
 

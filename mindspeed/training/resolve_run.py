@@ -6,9 +6,11 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mindspeed.checkpoint.contents import model_at
 from mindspeed.errors import MindSpeedError
+from mindspeed.job import Batch
 from mindspeed.lora import flags as lora_flags
 from mindspeed.models.hf_load import is_hf
 from mindspeed.storage.directory import tracked
@@ -36,6 +38,29 @@ def duration(args: argparse.Namespace) -> Iterator[str]:
         yield "--weight-decay-incr-style needs --start-weight-decay and --end-weight-decay"
     if args.eval_interval is None:
         args.eval_iters = 0
+
+
+def iterations_of(args: argparse.Namespace) -> int:
+    """Iterations that ``--train-samples`` make, with batch ramp-up."""
+    batch, samples = Batch.of(args), args.train_samples
+    iterations = consumed = 0
+    if batch.ramp_up is not None:
+        size = _ramped(args, batch, *batch.ramp_up)
+        while consumed <= min(batch.ramp_up[2], samples):
+            size.update(consumed, consistency_check=False)
+            consumed += size.get_current_global_batch_size()
+            iterations += 1
+    return int(iterations + max(0, samples - consumed) // batch.whole)
+
+
+def _ramped(args: argparse.Namespace, batch: Batch, start: int, increment: int, last: int) -> Any:
+    """Megatron's batch sizes while they grow, for ``last`` samples."""
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    decrease, quiet = args.decrease_batch_size_if_needed, -1
+    return RampupBatchsizeNumMicroBatchesCalculator(
+        batch.whole, batch.micro, batch.data_parallel, decrease, quiet, start, increment, last
+    )
 
 
 def _schedule(args: argparse.Namespace) -> Iterator[str]:
@@ -90,7 +115,6 @@ def output(args: argparse.Namespace) -> Iterator[str]:
     if args.use_checkpoint_args and args.load is None:
         yield "--use-checkpoint-args needs --load"
     yield from missing_packages(args)
-    args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
 
 
 def _no_directory(path: str) -> str | None:

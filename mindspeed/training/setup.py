@@ -19,7 +19,6 @@ from mindspeed import device
 def initialize(args: argparse.Namespace) -> None:
     """Join the job, create Megatron's parallel groups and seed all generators."""
     join_job(args.distributed_backend, args.distributed_timeout_minutes)
-    args.rank = dist.get_rank()
     parallel_groups(args)
     seed_everything(args)
 

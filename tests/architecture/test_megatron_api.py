@@ -85,7 +85,8 @@ PUBLIC: dict[str, tuple[str, str]] = {
     ),
     "megatron.core.num_microbatches_calculator": (
         "get_current_global_batch_size get_num_microbatches init_num_microbatches_calculator "
-        "unset_num_microbatches_calculator update_num_microbatches",
+        "unset_num_microbatches_calculator update_num_microbatches "
+        "RampupBatchsizeNumMicroBatchesCalculator",
         "batch size ramp-up",
     ),
     "megatron.core.optimizer": (

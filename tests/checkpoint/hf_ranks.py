@@ -31,7 +31,7 @@ def weights(folder: str, load: str, flags: Sequence[str] = ()) -> list[tuple[Any
     setup.initialize(args)
     model = build(args)
     loaded = load_checkpoint(args, model)
-    assert loaded is not None and loaded.iteration == 0
+    assert loaded is not None and loaded.state.iteration == 0
     table = local_shards(model.modules, family_of_args(args), shape_of(args))
     return [(part.parameter.name, part.start, part.data.clone()) for part in table]
 
@@ -42,6 +42,7 @@ def save_trained(folder: str, output: str, flags: Sequence[str] = ()) -> None:
 
     from mindspeed.checkpoint.load import load as load_checkpoint
     from mindspeed.checkpoint.save import Saver
+    from mindspeed.job import TrainState
     from mindspeed.training import setup
     from mindspeed.training.model import build
 
@@ -54,7 +55,7 @@ def save_trained(folder: str, output: str, flags: Sequence[str] = ()) -> None:
         for module in model.modules:
             for parameter in module.parameters():
                 parameter.mul_(1.5)
-    Saver(args, model, "", 1.0).save(3, last=True)
+    Saver(args, model, "", 1.0).save(TrainState(3), last=True)
 
 
 def state_dicts(folder: str, flags: Sequence[str] = ()) -> tuple[str, list[dict[str, Any]]]:

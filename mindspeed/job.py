@@ -1,0 +1,207 @@
+"""A training job in typed values: layout, batch, precision, schedule, and how far it is.
+
+    parallel = Parallel.of(args)
+    parallel.model            # ranks that hold one copy of the model
+    Batch.of(args).samples_of(micro_batches)
+    state = state.after_step(samples)
+
+Megatron's classes, its features and checkpoints take a job as one namespace with Megatron-LM's
+names. :mod:`mindspeed.training.resolve` writes that namespace, once; these are read from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks of a job share the model and its data.
+
+    Attributes:
+        world: ranks of the job.
+        tensor: tensor parallel size.
+        pipeline: pipeline parallel size.
+        context: context parallel size.
+        data: data parallel size, without context parallelism.
+        expert: expert parallel size.
+        expert_tensor: tensor parallel size of experts.
+        chunks: virtual pipeline stages of a rank; None without interleaving.
+        pipeline_innermost: neighbouring ranks are pipeline stages (``--use-tp-pp-dp-mapping``).
+    """
+
+    world: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    chunks: int | None = None
+    pipeline_innermost: bool = False
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Parallel:
+        """Read from final values."""
+        tensor = args.tensor_model_parallel_size
+        expert_tensor = args.expert_tensor_parallel_size
+        return cls(
+            world=args.world_size,
+            tensor=tensor,
+            pipeline=args.pipeline_model_parallel_size,
+            context=args.context_parallel_size,
+            data=args.data_parallel_size,
+            expert=args.expert_model_parallel_size,
+            expert_tensor=tensor if expert_tensor is None else expert_tensor,
+            chunks=args.virtual_pipeline_model_parallel_size,
+            pipeline_innermost=args.use_tp_pp_dp_mapping,
+        )
+
+    @property
+    def model(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world // (self.expert * self.expert_tensor * self.pipeline)
+
+    def first_rank_of(self, stage: int) -> int:
+        """The first rank of a pipeline stage."""
+        inner = self.tensor * self.context
+        return stage * inner * (1 if self.pipeline_innermost else self.data)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a step.
+
+    Attributes:
+        micro: samples of a micro-batch.
+        whole: samples of a step on all ranks, at its full size.
+        data_parallel: ranks that share a step.
+        ramp_up: start, increment and samples of batch ramp-up; None without.
+        sequence_length: tokens of a sample.
+    """
+
+    micro: int
+    whole: int
+    data_parallel: int
+    ramp_up: tuple[int, int, int] | None
+    sequence_length: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Batch:
+        """Read from final values."""
+        ramp = args.rampup_batch_size
+        return cls(
+            micro=args.micro_batch_size,
+            whole=args.global_batch_size,
+            data_parallel=args.data_parallel_size,
+            ramp_up=None if ramp is None else (ramp[0], ramp[1], ramp[2]),
+            sequence_length=args.seq_length,
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a full step on one data-parallel rank."""
+        return self.whole // (self.micro * self.data_parallel)
+
+    def samples_of(self, micro_batches: int) -> int:
+        """Samples of a step of so many micro-batches, on all ranks."""
+        return micro_batches * self.micro * self.data_parallel
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Data types of a job.
+
+    Attributes:
+        params: of parameters and activations.
+        loss_scaled: gradients are scaled, in fp16.
+    """
+
+    params: torch.dtype
+    loss_scaled: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Precision:
+        """Read from final values."""
+        return cls(params=args.params_dtype, loss_scaled=args.fp16)
+
+    @property
+    def element(self) -> int:
+        """Bytes of a parameter."""
+        return self.params.itemsize
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a job trains and when it is evaluated.
+
+    Attributes:
+        iterations: steps; derived where samples were given.
+        samples: of the whole job; None where iterations were given.
+        evaluation_interval: steps between evaluations; None without.
+        evaluation_steps: steps of one evaluation.
+    """
+
+    iterations: int
+    samples: int | None
+    evaluation_interval: int | None
+    evaluation_steps: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Schedule:
+        """Read from final values."""
+        return cls(
+            iterations=args.train_iters,
+            samples=args.train_samples,
+            evaluation_interval=args.eval_interval,
+            evaluation_steps=args.eval_iters,
+        )
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """How far a run is.
+
+    Attributes:
+        iteration: steps done.
+        train_samples: consumed by them.
+        valid_samples: consumed by evaluations.
+    """
+
+    iteration: int = 0
+    train_samples: int = 0
+    valid_samples: int = 0
+
+    @classmethod
+    def of(cls, iteration: int, saved: argparse.Namespace) -> TrainState:
+        """Read from the values in a checkpoint."""
+        return cls(
+            iteration,
+            getattr(saved, "consumed_train_samples", 0),
+            getattr(saved, "consumed_valid_samples", 0),
+        )
+
+    def after_step(self, samples: int) -> TrainState:
+        """The state after a step of so many samples."""
+        done, consumed = self.iteration + 1, self.train_samples + samples
+        return replace(self, iteration=done, train_samples=consumed)
+
+    def after_evaluation(self, samples: int) -> TrainState:
+        """The state after an evaluation of so many samples."""
+        return replace(self, valid_samples=self.valid_samples + samples)
+
+    def saved(self) -> dict[str, Any]:
+        """The counters, by the names that a checkpoint has for them."""
+        return {
+            "consumed_train_samples": self.train_samples,
+            "consumed_valid_samples": self.valid_samples,
+        }
