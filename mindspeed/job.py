@@ -15,8 +15,6 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 
 @dataclass(frozen=True)
 class Parallel:
@@ -122,46 +120,69 @@ class Precision:
     """Data types of a job.
 
     Attributes:
-        params: of parameters and activations.
-        loss_scaled: gradients are scaled, in fp16.
+        name: of parameters and activations: ``bf16``, ``fp16`` or ``fp32``.
+        products: of linear layers, whose peak rate a device has: the same, or ``fp8``.
     """
 
-    params: torch.dtype
-    loss_scaled: bool
+    name: str
+    products: str
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Precision:
-        """Read from final values."""
-        return cls(params=args.params_dtype, loss_scaled=args.fp16)
+        """Read from the flags."""
+        name = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        return cls(name, "fp8" if args.fp8 else name)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether parameters have 16 bits, next to fp32 copies in the optimizer."""
+        return self.name != "fp32"
 
     @property
     def element(self) -> int:
-        """Bytes of a parameter."""
-        return self.params.itemsize
+        """Bytes of a parameter or activation."""
+        return 2 if self.narrow else 4
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a job trains and when it is evaluated.
+    """How long a job trains and how its learning rate moves; in samples where not said otherwise.
 
     Attributes:
         iterations: steps; derived where samples were given.
-        samples: of the whole job; None where iterations were given.
+        samples: of the whole job.
+        warmup: in which the learning rate grows.
+        decay: after which it has its smallest value.
+        last_decay: the last phase of ``--lr-decay-style WSD``; None without.
         evaluation_interval: steps between evaluations; None without.
         evaluation_steps: steps of one evaluation.
     """
 
     iterations: int
-    samples: int | None
+    samples: int
+    warmup: float
+    decay: int
+    last_decay: int | None
     evaluation_interval: int | None
     evaluation_steps: int
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Schedule:
         """Read from final values."""
+        if args.train_samples is None:
+            unit, samples = args.global_batch_size, args.train_iters * args.global_batch_size
+            given = args.lr_decay_iters, args.lr_warmup_iters, args.lr_wsd_decay_iters
+        else:
+            unit, samples = 1, args.train_samples
+            given = args.lr_decay_samples, args.lr_warmup_samples, args.lr_wsd_decay_samples
+        decay = given[0] * unit if given[0] else samples
+        fraction = args.lr_warmup_fraction
         return cls(
             iterations=args.train_iters,
-            samples=args.train_samples,
+            samples=samples,
+            warmup=given[1] * unit if fraction is None else fraction * decay,
+            decay=decay,
+            last_decay=None if given[2] is None else given[2] * unit,
             evaluation_interval=args.eval_interval,
             evaluation_steps=args.eval_iters,
         )

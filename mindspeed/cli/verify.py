@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.job import Precision
 from mindspeed.parsing import decode_json
 from mindspeed.ranges import NOT_NEGATIVE, number, whole
 
@@ -117,8 +118,8 @@ def _compare_models(args: argparse.Namespace) -> int:
     if not sequences:
         raise DataError(f"--input {args.input}: no text of two tokens or more")
     result = compare(loaded.stage, _transformers_model(args.hf, loaded), sequences)
-    exact = not (loaded.args.bf16 or loaded.args.fp16)
-    tolerance = args.tolerance or TOLERANCE["fp32" if exact else "half"]
+    narrow = Precision.of(loaded.args).narrow
+    tolerance = args.tolerance or TOLERANCE["half" if narrow else "fp32"]
     good = result.largest <= tolerance
     print(
         f"{result.tokens} tokens: logits differ by at most {result.largest:.2e} "

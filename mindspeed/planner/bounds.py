@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mindspeed.job import Precision
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import V_SHAPES, Layout
 from mindspeed.planner.shape import DENSE, EXPERT
@@ -55,7 +56,8 @@ class Bounds:
         dense, sparse = layer_kinds(args)
         self._layers, self._sparse = dense + sparse, sparse / max(1, dense + sparse)
         self._equal = not (dense and sparse) and dense + sparse == args.num_layers
-        self._hidden = args.hidden_size * (2 if args.fp16 or args.bf16 else 4)
+        precision = Precision.of(args)
+        self._hidden = args.hidden_size * precision.element
         attention = attention_weights(args)
         shared = mlp_weights(args, args.moe_shared_expert_intermediate_size or 0) if sparse else 0
         plain = mlp_weights(args, args.ffn_hidden_size) if dense else 0
@@ -73,9 +75,8 @@ class Bounds:
         self._layer_flops, self._head_flops = 2 * (per_token + heads * seen), 2 * self._edge
         self._tokens = args.seq_length
         device = cluster.device
-        dtype = "fp8" if args.fp8 else "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-        part = max(device.efficiency(dtype), device.attention_efficiency)
-        self._rate = device.peak(dtype) * (1.0 if device.products else part)
+        part = max(device.efficiency(precision.products), device.attention_efficiency)
+        self._rate = device.peak(precision.products) * (1.0 if device.products else part)
         self._repeats_all = not args.optimize_recomp_communication_level
 
         self._cluster, self._known = cluster, dict[tuple[str, float, int, int], float]()
@@ -83,12 +84,11 @@ class Bounds:
         self._waits_for_parameters = not args.overlap_param_gather
         self._reduced = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
 
-        narrow = args.fp16 or args.bf16
         self._trained = not args.lora_target_modules
-        self._weight = 1 if args.fp8 else 2 if narrow else 4
-        self._gradient = 2 if narrow else 4
+        self._weight = 1 if args.fp8 else precision.element
+        self._gradient = precision.element
         offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
-        self._state = 0.0 if offloaded else state_bytes(args, 2 if narrow else 4)
+        self._state = 0.0 if offloaded else state_bytes(args, precision.element)
         self._distributed = bool(args.use_distributed_optimizer or args.use_megatron_fsdp)
         self._stage = 3 if args.data_parallel_sharding_strategy == "optim_grads_params" else 2
         self._stage *= bool(args.use_megatron_fsdp)

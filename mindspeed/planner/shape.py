@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from mindspeed.job import Parallel, Precision
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.whole_only import whole_only
@@ -120,33 +121,33 @@ def shape_of(args: argparse.Namespace) -> Shape:
     from mindspeed.training.flops import training_flops
     from mindspeed.training.pipeline_figures import layers_of_stages, micro_batches, request_of
 
-    pp = args.pipeline_model_parallel_size
-    length = args.seq_length // args.context_parallel_size
+    parallel, precision = Parallel.of(args), Precision.of(args)
+    pp = parallel.pipeline
+    length = args.seq_length // parallel.context
     if args.sequence_parallel:
-        length //= args.tensor_model_parallel_size
-    width = 2 if args.bf16 or args.fp16 else 4
+        length //= parallel.tensor
     counts = layers_of_stages(args) if pp > 1 else (args.num_layers,)
     return Shape(
         request=request_of(args) if pp > 1 else ScheduleRequest(),
         ranks=pp,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        chunks=parallel.chunks or 1,
         stages=_stages(args, counts),
         micro_batch=args.micro_batch_size,
         micro_batches=micro_batches(args),
-        data_parallel=args.data_parallel_size,
-        devices=args.world_size,
-        tensor=args.tensor_model_parallel_size,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        message=args.micro_batch_size * length * args.hidden_size * width,
+        data_parallel=parallel.data,
+        devices=parallel.world,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        message=args.micro_batch_size * length * args.hidden_size * precision.element,
         overlap_messages=bool(args.overlap_p2p_comm) and pp > 1,
         overlap_gradients=bool(args.overlap_grad_reduce),
         overlap_parameters=bool(args.overlap_param_gather),
         distributed_optimizer=bool(args.use_distributed_optimizer),
         model_flops=training_flops(args, args.global_batch_size),
         tokens=args.global_batch_size * args.seq_length,
-        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        dtype=precision.name,
         whole_only=whole_only(args),
     )
 

@@ -16,6 +16,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
 from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.job import Batch
 from mindspeed.planner.loop import loop_of
 from mindspeed.training.pretrain import count_batches
 
@@ -59,7 +60,7 @@ class StepOfRank:
         """Let a step have as many micro-batches; None: those of the job."""
         args = self._args
         if micro_batches is not None:
-            args.global_batch_size = micro_batches * args.micro_batch_size * args.data_parallel_size
+            args.global_batch_size = Batch.of(args).samples_of(micro_batches)
             args.rampup_batch_size = None
         unset_num_microbatches_calculator()
         count_batches(args)

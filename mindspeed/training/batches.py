@@ -35,7 +35,7 @@ from mindspeed import session
 from mindspeed.adaptor.micro_batch import FullBatch, plan_batch, read_batch, shard_batch
 from mindspeed.attention.packed_batch import CuSeqlens, cu_seqlens_of_starts
 
-Batch = dict[str, Any]  # tensors; None for those that a stage does not need
+MicroBatch = dict[str, Any]  # tensors; None for those that a stage does not need
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Ahead:
     planned: Future[None] | None = None
 
 
-class MicroBatches(Iterator[Batch]):
+class MicroBatches(Iterator[MicroBatch]):
     """The micro-batches of one pipeline stage on this rank, without end for a cyclic reader.
 
     Args:
@@ -92,7 +92,7 @@ class MicroBatches(Iterator[Batch]):
         self._reset_mask = args.reset_attention_mask or args.pack_sequences
         self._reset_positions = args.reset_position_ids or args.pack_sequences
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> MicroBatch:
         batch = self._ahead.popleft() if self._ahead else self._read()
         self._announced -= 1
         if self._planner and self._announced > 0 and not self._ahead:
@@ -125,8 +125,12 @@ class MicroBatches(Iterator[Batch]):
         )
         return _Ahead(read, planning)
 
-    def _on_this_rank(self, read: FullBatch) -> Batch:
-        batch: Batch = {**read.tensors, "attention_mask": None, "position_ids": read.position_ids}
+    def _on_this_rank(self, read: FullBatch) -> MicroBatch:
+        batch: MicroBatch = {
+            **read.tensors,
+            "attention_mask": None,
+            "position_ids": read.position_ids,
+        }
         if read.cu_seqlens is None:
             return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
         part, packed_seq_params = shard_batch(

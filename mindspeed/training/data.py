@@ -42,7 +42,8 @@ from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.data.weighted_splits import WeightedSplit, parse
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
-from mindspeed.training.batches import Batch, MicroBatches
+from mindspeed.job import Batch, Schedule
+from mindspeed.training.batches import MicroBatch, MicroBatches
 from mindspeed.training.instruction import Collate, length_multiple
 from mindspeed.training.samplers import (
     CyclicSampler,
@@ -52,7 +53,7 @@ from mindspeed.training.samplers import (
 )
 from mindspeed.training.token_counts import TokenCounter
 
-Reader = Iterator[Batch]
+Reader = Iterator[MicroBatch]
 _SPLITS = ("train", "valid", "test")
 
 
@@ -200,12 +201,12 @@ def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatase
 
 
 def _instruction_config(args: argparse.Namespace) -> InstructionConfig:
-    samples_per_step = args.micro_batch_size * args.data_parallel_size
+    samples_of_all_ranks = Batch.of(args).samples_of(micro_batches=1)
     return InstructionConfig(
         **_sources(args),
         vocab_size=args.padded_vocab_size,
         pack=args.pack_sequences,
-        group=samples_per_step if args.length_grouped else None,
+        group=samples_of_all_ranks if args.length_grouped else None,
         shuffle=args.shuffle,
         keep_last_token=args.keep_last_token,
     )
@@ -237,13 +238,12 @@ def _check_splits(args: argparse.Namespace, config: BlendedMegatronDatasetConfig
 
 def sample_counts(args: argparse.Namespace) -> tuple[int, int, int]:
     """Samples of training, validation and test over the whole run."""
-    batch = args.global_batch_size
-    train = args.train_samples or args.train_iters * batch
-    if not args.eval_iters:
-        return train, 0, 0
-    iterations = args.train_iters or args.train_samples // batch
-    validations = iterations // args.eval_interval + 1
-    return train, validations * args.eval_iters * batch, args.eval_iters * batch
+    schedule = Schedule.of(args)
+    if not schedule.evaluation_steps or schedule.evaluation_interval is None:
+        return schedule.samples, 0, 0
+    once = schedule.evaluation_steps * args.global_batch_size
+    evaluations = schedule.iterations // schedule.evaluation_interval + 1
+    return schedule.samples, evaluations * once, once
 
 
 def has_test(args: argparse.Namespace) -> bool:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.job import Parallel
+
 ROUTED = "shapes of routed experts depend on values; mindspeed plan --check takes balanced ones"
 """Why experts are refused, and what counts them."""
 
 
 def rank_in_stage(args: argparse.Namespace, stage: int) -> int:
     """The first rank of a pipeline stage."""
-    inner = args.tensor_model_parallel_size * args.context_parallel_size
-    outer = 1 if args.use_tp_pp_dp_mapping else args.data_parallel_size
-    return stage * inner * outer
+    return Parallel.of(args).first_rank_of(stage)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.load_weights import needs_whole_stages
+from mindspeed.job import Precision, Schedule
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.gradients import summed_over_tp
 from mindspeed.models import model_extras
@@ -209,7 +210,7 @@ def build_modules(
         for parameter in module.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         sharded_init.move(module, device.current().torch_device())
-    if args.fp16 or args.bf16:
+    if Precision.of(args).narrow:
         modules = [Float16Module(config, module) for module in modules]
     return modules
 
@@ -233,33 +234,22 @@ def learning_rate_schedule(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
     """Learning rate and weight decay over samples."""
-    batch = args.global_batch_size
-    if args.train_iters and args.train_samples is None:
-        total = args.train_iters * batch
-        decay = (args.lr_decay_iters or args.train_iters) * batch
-        warmup, last = args.lr_warmup_iters * batch, args.lr_wsd_decay_iters
-        last = last * batch if last is not None else None
-    else:
-        total = args.train_samples
-        decay = args.lr_decay_samples or total
-        warmup, last = args.lr_warmup_samples, args.lr_wsd_decay_samples
-    if args.lr_warmup_fraction is not None:
-        warmup = args.lr_warmup_fraction * decay
+    schedule = Schedule.of(args)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
+        lr_warmup_steps=schedule.warmup,
+        lr_decay_steps=schedule.decay,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=total,
+        wd_incr_steps=schedule.samples,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=last,
+        wsd_decay_steps=schedule.last_decay,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed.job import Batch
 from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
@@ -82,7 +83,7 @@ def figures(args: argparse.Namespace, input_share: float = 0.0) -> PipelineFigur
 
 def micro_batches(args: argparse.Namespace) -> int:
     """Of a step, on one data-parallel rank."""
-    return max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    return max(1, Batch.of(args).micro_batches)
 
 
 def request_of(args: argparse.Namespace) -> ScheduleRequest:

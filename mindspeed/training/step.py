@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import TrainingError
+from mindspeed.job import Batch
 from mindspeed.training import zero
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.data import Reader
@@ -86,9 +87,7 @@ class Trainer:
             self._check_gradients(grad_norm, iteration)
         self.skipped.after_step(updated, losses, model.optimizer.get_loss_scale, iteration)
         if updated:
-            model.schedule.step(
-                get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
-            )
+            model.schedule.step(Batch.of(args).samples_of(get_num_microbatches()))
         return StepResult(losses, grad_norm, skipped=not updated)
 
     def evaluate(

@@ -55,6 +55,7 @@ MAY_ASK_FOR_ARGUMENTS = {
     "inference",
     "evaluation",
 }
+SUITE = MAY_ASK_FOR_ARGUMENTS - {"adaptor", "cli"} | {"planner"}
 
 
 def files(rooms: Collection[str] | None = None, without: Collection[str] = ()) -> list[Path]:
@@ -142,3 +143,42 @@ def test_outside_device_nobody_asks_whether_the_device_is_called_cpu():
         and "'cpu'" in ast.unparse(node)
     ]
     assert not found, found
+
+
+# Who writes the namespace of flags, or a copy of it; everybody else reads it (mindspeed.job).
+MAY_WRITE_ARGUMENTS = {
+    "training/resolve.py": "final values",
+    "training/resolve_parallel.py": "final values",
+    "training/resolve_run.py": "final values",
+    "training/zero.py": "final values: what --zero-stage stands for",
+    "training/data.py": "final values: the vocabulary of the tokenizer",
+    "training/initialize.py": "final values: the command line of --auto-tuning",
+    "training/recipe.py": "flags of a recipe",
+    "training/parameter_counts.py": "a copy with fewer ranks",
+    "training/activation_trace.py": "a copy with one data-parallel rank",
+    "training/modelled_step.py": "a copy",
+    "training/estimate.py": "a copy",
+    "lora/flags.py": "final values: what the adapters' files say",
+    "lora/merge.py": "values of the model that is written",
+    "models/weight_source.py": "values of a model from its files",
+    "checkpoint/weights/convert.py": "values of the checkpoint that is written",
+    "inference/gpt_model.py": "flags, before they are resolved",
+    "inference/load.py": "flags, before they are resolved",
+    "planner/scripts.py": "final values of another's script",
+    "planner/fake_world.py": "a copy",
+    "planner/step_of_rank.py": "a copy with other micro-batches",
+}
+
+
+def test_final_values_are_written_in_one_place() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in files(SUITE)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign))
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and ast.unparse(target.value) in ("args", "settings.args")
+    }
+    assert found <= set(MAY_WRITE_ARGUMENTS)

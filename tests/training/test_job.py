@@ -1,0 +1,96 @@
+"""Typed values of a job against the arithmetic of their names."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mindspeed.job import Batch, Parallel, Precision, Schedule, TrainState
+
+
+def batch_args(**changes):
+    values = {
+        "micro_batch_size": 2,
+        "global_batch_size": 32,
+        "data_parallel_size": 4,
+        "rampup_batch_size": None,
+        "seq_length": 16,
+        "train_iters": 10,
+        "train_samples": None,
+        "decrease_batch_size_if_needed": False,
+        "lr_decay_iters": None,
+        "lr_warmup_iters": 2,
+        "lr_wsd_decay_iters": None,
+        "lr_decay_samples": None,
+        "lr_warmup_samples": 7,
+        "lr_wsd_decay_samples": None,
+        "lr_warmup_fraction": None,
+        "eval_interval": None,
+        "eval_iters": 0,
+    }
+    return argparse.Namespace(**values | changes)
+
+
+def test_sizes_of_the_parallel_groups():
+    whole = Parallel(
+        world=64, tensor=2, pipeline=4, context=2, data=4, expert=4, expert_tensor=1, chunks=2
+    )
+    assert whole.model == 16
+    assert whole.expert_data == 4
+    assert [whole.first_rank_of(stage) for stage in range(4)] == [0, 16, 32, 48]
+    inner = Parallel(world=64, tensor=2, pipeline=4, context=2, data=4, pipeline_innermost=True)
+    assert [inner.first_rank_of(stage) for stage in range(4)] == [0, 4, 8, 12]
+
+
+def test_samples_of_a_step():
+    batch = Batch.of(batch_args())
+    assert batch.micro_batches == 4
+    assert batch.samples_of(3) == 24
+
+
+@pytest.mark.parametrize("samples", [8, 24, 95, 96, 97, 500])
+@pytest.mark.parametrize("ramp", [None, [8, 8, 96], [16, 16, 40]])
+def test_iterations_consume_the_samples(samples, ramp):
+    """A step more would consume more than there are, once the batch has its full size."""
+    from mindspeed.training.resolve_run import iterations_of
+
+    args = batch_args(train_iters=None, train_samples=samples, rampup_batch_size=ramp)
+    sizes = []
+    while ramp and sum(sizes) <= min(ramp[2], samples):
+        growth = int(sum(sizes) / (ramp[2] / ((32 - ramp[0]) // ramp[1])))
+        sizes.append(ramp[0] + growth * ramp[1])
+    assert iterations_of(args) == len(sizes) + max(0, samples - sum(sizes)) // 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "products", "element"),
+    [
+        ({}, "fp32", "fp32", 4),
+        ({"bf16": True}, "bf16", "bf16", 2),
+        ({"fp16": True}, "fp16", "fp16", 2),
+        ({"bf16": True, "fp8": "hybrid"}, "bf16", "fp8", 2),
+    ],
+)
+def test_precision(flags, name, products, element):
+    args = argparse.Namespace(**{"bf16": False, "fp16": False, "fp8": None} | flags)
+    found = Precision.of(args)
+    assert (found.name, found.products, found.element) == (name, products, element)
+    assert found.narrow is (element == 2)
+
+
+def test_schedules_are_in_samples():
+    by_steps = Schedule.of(batch_args(lr_decay_iters=8, lr_wsd_decay_iters=3))
+    assert (by_steps.samples, by_steps.warmup, by_steps.decay) == (320, 64, 256)
+    assert by_steps.last_decay == 96
+    by_samples = Schedule.of(batch_args(train_samples=300, lr_decay_samples=200))
+    assert (by_samples.samples, by_samples.warmup, by_samples.decay) == (300, 7, 200)
+    assert by_samples.last_decay is None
+    assert Schedule.of(batch_args(lr_warmup_fraction=0.25)).warmup == 80
+
+
+def test_a_state_counts_and_is_read_back():
+    state = TrainState().after_step(32).after_step(32).after_evaluation(8)
+    assert state == TrainState(iteration=2, train_samples=64, valid_samples=8)
+    assert TrainState.of(2, argparse.Namespace(**state.saved())) == state
+    assert TrainState.of(5, argparse.Namespace()) == TrainState(iteration=5)
