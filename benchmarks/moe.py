@@ -9,7 +9,7 @@ complete when gloo has finished it and the link, which takes one call after the 
 The link is as fast as makes the dispatch 0.5 or 1 times the forward of the experts, whose time is a
 third of the step of Megatron's layer over a link without delay. A step is forward and backward;
 the fastest of the repeats counts, from a barrier to the end of the slower rank. ``simulated`` is
-what :mod:`mindspeed.moe.timeline` says with the same link and that rate of products; it does not
+what :mod:`mindspeed.moe.simulate` says with the same link and that rate of products; it does not
 know of gloo's copies and of the cores that ranks share.
 
 GPU: products of all experts in one grouped kernel, against one product for each; and the bandwidth
@@ -36,8 +36,8 @@ import torch.multiprocessing as mp
 from mindspeed.instruments.clock import Link
 from mindspeed.moe.comparison import ENTRIES, Job, compare
 from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.simulate import Rates
 from mindspeed.moe.sizes import Sizes
-from mindspeed.moe.timeline import Rates
 from mindspeed.processes import free_port
 
 RANKS, RATIOS, LATENCY = 2, (0.5, 1.0), 5e-4
@@ -187,11 +187,11 @@ def _rank(rank: int, args: argparse.Namespace) -> None:
 
 def _measured(sizes: Sizes, link: ModelledLink, repeats: int) -> Iterator[Row]:
     every = compare(Job(sizes, Rates(1.0, lambda m: 0.0)))
-    names = [one.name for one in every if one.timeline and _is_of_one_layer(one.name)]
+    names = [one.name for one in every if one.simulation and _is_of_one_layer(one.name)]
     steps = {name: _step(name, sizes) for name in names}
     link.latency = link.seconds_per_byte = 0.0
     computing = min(_timed(steps["megatron"]) for _ in range(max(3, repeats)))
-    ideal = compare(Job(sizes, Rates(1.0, lambda m: 0.0)), ["megatron"])[0].timeline
+    ideal = compare(Job(sizes, Rates(1.0, lambda m: 0.0)), ["megatron"])[0].simulation
     assert ideal is not None
     rate = ideal.total / computing  # FLOPs per second, as if products were all
     rows_sent = sizes.tokens * sizes.topk * sizes.row * (RANKS - 1) / RANKS
@@ -206,7 +206,7 @@ def _measured(sizes: Sizes, link: ModelledLink, repeats: int) -> Iterator[Row]:
             for name in names:
                 best[name] = min(best[name], _timed(steps[name]))
         for name, seconds in best.items():
-            line = found[name].timeline
+            line = found[name].simulation
             assert line is not None
             yield Row(
                 sizes.shared, ratio, name, ENTRIES[name].flags, seconds,

@@ -17,8 +17,8 @@ from feature_table import ROOT, update
 from mindspeed.cli import moe
 from mindspeed.moe.comparison import Job, Priced, compare
 from mindspeed.moe.costs import BACKWARD, FORWARD
+from mindspeed.moe.simulate import Rates
 from mindspeed.moe.sizes import Sizes
-from mindspeed.moe.timeline import Rates
 
 OVERVIEW, REFERENCE = ROOT / "docs" / "moe.md", ROOT / "docs" / "moe-plan.md"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu-moe.json"
@@ -39,7 +39,7 @@ def exposed_table() -> str:
         compare(Job(plain, NO_TIME), PROGRAMS), compare(Job(shared, NO_TIME), PROGRAMS), strict=True
     ):
         cells = [found.name, code(found.flags), calls(found)]
-        cells += [exposed(without) if without.timeline else "", exposed(found)]
+        cells += [exposed(without) if without.simulation else "", exposed(found)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -49,16 +49,16 @@ def priced_table() -> str:
     lines = ["| program | flags | sent | exposed collectives | waiting | layer | kept |"]
     lines.append("|---" * 7 + "|")
     for one in compare(*job_of_page()):
-        assert one.timeline is not None, one.reason
-        between = sum(m.between for found in one.timeline.messages.values() for m in found)
-        total = one.timeline.wire()
+        assert one.simulation is not None, one.reason
+        between = sum(m.between for found in one.simulation.messages.values() for m in found)
+        total = one.simulation.wire()
         cells = [
             one.name,
             code(one.flags),
             f"{total / 1e9:.2f} GB, {between / 1e9:.2f} between nodes",
             f"{exposed(one)} of {calls(one)}",
-            f"{one.timeline.exposed() * 1e3:.1f} ms",
-            f"{one.timeline.total * 1e3:.1f} ms",
+            f"{one.simulation.exposed() * 1e3:.1f} ms",
+            f"{one.simulation.total * 1e3:.1f} ms",
             f"{one.kept / 1e6:.0f} MB",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -96,8 +96,8 @@ def code(flags: str) -> str:
 
 def calls(one: Priced) -> str:
     """Collectives of forward + backward."""
-    assert one.timeline is not None
-    return f"{one.timeline.calls(FORWARD)} + {one.timeline.calls(BACKWARD)}"
+    assert one.simulation is not None
+    return f"{one.simulation.calls(FORWARD)} + {one.simulation.calls(BACKWARD)}"
 
 
 def exposed(one: Priced) -> str:

@@ -16,19 +16,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from mindspeed.cli.moe_picture import draw
 from mindspeed.cli.moe_table import as_data, print_table, title
-from mindspeed.cli.moe_text import timeline
+from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
 from mindspeed.instruments.clock import Link
+from mindspeed.instruments.timeline import Interval, Timeline, text
 from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
+from mindspeed.moe.costs import BACKWARD, FORWARD
+from mindspeed.moe.simulate import Simulation
 from mindspeed.moe.sizes import Sizes
 from mindspeed.profiling.model_flops import ModelShape, attention_products
 from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, NOT_NEGATIVE, Range, number, whole
@@ -37,6 +40,23 @@ HELP = "compare and draw programs of mixture-of-experts layers: bytes, exposed t
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_EXPERTS, MAX_GROUP = 16384, 4096
+_VISIBLE = 1e-3  # part of the time
+# What the legend says -> (colour, names of stages and messages)
+_KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "experts": ("#10b981", ("experts",)),
+    "weight gradients of experts": ("#f59e0b", ("weight_gradients",)),
+    "shared experts": ("#3b82f6", ("shared", "shared_fc1", "shared_fc2")),
+    "hot experts": ("#fcd34d", ("hot",)),
+    "attention": ("#818cf8", ("attn",)),
+    "router": ("#94a3b8", ("route",)),
+    "rows moved": ("#67e8f9", ("permute", "unpermute", "arrange", "disarrange", "relay", "merge")),
+    "computed again": ("#a855f7", ("recompute", "recompute_shared")),
+    "dispatch": ("#0f766e", ("dispatch", "dispatch_node", "tokens")),
+    "combine": ("#be185d", ("combine", "combine_node")),
+    "dispatch again": ("#7c3aed", ("refetch",)),
+    "slices: gather, sum": ("#ca8a04", ("gather", "scatter")),
+    "counts, ids, weights": ("#475569", ("count", "ids", "weights")),
+}
 # Flag -> what a model says in its place.
 _OF_MODEL = {
     "--hidden-size": "hidden_size",
@@ -137,16 +157,40 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_data(job, found), indent=2))
     else:
         print_table(job, found)
-    timelines = {one.name: one.timeline for one in found if one.timeline is not None}
-    if not timelines:
+    simulations = {one.name: one.simulation for one in found if one.simulation is not None}
+    if not simulations:
         raise ConfigError("no program exists for these sizes; the reasons are above")
     if args.text:
         width = Console().width
-        for name, line in timelines.items():
-            print(f"\n{name}\n{timeline(line, width)}")
+        for name, one in simulations.items():
+            print(f"\n{name}\n{text(one.lanes, width, _stage)}")
     if args.plot:
-        draw(timelines, args.plot, title(job))
+        lines = {_caption(name, one): _visible(one.lanes) for name, one in simulations.items()}
+        colors = {label: color for label, (color, _) in _KINDS.items()}
+        labels = {name: label for label, (_, names) in _KINDS.items() for name in names}
+        style = Style(colors, label=lambda one: labels.get(_stage(one), ""))
+        draw(lines, style, args.plot, title(job))
     return 0
+
+
+def _stage(one: Interval) -> str:
+    return one.name.partition(".")[0]
+
+
+def _visible(line: Timeline) -> Timeline:
+    """Without lanes on which nothing can be seen."""
+    shortest = _VISIBLE * line.end
+    found = {one.lane for one in line.intervals if one.seconds > shortest}
+    return replace(line, lanes=[lane for lane in line.lanes if lane in found] or line.lanes[:1])
+
+
+def _caption(name: str, found: Simulation) -> str:
+    exposed = [len(found.log.exposed(phase)) for phase in (FORWARD, BACKWARD)]
+    return (
+        f"{name}:  {found.total * 1e3:.4g} ms, waiting {found.exposed() * 1e3:.3g} ms,  exposed "
+        f"collectives {exposed[0]} + {exposed[1]} of {found.calls(FORWARD)} + "
+        f"{found.calls(BACKWARD)}"
+    )
 
 
 def tokens(text: str) -> int:

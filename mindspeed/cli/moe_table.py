@@ -21,7 +21,7 @@ def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
         "tp": job.tp,
         "programs": [
             {"name": one.name, "flags": one.flags, **_figures(one)}
-            if one.timeline is not None
+            if one.simulation is not None
             else {"name": one.name, "flags": one.flags, "reason": one.reason}
             for one in found
         ],
@@ -29,7 +29,7 @@ def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
 
 
 def _figures(one: Priced) -> dict[str, object]:
-    line = one.timeline
+    line = one.simulation
     assert line is not None
     return {
         "sent": line.wire(),
@@ -74,9 +74,11 @@ def print_table(job: Job, found: Sequence[Priced]) -> None:
     table.add_column("program", no_wrap=True)
     for column in ("sent", "network", "calls", "exposed", "waiting", "layer", "kept"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    shortest = min((one.timeline.total for one in found if one.timeline is not None), default=0.0)
+    shortest = min(
+        (one.simulation.total for one in found if one.simulation is not None), default=0.0
+    )
     for one in found:
-        if (line := one.timeline) is None:
+        if (line := one.simulation) is None:
             continue
         figures = _figures(one)
         table.add_row(
@@ -92,7 +94,7 @@ def print_table(job: Job, found: Sequence[Priced]) -> None:
     console = Console()
     console.print(table)
     for one in found:
-        text = one.flags if one.timeline is not None else f"not here: {one.reason}"
+        text = one.flags if one.simulation is not None else f"not here: {one.reason}"
         console.print(f"{one.name}: {text}", highlight=False, markup=False)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -23,11 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed.cli import pipeline_search
-from mindspeed.cli.pipeline_picture import draw
-from mindspeed.cli.pipeline_text import timeline
-from mindspeed.cli.pipeline_trace import write_trace
+from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
+from mindspeed.instruments.timeline import Interval, text, write_trace
 from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, Priced, compare
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import write_plan
@@ -39,6 +38,18 @@ HELP = "compare and draw pipeline schedules: bubble, memory, messages"
 
 MAX_PIPELINE, MAX_CHUNKS, MAX_MICROBATCHES = 256, 64, 4096
 _MOST_CHUNKS = 1 << 17  # forwards of a step; a simulation of more takes minutes
+# Op -> (what the legend says, colour)
+_OPS = {
+    "F": ("forward", "#3b82f6"),
+    "Fc": ("forward, input kept", "#67e8f9"),
+    "R": ("recomputation", "#a855f7"),
+    "B": ("backward", "#10b981"),
+    "I": ("input gradients", "#14b8a6"),
+    "W": ("weight gradients", "#f59e0b"),
+    "G": ("gradient reduction", "#be123c"),
+    "O": ("copy to the host", "#475569"),
+    "L": ("copy back", "#94a3b8"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,11 +139,14 @@ def run(args: argparse.Namespace) -> int:
     if args.text:
         width = Console().width
         for name, simulation in simulations.items():
-            print(f"\n{name}\n{timeline(simulation, width)}")
+            drawn = text(simulation.lanes, width, _name, idle=".", whole_names=True)
+            print(f"\n{name}\n{drawn}")
     if args.plot:
-        draw(simulations, args.plot, _title(job))
+        lines = {_caption(name, one): one.lanes for name, one in simulations.items()}
+        draw(lines, _style(simulations.values()), args.plot, _title(job))
     if args.trace:
-        write_trace(simulations, args.trace, _title(job))
+        lines = {name: one.lanes for name, one in simulations.items()}
+        write_trace(lines, args.trace, _title(job))
     if args.dump:
         write_plan(args.dump, simulations[names[0]].plan)
     return 0
@@ -264,6 +278,34 @@ def _figures(simulation: Simulation) -> dict[str, object]:
 def _title(job: Job) -> str:
     chunks = "" if job.chunks == 1 else f", {job.chunks} model chunks each"
     return f"{job.ranks} pipeline ranks{chunks}, {job.num_microbatches} micro-batches"
+
+
+def _name(one: Interval) -> str:
+    """``F3``: op and micro-batch, in later model chunks with a prime for each chunk before."""
+    chunk = one.detail("chunk")
+    return f"{one.kind}{one.detail('micro-batch')}" + ("'" * chunk if chunk < 3 else f"'{chunk}")
+
+
+def _style(simulations: Iterable[Simulation]) -> Style:
+    """Colours say what is computed, paler ones a later model chunk; numbers are micro-batches."""
+    later = max(max(one.plan.placement.chunks for one in simulations) - 1, 1)
+    return Style(
+        dict(_OPS.values()),
+        label=lambda one: _OPS[one.kind][0],
+        shade=lambda one: 1.0 - 0.5 * one.detail("chunk") / later,
+        number=lambda one: str(one.detail("micro-batch")),
+        scale=1.0,
+        unit="time, in the unit of the costs",
+    )
+
+
+def _caption(name: str, simulation: Simulation) -> str:
+    text = (
+        f"{name}:  step {simulation.makespan:.6g},  bubble {100 * simulation.bubble:.1f} %,  "
+        f"memory {max(simulation.peak_memory):.4g} A"
+    )
+    exposed = simulation.exposed_reduction
+    return text + (f",  exposed reduction {exposed:.4g}" if exposed else "")
 
 
 def _step(simulation: Simulation) -> float:

@@ -1,7 +1,7 @@
-"""Every program of a mixture-of-experts layer for one job, priced on a timeline.
+"""Every program of a mixture-of-experts layer for one job, priced by its simulation.
 
     found = compare(Job(Sizes(tokens=4096, hidden=2048, experts=128, topk=8, ffn=768, ep=8)))
-    found[0].timeline.total, found[0].sent
+    found[0].simulation.total, found[0].sent
 
 A program that does not exist for these sizes has its reason instead of a price. Programs are those
 that the layer executes (:mod:`mindspeed.moe.dispatch.choice`).
@@ -27,8 +27,8 @@ from mindspeed.moe.program import Program, Step
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, SavePolicy
+from mindspeed.moe.simulate import Rates, Simulation, simulate
 from mindspeed.moe.sizes import Load, Sizes, padded, uniform
-from mindspeed.moe.timeline import Rates, Timeline, simulate
 
 
 class Link(Protocol):
@@ -198,21 +198,21 @@ class Priced:
     Attributes:
         name: of the entry.
         flags: that train with it.
-        timeline: of both passes; None if it does not exist for the job.
+        simulation: of both passes; None if it does not exist for the job.
         reason: why not.
         kept: bytes of experts' rows that live until backward.
     """
 
     name: str
     flags: str
-    timeline: Timeline | None
+    simulation: Simulation | None
     reason: str = ""
     kept: float = 0.0
 
     def exposed(self, phase: str) -> int:
         """Collectives of a pass with no computation beside them."""
-        assert self.timeline is not None
-        return len(self.timeline.log.exposed(phase))
+        assert self.simulation is not None
+        return len(self.simulation.log.exposed(phase))
 
 
 def rates_of(
@@ -251,10 +251,12 @@ def _price(job: Job, name: str) -> Priced:
     request = LayerRequest(**entry.request)
     kept = formulas.saved_bytes(sizes, load.rows, entry.policy)
     kept += request.hot_experts * parted_costs.expert_bytes(sizes)
-    return Priced(name, entry.flags, _timeline(job, entry, request, sizes, load), kept=kept)
+    return Priced(name, entry.flags, _simulation(job, entry, request, sizes, load), kept=kept)
 
 
-def _timeline(job: Job, entry: Entry, request: LayerRequest, sizes: Sizes, load: Load) -> Timeline:
+def _simulation(
+    job: Job, entry: Entry, request: LayerRequest, sizes: Sizes, load: Load
+) -> Simulation:
     if entry.chunks > 1:
         parts = [load.part(entry.chunks)] * entry.chunks
         attention = job.attention.chunks(entry.chunks, job.tp)

@@ -4,7 +4,7 @@
     costs = all_to_all(sizes, uniform(sizes))
     costs["dispatch"].messages[0].wire        # bytes of rows that this rank sends
 
-What is sent: :mod:`mindspeed.moe.messages`. :mod:`mindspeed.moe.timeline` runs programs over them.
+What is sent: :mod:`mindspeed.moe.messages`. :mod:`mindspeed.moe.simulate` runs programs over them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from mindspeed.moe.costs import BACKWARD, FORWARD, Costs
 from mindspeed.moe.program import Program, Step
-from mindspeed.moe.timeline import Action, Rates, Timeline, play
+from mindspeed.moe.simulate import ChunkStep, Rates, Simulation, play
 
 PAIR = Program.parse(
     "b_unpermute b_combine> f_attn f_shared f_route f_count! f_permute f_dispatch> "
@@ -28,7 +28,7 @@ PAIR = Program.parse(
 _PASSES = {"f": FORWARD, "b": BACKWARD}
 
 
-def simulate_pair(costs: Costs, rates: Rates) -> Timeline:
+def simulate_pair(costs: Costs, rates: Rates) -> Simulation:
     """Run a layer's forward and backward, of two micro-batches, at once.
 
     Args:
@@ -39,5 +39,5 @@ def simulate_pair(costs: Costs, rates: Rates) -> Timeline:
     for step in PAIR.steps:
         direction, _, name = step.name.partition("_")
         if name in costs:
-            actions.append((_PASSES[direction], Action(Step(name, step.phase), 0, costs[name])))
+            actions.append((_PASSES[direction], ChunkStep(Step(name, step.phase), 0, costs[name])))
     return play(actions, rates)

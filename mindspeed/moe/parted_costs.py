@@ -31,8 +31,8 @@ from mindspeed.moe.dispatch.level import metadata_bytes
 from mindspeed.moe.expert_groups import GROUPS
 from mindspeed.moe.messages import Message, exchange, gathering
 from mindspeed.moe.pipe_experts import PIECES
+from mindspeed.moe.simulate import Inner
 from mindspeed.moe.sizes import Load, Sizes
-from mindspeed.moe.timeline import Inner
 
 Parts = dict[str, Inner]
 

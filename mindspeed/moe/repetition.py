@@ -15,10 +15,10 @@ from mindspeed.moe.costs import BACKWARD, Costs, StageCosts, expert_work
 from mindspeed.moe.messages import exchange, slice_gather
 from mindspeed.moe.program import Phase, Step
 from mindspeed.moe.save.policy import SavePolicy
+from mindspeed.moe.simulate import ChunkStep
 from mindspeed.moe.sizes import Load, Sizes
-from mindspeed.moe.timeline import Action
 
-Repeat = Callable[[list[Action]], list[Action]]
+Repeat = Callable[[list[ChunkStep]], list[ChunkStep]]
 
 
 def repeated(policy: SavePolicy, sizes: Sizes, load: Load, costs: Costs) -> Repeat | None:
@@ -47,19 +47,19 @@ def repeated(policy: SavePolicy, sizes: Sizes, load: Load, costs: Costs) -> Repe
             backward=costs["shared_fc1"].forward, logged="recompute_shared"
         )
 
-    def action(name: str) -> Action:
-        return Action(Step(name), 0, again[name])
+    def action(name: str) -> ChunkStep:
+        return ChunkStep(Step(name), 0, again[name])
 
-    def half(number: int, phase: Phase) -> Action:
-        return Action(Step(f"refetch_{number}", phase), 0, refetches[number])
+    def half(number: int, phase: Phase) -> ChunkStep:
+        return ChunkStep(Step(f"refetch_{number}", phase), 0, refetches[number])
 
     start = half(0, Phase.START)
     arrival = [half(0, Phase.FINISH)]
     for number in range(1, len(refetches)):
         arrival += [half(number, Phase.START), half(number, Phase.FINISH)]
 
-    def level0(actions: list[Action]) -> list[Action]:
-        found: list[Action] = []
+    def level0(actions: list[ChunkStep]) -> list[ChunkStep]:
+        found: list[ChunkStep] = []
         for one in actions:
             if one.step.name == "experts":
                 found += [action("second"), action("activation"), *arrival, action("first")]
@@ -69,8 +69,8 @@ def repeated(policy: SavePolicy, sizes: Sizes, load: Load, costs: Costs) -> Repe
                 found.append(start)
         return found
 
-    def level1(actions: list[Action]) -> list[Action]:
-        found: list[Action] = []
+    def level1(actions: list[ChunkStep]) -> list[ChunkStep]:
+        found: list[ChunkStep] = []
         halves = any(one.step.name == "shared_fc1" for one in actions)
         for one in actions:
             if one.step == Step("combine", Phase.START):

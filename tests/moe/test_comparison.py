@@ -9,8 +9,8 @@ import pytest
 from mindspeed.instruments.clock import Link
 from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import Job, compare
+from mindspeed.moe.simulate import Rates
 from mindspeed.moe.sizes import Sizes
-from mindspeed.moe.timeline import Rates
 
 N, H, E, K, F, S = 64, 32, 8, 2, 48, 40
 SIZES = Sizes(tokens=N, hidden=H, experts=E, topk=K, ffn=F, ep=2, itemsize=4, shared=S)
@@ -48,8 +48,8 @@ def times(request):
 def timeline(times, name, sizes=SIZES):
     rates = Rates(FLOPS, lambda message: times.link.seconds(message.wire * message.busiest))
     (found,) = compare(Job(sizes, rates, attention=ATTENTION), [name])
-    assert found.timeline is not None, found.reason
-    return found.timeline
+    assert found.simulation is not None, found.reason
+    return found.simulation
 
 
 def shown(line):
@@ -178,6 +178,6 @@ def test_chunks_of_sliced_experts_hide_all_but_the_first_gather_and_the_last_sum
     sizes = Sizes(**(vars(SIZES) | {"etp": 2, "shared": 0}))
     rates = Rates(1.0, lambda message: 1e-9)
     job = Job(sizes, rates, tp=2, attention=ATTENTION)
-    plain, sliced = (one.timeline for one in compare(job, ["ampipe", "ampipe-slices"]))
+    plain, sliced = (one.simulation for one in compare(job, ["ampipe", "ampipe-slices"]))
     assert [len(plain.log.exposed(p)) for p in ("forward", "backward")] == [4, 4]
     assert [len(sliced.log.exposed(p)) for p in ("forward", "backward")] == [2, 2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mindspeed.moe.costs import StageCosts
 from mindspeed.moe.program import Phase, Program, Step
-from mindspeed.moe.timeline import Action, mirrored
+from mindspeed.moe.simulate import ChunkStep, mirrored
 
 NAMES = ("route", "count", "permute", "dispatch", "gather", "experts", "fc1_2", "combine")
 TURNED = {Phase.START: Phase.FINISH, Phase.FINISH: Phase.START, Phase.COMPUTE: Phase.COMPUTE}
@@ -104,7 +104,7 @@ def test_chunks_reach_every_step_one_after_the_other(program, chunks):
 @given(programs(), st.integers(1, 4))
 def test_backward_is_the_mirror_image(program, chunks):
     """It is a program, too: what was finished last starts first; twice mirrored is forward."""
-    actions = [Action(step, chunk, StageCosts()) for chunk, step in program.for_chunks(chunks)]
+    actions = [ChunkStep(step, chunk, StageCosts()) for chunk, step in program.for_chunks(chunks)]
     backward = list(mirrored(actions))
     assert [one.step.phase for one in backward] == [
         TURNED[one.step.phase] for one in reversed(actions)

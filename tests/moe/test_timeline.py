@@ -22,8 +22,8 @@ from mindspeed.moe.hot_experts import choose
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1
+from mindspeed.moe.simulate import Rates, simulate
 from mindspeed.moe.sizes import Sizes, load_of, padded
-from mindspeed.moe.timeline import Rates, simulate
 from tests.moe import ampipe_ranks, layer_ranks, timeline_ranks
 from tests.support.lazy import needs
 

@@ -16,12 +16,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mindspeed.errors import ConfigError
+from mindspeed.instruments.timeline import Interval, Timeline
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 
 
-class Interval(NamedTuple):
+class TimedAction(NamedTuple):
     """When an action ran, in the unit of the costs."""
 
     action: Action
@@ -45,8 +46,8 @@ class Simulation:
 
     plan: Plan
     costs: Costs
-    timeline: tuple[tuple[Interval, ...], ...]
-    background: tuple[tuple[Interval, ...], ...]
+    timeline: tuple[tuple[TimedAction, ...], ...]
+    background: tuple[tuple[TimedAction, ...], ...]
     peak_memory: tuple[float, ...]
     peak_chunks: tuple[int, ...]
 
@@ -133,6 +134,23 @@ class Simulation:
         """How often each op occurs: R is recomputed chunks, I split backwards."""
         return Counter(action.op for _, action in self.plan)
 
+    @cached_property
+    def lanes(self) -> Timeline:
+        """A lane for each rank, and a thin one for its reductions and copies."""
+        intervals, thin = [], {}
+        for rank, rows in enumerate(zip(self.timeline, self.background, strict=True)):
+            thin[f"{rank}, background"] = f"{rank}"
+            for lane, row in zip((f"{rank}", f"{rank}, background"), rows, strict=True):
+                intervals += [self._interval(lane, one) for one in row if one.end > one.start]
+        lanes = [lane for pair in thin.items() for lane in reversed(pair)]
+        return Timeline(intervals, lanes, "rank", thin, (self.makespan,))
+
+    def _interval(self, lane: str, one: TimedAction) -> Interval:
+        op, stage, microbatch = one.action
+        chunk = self.plan.placement.chunk(stage)
+        details = (("stage", stage), ("chunk", chunk), ("micro-batch", microbatch))
+        return Interval(lane, op, str(one.action), one.start, one.end, details=details)
+
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     """Run ``plan``.
@@ -165,8 +183,8 @@ class _Run:
         self.waiting: dict[tuple[str, int, int | None], int] = {}  # -> rank
         self.position, self.clock = [0] * p, [0.0] * p
         self.copies, self.reductions = [0.0] * p, [0.0] * p  # when the streams are free
-        self.timeline: list[list[Interval]] = [[] for _ in range(p)]
-        self.background: list[list[Interval]] = [[] for _ in range(p)]
+        self.timeline: list[list[TimedAction]] = [[] for _ in range(p)]
+        self.background: list[list[TimedAction]] = [[] for _ in range(p)]
         self.memory, self.peak_memory = [0.0] * p, [0.0] * p
         self.chunks, self.peak_chunks = [0] * p, [0] * p
         self.copied: list[list[tuple[float, float]]] = [[] for _ in range(p)]  # (end of O, memory)
@@ -232,10 +250,10 @@ class _Run:
         size = 1.0 if i is None else self.plan.size(i)
         share = self.shares[stage] * size
         if op in "GOL":
-            self.timeline[rank].append(Interval(action, start, start))
+            self.timeline[rank].append(TimedAction(action, start, start))
             return self._in_background(rank, action, start, share)
         end = start + self.seconds[op, stage] * size
-        self.timeline[rank].append(Interval(action, start, end))
+        self.timeline[rank].append(TimedAction(action, start, end))
         self.clock[rank] = end
         kept = self.costs.input_share
         if op == "F":
@@ -259,7 +277,7 @@ class _Run:
             stream, length = self.copies, self.costs.transfer * share
         start = max(start, stream[rank])
         end = stream[rank] = start + length
-        self.background[rank].append(Interval(action, start, end))
+        self.background[rank].append(TimedAction(action, start, end))
         kept = self.costs.weight_share * share
         if action.op == "O":
             self.offloaded.add((action.stage, action.microbatch))

@@ -29,7 +29,7 @@ from mindspeed.pipeline.schedule.actions import (
 )
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.simulate import Interval, simulate
+from mindspeed.pipeline.schedule.simulate import TimedAction, simulate
 
 _ROUNDING = 1e-9
 
@@ -60,7 +60,7 @@ class _Row:
         away: those of them that are on the host.
     """
 
-    def __init__(self, plan: Plan, costs: Costs, row: Sequence[Interval], cap: float) -> None:
+    def __init__(self, plan: Plan, costs: Costs, row: Sequence[TimedAction], cap: float) -> None:
         self.plan, self.costs, self.row, self.cap = plan, costs, row, cap
         self.last_forward = max(n for n, one in enumerate(row) if one.action.op == FORWARD)
         self.actions: list[Action] = []

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Literal, Protocol
+from typing import Protocol
 
+from mindspeed.instruments.timeline import Interval, Timeline
 from mindspeed.moe.costs import BACKWARD, FORWARD, Costs, StageCosts, Work
 from mindspeed.moe.events import EventLog, Kind
 from mindspeed.moe.messages import Message
@@ -54,36 +55,8 @@ class Rates:
         return work.flops / self.flops_per_second + moving
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Something that takes time, in seconds from the start of forward.
-
-    Attributes:
-        stream: "compute", or the group of a communication.
-        kind: a computation, a communication, or the wait for one on the compute stream.
-        name: of the stage, or of the message.
-        chunk: its index.
-        phase: "forward" or "backward".
-        start: seconds.
-        end: seconds.
-    """
-
-    stream: str
-    kind: Literal["compute", "communication", "wait"]
-    name: str
-    chunk: int
-    phase: str
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end - self.start
-
-
 @dataclass
-class Timeline:
+class Simulation:
     """What a simulation found.
 
     Attributes:
@@ -102,6 +75,14 @@ class Timeline:
     def total(self) -> float:
         """Seconds of both passes."""
         return max(self.ends.values())
+
+    @property
+    def lanes(self) -> Timeline:
+        """Of computation, and of each group of ranks; backward begins at the mark."""
+        lanes = dict.fromkeys([COMPUTE, *(one.lane for one in self.intervals)])
+        forward = self.ends[FORWARD]
+        marks = (forward,) if forward < self.total else ()  # else both run at once
+        return Timeline(self.intervals, tuple(lanes), marks=marks)
 
     def exposed(self, phase: str | None = None) -> float:
         """Seconds of one pass, or of both, in which this rank only waits."""
@@ -136,7 +117,7 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Action:
+class ChunkStep:
     """A step of one chunk.
 
     Attributes:
@@ -156,8 +137,8 @@ def simulate(
     rates: Rates,
     chunks: int = 1,
     inner: Mapping[str, Inner] | None = None,
-    repeat: Callable[[list[Action]], list[Action]] | None = None,
-) -> Timeline:
+    repeat: Callable[[list[ChunkStep]], list[ChunkStep]] | None = None,
+) -> Simulation:
     """Run forward and backward of a program.
 
     Args:
@@ -176,7 +157,7 @@ def simulate(
     return play([*product([FORWARD], forward), *product([BACKWARD], backward)], rates)
 
 
-def play(actions: Iterable[tuple[str, Action]], rates: Rates) -> Timeline:
+def play(actions: Iterable[tuple[str, ChunkStep]], rates: Rates) -> Simulation:
     """Run actions in their order, each in its pass.
 
     Args:
@@ -186,26 +167,26 @@ def play(actions: Iterable[tuple[str, Action]], rates: Rates) -> Timeline:
     run = _Run(rates)
     for phase, action in actions:
         run.take(phase, action)
-        run.timeline.ends[phase] = run.now
-    return run.timeline
+        run.result.ends[phase] = run.now
+    return run.result
 
 
 def _actions(
     program: Program, costs: Sequence[Costs], inner: Mapping[str, Inner]
-) -> Iterator[Action]:
+) -> Iterator[ChunkStep]:
     for chunk, step in program.for_chunks(len(costs)):
         if (within := inner.get(step.name)) is not None:
             yield from _actions(within.program, within.costs, {})
         if step.name in costs[chunk] and (step.name not in SIDE or chunk == 0):
-            yield Action(step, chunk, costs[chunk][step.name])
+            yield ChunkStep(step, chunk, costs[chunk][step.name])
 
 
-def mirrored(actions: Sequence[Action]) -> Iterator[Action]:
+def mirrored(actions: Sequence[ChunkStep]) -> Iterator[ChunkStep]:
     """The order in which autograd runs them: what finished in forward starts in backward."""
     turned = {Phase.START: Phase.FINISH, Phase.FINISH: Phase.START, Phase.COMPUTE: Phase.COMPUTE}
     for action in reversed(actions):
         step = Step(action.step.name, turned[action.step.phase])
-        yield Action(step, action.chunk, action.costs)
+        yield ChunkStep(step, action.chunk, action.costs)
 
 
 class _Run:
@@ -213,18 +194,18 @@ class _Run:
 
     def __init__(self, rates: Rates) -> None:
         self.now = 0.0
-        self.timeline = Timeline()
+        self.result = Simulation()
         self._rates = rates
         self._free_at: dict[str, float] = {}
         self._flying: dict[tuple[str, str, int], list[Interval]] = {}
 
-    def take(self, phase: str, action: Action) -> None:
+    def take(self, phase: str, action: ChunkStep) -> None:
         """One step in one pass."""
         costs, name = action.costs, action.step.name
         if action.step.phase is Phase.COMPUTE:
             messages = costs.messages if phase == FORWARD else costs.reverses
             for message in messages:  # one that is waited for at once
-                self._finish(self._start(phase, message, action.chunk))
+                self._finish(self._start(phase, message, action.chunk), action.chunk)
             self._compute(phase, action)
         elif action.step.phase is Phase.START:
             messages = costs.messages if phase == FORWARD else costs.reverses
@@ -232,35 +213,38 @@ class _Run:
             self._flying[phase, name, action.chunk] = flying
         else:
             for interval in self._flying.pop((phase, name, action.chunk)):
-                self._finish(interval)
+                self._finish(interval, action.chunk)
 
-    def _compute(self, phase: str, action: Action) -> None:
+    def _compute(self, phase: str, action: ChunkStep) -> None:
         costs = action.costs
         name = costs.logged or action.step.name
         work = costs.forward if phase == FORWARD else costs.backward
         if phase not in costs.silent:
-            self.timeline.log.add(phase, Kind.COMPUTE, name, action.chunk)
+            self.result.log.add(phase, Kind.COMPUTE, name, action.chunk)
         if seconds := self._rates.seconds(work):
             end = self.now + seconds
-            self.timeline.intervals.append(
-                Interval(COMPUTE, "compute", name, action.chunk, phase, self.now, end)
-            )
+            self._add(COMPUTE, "compute", name, self.now, end, phase, action.chunk)
             self.now = end
 
     def _start(self, phase: str, message: Message, chunk: int) -> Interval:
         begin = max(self.now, self._free_at.get(message.group, 0.0))
         end = begin + self._rates.seconds_of(message)
         self._free_at[message.group] = end
-        found = Interval(message.group, "communication", message.name, chunk, phase, begin, end)
-        self.timeline.intervals.append(found)
-        self.timeline.messages[phase].append(message)
-        self.timeline.log.add(phase, Kind.START, message.name, chunk, round(message.given))
+        lane, kind = message.group, "communication"
+        found = self._add(lane, kind, message.name, begin, end, phase, chunk)
+        self.result.messages[phase].append(message)
+        self.result.log.add(phase, Kind.START, message.name, chunk, round(message.given))
         return found
 
-    def _finish(self, sent: Interval) -> None:
-        self.timeline.log.add(sent.phase, Kind.FINISH, sent.name, sent.chunk)
+    def _finish(self, sent: Interval, chunk: int) -> None:
+        self.result.log.add(sent.phase, Kind.FINISH, sent.name, chunk)
         if sent.end > self.now:
-            self.timeline.intervals.append(
-                Interval(COMPUTE, "wait", sent.name, sent.chunk, sent.phase, self.now, sent.end)
-            )
+            self._add(COMPUTE, "wait", sent.name, self.now, sent.end, sent.phase, chunk)
             self.now = sent.end
+
+    def _add(
+        self, lane: str, kind: str, name: str, start: float, end: float, phase: str, chunk: int
+    ) -> Interval:
+        found = Interval(lane, kind, name, start, end, phase, (("chunk", chunk),))
+        self.result.intervals.append(found)
+        return found
