@@ -225,8 +225,11 @@ def _computing_layers(seams: Seams) -> tuple[Patch, ...]:
 
     def formula(original: Callable[..., Any]) -> Callable[..., Any]:
         def num_floating_point_operations(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            from mindspeed.profiling.model_flops import window_pattern
+
             layers = layers_of(vars(args))
             seen = copy.copy(args)
+            seen.window_attn_skip_freq = window_pattern(vars(args), seams.computing_layers.pipe)
             seen.num_layers = len(layers)
             seen.moe_layer_freq = [int(moe) for moe in layers]
             return original(seen, *rest, **kwargs)

@@ -35,8 +35,8 @@ class Report:
         report: whose issue or pull request it is, with its number.
         wrong: what goes wrong in the supported release, or would.
         state: ``repaired``; ``refused``: an error by name before or at the first use;
-            ``not applicable``: the release does not have it where this library runs; ``open``: not
-            repaired, or not tried.
+            ``not applicable``: the release does not have it where this library runs, or it is no
+            wrong result; ``open``: not repaired, or not tried.
         by: the repair (``repair NAME``, a module of ``adaptor/repairs``), the feature, or the
             module that computes it here.
         test: it fails without the repair or the refusal.

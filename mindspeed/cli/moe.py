@@ -236,7 +236,7 @@ def _attention(model: dict[str, Any], sizes: Sizes, length: int) -> Attention:
     unused = {"num_layers": 1, "ffn_hidden_size": 0, "padded_vocab_size": 0}
     plain = {"num_attention_heads": 1, "group_query_attention": False}
     given = {**unused, **plain, **model, "hidden_size": sizes.hidden, "seq_length": length}
-    shape = ModelShape.from_megatron(given, [True])
+    shape = ModelShape.from_megatron(given, lambda layers: [True])
     if shape is None:
         return Attention()
     found, tokens = attention_products(shape), 2.0 * sizes.tokens

@@ -40,7 +40,7 @@ def _validate(options: OpFlopsOptions, megatron: Megatron) -> list[Problem]:
 
 
 def _attach(seams: Seams, options: OpFlopsOptions, megatron: Megatron) -> None:
-    from mindspeed.profiling.model_flops import ModelShape, moe_pattern
+    from mindspeed.profiling.model_flops import ModelShape
     from mindspeed.profiling.throughput import ThroughputMeter, describe
 
     meter = ThroughputMeter(_signature_of(megatron))
@@ -48,8 +48,8 @@ def _attach(seams: Seams, options: OpFlopsOptions, megatron: Megatron) -> None:
     def text(iteration: int) -> str:
         if iteration % (megatron.get("log_interval") or 1):
             return ""
-        layers = seams.computing_layers.pipe(moe_pattern(megatron))
-        return describe(meter.read(), ModelShape.from_megatron(megatron, layers))
+        shape = ModelShape.from_megatron(megatron, seams.computing_layers.pipe)
+        return describe(meter.read(), shape)
 
     seams.step.add(lambda iteration: meter.step(_global_batch_size()), owner=FEATURE.name)
     seams.log.add(text, owner=FEATURE.name)

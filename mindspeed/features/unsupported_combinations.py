@@ -257,6 +257,15 @@ RULES = (
         ),
     ),
     Rule(
+        _with("init_method_xavier_uniform"),
+        Problem(
+            "--init-method-xavier-uniform",
+            "does not reach the output layers of attention and MLP (Megatron-LM's script ends in a "
+            "TypeError for it), and with tensor parallelism its bounds are those of a shard",
+            "drop it; --init-method-std scales the normal distribution",
+        ),
+    ),
+    Rule(
         _with("full_validation"),
         Problem(
             "--full-validation",

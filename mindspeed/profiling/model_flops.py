@@ -1,7 +1,7 @@
 """FLOPs of one training step from the shape of the model: Megatron's convention.
 
     3 (forward, two in backward) x 2 (multiply, add) x weights used by a token
-    + attention scores and weighted sum, halved for the causal mask
+    + attention scores and weighted sum, halved for the causal mask, less in a sliding window
 
 Embedding look-ups, norms and the optimizer are excluded. With ``causal=False`` the attention terms
 count the full score matrix, as :class:`mindspeed.instruments.flops.FlopCounter` does for kernels
@@ -10,11 +10,13 @@ that compute masked blocks too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _PASSES_TIMES_FMA = 6
+_BAND = 4  # --sparse-mode
+Computing = Callable[[list[bool]], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ModelShape:
             number of layers that compute.
         vocab_size: rows of the output layer, padding included.
         gated: the MLP has a gate (SwiGLU and the like): three matrices instead of two.
+        causal_keys: keys that a query sees, mean over queries and layers; None: half the sequence.
         output_gate: the attention has a gate of the size of the queries.
         moe_latent_size: size of what routed experts get, with a projection to and from it; 0: the
             hidden size.
@@ -59,23 +62,24 @@ class ModelShape:
     mtp_layers: int = 0
     latent: LatentAttention | None = None
     output_gate: bool = False
+    causal_keys: float | None = None
 
     @classmethod
     def from_megatron(
-        cls, args: Mapping[str, Any], moe_layers: Sequence[bool] | None = None
+        cls, args: Mapping[str, Any], computing: Computing = list
     ) -> ModelShape | None:
         """The shape given by Megatron's arguments; None for models other than GPT.
 
         Args:
             args: Megatron's arguments by name.
-            moe_layers: the computing layers, by default all of ``args``.
+            computing: leaves out the layers that do not compute.
         """
         unknown = ("is_hybrid_model", "experimental_attention_variant")
         if any(args.get(name) for name in (*unknown, "heterogeneous_layers_config_path")):
             return None
         heads = args["num_attention_heads"]
         return cls(
-            moe_layers=tuple(moe_pattern(args) if moe_layers is None else moe_layers),
+            moe_layers=tuple(computing(moe_pattern(args))),
             hidden_size=args["hidden_size"],
             num_attention_heads=heads,
             num_query_groups=args["num_query_groups"]
@@ -93,6 +97,9 @@ class ModelShape:
             mtp_layers=args.get("mtp_num_layers") or 0,
             latent=_latent(args),
             output_gate=bool(args.get("attention_output_gate")),
+            causal_keys=causal_keys(
+                window_of(args), window_pattern(args, computing), args["seq_length"]
+            ),
         )
 
 
@@ -106,6 +113,52 @@ def moe_pattern(args: Mapping[str, Any]) -> list[bool]:
     return [bool(moe) for moe in frequency]
 
 
+def window_pattern(args: Mapping[str, Any], computing: Computing = list) -> list[bool]:
+    """For each attention, those of multi-token prediction included, whether it has a window.
+
+    Args:
+        args: Megatron's arguments by name.
+        computing: leaves out the layers that do not compute.
+    """
+    layers, extra = args["num_layers"], args.get("mtp_num_layers") or 0
+    frequency = args.get("window_attn_skip_freq")
+    if window_of(args) is None:
+        pattern = [False] * (layers + extra)
+    elif args.get("sparse_mode") == _BAND or frequency is None:
+        pattern = [True] * (layers + extra)
+    elif isinstance(frequency, int):
+        pattern = [number % frequency != 0 for number in range(1, layers + extra + 1)]
+    else:
+        pattern = [bool(windowed) for windowed in frequency]
+    return [*computing(pattern[:layers]), *pattern[layers : layers + extra]]
+
+
+def causal_keys(window: tuple[int, int] | None, pattern: Sequence[bool], length: int) -> float:
+    """Keys that a query sees, mean over the queries of a sequence and over layers.
+
+    A causal layer counts as half of the square, as Megatron counts it; a window counts what it
+    has of this half, and the keys after a query's own that it has besides.
+
+    Args:
+        window: of :func:`window_of`.
+        pattern: of :func:`window_pattern`.
+        length: of the sequence.
+    """
+    if window is None or not any(pattern):
+        return length / 2
+    before = length if window[0] < 0 else min(window[0] + 1, length)
+    after = min(max(window[1], 0), length)
+    within = sum(keys - keys**2 / (2 * length) for keys in (before, after))
+    return length / 2 + (within - length / 2) * sum(pattern) / len(pattern)
+
+
+def window_of(args: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Keys before and after a query's own; -1 for all."""
+    if args.get("sparse_mode") == _BAND:
+        return args["pre_tockens"], args["next_tockens"]
+    return args.get("window_size") or None
+
+
 def model_flops(shape: ModelShape, sequences: int, *, causal: bool = True) -> int:
     """FLOPs of forward and backward of ``sequences`` sequences, on all ranks together.
 
@@ -115,7 +168,8 @@ def model_flops(shape: ModelShape, sequences: int, *, causal: bool = True) -> in
         causal: count half of the attention matrix, as Megatron does.
     """
     kinds = [*shape.moe_layers, *shape.moe_layers[-1:] * shape.mtp_layers]
-    attention = _attention(shape, shape.seq_length / 2 if causal else shape.seq_length)
+    keys = shape.seq_length / 2 if shape.causal_keys is None else shape.causal_keys
+    attention = _attention(shape, keys if causal else shape.seq_length)
     per_token = (
         sum(attention + (_experts(shape) if moe else _dense(shape)) for moe in kinds)
         + shape.mtp_layers * (2 * shape.hidden_size + 3) * shape.hidden_size

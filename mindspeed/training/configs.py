@@ -13,7 +13,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -45,8 +44,6 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         values["pipeline_model_parallel_layout"] = layout
     if args.rope_type is None:
         values.pop("rope_type", None)
-    if args.init_method_xavier_uniform:
-        values["init_method"] = torch.nn.init.xavier_uniform_
     for name in ("cp_comm_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = values[name]
         if isinstance(value, list | tuple) and len(value) == 1:

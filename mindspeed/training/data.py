@@ -44,6 +44,7 @@ from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
 from mindspeed.job import Batch, Schedule
 from mindspeed.training.batches import MicroBatch, MicroBatches
+from mindspeed.training.flops import keys_of_a_query
 from mindspeed.training.instruction import Collate, length_multiple
 from mindspeed.training.samplers import (
     CyclicSampler,
@@ -272,7 +273,7 @@ def micro_batches(
     collate = None
     if args.is_instruction_dataset:
         multiple = length_multiple(args) if args.variable_seq_lengths else None
-        collate = Collate(tokenizer.pad, args.seq_length, multiple)
+        collate = Collate(tokenizer.pad, args.seq_length, multiple, keys_of_a_query(args))
     for vp_stage in range(chunks) if chunks else [None]:
         where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
         pre_process, post_process = pipeline_ends(session.install().seams, vp_stage)

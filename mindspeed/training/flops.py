@@ -1,8 +1,8 @@
 """Floating-point operations of one training step, by Megatron's convention.
 
 Matrix products only, 2 operations per multiply-add, backward counted as twice the forward, causal
-attention as half of the square, recomputation not counted. So these are model FLOPs, the numerator
-of MFU; executed FLOPs are counted by ``--op-cal-tflops``.
+attention as half of the square, less in a sliding window, recomputation not counted. So these are
+model FLOPs, the numerator of MFU; executed FLOPs are counted by ``--op-cal-tflops``.
 
     per token = 6 * (MLP weights + attention weights + output layer) + 6 * causal attention
 """
@@ -10,9 +10,11 @@ of MFU; executed FLOPs are counted by ``--op-cal-tflops``.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 
 from mindspeed import session
-from mindspeed.profiling.model_flops import moe_pattern
+from mindspeed.profiling.model_flops import causal_keys, moe_pattern, window_of, window_pattern
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_ADD = 2
@@ -21,7 +23,14 @@ _MULTIPLY_ADD = 2
 def training_flops(args: argparse.Namespace, samples: int) -> float:
     """Floating-point operations to train on ``samples`` sequences of full length."""
     tokens = args.seq_length * samples
-    return flops_of_tokens(args, tokens, tokens * args.seq_length / 2)
+    return flops_of_tokens(args, tokens, tokens * keys_of_a_query(args)(args.seq_length))
+
+
+def keys_of_a_query(args: argparse.Namespace) -> Callable[[int], float]:
+    """Length of a sequence -> keys that a query sees, mean over its queries and the layers."""
+    values, active = vars(args), session.current()
+    computing = list if active is None else active.seams.computing_layers.pipe
+    return partial(causal_keys, window_of(values), window_pattern(values, computing))
 
 
 def flops_of_tokens(args: argparse.Namespace, tokens: int, pairs: float) -> float:
@@ -30,7 +39,8 @@ def flops_of_tokens(args: argparse.Namespace, tokens: int, pairs: float) -> floa
     Args:
         args: final values.
         tokens: of all sequences.
-        pairs: of queries and keys in one attention head: half the squares of the lengths.
+        pairs: of queries and keys in one attention head, mean over layers: half the squares of the
+            lengths, less in a sliding window.
     """
     dense, sparse = layer_kinds(args)
     layers = dense + sparse

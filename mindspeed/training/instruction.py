@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -35,12 +35,16 @@ class Collate:
         pad: token id of padding.
         seq_length: longest sequence.
         multiple: lengths are rounded up to a multiple of this; None: always ``seq_length``.
+        keys: :func:`mindspeed.training.flops.keys_of_a_query`.
     """
 
-    def __init__(self, pad: int, seq_length: int, multiple: int | None) -> None:
+    def __init__(
+        self, pad: int, seq_length: int, multiple: int | None, keys: Callable[[int], float]
+    ) -> None:
         self._pad = pad
         self._seq_length = seq_length
         self._multiple = multiple
+        self._keys = keys
 
     def __call__(self, items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Pad samples to one length.
@@ -62,7 +66,7 @@ class Collate:
             "labels": torch.zeros(shape, dtype=torch.int64),
             "loss_mask": torch.zeros(shape),
             "position_ids": torch.zeros(shape, dtype=torch.int64),
-            "counts": sample_counts(items),
+            "counts": sample_counts(items, self._keys),
         }
         for index, item in enumerate(items):
             length = len(item["tokens"])

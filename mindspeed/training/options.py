@@ -98,7 +98,7 @@ class ModelOptions:
         None, "padded vocabulary size, instead of computing it", range=SIZE
     )
     fp16_lm_cross_entropy: bool = flag(False, "unreduced loss in fp16")
-    init_method_xavier_uniform: bool = flag(False, "Xavier uniform initialisation")
+    init_method_xavier_uniform: bool = flag(False, "refused: it does not reach every matrix")
     recompute_activations: bool = flag(
         False,
         "same as --recompute-granularity selective",

@@ -2,7 +2,8 @@
 
     positions   what is computed: sequences x their length, padding included
     tokens      of samples, without padding
-    pairs       of queries and keys in causal attention: half the squared length of every sample
+    pairs       of queries and keys in causal attention, mean over layers: half the squared length
+                of every sample, less in a sliding window
 
 Only tensor-parallel rank 0 reads sequences, so each such rank counts its own, and all ranks sum
 their counts once per log interval (24 bytes).
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed import device
+from mindspeed.training.flops import keys_of_a_query
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class FixedLengthCounter:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._length = args.seq_length
+        self._keys = keys_of_a_query(args)(args.seq_length)
 
     def watch(self, loader: Iterator[Any]) -> Iterator[Any]:
         """Return the loader unchanged."""
@@ -47,7 +50,7 @@ class FixedLengthCounter:
     def take(self, samples: int) -> TokenCounts:
         """Counts of ``samples`` sequences."""
         tokens = samples * self._length
-        return TokenCounts(tokens, tokens, tokens * self._length / 2)
+        return TokenCounts(tokens, tokens, tokens * self._keys)
 
 
 class SampleCounter:
@@ -73,20 +76,23 @@ class SampleCounter:
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         sums = sums.to(device.current().torch_device())
         dist.all_reduce(sums)
-        positions, tokens, squares = sums.tolist()
-        return TokenCounts(positions, tokens, squares / 2)
+        positions, tokens, halves = sums.tolist()
+        return TokenCounts(positions, tokens, halves / 2)
 
 
 TokenCounter = FixedLengthCounter | SampleCounter
 
 
-def sample_counts(items: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Number of tokens of all samples, and the sum of their squared lengths.
+def sample_counts(
+    items: Sequence[Mapping[str, torch.Tensor]], keys: Callable[[int], float]
+) -> torch.Tensor:
+    """Number of tokens of all samples, and twice the pairs of their queries and keys.
 
     Args:
         items: of :class:`mindspeed.data.instruction_dataset.InstructionDataset`:
             ``tokens`` int64 [s], and
             ``cu_seqlens`` int32 [samples + 1] where a sequence packs several samples.
+        keys: length of a sample -> keys that its queries see on average.
 
     Returns:
         [2], int64.
@@ -96,5 +102,5 @@ def sample_counts(items: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         for item in items
         for n in [len(item["tokens"])]
     ]
-    every = torch.cat(lengths)
-    return torch.stack([every.sum(), every.square().sum()])
+    every = torch.cat(lengths).tolist()
+    return torch.tensor([sum(every), sum(round(2 * n * keys(n)) for n in every)])

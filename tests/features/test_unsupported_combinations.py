@@ -86,6 +86,10 @@ REFUSED = {
         WHOLE | {"bf16": True, "load_main_params_from_ckpt": True},
         "--load-main-params-from-ckpt: .*add --use-distributed-optimizer",
     ),
+    "xavier": (
+        {"init_method_xavier_uniform": True},
+        "--init-method-xavier-uniform: does not reach .*--init-method-std",
+    ),
     "full-validation": ({"full_validation": True}, "--full-validation: .*give --eval-iters"),
     "shared-shards": (SHARDS | {"tensor_model_parallel_size": 1}, "--ckpt-format torch: .*_dist"),
     "offload-main-params": (

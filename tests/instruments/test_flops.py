@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed.adaptor.repairs import repairs_for_arguments, window_flops
 from mindspeed.instruments import FlopCounter
 from mindspeed.instruments.flops import add
 from mindspeed.profiling import ModelShape, model_flops
@@ -328,6 +329,45 @@ def test_model_flops_equal_megatrons_formula(ranks, megatron_lm):
         for name, changes in VARIANTS.items()
     }
     assert ours == expected
+
+
+WINDOW = {"window_size": (31, 0), "window_attn_skip_freq": None}
+BAND = {"sparse_mode": 4, "pre_tockens": 20, "next_tockens": 0}
+WINDOWS = {
+    "none": ({"window_size": None, "window_attn_skip_freq": 2}, [256] * 4),
+    "every layer": (WINDOW, [32] * 4),
+    "longer than the sequence": ({**WINDOW, "window_size": (400, 0)}, [256] * 4),
+    "all before": ({**WINDOW, "window_size": (-1, 0)}, [256] * 4),
+    "every second": ({**WINDOW, "window_attn_skip_freq": 2}, [32, 256, 32, 256]),
+    "list": ({**WINDOW, "window_attn_skip_freq": [1, 0, 0, 1]}, [32, 256, 256, 32]),
+    "prediction": (
+        {**WINDOW, "window_attn_skip_freq": 3, "mtp_num_layers": 1}, [32, 32, 256, 32, 32]
+    ),
+    "latent": ({**MLA, "q_lora_rank": None, **WINDOW}, [32] * 4),
+    "sparse mode": (BAND, [21] * 4),
+}  # fmt: skip
+
+
+def test_megatrons_formula_counts_the_keys_in_a_window(ranks, megatron_lm):
+    """One head's pairs, query by query; half of them count where the causal square is halved."""
+    variants = {name: {**MEGATRON, **changes} for name, (changes, _) in WINDOWS.items()}
+    whole = {
+        name: {**values, "window_size": None, "sparse_mode": 0} for name, values in variants.items()
+    }
+    run = gpt.megatron_formula
+    (found,) = ranks(1, run, str(megatron_lm), variants, setup=SETUP)
+    (every,) = ranks(1, run, str(megatron_lm), whole, setup=SETUP)
+    length, sequences = 256, 3
+    for name, (_, keys) in WINDOWS.items():
+        width = 8 * (32 + 16 + 24) if name == "latent" else 2 * 8 * 32
+        pairs = [sum(min(i, k) for i in range(1, length + 1)) - k / 2 for k in keys]
+        lacking = sum(length**2 / 2 - one for one in pairs)
+        assert every[name] - found[name] == 6 * sequences * width * lacking, name
+
+
+def test_the_formula_is_repaired_where_there_is_a_window():
+    for values, needed in (({}, False), (WINDOW, True), (BAND, True)):
+        assert (window_flops.PATCHES[0] in repairs_for_arguments(values)) is needed
 
 
 def test_latent_attention_is_read_from_megatrons_arguments():

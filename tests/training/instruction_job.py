@@ -101,7 +101,7 @@ def _losses_and_gradients(args: Any, model: Any, items: list[Any], packed: bool)
     from mindspeed.training.instruction import Collate
 
     how = Namespace(**{**vars(args), "micro_batch_size": len(items), "pack_sequences": packed})
-    loader = iter([Collate(0, args.seq_length, None)(items)])
+    loader = iter([Collate(0, args.seq_length, None, lambda n: n / 2)(items)])
     model.zero_grad()
     output, loss_function = forward_step(
         MicroBatches(how, loader, None, pre_process=True, post_process=True), model

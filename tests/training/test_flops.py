@@ -7,10 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mindspeed import session
 from mindspeed.profiling import ModelShape, model_flops
-from mindspeed.training.flops import flops_of_tokens, layer_kinds, training_flops
+from mindspeed.training.flops import (
+    flops_of_tokens,
+    keys_of_a_query,
+    layer_kinds,
+    training_flops,
+)
+from mindspeed.training.token_counts import FixedLengthCounter, TokenCounts, sample_counts
 
 
 def shape(**changes: Any) -> argparse.Namespace:
@@ -104,6 +111,23 @@ def test_sequences_of_any_lengths_cost_what_each_costs_alone():
     assert together == sum(training_flops(shape(seq_length=n), 1) for n in lengths)
 
 
+def test_a_window_counts_the_keys_that_queries_see():
+    """Layers 1 and 3 of 4 see 8 keys at most; sequences shorter than that see all of theirs."""
+    windows = {"window_size": (7, 0), "window_attn_skip_freq": 2}
+    for length, pairs in ((128, 128 * 8 - 32), (8, 32), (5, 12.5)):
+        args = shape(seq_length=length, **windows)
+        lacking = 3 * 4 * 256 * 2 * (length**2 / 2 - pairs)
+        whole = training_flops(shape(seq_length=length), 1)
+        assert whole - training_flops(args, 1) == lacking
+        assert FixedLengthCounter(args).take(3) == TokenCounts(
+            3 * length, 3 * length, 3 * (length**2 / 2 + pairs) / 2
+        )
+    items = [{"tokens": torch.zeros(128), "cu_seqlens": torch.tensor([0, 5, 8])}]
+    items.append({"tokens": torch.zeros(128)})
+    counts = sample_counts(items, keys_of_a_query(shape(**windows)))
+    assert counts.tolist() == [136, 25 + 9 + 128**2 // 2 + 128 * 8 - 32]
+
+
 MOE = {
     "num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128,
     "moe_shared_expert_intermediate_size": 64,
@@ -132,13 +156,14 @@ def test_a_prediction_layer_is_one_more_layer_of_the_last_kind_and_one_more_outp
     [
         {},
         {"mtp_num_layers": 2},
+        {"window_size": (7, 0), "window_attn_skip_freq": 2},
         {**MOE, "moe_layer_freq": 2},
         {**MOE, "moe_layer_freq": 1, "moe_latent_size": 48},
         MLA,
         {**MLA, "q_lora_rank": None},
     ],
     ids=[
-        *("dense", "prediction", "experts", "latent experts"),
+        *("dense", "prediction", "windows", "experts", "latent experts"),
         *("latent attention", "latent keys and values"),
     ],
 )

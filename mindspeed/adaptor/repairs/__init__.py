@@ -81,10 +81,12 @@ from mindspeed.adaptor.repairs import (
     upcycling,
     vision_mask,
     vocabulary_loss,
+    window_flops,
     yarn,
     zero_losses,
 )
 from mindspeed.device import Device
+from mindspeed.profiling.model_flops import window_of
 
 _EVERYWHERE = (
     rng_tracker,
@@ -139,6 +141,7 @@ _FOR_ARGUMENTS: dict[ModuleType, Callable[[Mapping[str, Any]], Any]] = {
     gpu_affinity: lambda values: values.get("fine_grained_activation_offloading"),
     offloading_state: lambda values: values.get("fine_grained_activation_offloading"),
     latent_expert_flops: lambda values: values.get("moe_latent_size"),
+    window_flops: window_of,
     optimizer_groups: lambda values: any(
         values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer")
     ),
