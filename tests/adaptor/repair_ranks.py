@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mindspeed.adaptor.repairs import packed_batch, process_groups
 from mindspeed.journal import Journal
 from tests.support.enumerations import Attribute
+from tests.support.installed_repair import with_repair
 
 
 def groups_left_after_destroy(repaired: bool) -> tuple[int, int]:
@@ -631,8 +632,6 @@ def writers_of_shards(
     """Whether this rank writes a file, and the ranks in its name, in each layout."""
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.repairs import legacy_shards
-
     checkpointing = types.ModuleType("megatron.training.checkpointing")
     checkpointing.mpu = parallel_state
     training = types.ModuleType("megatron.training")
@@ -646,7 +645,7 @@ def writers_of_shards(
             checkpointing.mpu.get_expert_model_parallel_rank(),
         )
 
-    save = legacy_shards.by_the_first_of_a_name(save_grads)
+    save = with_repair("legacy-shards", save_grads, "save_grads", num_experts=2)
     found = {}
     for tensor, expert, expert_tensor, context in layouts:
         parallel_state.initialize_model_parallel(
@@ -777,10 +776,8 @@ def ended_workers() -> list[list[str]]:
 
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    from mindspeed.adaptor.repairs import checkpoint_worker
-
-    original = PersistentAsyncCaller.close
-    PersistentAsyncCaller.close = checkpoint_worker.end_without_groups(original)
+    close = PersistentAsyncCaller.close
+    PersistentAsyncCaller.close = with_repair("checkpoint-worker", close, "close", async_save=True)
     found = []
     for abort in (False, True):
         caller, worker = PersistentAsyncCaller(), mock.Mock()

@@ -14,20 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed import device
-from mindspeed.adaptor import repairs
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.repairs import (
     absent_triton,
     dataset_helpers,
     first_report,
-    loss_normalisation,
-    main_params,
-    zero_losses,
 )
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
+from tests.support.installed_repair import with_repair
 from tests.support.lazy import needs
 
 ADAPTOR = "tests.support.warm"
@@ -351,7 +347,7 @@ def test_losses_of_zero_and_below_are_printed(reset, monkeypatch):
 
     losses = {"lm loss": 3.0, "load_balancing_loss": 0.0, "reward": -2.0}
     sums = {"advanced iterations": 1, "lm loss": torch.ones(1), "reward": -torch.ones(1)}
-    zero_losses.print_every_loss(training_log)(losses, sums, 1e-3)
+    with_repair("zero-losses", training_log, "training_log")(losses, sums, 1e-3)
     assert lines == [
         " iteration 2 | lm loss: 2.000000E+00 | reward: -1.500000E+00 |"
         " load_balancing_loss: 0.000000E+00 | loss scale: 1.0 |"
@@ -394,7 +390,7 @@ def test_a_report_is_not_divided_with_its_loss(counts):
         loss /= 4
         return loss, report
 
-    calculate = loss_normalisation.divide_by_tokens_of_all_ranks(divide_in_place)
+    calculate = with_repair("loss-normalisation", divide_in_place, "forward_step_calc_loss")
     config = types.SimpleNamespace(calculate_per_token_loss=False)
     reports = []
 
@@ -507,16 +503,15 @@ def test_main_params_without_more_digits_are_reported(dtype, monkeypatch, caplog
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer = types.SimpleNamespace(model_chunks=[model])
     state = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    found = main_params.by_whole_names(None)(optimizer, {"model": state})
+    function = "_build_model_param_to_state_dict_param_map"
+    find = with_repair("main-params", None, function, load_main_params_from_ckpt=True)
+    found = find(optimizer, {"model": state})
     assert found == {model.weight: state["weight"], model.bias: state["bias"]}
     assert ("--load-main-params-from-ckpt has no effect" in caplog.text) is (dtype != torch.float32)
 
 
 def test_the_warm_up_of_fused_functions_leaves_the_generator_of_the_host():
     """Routers draw their initial weights from it."""
-    target = "megatron.training.initialize:_warmup_jit_function"
-    here = repairs.repairs_for(device.current(), "substitute")
-    (patch,) = (patch for patch in here if patch.target == target)
     before = torch.get_rng_state()
-    patch.make(lambda: torch.rand(8))()
+    with_repair("jit-warmup", lambda: torch.rand(8), "_warmup_jit_function")()
     assert torch.equal(torch.get_rng_state(), before)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed.adaptor.repairs.sampler_epochs import end_together
+from tests.support.installed_repair import with_repair
 
 
 def read_epoch(self):
@@ -22,5 +22,6 @@ def test_ranks_begin_an_epoch_together(rank):
     sampler = SimpleNamespace(
         total_samples=10, consumed_samples=6, micro_batch_times_data_parallel_size=6, rank=rank
     )
-    assert list(end_together(read_epoch)(sampler)) == [[rank, rank + 3]]
+    read = with_repair("sampler-epochs", read_epoch, "MegatronPretrainingRandomSampler.__iter__")
+    assert list(read(sampler)) == [[rank, rank + 3]]
     assert sampler.consumed_samples == 12

@@ -6,9 +6,9 @@ from argparse import Namespace
 
 import pytest
 
-from mindspeed.adaptor.repairs import memory_estimate
 from mindspeed.planner.formulas import megatron_formula
 from tests.megatron_lm.launch import megatron_checkout
+from tests.support.installed_repair import with_repair
 
 LLAMA = {
     "num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64,
@@ -55,7 +55,12 @@ def test_is_not_shown_for_experts_that_it_does_not_know(case, capsys):
     """Neither in a plan nor in Megatron-LM's log; it is for those sharded as dense layers."""
     args = Namespace(**LLAMA | EXPERTS | SHARDED[case])
     assert megatron_formula(args, 16) is None
-    report = memory_estimate.not_of_experts(lambda args, num_microbatches=None, verbose=False: 1)
+    report = with_repair(
+        "memory-estimate",
+        lambda args, num_microbatches=None, verbose=False: 1,
+        "report_theoretical_memory",
+        **vars(args),
+    )
     assert report(args) is None
     assert "mindspeed plan --check counts" in capsys.readouterr().out
     known = Namespace(**LLAMA | EXPERTS | {"expert_tensor_parallel_size": 8})
