@@ -236,7 +236,7 @@ def job(case: Case) -> Iterator[Job]:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     current.configure(dict(case.flags))
-    gpt_ranks.start()
+    gpt_ranks.start(expert=case.model_options.get("expert_model_parallel_size", 1))
     try:
         yield Job(case)
     finally:

@@ -249,11 +249,16 @@ def test_main_params_of_a_checkpoint_reach_every_optimizer(rank_pool, chunks):
     options = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
     sharded = {**BF16, **SHARDED, "load_main_params_from_ckpt": True}
     experts = {"num_moe_experts": 12}  # the name of weight1 is part of weight10
-    plain = Case(sharded, True, model="moe-grouped", model_options=experts)
-    cases = {"plain": plain, "inside": replace(plain, options=options)}
+    own = {"num_moe_experts": 24, "expert_model_parallel_size": 2}  # with an optimizer of their own
+    cases = {}
+    for name, sizes in (("", experts), (" own", own)):
+        plain = Case(sharded, True, model="moe-grouped", model_options=sizes)
+        cases |= {f"plain{name}": plain, f"inside{name}": replace(plain, options=options)}
     for result in run(rank_pool, 2, main_params_from, cases, chunks):
-        for weight, expected in zip(result["inside"], result["plain"], strict=True):
-            assert torch.equal(weight, expected)
+        for name in ("", " own"):
+            found, right = result[f"inside{name}"], result[f"plain{name}"]
+            for weight, expected in zip(found, right, strict=True):
+                assert torch.equal(weight, expected)
 
 
 GRADIENTS = {

@@ -211,12 +211,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous()
 
 
-def start(tensor_parallel: int = 1) -> None:
+def start(tensor_parallel: int = 1, expert: int = 1) -> None:
     """Initialise Megatron's groups and random streams."""
     from megatron.core import parallel_state
     from megatron.core import tensor_parallel as tp
 
-    parallel_state.initialize_model_parallel(tensor_parallel)
+    parallel_state.initialize_model_parallel(tensor_parallel, expert_model_parallel_size=expert)
     tp.model_parallel_cuda_manual_seed(123)
 
 
