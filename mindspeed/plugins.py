@@ -3,7 +3,7 @@
 A package names its objects under entry points, in its ``pyproject.toml``:
 
     [project.entry-points."mindspeed.features"]
-    weight-noise = "acme.weight_noise:FEATURE"
+    weight-noise = "acme.weight_noise:WeightNoise"
 
 The entry point has the name of the object; for a device it is the value of ``MINDSPEED_DEVICE``.
 A group is loaded once, when its list is first needed; of the devices, the selected one only. An

@@ -5,7 +5,7 @@
             for layer in moe_layers(model):
                 replace_forward(layer, lambda forward: overlapped(forward, options), seams.journal)
 
-        seams.chunk.add(replace, owner=FEATURE.name)
+        seams.chunk.add(replace, owner=self.name)
 
 The seam ``chunk`` gets the finished modules, so both layer specs and multi-token prediction are
 reached, no class is patched, and detaching the feature restores the layers that are still alive.

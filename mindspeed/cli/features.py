@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(feature: Feature) -> dict[str, object]:
+def describe(feature: type[Feature]) -> dict[str, object]:
     """One feature as plain data."""
     return {
         "name": feature.name,
@@ -78,12 +78,12 @@ def describe(feature: Feature) -> dict[str, object]:
                 "env": item.env,
                 "declared_by": "megatron" if item.megatron else "mindspeed",
             }
-            for item in flags_of(feature.options)
+            for item in flags_of(feature)
         ],
     }
 
 
-def _selected(feature: Feature, args: argparse.Namespace) -> bool:
+def _selected(feature: type[Feature], args: argparse.Namespace) -> bool:
     return (
         (args.level is None or feature.level == args.level)
         and (args.stage is None or feature.stage == args.stage)
@@ -104,7 +104,7 @@ def _dry_run(flags: list[str]) -> int:
     return 0
 
 
-def _print_table(features: list[Feature]) -> None:
+def _print_table(features: list[type[Feature]]) -> None:
     table = Table("level", "feature", "flags", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     table.columns[2].min_width = 34
     for feature in sorted(features, key=lambda feature: feature.level):
@@ -118,14 +118,14 @@ def _print_table(features: list[Feature]) -> None:
         table.add_row(
             str(feature.level),
             "\n".join([f"[bold]{feature.name}[/bold]", feature.summary, *limits]),
-            "\n".join(item.option for item in flags_of(feature.options)),
+            "\n".join(item.option for item in flags_of(feature)),
         )
     console = Console()
     console.print(table)
     console.print("mindspeed features --explain NAME tells what each flag does", style="dim")
 
 
-def _print_explanation(feature: Feature) -> None:
+def _print_explanation(feature: type[Feature]) -> None:
     console = Console()
     console.print(f"[bold]{feature.name}[/bold]  level {feature.level}, {feature.stage}")
     console.print(feature.summary)
@@ -135,7 +135,7 @@ def _print_explanation(feature: Feature) -> None:
         if values:
             console.print(f"{label}: {', '.join(values)}")
     table = Table("flag", "default", "what it does")
-    for item in flags_of(feature.options):
+    for item in flags_of(feature):
         names = " ".join((item.option, *item.aliases, *([f"${item.env}"] if item.env else [])))
         table.add_row(names, str(item.default), item.help)
     console.print(table)

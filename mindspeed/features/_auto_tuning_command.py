@@ -17,7 +17,7 @@ from mindspeed.flags import flags_of
 from mindspeed.processes import die_with_parent
 
 if TYPE_CHECKING:
-    from mindspeed.features.auto_tuning import AutoTuningOptions
+    from mindspeed.features.auto_tuning import AutoTuning
 
 WORDS = "command_words"
 """Name in the arguments: the command line, where it is not that of the process."""
@@ -41,7 +41,7 @@ _PLANNING = "MINDSPEED_PLANNING"
 """Set in the process that plans, which reads the same flags again."""
 
 
-def devices(options: AutoTuningOptions) -> int:
+def devices(options: AutoTuning) -> int:
     """Devices to plan for."""
     if options.simulated_nnodes and options.simulated_nproc_per_node:
         return options.simulated_nnodes * options.simulated_nproc_per_node
@@ -53,7 +53,7 @@ def devices(options: AutoTuningOptions) -> int:
     return given or DEVICES
 
 
-def plan_and_end(options: AutoTuningOptions, megatron: Mapping[str, Any]) -> None:
+def plan_and_end(options: AutoTuning, megatron: Mapping[str, Any]) -> None:
     """Plan on rank 0 of node 0, and end this process; in the process that plans do nothing.
 
     Raises:
@@ -107,7 +107,7 @@ def run_with_signals(
     return (128 - status if status < 0 else status), kept or b""
 
 
-def plan_command(options: AutoTuningOptions, job: Sequence[str], device_name: str) -> list[str]:
+def plan_command(options: AutoTuning, job: Sequence[str], device_name: str) -> list[str]:
     """The command line of the plan.
 
     Args:
@@ -128,7 +128,7 @@ def plan_command(options: AutoTuningOptions, job: Sequence[str], device_name: st
     return [*words, "--", *without_options(job, type(options))]
 
 
-def _launcher(options: AutoTuningOptions) -> str:
+def _launcher(options: AutoTuning) -> str:
     """The words of torchrun in the commands that the plan prints."""
     node = options.simulated_nproc_per_node or options.nproc_per_node or 1
     nodes = -(-devices(options) // node)
@@ -139,7 +139,7 @@ def _launcher(options: AutoTuningOptions) -> str:
     return " ".join(words)
 
 
-def _work_dir(options: AutoTuningOptions) -> str:
+def _work_dir(options: AutoTuning) -> str:
     if options.auto_tuning:
         return options.auto_tuning_work_dir or "auto_tuning_dir"
     return options.auto_settings_work_dir or "."

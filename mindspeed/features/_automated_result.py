@@ -12,7 +12,7 @@ from mindspeed.features.feature import Megatron
 from mindspeed.features.noop_layers import indices_of
 
 if TYPE_CHECKING:
-    from mindspeed.features.automated_pipeline import AutomatedPipelineOptions
+    from mindspeed.features.automated_pipeline import AutomatedPipeline
     from mindspeed.pipeline.automated.result import Result
 
 logger = logging.getLogger("mindspeed")
@@ -67,7 +67,7 @@ def job_of(megatron: Megatron) -> dict[str, Any]:
     return {name: megatron.get(name) for name in _JOB}
 
 
-def values_of(options: AutomatedPipelineOptions, megatron: Megatron) -> dict[str, Any]:
+def values_of(options: AutomatedPipeline, megatron: Megatron) -> dict[str, Any]:
     """Values of flags and arguments that follow from the flags of the automated pipeline.
 
     Raises:
@@ -98,9 +98,7 @@ def values_of(options: AutomatedPipelineOptions, megatron: Megatron) -> dict[str
     return found | dict.fromkeys(_VIRTUAL) | chosen
 
 
-def _refuse_other_choices(
-    options: AutomatedPipelineOptions, megatron: Megatron, chosen: Megatron
-) -> None:
+def _refuse_other_choices(options: AutomatedPipeline, megatron: Megatron, chosen: Megatron) -> None:
     for name in _CHOSEN:
         value = megatron.get(name)
         if value not in (None, False, "") and value != chosen.get(name):

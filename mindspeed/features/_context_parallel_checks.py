@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from mindspeed.features.feature import Megatron, Problem
 
 if TYPE_CHECKING:
-    from mindspeed.features.context_parallel import ContextParallelOptions
+    from mindspeed.features.context_parallel import ContextParallel
 
 _COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _CP_SIZE = "--context-parallel-size"
 
 
 def problems(
-    options: ContextParallelOptions, megatron: Megatron, comm_types: list[str] | None
+    options: ContextParallel, megatron: Megatron, comm_types: list[str] | None
 ) -> Iterator[Problem]:
     """Everything that is wrong.
 
@@ -52,7 +52,7 @@ def problems(
 
 
 def uneven_heads(
-    options: ContextParallelOptions, megatron: Megatron, comm_types: list[str] | None
+    options: ContextParallel, megatron: Megatron, comm_types: list[str] | None
 ) -> Iterator[str]:
     """Warnings where an all-to-all gives some ranks more heads than others."""
     heads, _ = _heads_of_rank(megatron)
@@ -68,7 +68,7 @@ def uneven_heads(
         yield f"{text}; a ring attends to {heads % ranks} of them instead" if rest else text
 
 
-def _algorithms(options: ContextParallelOptions, comm_types: list[str] | None) -> set[str]:
+def _algorithms(options: ContextParallel, comm_types: list[str] | None) -> set[str]:
     """Strategies of all layers, by the words of ``--cp-comm-type``; ``adaptive`` is one more."""
     if comm_types is not None:
         return set(comm_types)
@@ -136,7 +136,7 @@ def _length(names: set[str], megatron: Megatron, ranks: int) -> Iterator[Problem
 
 
 def _degree(
-    options: ContextParallelOptions, comm_types: list[str] | None, megatron: Megatron, ranks: int
+    options: ContextParallel, comm_types: list[str] | None, megatron: Megatron, ranks: int
 ) -> Iterator[Problem]:
     degree, algorithm = options.ulysses_degree_in_cp, options.context_parallel_algo
     hybrid = comm_types is None and algorithm.startswith("hybrid")
@@ -162,7 +162,7 @@ def _degree(
         )
 
 
-def _window(options: ContextParallelOptions, names: set[str], ranks: int) -> Iterator[Problem]:
+def _window(options: ContextParallel, names: set[str], ranks: int) -> Iterator[Problem]:
     window = options.cp_window_size
     if window == 1:
         return
@@ -187,7 +187,7 @@ def _heads_of_rank(megatron: Megatron) -> tuple[int, int]:
 
 
 def _all_to_alls(
-    options: ContextParallelOptions, comm_types: list[str] | None, megatron: Megatron
+    options: ContextParallel, comm_types: list[str] | None, megatron: Megatron
 ) -> Iterator[tuple[str, int]]:
     """All-to-alls (sequence <-> head): name of the algorithm, number of ranks."""
     ranks = megatron.get("context_parallel_size") or 1
@@ -201,7 +201,7 @@ def _all_to_alls(
 
 
 def _heads(
-    options: ContextParallelOptions, comm_types: list[str] | None, megatron: Megatron, ranks: int
+    options: ContextParallel, comm_types: list[str] | None, megatron: Megatron, ranks: int
 ) -> Iterator[Problem]:
     heads, groups = _heads_of_rank(megatron)
     for kind, sharing in _all_to_alls(options, comm_types, megatron):
@@ -226,7 +226,7 @@ def _heads(
 
 
 def _cache(
-    options: ContextParallelOptions, names: set[str], megatron: Megatron, ranks: int
+    options: ContextParallel, names: set[str], megatron: Megatron, ranks: int
 ) -> Iterator[Problem]:
     policy, interval = (
         options.context_parallel_kv_cache_policy,
@@ -249,9 +249,7 @@ def _cache(
         )
 
 
-def _adaptive(
-    options: ContextParallelOptions, names: set[str], megatron: Megatron
-) -> Iterator[Problem]:
+def _adaptive(options: ContextParallel, names: set[str], megatron: Megatron) -> Iterator[Problem]:
     by_user = "--adaptive-cp-manually-set-mask-list"
     if options.adaptive_cp_manually_set_mask_list:
         if "adaptive" not in names:

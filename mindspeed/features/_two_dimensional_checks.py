@@ -9,7 +9,7 @@ from mindspeed.features.feature import Megatron, Problem
 from mindspeed.tensor_parallel.two_dimensional.cost import Widths
 
 if TYPE_CHECKING:
-    from mindspeed.features.tensor_parallel_2d import TensorParallel2DOptions
+    from mindspeed.features.tensor_parallel_2d import TensorParallel2D
 
 _OVERLAP = (
     "enable_overlap_ag_with_matmul",
@@ -19,7 +19,7 @@ _OVERLAP = (
 _TP = "--tensor-model-parallel-size"
 
 
-def grid_of(options: TensorParallel2DOptions) -> tuple[int, int]:
+def grid_of(options: TensorParallel2D) -> tuple[int, int]:
     """X and Y."""
     if options.use_nd_matmul:
         return options.nd1_dim1_size, options.nd2_dim1_size
@@ -48,7 +48,7 @@ def _query_groups(megatron: Megatron) -> int:
     return groups or megatron["num_attention_heads"]
 
 
-def problems(options: TensorParallel2DOptions, megatron: Megatron) -> Iterator[Problem]:
+def problems(options: TensorParallel2D, megatron: Megatron) -> Iterator[Problem]:
     """Everything that is wrong with the flags, or does not go together with a grid."""
     own = "--use-nd-matmul" if options.use_nd_matmul else "--tp-2d"
     if not (options.tp_2d or options.use_nd_matmul):

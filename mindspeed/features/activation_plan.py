@@ -7,7 +7,6 @@ plan, losses and gradients stay bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -22,13 +21,57 @@ if TYPE_CHECKING:
 _FLAG = "--activation-plan"
 
 
-@dataclass(frozen=True)
-class ActivationPlanOptions:
-    """Where the plan is."""
+class ActivationPlan(Feature, level=2, seams=("chunk",)):
+    """A file says which activations are kept, recomputed or offloaded, site by site."""
 
     activation_plan: str = flag(
         "", "file (YAML or JSON) that says which activations are kept, recomputed or offloaded"
     )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self.activation_plan)
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        from mindspeed.memory.layer_rules import largest
+
+        problems = list(common_problems(_FLAG, megatron))
+        if megatron.get("recompute_granularity") == "full":
+            problems.append(
+                Problem(
+                    _FLAG,
+                    "cannot be combined with --recompute-granularity full: both recompute layers",
+                    'remove one; a plan says the same with {"all": {"layer": "recompute"}}',
+                )
+            )
+        if megatron.get("fp8"):
+            problems.append(
+                Problem(
+                    _FLAG,
+                    "cannot be combined with --fp8-format: a second run would change scaling "
+                    "factors",
+                    "remove one",
+                )
+            )
+        rules, total = _rules(self.activation_plan), megatron.get("num_layers")
+        if total is not None and largest(rules) >= total:
+            problems.append(
+                Problem(
+                    _FLAG,
+                    f"there is no layer {largest(rules)}: layers are numbered from 0, and "
+                    f"--num-layers is {total}",
+                )
+            )
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        rules = _rules(self.activation_plan)
+
+        def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
+            from mindspeed.memory.layer_rules import plan_for
+
+            return plan_for(rules, layers.numbers)
+
+        attach_plan(seams, self.name, _FLAG, megatron, plan)
 
 
 def _rules(path: str) -> tuple[LayerRule, ...]:
@@ -41,58 +84,3 @@ def _rules(path: str) -> tuple[LayerRule, ...]:
         return rules_of(value)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _validate(options: ActivationPlanOptions, megatron: Megatron) -> list[Problem]:
-    from mindspeed.memory.layer_rules import largest
-
-    problems = list(common_problems(_FLAG, megatron))
-    if megatron.get("recompute_granularity") == "full":
-        problems.append(
-            Problem(
-                _FLAG,
-                "cannot be combined with --recompute-granularity full: both recompute layers",
-                'remove one; a plan says the same with {"all": {"layer": "recompute"}}',
-            )
-        )
-    if megatron.get("fp8"):
-        problems.append(
-            Problem(
-                _FLAG,
-                "cannot be combined with --fp8-format: a second run would change scaling factors",
-                "remove one",
-            )
-        )
-    rules, total = _rules(options.activation_plan), megatron.get("num_layers")
-    if total is not None and largest(rules) >= total:
-        problems.append(
-            Problem(
-                _FLAG,
-                f"there is no layer {largest(rules)}: layers are numbered from 0, and "
-                f"--num-layers is {total}",
-            )
-        )
-    return problems
-
-
-def _attach(seams: Seams, options: ActivationPlanOptions, megatron: Megatron) -> None:
-    rules = _rules(options.activation_plan)
-
-    def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
-        from mindspeed.memory.layer_rules import plan_for
-
-        return plan_for(rules, layers.numbers)
-
-    attach_plan(seams, FEATURE.name, _FLAG, megatron, plan)
-
-
-FEATURE = Feature(
-    name="activation-plan",
-    summary="a file says which activations are kept, recomputed or offloaded, site by site",
-    level=2,
-    options=ActivationPlanOptions,
-    enabled=lambda options, megatron: bool(options.activation_plan),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)

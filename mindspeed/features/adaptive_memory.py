@@ -11,7 +11,6 @@ kept as fits, and what is computed again is what costs least time per byte.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features._activation_memory import common_problems, convert_linears
@@ -33,9 +32,8 @@ _BOTH = "both decide what becomes of the same activations"
 _MIN_BYTES, _LEAST_MIN_BYTES = "MIN_SWAP_TENSOR_SIZE", 1024
 
 
-@dataclass(frozen=True)
-class AdaptiveMemoryOptions:
-    """The budget, and what may be done to stay within it."""
+class AdaptiveMemory(Feature, level=2, seams=("chunk", "schedule")):
+    """Keep as many activations as fit into a budget, chosen after the first steps."""
 
     adaptive_recompute_device_size: int = flag(
         -1,
@@ -66,6 +64,64 @@ class AdaptiveMemoryOptions:
         }
         return [name for name, on in given.items() if on]
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        given = self.flags
+        if not given:
+            return [Problem(_STEPS, f"has no effect without {_SIZE}, {_SWAP} or {_OPTIMIZATION}")]
+        problems = [
+            Problem(given[0], f"cannot be combined with {other}: {why}", "remove one")
+            for name, (other, why) in _CONFLICTS.items()
+            if megatron.get(name)
+        ]
+        problems += common_problems(given[0], megatron)
+        if self.adaptive_recompute_device_swap and self.adaptive_memory_optimization:
+            problems.append(
+                Problem(_SWAP, f"cannot be combined with {_OPTIMIZATION}", "remove one")
+            )
+        size = self.adaptive_recompute_device_size
+        if size > _MOST_MIB:
+            problems.append(Problem(f"{_SIZE} {size}", "is in MiB", f"did you mean {size >> 20}?"))
+        if _min_bytes() == 0:
+            problems.append(
+                Problem(_MIN_BYTES, f"{os.environ[_MIN_BYTES]!r} is no number of bytes from 1024")
+            )
+        steps, total = self.adaptive_recompute_profiling_step, megatron.get("train_iters")
+        if total is not None and steps >= total:
+            problems.append(
+                Problem(f"{_STEPS} {steps}", f"leaves no step of --train-iters {total} to profit")
+            )
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed import device
+        from mindspeed.memory.adaptive.megatron import Controller
+        from mindspeed.memory.adaptive.settings import Settings
+
+        here = device.current()
+        settings = Settings(
+            flag=" ".join(self.flags),
+            device_bytes=self._device_bytes(here),
+            host_bytes=int(_OF_HOST * _available_on_host() / max(1, here.count())),
+            profiled_steps=self.adaptive_recompute_profiling_step,
+            min_bytes=_min_bytes() or 2**20,
+            offload=self.adaptive_memory_optimization,
+            rescue=self.adaptive_recompute_device_swap,
+        )
+        controller = Controller(settings, here, seams.journal, _print_on_the_first_rank)
+        seams.schedule.add(controller.with_schedule, owner=self.name)
+        if megatron.get("overlap_grad_reduce"):
+            seams.chunk.add(convert_linears, owner=self.name)
+
+    def _device_bytes(self, here: Device) -> int:
+        total, size = here.properties().total_memory, self.adaptive_recompute_device_size
+        if size == -1:
+            return int(_OF_DEVICE * total)
+        if size * 2**20 > total:
+            _print_on_the_first_rank(
+                f"{_SIZE} {size}: the {here.name} has {total / 2**20:,.0f} MiB, which is the budget"
+            )
+        return min(size * 2**20, total)
+
 
 _CONFLICTS = {
     "recompute_granularity": ("--recompute-granularity", _BOTH),
@@ -81,71 +137,12 @@ _CONFLICTS = {
 }
 
 
-def _validate(options: AdaptiveMemoryOptions, megatron: Megatron) -> list[Problem]:
-    given = options.flags
-    if not given:
-        return [Problem(_STEPS, f"has no effect without {_SIZE}, {_SWAP} or {_OPTIMIZATION}")]
-    problems = [
-        Problem(given[0], f"cannot be combined with {other}: {why}", "remove one")
-        for name, (other, why) in _CONFLICTS.items()
-        if megatron.get(name)
-    ]
-    problems += common_problems(given[0], megatron)
-    if options.adaptive_recompute_device_swap and options.adaptive_memory_optimization:
-        problems.append(Problem(_SWAP, f"cannot be combined with {_OPTIMIZATION}", "remove one"))
-    size = options.adaptive_recompute_device_size
-    if size > _MOST_MIB:
-        problems.append(Problem(f"{_SIZE} {size}", "is in MiB", f"did you mean {size >> 20}?"))
-    if _min_bytes() == 0:
-        problems.append(
-            Problem(_MIN_BYTES, f"{os.environ[_MIN_BYTES]!r} is no number of bytes from 1024")
-        )
-    steps, total = options.adaptive_recompute_profiling_step, megatron.get("train_iters")
-    if total is not None and steps >= total:
-        problems.append(
-            Problem(f"{_STEPS} {steps}", f"leaves no step of --train-iters {total} to profit")
-        )
-    return problems
-
-
-def _attach(seams: Seams, options: AdaptiveMemoryOptions, megatron: Megatron) -> None:
-    from mindspeed import device
-    from mindspeed.memory.adaptive.megatron import Controller
-    from mindspeed.memory.adaptive.settings import Settings
-
-    here = device.current()
-    settings = Settings(
-        flag=" ".join(options.flags),
-        device_bytes=_device_bytes(options, here),
-        host_bytes=int(_OF_HOST * _available_on_host() / max(1, here.count())),
-        profiled_steps=options.adaptive_recompute_profiling_step,
-        min_bytes=_min_bytes() or 2**20,
-        offload=options.adaptive_memory_optimization,
-        rescue=options.adaptive_recompute_device_swap,
-    )
-    controller = Controller(settings, here, seams.journal, _print_on_the_first_rank)
-    seams.schedule.add(controller.with_schedule, owner=FEATURE.name)
-    if megatron.get("overlap_grad_reduce"):
-        seams.chunk.add(convert_linears, owner=FEATURE.name)
-
-
 def _min_bytes() -> int | None:
     """Value of the environment variable; None without one, 0 for one that is no number."""
     text = os.environ.get(_MIN_BYTES)
     if not text:
         return None
     return int(text) if text.isdecimal() and int(text) >= _LEAST_MIN_BYTES else 0
-
-
-def _device_bytes(options: AdaptiveMemoryOptions, here: Device) -> int:
-    total, size = here.properties().total_memory, options.adaptive_recompute_device_size
-    if size == -1:
-        return int(_OF_DEVICE * total)
-    if size * 2**20 > total:
-        _print_on_the_first_rank(
-            f"{_SIZE} {size}: the {here.name} has {total / 2**20:,.0f} MiB, which is the budget"
-        )
-    return min(size * 2**20, total)
 
 
 def _available_on_host() -> int:
@@ -159,15 +156,3 @@ def _print_on_the_first_rank(text: str) -> None:
 
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)
-
-
-FEATURE = Feature(
-    name="adaptive-memory",
-    summary="keep as many activations as fit into a budget, chosen after the first steps",
-    level=2,
-    options=AdaptiveMemoryOptions,
-    enabled=lambda options, megatron: options != AdaptiveMemoryOptions(),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk", "schedule"),
-)

@@ -13,7 +13,6 @@ decoder has no other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 _TENSOR, _IN_KERNEL, _ROOT = 0, 2, 3
 
 
-@dataclass(frozen=True)
-class AlibiOptions:
-    """How positions enter the attention scores."""
+class Alibi(Feature, level=0, seams=("kernels",), after=("flash-attention", "triangle-attention")):
+    """Linear biases on attention scores instead of position embeddings."""
 
     position_embedding_type: str = flag(
         "learned_absolute", "how positions enter the model", megatron=True, adds=("alibi",)
@@ -45,75 +43,63 @@ class AlibiOptions:
     fill_neg_inf: bool = flag(False, "without effect: what is hidden is -inf in any case")
     alibi_diagonal_opposite: bool = flag(False, "without effect: the same under a causal mask")
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.position_embedding_type == "alibi"
 
-def _validate(options: AlibiOptions, megatron: Megatron) -> list[Problem]:
-    name, kind = "--position-embedding-type alibi", options.alibi_fusion_attn_type
-    problems = []
-    if kind not in (None, _TENSOR, _IN_KERNEL, _ROOT):
-        problems.append(
-            Problem("--alibi-fusion-attn-type", f"{kind} is not one of 0, 2, 3", "use 2")
-        )
-    for option in ("use_rotary_position_embeddings", "use_fused_rotary_pos_emb"):
-        if megatron.get(option):
-            rotary = "--" + option.replace("_", "-")
-            problems.append(Problem(rotary, f"cannot be combined with {name}", "remove one"))
-    if megatron.get("multi_latent_attention"):
-        problems.append(Problem(name, "latent attention has rotary positions", "remove one"))
-    if kind in (_TENSOR, _ROOT) and megatron.get("context_parallel_size", 1) > 1:
-        problems.append(
-            Problem(
-                "--alibi-fusion-attn-type",
-                f"{kind} makes a bias of the whole sequence, which is split by "
-                f"--context-parallel-size {megatron['context_parallel_size']}",
-                "use 2",
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name, kind = "--position-embedding-type alibi", self.alibi_fusion_attn_type
+        problems = []
+        if kind not in (None, _TENSOR, _IN_KERNEL, _ROOT):
+            problems.append(
+                Problem("--alibi-fusion-attn-type", f"{kind} is not one of 0, 2, 3", "use 2")
             )
-        )
-    return problems
+        for option in ("use_rotary_position_embeddings", "use_fused_rotary_pos_emb"):
+            if megatron.get(option):
+                rotary = "--" + option.replace("_", "-")
+                problems.append(Problem(rotary, f"cannot be combined with {name}", "remove one"))
+        if megatron.get("multi_latent_attention"):
+            problems.append(Problem(name, "latent attention has rotary positions", "remove one"))
+        if kind in (_TENSOR, _ROOT) and megatron.get("context_parallel_size", 1) > 1:
+            problems.append(
+                Problem(
+                    "--alibi-fusion-attn-type",
+                    f"{kind} makes a bias of the whole sequence, which is split by "
+                    f"--context-parallel-size {megatron['context_parallel_size']}",
+                    "use 2",
+                )
+            )
+        return problems
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        import torch
 
-def _attach(seams: Seams, options: AlibiOptions, megatron: Megatron) -> None:
-    import torch
+        from mindspeed.attention.alibi import alibi_bias, alibi_slopes
+        from mindspeed.te import kernels
 
-    from mindspeed.attention.alibi import alibi_bias, alibi_slopes
-    from mindspeed.te import kernels
+        def slopes_of(
+            all_heads: int, first: int, heads: int, device: torch.device
+        ) -> torch.Tensor | None:
+            slopes = alibi_slopes(all_heads)[first : first + heads]
+            return torch.tensor(slopes, dtype=torch.float32, device=device)
 
-    def slopes_of(
-        all_heads: int, first: int, heads: int, device: torch.device
-    ) -> torch.Tensor | None:
-        slopes = alibi_slopes(all_heads)[first : first + heads]
-        return torch.tensor(slopes, dtype=torch.float32, device=device)
+        seams.use_kernels(owner=self.name, alibi_slopes=slopes_of)
+        if self.alibi_fusion_attn_type not in (_TENSOR, _ROOT):
+            return
+        root, by_bias = self.alibi_fusion_attn_type == _ROOT, kernels.attend
 
-    seams.use_kernels(owner=FEATURE.name, alibi_slopes=slopes_of)
-    if options.alibi_fusion_attn_type not in (_TENSOR, _ROOT):
-        return
-    root, by_bias = options.alibi_fusion_attn_type == _ROOT, kernels.attend
+        def attend(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            seen: Visibility,
+            *,
+            bias: torch.Tensor | None = None,
+            slopes: torch.Tensor | None = None,
+            **more: Any,
+        ) -> torch.Tensor:
+            if slopes is not None:
+                linear = alibi_bias(slopes, q.shape[2], k.shape[2], root)
+                bias = linear if bias is None else bias + linear
+            return by_bias(q, k, v, seen, bias=bias, **more)
 
-    def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        seen: Visibility,
-        *,
-        bias: torch.Tensor | None = None,
-        slopes: torch.Tensor | None = None,
-        **more: Any,
-    ) -> torch.Tensor:
-        if slopes is not None:
-            linear = alibi_bias(slopes, q.shape[2], k.shape[2], root)
-            bias = linear if bias is None else bias + linear
-        return by_bias(q, k, v, seen, bias=bias, **more)
-
-    seams.use_kernels(owner=FEATURE.name, attend=attend)
-
-
-FEATURE = Feature(
-    name="alibi",
-    summary="linear biases on attention scores instead of position embeddings",
-    level=0,
-    options=AlibiOptions,
-    enabled=lambda options, megatron: options.position_embedding_type == "alibi",
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-    after=("flash-attention", "triangle-attention"),
-)
+        seams.use_kernels(owner=self.name, attend=attend)

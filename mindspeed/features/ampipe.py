@@ -10,7 +10,6 @@ the last combine, 1/D of all, has nothing beside it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -42,9 +41,39 @@ _WITHOUT = {
 _PARTS = ("layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
 
 
-@dataclass(frozen=True)
-class AmpipeOptions:
-    """In how many chunks layers with experts run."""
+class Ampipe(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    conflicts=(
+        "activation-plan",
+        "adaptive-memory",
+        "automated-pipeline",
+        "coc",
+        "dualpipev",
+        "experts-pipeline",
+        "mc2",
+        "moe-adaptive-recompute",
+        "moe-alltoall-exchange",
+        "moe-fb-overlap",
+        "moe-zero-memory",
+        "nanopipe",
+        "packed-documents",
+        "pipe-experts",
+        "recompute-activation-function",
+        "recompute-communication",
+        "recompute-in-advance",
+        "recompute-in-bubble",
+        "recompute-norm",
+        "swap-attention",
+        "tensor-parallel-2d",
+        "tp-comm-overlap",
+        "unaligned-linear",
+        "variable-lengths",
+    ),
+    after=("moe-overlap",),
+):
+    """Attention in chunks of the sequence hides the experts' communication."""
 
     ampipe_degree: int = flag(
         1, "chunks of the sequence in layers with experts; 1: the whole", range=Range(1, 1024)
@@ -53,51 +82,69 @@ class AmpipeOptions:
         False, "hide the tensor-parallel collectives of the chunks' experts, too"
     )
 
-
-def _problems(options: AmpipeOptions, megatron: Megatron) -> Iterator[Problem]:
-    degree = options.ampipe_degree
-    if degree == 1:
-        yield Problem(TENSOR, f"is a part of {NAME}", f"add {NAME} 2 or more, or remove it")
-        return
-    name = f"{NAME} {degree}"
-    if not megatron["num_experts"]:
-        yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
-        return
-    yield from _layout(name, degree, megatron)
-    if options.ampipe_tp_sp_comm_overlap and not megatron.get("sequence_parallel"):
-        yield Problem(
-            TENSOR,
-            "hides the tensor-parallel collectives that sequence parallelism adds",
-            "add --sequence-parallel, or remove it",
-        )
-    for argument, spelling in _WITHOUT.items():
-        if megatron.get(argument):
-            yield Problem(name, f"cannot be combined with {spelling}", "remove one")
-    for argument, value in [
-        ("attention_mask_type", "general"),
-        ("position_embedding_type", "alibi"),
-    ]:
-        if megatron.get(argument) == value:
-            spelling = "--" + argument.replace("_", "-")
-            yield Problem(name, f"cannot be combined with {spelling} {value}", "remove one")
-    if "sinkhorn" in str(megatron.get("moe_router_load_balancing_type")):
-        yield Problem(
-            name,
-            "routes chunk by chunk, and --moe-router-load-balancing-type sinkhorn balances over "
-            "the whole",
-            "take aux_loss",
-        )
-    if megatron.get("recompute_granularity") == "selective":
-        parts = [one for one in megatron.get("recompute_modules") or () if one in _PARTS]
-        if parts:
+    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+        degree = self.ampipe_degree
+        if degree == 1:
+            yield Problem(TENSOR, f"is a part of {NAME}", f"add {NAME} 2 or more, or remove it")
+            return
+        name = f"{NAME} {degree}"
+        if not megatron["num_experts"]:
+            yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
+            return
+        yield from _layout(name, degree, megatron)
+        if self.ampipe_tp_sp_comm_overlap and not megatron.get("sequence_parallel"):
+            yield Problem(
+                TENSOR,
+                "hides the tensor-parallel collectives that sequence parallelism adds",
+                "add --sequence-parallel, or remove it",
+            )
+        for argument, spelling in _WITHOUT.items():
+            if megatron.get(argument):
+                yield Problem(name, f"cannot be combined with {spelling}", "remove one")
+        for argument, value in [
+            ("attention_mask_type", "general"),
+            ("position_embedding_type", "alibi"),
+        ]:
+            if megatron.get(argument) == value:
+                spelling = "--" + argument.replace("_", "-")
+                yield Problem(name, f"cannot be combined with {spelling} {value}", "remove one")
+        if "sinkhorn" in str(megatron.get("moe_router_load_balancing_type")):
             yield Problem(
                 name,
-                f"cannot be combined with --recompute-modules {' '.join(parts)}: they end in "
-                "another chunk than they begin",
-                "take core_attn, moe_act, or --recompute-granularity full",
+                "routes chunk by chunk, and --moe-router-load-balancing-type sinkhorn balances "
+                "over the whole",
+                "take aux_loss",
             )
-    if megatron.get("cuda_graph_impl") not in (None, "none"):
-        yield Problem(name, "cannot be recorded by --cuda-graph-impl", "remove one")
+        if megatron.get("recompute_granularity") == "selective":
+            parts = [one for one in megatron.get("recompute_modules") or () if one in _PARTS]
+            if parts:
+                yield Problem(
+                    name,
+                    f"cannot be combined with --recompute-modules {' '.join(parts)}: they end in "
+                    "another chunk than they begin",
+                    "take core_attn, moe_act, or --recompute-granularity full",
+                )
+        if megatron.get("cuda_graph_impl") not in (None, "none"):
+            yield Problem(name, "cannot be recorded by --cuda-graph-impl", "remove one")
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(self._problems(megatron))
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        def chunks(model: Any, config: Any, vp_stage: int | None) -> None:
+            from mindspeed.moe.ampipe.megatron import attach, layers_with_experts
+
+            for layer in layers_with_experts(model):
+                attach(
+                    layer,
+                    self.ampipe_degree,
+                    seams.journal,
+                    tensor_overlap=self.ampipe_tp_sp_comm_overlap,
+                )
+
+        seams.chunk.add(chunks, owner=self.name)
 
 
 def _layout(name: str, degree: int, megatron: Megatron) -> Iterator[Problem]:
@@ -148,63 +195,3 @@ def _context_problems(name: str, degree: int, tp: int, megatron: Megatron) -> It
         yield Problem(
             name, "is odd, and context-parallel ranks hold two chunks of the sequence", "take 2"
         )
-
-
-def _validate(options: AmpipeOptions, megatron: Megatron) -> list[Problem]:
-    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-        return []
-    return list(_problems(options, megatron))
-
-
-def _attach(seams: Seams, options: AmpipeOptions, megatron: Megatron) -> None:
-    def chunks(model: Any, config: Any, vp_stage: int | None) -> None:
-        from mindspeed.moe.ampipe.megatron import attach, layers_with_experts
-
-        for layer in layers_with_experts(model):
-            attach(
-                layer,
-                options.ampipe_degree,
-                seams.journal,
-                tensor_overlap=options.ampipe_tp_sp_comm_overlap,
-            )
-
-    seams.chunk.add(chunks, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="ampipe",
-    summary="attention in chunks of the sequence hides the experts' communication",
-    level=2,
-    options=AmpipeOptions,
-    enabled=lambda options, megatron: options != AmpipeOptions(),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-    conflicts=(
-        "activation-plan",
-        "adaptive-memory",
-        "automated-pipeline",
-        "coc",
-        "dualpipev",
-        "experts-pipeline",
-        "mc2",
-        "moe-adaptive-recompute",
-        "moe-alltoall-exchange",
-        "moe-fb-overlap",
-        "moe-zero-memory",
-        "nanopipe",
-        "packed-documents",
-        "pipe-experts",
-        "recompute-activation-function",
-        "recompute-communication",
-        "recompute-in-advance",
-        "recompute-in-bubble",
-        "recompute-norm",
-        "swap-attention",
-        "tensor-parallel-2d",
-        "tp-comm-overlap",
-        "unaligned-linear",
-        "variable-lengths",
-    ),
-    after=("moe-overlap",),
-)

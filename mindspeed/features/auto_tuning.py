@@ -16,8 +16,7 @@ micro-batches, the others among everything the planner knows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mindspeed.features._auto_tuning_command import devices, plan_and_end
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
 _RANKS, _PORTS = Range(1, MAX_RANKS), Range(1, 65535)
 
 
-@dataclass(frozen=True)
-class AutoTuningOptions:
-    """The three switches, their options, and the machines that are planned for."""
+class AutoTuning(Feature, level=2):
+    """A training script plans its parallel configuration in place of training."""
 
     auto_tuning: bool = flag(False, "plan the parallel configuration instead of training")
     auto_tuning_work_dir: str | None = flag(None, "directory of the plan; None: ./auto_tuning_dir")
@@ -80,6 +78,61 @@ class AutoTuningOptions:
         names = ("auto_tuning", "auto_settings", "auto_parallel")
         return tuple(name for name in names if getattr(self, name))
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        for name, owners in _BELONG_TO.items():
+            if getattr(self, name) is not None and not set(owners) & set(self.switches):
+                fix = f"add {' or '.join(map(_spelling, owners))}, or remove it"
+                if name in _OF_LAUNCHERS:
+                    fix = f"give it to torchrun, before the script, or {fix}"
+                yield Problem(_spelling(name), "has no effect alone", fix)
+        if len(self.switches) > 1:
+            first, *others = map(_spelling, self.switches)
+            yield Problem(first, f"is another name for {', '.join(others)}", "give one of them")
+        if not self.switches:
+            return
+        for name in ("master_addr", "master_port", "node_rank"):
+            if getattr(self, name) is not None and self.nnodes is None:
+                yield Problem(_spelling(name), "has no effect on one node", "give --nnodes, too")
+        if self.node_rank is not None and self.node_rank >= (self.nnodes or MAX_RANKS):
+            yield Problem(
+                "--node-rank", f"is {self.node_rank}", f"nodes are 0 to {(self.nnodes or 1) - 1}"
+            )
+        yield from self._problems_of_devices()
+
+    def _problems_of_devices(self) -> Iterator[Problem]:
+        if (self.simulated_nnodes is None) != (self.simulated_nproc_per_node is None):
+            yield Problem("--simulated-nnodes", "needs --simulated-nproc-per-node, and the reverse")
+        if self.nnodes is not None and self.nproc_per_node is None:
+            yield Problem("--nnodes", "has no effect without --nproc-per-node", "give both")
+            return
+        if self.target_nnodes is not None and self.nproc_per_node is None:
+            yield Problem("--target-nnodes", "counts nodes", "give --nproc-per-node, too")
+            return
+        if self.auto_parallel and self.nproc_per_node is None and not self.simulated_nnodes:
+            yield Problem("--auto-parallel", "has no devices", "give --nnodes and --nproc-per-node")
+        if self.target_nnodes is not None and self.auto_settings_ranks is not None:
+            yield Problem(
+                "--target-nnodes", "and --auto-settings-ranks both say how many", "give one"
+            )
+        if self.auto_settings_type in ("mixed", "black"):
+            kind = f"--auto-settings-type {self.auto_settings_type}"
+            if (self.nnodes or 1) > 1:
+                yield Problem(kind, "measures on one node", "plan with white for several nodes")
+            elif self.nproc_per_node is None:
+                yield Problem(kind, "starts ranks here", "give --nproc-per-node")
+            elif devices(self) != self.nproc_per_node:
+                yield Problem(
+                    kind,
+                    f"plans for {devices(self)} devices and measures on {self.nproc_per_node}",
+                    f"give --auto-settings-ranks {self.nproc_per_node}",
+                )
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        plan_and_end(self, megatron)
+
 
 # Options and the switches with which they have an effect.
 _BELONG_TO: dict[str, tuple[str, ...]] = {
@@ -107,78 +160,6 @@ def _spelling(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _validate(options: AutoTuningOptions, megatron: Megatron) -> list[Problem]:
-    return list(_problems(options))
-
-
-def _problems(options: AutoTuningOptions) -> Iterator[Problem]:
-    for name, owners in _BELONG_TO.items():
-        if getattr(options, name) is not None and not set(owners) & set(options.switches):
-            fix = f"add {' or '.join(map(_spelling, owners))}, or remove it"
-            if name in _OF_LAUNCHERS:
-                fix = f"give it to torchrun, before the script, or {fix}"
-            yield Problem(_spelling(name), "has no effect alone", fix)
-    if len(options.switches) > 1:
-        first, *others = map(_spelling, options.switches)
-        yield Problem(first, f"is another name for {', '.join(others)}", "give one of them")
-    if not options.switches:
-        return
-    for name in ("master_addr", "master_port", "node_rank"):
-        if getattr(options, name) is not None and options.nnodes is None:
-            yield Problem(_spelling(name), "has no effect on one node", "give --nnodes, too")
-    if options.node_rank is not None and options.node_rank >= (options.nnodes or MAX_RANKS):
-        yield Problem(
-            "--node-rank", f"is {options.node_rank}", f"nodes are 0 to {(options.nnodes or 1) - 1}"
-        )
-    yield from _problems_of_devices(options)
-
-
-def _problems_of_devices(options: AutoTuningOptions) -> Iterator[Problem]:
-    if (options.simulated_nnodes is None) != (options.simulated_nproc_per_node is None):
-        yield Problem("--simulated-nnodes", "needs --simulated-nproc-per-node, and the reverse")
-    if options.nnodes is not None and options.nproc_per_node is None:
-        yield Problem("--nnodes", "has no effect without --nproc-per-node", "give both")
-        return
-    if options.target_nnodes is not None and options.nproc_per_node is None:
-        yield Problem("--target-nnodes", "counts nodes", "give --nproc-per-node, too")
-        return
-    if options.auto_parallel and options.nproc_per_node is None and not options.simulated_nnodes:
-        yield Problem("--auto-parallel", "has no devices", "give --nnodes and --nproc-per-node")
-    if options.target_nnodes is not None and options.auto_settings_ranks is not None:
-        yield Problem("--target-nnodes", "and --auto-settings-ranks both say how many", "give one")
-    if options.auto_settings_type in ("mixed", "black"):
-        kind = f"--auto-settings-type {options.auto_settings_type}"
-        if (options.nnodes or 1) > 1:
-            yield Problem(kind, "measures on one node", "plan with white for several nodes")
-        elif options.nproc_per_node is None:
-            yield Problem(kind, "starts ranks here", "give --nproc-per-node")
-        elif devices(options) != options.nproc_per_node:
-            yield Problem(
-                kind,
-                f"plans for {devices(options)} devices and measures on {options.nproc_per_node}",
-                f"give --auto-settings-ranks {options.nproc_per_node}",
-            )
-
-
-def _attach(seams: Seams, options: AutoTuningOptions, megatron: Megatron) -> None:
-    plan_and_end(options, megatron)
-
-
 def asked(values: Megatron) -> bool:
     """Whether a command line asks for a plan in place of training."""
     return any(values.get(name) for name in ("auto_tuning", "auto_settings", "auto_parallel"))
-
-
-def _enabled(options: AutoTuningOptions, megatron: Any) -> bool:
-    return options != AutoTuningOptions()
-
-
-FEATURE = Feature(
-    name="auto-tuning",
-    summary="a training script plans its parallel configuration in place of training",
-    level=2,
-    options=AutoTuningOptions,
-    enabled=_enabled,
-    validate=_validate,
-    attach=_attach,
-)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +33,14 @@ AGAIN, TYPE, RATIO = "--recompute-module-list", "--recompute-type", "--save-memo
 _RATIO = 0.2
 
 
-@dataclass(frozen=True)
-class AutomatedPipelineOptions:
-    """What is looked for, where the result is, and its flags."""
+class AutomatedPipeline(
+    Feature,
+    level=2,
+    seams=("chunk", "schedule", "parallel_groups"),
+    conflicts=("adaptive-memory",),
+    after=("pipeline-schedule", "variable-lengths"),
+):
+    """Layers, recomputation and schedule of pipeline ranks, from measurements."""
 
     automated_pipeline: bool = flag(
         False, "measure, then choose layers and recomputation of pipeline ranks to save memory"
@@ -74,48 +78,103 @@ class AutomatedPipelineOptions:
             return "perf"
         return "memory" if self.automated_pipeline else None
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self != AutomatedPipeline(automated_pipeline_file=self.automated_pipeline_file)
+
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        for name, spelling in _REPEATED.items():
+            if getattr(self, name) not in (None, False):
+                hint = "--pipeline-schedule takes a name or FILE.csv"
+                if name != "pp_schedule_list":
+                    hint = "--optimized-mbs-list says all there is"
+                yield Problem(spelling, "is a state of the original's second start", hint)
+        name = {"memory": MEMORY, "perf": PERF, None: AGAIN}[self.mode]
+        ranks = megatron.get("pipeline_model_parallel_size") or 1
+        if self.mode is None and self.save_memory_ratio != _RATIO:
+            yield Problem(RATIO, f"has no effect without {MEMORY}")
+        if self.mode is None and self.recompute_module_list is None:
+            if self.recompute_type != 2:
+                yield Problem(TYPE, f"has no effect without {AGAIN} or {MEMORY}")
+            return
+        if ranks == 1:
+            yield Problem(name, "needs --pipeline-model-parallel-size of at least 2")
+        if self.mode == "perf" and (megatron.get("virtual_pipeline_model_parallel_size") or 1) > 1:
+            yield Problem(PERF, "cannot be combined with virtual pipeline stages", f"use {MEMORY}")
+        yield from common_problems(name, megatron)
+        for key, other in (
+            ("activation_plan", "--activation-plan"),
+            ("swap_attention", "--swap-attention"),
+            ("fp8", "--fp8-format"),
+            ("schedules_method", "--schedules-method"),
+        ):
+            if megatron.get(key):
+                yield Problem(name, f"cannot be combined with {other}", "remove one")
+        if self.recompute_module_list is not None:
+            yield from _list_problems(self.recompute_module_list, ranks, megatron)
+
+    def derives(self, megatron: Megatron) -> dict[str, Any]:
+        return values_of(self, megatron)
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        if self.recompute_module_list is not None:
+            self._attach_recomputation(seams, megatron)
+        if self.mode is None:
+            return
+        path = Path(self.automated_pipeline_file)
+        found = path.read_bytes() if path.is_file() else b""
+
+        def same_on_all_ranks() -> None:
+            from mindspeed.adaptor.pipeline_profile import refuse_different_files
+
+            refuse_different_files(hashlib.sha256(found).hexdigest(), str(path))
+
+        seams.parallel_groups.add(same_on_all_ranks, owner=self.name)
+        if found:
+            return
+        from mindspeed.adaptor.pipeline_profile import Profiler
+        from mindspeed.pipeline.automated.task import Task
+
+        task = Task(
+            self.mode,
+            self.save_memory_ratio,
+            self.recompute_type,
+            path,
+            job_of(megatron),
+            megatron,
+            _kinds(megatron),
+        )
+        seams.schedule.add(Profiler(task).with_schedule, owner=self.name)
+        if megatron.get("overlap_grad_reduce"):
+            seams.chunk.add(convert_linears, owner=self.name)
+
+    def _attach_recomputation(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.pipeline.layout import parse_list
+
+        counts = [count for (count,) in parse_list(self.recompute_module_list or "")]
+        left = 0
+
+        def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
+            from mindspeed.adaptor.pipeline_profile import SITES, pipeline_rank
+            from mindspeed.memory.plan import Action
+            from mindspeed.memory.presets import plan_of
+            from mindspeed.pipeline.automated.profile import MODULES
+
+            nonlocal left
+            if layers.chunk == 0:
+                left = counts[pipeline_rank()]
+            chosen = layers.first(min(left, len(layers.decoder)))
+            left -= len(chosen)
+            site = SITES[MODULES[self.recompute_type]]
+            return plan_of(chosen, lambda layer: (site,), Action.RECOMPUTE)
+
+        attach_plan(seams, self.name, AGAIN, megatron, plan)
+
 
 _REPEATED = {
     "pp_schedule_list": "--pp-schedule-list",
     "optimized_mbs_mode": "--optimized-mbs-mode",
     "mbs_idx": "--mbs-idx",
 }
-
-
-def _validate(options: AutomatedPipelineOptions, megatron: Megatron) -> list[Problem]:
-    return list(_problems(options, megatron))
-
-
-def _problems(options: AutomatedPipelineOptions, megatron: Megatron) -> Iterator[Problem]:
-    for name, spelling in _REPEATED.items():
-        if getattr(options, name) not in (None, False):
-            hint = "--pipeline-schedule takes a name or FILE.csv"
-            if name != "pp_schedule_list":
-                hint = "--optimized-mbs-list says all there is"
-            yield Problem(spelling, "is a state of the original's second start", hint)
-    name = {"memory": MEMORY, "perf": PERF, None: AGAIN}[options.mode]
-    ranks = megatron.get("pipeline_model_parallel_size") or 1
-    if options.mode is None and options.save_memory_ratio != _RATIO:
-        yield Problem(RATIO, f"has no effect without {MEMORY}")
-    if options.mode is None and options.recompute_module_list is None:
-        if options.recompute_type != 2:
-            yield Problem(TYPE, f"has no effect without {AGAIN} or {MEMORY}")
-        return
-    if ranks == 1:
-        yield Problem(name, "needs --pipeline-model-parallel-size of at least 2")
-    if options.mode == "perf" and (megatron.get("virtual_pipeline_model_parallel_size") or 1) > 1:
-        yield Problem(PERF, "cannot be combined with virtual pipeline stages", f"use {MEMORY}")
-    yield from common_problems(name, megatron)
-    for key, other in (
-        ("activation_plan", "--activation-plan"),
-        ("swap_attention", "--swap-attention"),
-        ("fp8", "--fp8-format"),
-        ("schedules_method", "--schedules-method"),
-    ):
-        if megatron.get(key):
-            yield Problem(name, f"cannot be combined with {other}", "remove one")
-    if options.recompute_module_list is not None:
-        yield from _list_problems(options.recompute_module_list, ranks, megatron)
 
 
 def _list_problems(text: str, ranks: int, megatron: Megatron) -> Iterator[Problem]:
@@ -146,39 +205,6 @@ def _list_problems(text: str, ranks: int, megatron: Megatron) -> Iterator[Proble
             yield Problem(AGAIN, f"{text}: rank {rank} has {most} layers, not {count}")
 
 
-def _attach(seams: Seams, options: AutomatedPipelineOptions, megatron: Megatron) -> None:
-    if options.recompute_module_list is not None:
-        _attach_recomputation(seams, options, megatron)
-    if options.mode is None:
-        return
-    path = Path(options.automated_pipeline_file)
-    found = path.read_bytes() if path.is_file() else b""
-
-    def same_on_all_ranks() -> None:
-        from mindspeed.adaptor.pipeline_profile import refuse_different_files
-
-        refuse_different_files(hashlib.sha256(found).hexdigest(), str(path))
-
-    seams.parallel_groups.add(same_on_all_ranks, owner=FEATURE.name)
-    if found:
-        return
-    from mindspeed.adaptor.pipeline_profile import Profiler
-    from mindspeed.pipeline.automated.task import Task
-
-    task = Task(
-        options.mode,
-        options.save_memory_ratio,
-        options.recompute_type,
-        path,
-        job_of(megatron),
-        megatron,
-        _kinds(megatron),
-    )
-    seams.schedule.add(Profiler(task).with_schedule, owner=FEATURE.name)
-    if megatron.get("overlap_grad_reduce"):
-        seams.chunk.add(convert_linears, owner=FEATURE.name)
-
-
 def _kinds(megatron: Megatron) -> tuple[str, ...] | None:
     """Schedules that the model can run; None: all that are searched."""
     from mindspeed.features._divided_backward import divided_backward_problems
@@ -189,45 +215,3 @@ def _kinds(megatron: Megatron) -> tuple[str, ...] | None:
         virtual = (megatron.get("virtual_pipeline_model_parallel_size") or 1) > 1
         return (WHOLE[virtual],)
     return None
-
-
-def _attach_recomputation(
-    seams: Seams, options: AutomatedPipelineOptions, megatron: Megatron
-) -> None:
-    from mindspeed.pipeline.layout import parse_list
-
-    counts = [count for (count,) in parse_list(options.recompute_module_list or "")]
-    left = 0
-
-    def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
-        from mindspeed.adaptor.pipeline_profile import SITES, pipeline_rank
-        from mindspeed.memory.plan import Action
-        from mindspeed.memory.presets import plan_of
-        from mindspeed.pipeline.automated.profile import MODULES
-
-        nonlocal left
-        if layers.chunk == 0:
-            left = counts[pipeline_rank()]
-        chosen = layers.first(min(left, len(layers.decoder)))
-        left -= len(chosen)
-        site = SITES[MODULES[options.recompute_type]]
-        return plan_of(chosen, lambda layer: (site,), Action.RECOMPUTE)
-
-    attach_plan(seams, FEATURE.name, AGAIN, megatron, plan)
-
-
-FEATURE = Feature(
-    name="automated-pipeline",
-    summary="layers, recomputation and schedule of pipeline ranks, from measurements",
-    level=2,
-    options=AutomatedPipelineOptions,
-    enabled=lambda options, megatron: (
-        options != AutomatedPipelineOptions(automated_pipeline_file=options.automated_pipeline_file)
-    ),
-    validate=_validate,
-    derives=values_of,
-    attach=_attach,
-    seams=("chunk", "schedule", "parallel_groups"),
-    conflicts=("adaptive-memory",),
-    after=("pipeline-schedule", "variable-lengths"),
-)

@@ -9,7 +9,6 @@ compute; the weights' way hides behind permutation and dispatch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -47,9 +46,8 @@ _CONFLICTS = {
 """Flags that cannot be on at the same time, by their names, and why."""
 
 
-@dataclass(frozen=True)
-class BalancedExpertsOptions:
-    """Which experts every rank computes for its own tokens."""
+class BalancedExperts(Feature, level=2, seams=("chunk",)):
+    """Hot experts are computed where their tokens are."""
 
     balanced_moe_experts: bool = flag(
         False, "compute hot experts where their tokens are, chosen anew for every micro-batch"
@@ -59,101 +57,82 @@ class BalancedExpertsOptions:
         3, "messages in which the weights of a layer's hot experts are sent", range=SIZE
     )
 
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if not self.balanced_moe_experts:
+            flags = "--balanced-moe-hot-expert-num and --trans-hot-expert-group-num"
+            yield Problem(flags, f"have no effect without {NAME}", "add it, or remove them")
+            return
+        if "num_experts" not in megatron:  # a framework's configuration
+            return
+        if not megatron["num_experts"]:
+            yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
+            return
+        for other, reason in _CONFLICTS.items():
+            if megatron.get(other) not in _OFF:
+                spelling = "--" + other.replace("_", "-")
+                yield Problem(NAME, f"and {spelling} exclude each other: {reason}", "remove one")
+        if megatron.get("moe_model_type") == "deepspeed_moe":
+            yield Problem(NAME, "is for --moe-model-type megatron_moe", "remove one")
+        if (megatron.get("ampipe_degree") or 1) > 1:
+            yield Problem(NAME, f"and --ampipe-degree exclude each other: {_LAYER}", "remove one")
+        if (megatron.get("zero_stage") or 0) > 1:
+            stage = megatron["zero_stage"]
+            yield Problem(NAME, f"and --zero-stage {stage} exclude each other", "choose stage 1")
+        yield from self._sizes(megatron)
 
-def _validate(options: BalancedExpertsOptions, megatron: Megatron) -> list[Problem]:
-    return list(_problems(options, megatron))
-
-
-def _problems(options: BalancedExpertsOptions, megatron: Megatron) -> Iterator[Problem]:
-    if not options.balanced_moe_experts:
-        flags = "--balanced-moe-hot-expert-num and --trans-hot-expert-group-num"
-        yield Problem(flags, f"have no effect without {NAME}", "add it, or remove them")
-        return
-    if "num_experts" not in megatron:  # a framework's configuration
-        return
-    if not megatron["num_experts"]:
-        yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
-        return
-    for other, reason in _CONFLICTS.items():
-        if megatron.get(other) not in _OFF:
-            spelling = "--" + other.replace("_", "-")
-            yield Problem(NAME, f"and {spelling} exclude each other: {reason}", "remove one")
-    if megatron.get("moe_model_type") == "deepspeed_moe":
-        yield Problem(NAME, "is for --moe-model-type megatron_moe", "remove one")
-    if (megatron.get("ampipe_degree") or 1) > 1:
-        yield Problem(NAME, f"and --ampipe-degree exclude each other: {_LAYER}", "remove one")
-    if (megatron.get("zero_stage") or 0) > 1:
-        stage = megatron["zero_stage"]
-        yield Problem(NAME, f"and --zero-stage {stage} exclude each other", "choose stage 1")
-    yield from _sizes(options, megatron)
-
-
-def _sizes(options: BalancedExpertsOptions, megatron: Megatron) -> Iterator[Problem]:
-    if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
-        yield Problem(
-            NAME,
-            f"--moe-token-dispatcher-type is {dispatcher}, which sends all tokens to all ranks",
-            "give --moe-token-dispatcher-type alltoall",
-        )
-    local = megatron.get("transformer_impl", "transformer_engine") != "transformer_engine"
-    legacy = megatron.get("moe_use_legacy_grouped_gemm")
-    if local or legacy or not megatron.get("moe_grouped_gemm", True):
-        yield Problem(
-            NAME,
-            "needs one weight for each grouped expert",
-            "give --moe-grouped-gemm and --transformer-impl transformer_engine",
-        )
-    if megatron.get("add_bias_linear"):
-        yield Problem(NAME, "is for experts without biases", "give --disable-bias-linear")
-    sliced = megatron.get("expert_tensor_parallel_size")
-    if (sliced or megatron.get("tensor_model_parallel_size") or 1) > 1:
-        yield Problem(
-            NAME,
-            "needs whole experts on every rank",
-            "give --moe-tp-extend-ep or --expert-tensor-parallel-size 1",
-        )
-    ep = megatron.get("expert_model_parallel_size") or 1
-    if ep == 1:
-        yield Problem(
-            NAME,
-            "--expert-model-parallel-size is 1, so one rank computes all experts anyway",
-            "choose 2 or more, or remove it",
-        )
-    hot, experts = options.balanced_moe_hot_expert_num, megatron["num_experts"] // ep
-    if hot > experts:
-        yield Problem(
-            f"--balanced-moe-hot-expert-num {hot}",
-            f"is more than the {experts} experts of a rank",
-            f"choose 1 to {experts}",
-        )
-
-
-def _attach(seams: Seams, options: BalancedExpertsOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.layer.megatron import change
-
-    hot = options.balanced_moe_hot_expert_num
-
-    def balance(model: Any, config: Any, vp_stage: int | None) -> None:
-        for layer in moe_layers(model):
-            change(
-                layer,
-                seams.journal,
-                hot_experts=hot,
-                hot_messages=min(options.trans_hot_expert_group_num, hot, 8),
-                dropped=True,  # copies of hot experts leave the rows that are sent
+    def _sizes(self, megatron: Megatron) -> Iterator[Problem]:
+        if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
+            yield Problem(
+                NAME,
+                f"--moe-token-dispatcher-type is {dispatcher}, which sends all tokens to all ranks",
+                "give --moe-token-dispatcher-type alltoall",
+            )
+        local = megatron.get("transformer_impl", "transformer_engine") != "transformer_engine"
+        legacy = megatron.get("moe_use_legacy_grouped_gemm")
+        if local or legacy or not megatron.get("moe_grouped_gemm", True):
+            yield Problem(
+                NAME,
+                "needs one weight for each grouped expert",
+                "give --moe-grouped-gemm and --transformer-impl transformer_engine",
+            )
+        if megatron.get("add_bias_linear"):
+            yield Problem(NAME, "is for experts without biases", "give --disable-bias-linear")
+        sliced = megatron.get("expert_tensor_parallel_size")
+        if (sliced or megatron.get("tensor_model_parallel_size") or 1) > 1:
+            yield Problem(
+                NAME,
+                "needs whole experts on every rank",
+                "give --moe-tp-extend-ep or --expert-tensor-parallel-size 1",
+            )
+        ep = megatron.get("expert_model_parallel_size") or 1
+        if ep == 1:
+            yield Problem(
+                NAME,
+                "--expert-model-parallel-size is 1, so one rank computes all experts anyway",
+                "choose 2 or more, or remove it",
+            )
+        hot, experts = self.balanced_moe_hot_expert_num, megatron["num_experts"] // ep
+        if hot > experts:
+            yield Problem(
+                f"--balanced-moe-hot-expert-num {hot}",
+                f"is more than the {experts} experts of a rank",
+                f"choose 1 to {experts}",
             )
 
-    seams.chunk.add(balance, owner=FEATURE.name)
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
 
+        hot = self.balanced_moe_hot_expert_num
 
-FEATURE = Feature(
-    name="balanced-experts",
-    summary="hot experts are computed where their tokens are",
-    level=2,
-    options=BalancedExpertsOptions,
-    enabled=lambda options, megatron: options != BalancedExpertsOptions(),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)
+        def balance(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                change(
+                    layer,
+                    seams.journal,
+                    hot_experts=hot,
+                    hot_messages=min(self.trans_hot_expert_group_num, hot, 8),
+                    dropped=True,  # copies of hot experts leave the rows that are sent
+                )
+
+        seams.chunk.add(balance, owner=self.name)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.fused_adam import chosen
@@ -44,65 +43,57 @@ _EXCLUDED = {
 }
 
 
-@dataclass(frozen=True)
-class CadamOptions:
-    """No flags besides ``--optimizer``."""
+class Cadam(Feature, level=2, seams=("kernels",)):
+    """One moment in 16 bits instead of two in 32, and sign updates."""
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return chosen(megatron) == "cadam"
 
-def _validate(options: CadamOptions, megatron: Megatron) -> list[Problem]:
-    problems = []
-    beta = megatron.get("adam_beta1", _ADAMS_BETA)
-    if not 0 <= beta < 1:
-        problems.append(Problem("--adam-beta1", f"{beta} is not in [0, 1)", "0.965 is usual"))
-    for name, values in _WITHOUT_EFFECT.items():
-        if name in megatron and megatron[name] not in values:
-            what = f"has no effect with {FLAG}"
-            problems.append(Problem(_option(name), what, "remove it"))
-    for name, reason in _EXCLUDED.items():
-        if megatron.get(name):
-            what = f"cannot be combined with {FLAG}: {reason}"
-            problems.append(Problem(_option(name), what, "remove one"))
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if str(megatron.get(name, "fp32")) not in ("fp32", "torch.float32"):
-            what = f"cannot be combined with {FLAG}, which stores one moment in 16 bits"
-            problems.append(Problem(_option(name), what, "remove it"))
-    return problems
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"update_rule": "cadam"}
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = []
+        beta = megatron.get("adam_beta1", _ADAMS_BETA)
+        if not 0 <= beta < 1:
+            problems.append(Problem("--adam-beta1", f"{beta} is not in [0, 1)", "0.965 is usual"))
+        for name, values in _WITHOUT_EFFECT.items():
+            if name in megatron and megatron[name] not in values:
+                what = f"has no effect with {FLAG}"
+                problems.append(Problem(_option(name), what, "remove it"))
+        for name, reason in _EXCLUDED.items():
+            if megatron.get(name):
+                what = f"cannot be combined with {FLAG}: {reason}"
+                problems.append(Problem(_option(name), what, "remove one"))
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if str(megatron.get(name, "fp32")) not in ("fp32", "torch.float32"):
+                what = f"cannot be combined with {FLAG}, which stores one moment in 16 bits"
+                problems.append(Problem(_option(name), what, "remove it"))
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.optimizer.cadam import CADAM, RowScaled
+        from mindspeed.te import optimizer_policy
+
+        plain = optimizer_policy.state_codec
+        seams.use_kernels(
+            owner=self.name,
+            update_rule=lambda: CADAM,
+            state_codec=lambda name, dtype: (
+                RowScaled() if name == "exp_avg" else plain(name, dtype)
+            ),
+        )
+        lr, beta = megatron.get("lr") or 0.0, megatron.get("adam_beta1", _ADAMS_BETA)
+        if lr > 1e-4 and beta == _ADAMS_BETA and int(os.environ.get("RANK", "0")) == 0:
+            logger.warning(
+                "%s with --lr %g and Adam's --adam-beta1 %g: Cadam is usually trained with --lr "
+                "and --min-lr 3 to 10 times lower than Adam, --weight-decay 3 to 10 times higher "
+                "and --adam-beta1 0.965",
+                FLAG,
+                lr,
+                beta,
+            )
 
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _attach(seams: Seams, options: CadamOptions, megatron: Megatron) -> None:
-    from mindspeed.optimizer.cadam import CADAM, RowScaled
-    from mindspeed.te import optimizer_policy
-
-    plain = optimizer_policy.state_codec
-    seams.use_kernels(
-        owner=FEATURE.name,
-        update_rule=lambda: CADAM,
-        state_codec=lambda name, dtype: RowScaled() if name == "exp_avg" else plain(name, dtype),
-    )
-    lr, beta = megatron.get("lr") or 0.0, megatron.get("adam_beta1", _ADAMS_BETA)
-    if lr > 1e-4 and beta == _ADAMS_BETA and int(os.environ.get("RANK", "0")) == 0:
-        logger.warning(
-            "%s with --lr %g and Adam's --adam-beta1 %g: Cadam is usually trained with --lr and "
-            "--min-lr 3 to 10 times lower than Adam, --weight-decay 3 to 10 times higher and "
-            "--adam-beta1 0.965",
-            FLAG,
-            lr,
-            beta,
-        )
-
-
-FEATURE = Feature(
-    name="cadam",
-    summary="one moment in 16 bits instead of two in 32, and sign updates",
-    level=2,
-    options=CadamOptions,
-    enabled=lambda options, megatron: chosen(megatron) == "cadam",
-    validate=_validate,
-    corrects=lambda options, megatron: {"update_rule": "cadam"},
-    attach=_attach,
-    seams=("kernels",),
-)

@@ -20,7 +20,7 @@ place in fp32 (``--use-fused-ring-attention-update``), tensors are taken in the 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed import device
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from mindspeed.attention.strategy import Strategy
 
 
-@dataclass(frozen=True)
-class ContextParallelOptions:
-    """Which algorithm shares a sequence, and with which parameters."""
+class ContextParallel(Feature, level=2, seams=("kernels", "parallel_groups")):
+    """Long sequences over several ranks: ring, Ulysses, hybrid, all-gather, adaptive."""
 
     context_parallel_algo: Literal[
         "ulysses_cp_algo",
@@ -93,6 +92,98 @@ class ContextParallelOptions:
         False, "adaptive: the mask of mindspeed.core.context_parallel.utils, in tiles"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        needs_ranks = (
+            self.cp_window_size != 1
+            or self.ulysses_degree_in_cp is not None
+            or self.context_parallel_kv_cache_policy is not None
+            or self.context_parallel_cache_interval != 0
+            or self.use_ulysses_allgather_kv
+        )
+        return _ranks(megatron) > 1 or needs_ranks
+
+    def strategy_of(self, comm_type: str | None = None, ulysses_degree: int = 1) -> Strategy:
+        """What the flags say.
+
+        Args:
+            comm_type: Megatron's word for the layer, where it decides.
+            ulysses_degree: Ranks of an all-to-all, of ``a2a+p2p``.
+        """
+        from mindspeed.attention.strategy import Strategy
+
+        if comm_type is None:
+            name, _ = _ALGORITHMS[self.context_parallel_algo]
+            hybrid = name.startswith("hybrid")
+            chosen = Strategy(name, self.ulysses_degree_in_cp or 1 if hybrid else 1)  # type: ignore[arg-type]
+        else:
+            chosen = Strategy.from_comm_type(comm_type, ulysses_degree)
+        return replace(
+            chosen,
+            ring_window=self.cp_window_size if chosen.algorithm in ("ring", "hybrid") else 1,
+            granularity=1 if self.adaptive_cp_without_coarse else self.adaptive_cp_granularity,
+            overlap=self.adaptive_cp_overlap_degree,
+            reshard=not self.adaptive_cp_only_reschedule,
+            cache=self.context_parallel_kv_cache_policy,
+            cache_interval=self.context_parallel_cache_interval,
+            head_groups=self.kvallgather_head_groups,
+            fused_merge=self.use_fused_ring_attention_update,
+        )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        return list(problems(self, megatron, comm_types(megatron)))
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        """``cp_comm_type`` of the algorithm; options that a sharded sequence excludes."""
+        values: dict[str, Any] = {}
+        if comm_types(megatron) is None:
+            name, words = _ALGORITHMS[self.context_parallel_algo]
+            values["cp_comm_type"] = words
+            if name.startswith("hybrid"):
+                degree = self.ulysses_degree_in_cp or 1
+                values["hierarchical_context_parallel_sizes"] = [degree, _ranks(megatron) // degree]
+        if megatron.get("attention_mask_type") != "general":
+            # Of the causal mask nothing but the name is read.
+            values["create_attention_mask_in_dataloader"] = False
+        modules = megatron.get("recompute_modules")
+        modules = ["core_attn"] if modules is None else modules
+        if megatron.get("recompute_granularity") == "selective" and "core_attn" in modules:
+            _say("core_attn is not recomputed: no scores are kept, only communication would repeat")
+            rest = [module for module in modules if module != "core_attn"]
+            values |= {
+                "recompute_modules": rest,
+                "recompute_granularity": "selective" if rest else None,
+            }
+        return values
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        given = comm_types(megatron)
+
+        def context_strategy(comm_type: str | None, ulysses_degree: int) -> Strategy:
+            if given is None:
+                return self.strategy_of()
+            return self.strategy_of(comm_type or "p2p", ulysses_degree)
+
+        seams.use_kernels(owner=self.name, context_strategy=context_strategy)
+        if self.use_cp_send_recv_overlap and not device.current().on_host:
+            from mindspeed.adaptor.overlap_groups import OverlapGroups
+
+            overlap = OverlapGroups()
+            seams.parallel_groups.add(overlap.make, owner=self.name)
+            seams.use_kernels(owner=self.name, overlap_group=overlap.of)
+            seams.journal.call_on_undo(overlap.destroy)
+        if self.adaptive_cp_manually_set_mask_list:
+            from mindspeed.attention.grid_mask import mask_by_user
+            from mindspeed.attention.shared_mask import set_attention_mask
+
+            set_attention_mask(mask_by_user(megatron["seq_length"], _ranks(megatron)))
+            seams.journal.call_on_undo(lambda: set_attention_mask(None))
+        chosen = (
+            self.context_parallel_algo if given is None else f"--cp-comm-type {' '.join(given)}"
+        )
+        _say(f"{_ranks(megatron)} ranks, {chosen}")
+        for text in uneven_heads(self, megatron, given):
+            _say(text)
+
 
 # A tuple: words of ours, which nobody gave; parsers and callers give a list or a word. Its type
 # survives copies, pickles and checkpoints of the arguments, and Megatron reads it like a list.
@@ -119,121 +210,10 @@ def comm_types(megatron: Megatron) -> list[str] | None:
     return [value] if isinstance(value, str) else list(value)
 
 
-def strategy_of(
-    options: ContextParallelOptions, comm_type: str | None = None, ulysses_degree: int = 1
-) -> Strategy:
-    """What the flags say.
-
-    Args:
-        options: The flags.
-        comm_type: Megatron's word for the layer, where it decides.
-        ulysses_degree: Ranks of an all-to-all, of ``a2a+p2p``.
-    """
-    from mindspeed.attention.strategy import Strategy
-
-    if comm_type is None:
-        name, _ = _ALGORITHMS[options.context_parallel_algo]
-        hybrid = name.startswith("hybrid")
-        chosen = Strategy(name, options.ulysses_degree_in_cp or 1 if hybrid else 1)  # type: ignore[arg-type]
-    else:
-        chosen = Strategy.from_comm_type(comm_type, ulysses_degree)
-    return replace(
-        chosen,
-        ring_window=options.cp_window_size if chosen.algorithm in ("ring", "hybrid") else 1,
-        granularity=1 if options.adaptive_cp_without_coarse else options.adaptive_cp_granularity,
-        overlap=options.adaptive_cp_overlap_degree,
-        reshard=not options.adaptive_cp_only_reschedule,
-        cache=options.context_parallel_kv_cache_policy,
-        cache_interval=options.context_parallel_cache_interval,
-        head_groups=options.kvallgather_head_groups,
-        fused_merge=options.use_fused_ring_attention_update,
-    )
-
-
 def _ranks(megatron: Megatron) -> int:
     return megatron.get("context_parallel_size") or 1
-
-
-def _enabled(options: ContextParallelOptions, megatron: Megatron) -> bool:
-    needs_ranks = (
-        options.cp_window_size != 1
-        or options.ulysses_degree_in_cp is not None
-        or options.context_parallel_kv_cache_policy is not None
-        or options.context_parallel_cache_interval != 0
-        or options.use_ulysses_allgather_kv
-    )
-    return _ranks(megatron) > 1 or needs_ranks
-
-
-def _validate(options: ContextParallelOptions, megatron: Megatron) -> list[Problem]:
-    return list(problems(options, megatron, comm_types(megatron)))
-
-
-def _corrects(options: ContextParallelOptions, megatron: Megatron) -> dict[str, Any]:
-    """``cp_comm_type`` of the algorithm; options that a sharded sequence excludes."""
-    values: dict[str, Any] = {}
-    if comm_types(megatron) is None:
-        name, words = _ALGORITHMS[options.context_parallel_algo]
-        values["cp_comm_type"] = words
-        if name.startswith("hybrid"):
-            degree = options.ulysses_degree_in_cp or 1
-            values["hierarchical_context_parallel_sizes"] = [degree, _ranks(megatron) // degree]
-    if megatron.get("attention_mask_type") != "general":
-        # Of the causal mask nothing but the name is read.
-        values["create_attention_mask_in_dataloader"] = False
-    modules = megatron.get("recompute_modules")
-    modules = ["core_attn"] if modules is None else modules
-    if megatron.get("recompute_granularity") == "selective" and "core_attn" in modules:
-        _say("core_attn is not recomputed: no scores are kept, only communication would repeat")
-        rest = [module for module in modules if module != "core_attn"]
-        values |= {
-            "recompute_modules": rest,
-            "recompute_granularity": "selective" if rest else None,
-        }
-    return values
-
-
-def _attach(seams: Seams, options: ContextParallelOptions, megatron: Megatron) -> None:
-    given = comm_types(megatron)
-
-    def context_strategy(comm_type: str | None, ulysses_degree: int) -> Strategy:
-        if given is None:
-            return strategy_of(options)
-        return strategy_of(options, comm_type or "p2p", ulysses_degree)
-
-    seams.use_kernels(owner=FEATURE.name, context_strategy=context_strategy)
-    if options.use_cp_send_recv_overlap and not device.current().on_host:
-        from mindspeed.adaptor.overlap_groups import OverlapGroups
-
-        overlap = OverlapGroups()
-        seams.parallel_groups.add(overlap.make, owner=FEATURE.name)
-        seams.use_kernels(owner=FEATURE.name, overlap_group=overlap.of)
-        seams.journal.call_on_undo(overlap.destroy)
-    if options.adaptive_cp_manually_set_mask_list:
-        from mindspeed.attention.grid_mask import mask_by_user
-        from mindspeed.attention.shared_mask import set_attention_mask
-
-        set_attention_mask(mask_by_user(megatron["seq_length"], _ranks(megatron)))
-        seams.journal.call_on_undo(lambda: set_attention_mask(None))
-    chosen = options.context_parallel_algo if given is None else f"--cp-comm-type {' '.join(given)}"
-    _say(f"{_ranks(megatron)} ranks, {chosen}")
-    for text in uneven_heads(options, megatron, given):
-        _say(text)
 
 
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"context parallel: {text}", flush=True)
-
-
-FEATURE = Feature(
-    name="context-parallel",
-    summary="long sequences over several ranks: ring, Ulysses, hybrid, all-gather, adaptive",
-    level=2,
-    options=ContextParallelOptions,
-    enabled=_enabled,
-    validate=_validate,
-    corrects=_corrects,
-    attach=_attach,
-    seams=("kernels", "parallel_groups"),
-)

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.errors import ConfigError
@@ -34,9 +34,8 @@ NAME = "--moe-model-type deepspeed_moe"
 DEEPSPEED = "deepspeed_moe"
 
 
-@dataclass(frozen=True)
-class DeepSpeedMoeOptions:
-    """Gate, capacity and dispatch of DeepSpeed's mixture of experts."""
+class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
+    """DeepSpeed's gates with capacity, padded dispatch and dropless routing."""
 
     moe_model_type: Literal["megatron_moe", "deepspeed_moe"] = flag(
         "megatron_moe", "router and dispatch of mixture-of-experts layers"
@@ -59,6 +58,146 @@ class DeepSpeedMoeOptions:
     moe_dynamic_padding: bool = flag(
         False, "with --moe-no-drop: a room predicted from earlier steps, and nothing is counted"
     )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(list(self._changed()))
+
+    def _changed(self) -> Iterator[str]:
+        return (f.name for f in fields(self) if getattr(self, f.name) != f.default)
+
+    def _is_deepspeed(self) -> bool:
+        return self.moe_model_type == DEEPSPEED
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if not self._is_deepspeed():
+            text = f"belongs to {NAME}, and the router is Megatron's"
+            return [Problem(_spelling(name), text, _INSTEAD[name]) for name in self._changed()]
+        problems = list(self._own())
+        if "num_experts" in megatron:  # frameworks give it to the model only
+            problems += _model(megatron)
+        return problems + list(self._others(megatron))
+
+    def _own(self) -> Iterator[Problem]:
+        """Flags of this feature that contradict each other."""
+        if self.moe_dynamic_padding and not self.moe_no_drop:
+            yield Problem(
+                "--moe-dynamic-padding", "pads what --moe-no-drop sends", "add --moe-no-drop"
+            )
+        if self.moe_no_drop and self.moe_train_capacity_factor is not None:
+            yield Problem(
+                f"--moe-train-capacity-factor {self.moe_train_capacity_factor}",
+                "limits the room of experts, and --moe-no-drop does not",
+                "remove one",
+            )
+        if self.moe_use_sinkhorn and self.noisy_gate_policy == "RSample":
+            yield Problem(
+                "--noisy-gate-policy RSample",
+                "draws experts from the gate, and --moe-use-sinkhorn takes them from balanced "
+                "scores",
+                "remove one",
+            )
+
+    def _others(self, megatron: Megatron) -> Iterator[Problem]:
+        """Flags of Megatron and of other features."""
+        for name, nothing in _ROUTER_ONLY.items():
+            value = megatron.get(name)
+            if value not in (None, False, nothing):
+                text = f"{_spelling(name)} {value} concerns Megatron's router, which it replaces"
+                yield Problem(NAME, text, "remove one")
+        balancing = megatron.get("moe_router_load_balancing_type") or "aux_loss"
+        kinds = [balancing] if isinstance(balancing, str) else list(balancing)
+        if len(kinds) > 1 or kinds[0] not in ("aux_loss", "none"):
+            yield Problem(
+                NAME,
+                f"--moe-router-load-balancing-type {' '.join(kinds)}: its gate has one loss of "
+                "its own",
+                "use --moe-use-sinkhorn for sinkhorn, else remove the flag",
+            )
+        yield from layer_problems(NAME, megatron)
+        for name in ("overlap_moe_expert_parallel_comm", "moe_fb_overlap"):
+            if megatron.get(name):
+                text = f"{_spelling(name)} calls Megatron's own dispatcher"
+                yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")
+        if megatron.get("moe_allgather_overlap_comm"):
+            text = "--moe-allgather-overlap-comm: this model exchanges tokens by all-to-all"
+            yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")
+        if not sends_equally(megatron):
+            return
+        for name in ("variable_seq_lengths", "hybrid_context_parallel"):
+            if megatron.get(name):
+                text = (
+                    f"{_spelling(name)}: ranks with different numbers of tokens cannot send alike"
+                )
+                yield Problem(NAME, text, "add --moe-no-drop (without --moe-dynamic-padding)")
+        if self.moe_dynamic_padding and _expert_tensor(megatron) > 1:
+            yield Problem(
+                "--moe-dynamic-padding",
+                f"ranks of expert tensor parallel size {_expert_tensor(megatron)} would have to "
+                "agree on the room in a collective of their own",
+                "use --expert-tensor-parallel-size 1, or --moe-no-drop alone",
+            )
+
+    def derives(self, megatron: Megatron) -> dict[str, Any]:
+        if not self._is_deepspeed() or "num_experts" not in megatron:
+            return {}
+        derived: dict[str, Any] = {}
+        if megatron.get("moe_token_dispatcher_type") == "allgather":  # Megatron's default
+            derived["moe_token_dispatcher_type"] = "alltoall"
+        if megatron.get("moe_router_topk") == 1:  # Megatron requires it, and this gate is so anyway
+            derived["moe_router_pre_softmax"] = True
+        if self.expert_interval > 1:
+            derived["moe_layer_freq"] = _layers(self.expert_interval, megatron)
+        return derived
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.deepspeed.capacity import Window
+        from mindspeed.moe.deepspeed.megatron import GateOptions, use_gate
+        from mindspeed.moe.layer.megatron import change
+
+        if self.enable_token_rearrange_opt:
+            logger.info(
+                "--enable-token-rearrange-opt: rows are always selected, the flag is not needed"
+            )
+        windows: weakref.WeakSet[Window] = weakref.WeakSet()
+
+        def replace(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                _check(config)
+                room = self._room(config)
+                gate = GateOptions(
+                    capacity=None if self.moe_no_drop else room,
+                    noise=self.noisy_gate_policy,
+                    random_tokens=self.use_rts,
+                    sinkhorn=self.moe_use_sinkhorn,
+                )
+                use_gate(layer, gate, seams.journal)
+                if room is None:
+                    change(layer, seams.journal)
+                    continue
+                exchange = "window" if isinstance(room, Window) else "padded"
+                change(layer, seams.journal, exchange=exchange, capacity=room)
+                if isinstance(room, Window):
+                    windows.add(room)
+
+        @contextlib.contextmanager
+        def around_step(iteration: int) -> Iterator[None]:
+            yield
+            for window in windows:
+                window.advance()
+
+        seams.chunk.add(replace, owner=self.name)
+        if self.moe_dynamic_padding:
+            seams.step.add(around_step, owner=self.name)
+
+    def _room(self, config: Any) -> Capacity | Window | None:
+        """The rows of an expert, where they are not counted."""
+        from mindspeed.moe.deepspeed.capacity import Capacity, Window
+
+        if self.moe_no_drop:
+            return Window() if self.moe_dynamic_padding else None
+        factor = self.moe_train_capacity_factor or 1.0
+        return Capacity(factor, config.num_moe_experts, config.moe_router_topk)
 
 
 _INSTEAD = {
@@ -99,46 +238,6 @@ def _spelling(name: str) -> str:
     return "--no-use-rts" if name == "use_rts" else "--" + name.replace("_", "-")
 
 
-def _enabled(options: DeepSpeedMoeOptions, megatron: Megatron) -> bool:
-    return bool(list(_changed(options)))
-
-
-def _changed(options: DeepSpeedMoeOptions) -> Iterator[str]:
-    return (f.name for f in fields(options) if getattr(options, f.name) != f.default)
-
-
-def _is_deepspeed(options: DeepSpeedMoeOptions) -> bool:
-    return options.moe_model_type == DEEPSPEED
-
-
-def _validate(options: DeepSpeedMoeOptions, megatron: Megatron) -> list[Problem]:
-    if not _is_deepspeed(options):
-        text = f"belongs to {NAME}, and the router is Megatron's"
-        return [Problem(_spelling(name), text, _INSTEAD[name]) for name in _changed(options)]
-    problems = list(_own(options))
-    if "num_experts" in megatron:  # frameworks give it to the model only
-        problems += _model(megatron)
-    return problems + list(_others(options, megatron))
-
-
-def _own(options: DeepSpeedMoeOptions) -> Iterator[Problem]:
-    """Flags of this feature that contradict each other."""
-    if options.moe_dynamic_padding and not options.moe_no_drop:
-        yield Problem("--moe-dynamic-padding", "pads what --moe-no-drop sends", "add --moe-no-drop")
-    if options.moe_no_drop and options.moe_train_capacity_factor is not None:
-        yield Problem(
-            f"--moe-train-capacity-factor {options.moe_train_capacity_factor}",
-            "limits the room of experts, and --moe-no-drop does not",
-            "remove one",
-        )
-    if options.moe_use_sinkhorn and options.noisy_gate_policy == "RSample":
-        yield Problem(
-            "--noisy-gate-policy RSample",
-            "draws experts from the gate, and --moe-use-sinkhorn takes them from balanced scores",
-            "remove one",
-        )
-
-
 def _model(megatron: Megatron) -> Iterator[Problem]:
     """Sizes of the model."""
     experts, topk = megatron.get("num_experts"), megatron.get("moe_router_topk") or 2
@@ -153,60 +252,9 @@ def _model(megatron: Megatron) -> Iterator[Problem]:
         yield Problem(NAME, f"--moe-router-topk {topk} with --num-experts {experts}", "use top-k 1")
 
 
-def _others(options: DeepSpeedMoeOptions, megatron: Megatron) -> Iterator[Problem]:
-    """Flags of Megatron and of other features."""
-    for name, nothing in _ROUTER_ONLY.items():
-        value = megatron.get(name)
-        if value not in (None, False, nothing):
-            text = f"{_spelling(name)} {value} concerns Megatron's router, which it replaces"
-            yield Problem(NAME, text, "remove one")
-    balancing = megatron.get("moe_router_load_balancing_type") or "aux_loss"
-    kinds = [balancing] if isinstance(balancing, str) else list(balancing)
-    if len(kinds) > 1 or kinds[0] not in ("aux_loss", "none"):
-        yield Problem(
-            NAME,
-            f"--moe-router-load-balancing-type {' '.join(kinds)}: its gate has one loss of its own",
-            "use --moe-use-sinkhorn for sinkhorn, else remove the flag",
-        )
-    yield from layer_problems(NAME, megatron)
-    for name in ("overlap_moe_expert_parallel_comm", "moe_fb_overlap"):
-        if megatron.get(name):
-            text = f"{_spelling(name)} calls Megatron's own dispatcher"
-            yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")
-    if megatron.get("moe_allgather_overlap_comm"):
-        text = "--moe-allgather-overlap-comm: this model exchanges tokens by all-to-all"
-        yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")
-    if not sends_equally(megatron):
-        return
-    for name in ("variable_seq_lengths", "hybrid_context_parallel"):
-        if megatron.get(name):
-            text = f"{_spelling(name)}: ranks with different numbers of tokens cannot send alike"
-            yield Problem(NAME, text, "add --moe-no-drop (without --moe-dynamic-padding)")
-    if options.moe_dynamic_padding and _expert_tensor(megatron) > 1:
-        yield Problem(
-            "--moe-dynamic-padding",
-            f"ranks of expert tensor parallel size {_expert_tensor(megatron)} would have to agree "
-            "on the room in a collective of their own",
-            "use --expert-tensor-parallel-size 1, or --moe-no-drop alone",
-        )
-
-
 def _expert_tensor(megatron: Megatron) -> int:
     given = megatron.get("expert_tensor_parallel_size")
     return given or megatron.get("tensor_model_parallel_size") or 1
-
-
-def _derives(options: DeepSpeedMoeOptions, megatron: Megatron) -> dict[str, Any]:
-    if not _is_deepspeed(options) or "num_experts" not in megatron:
-        return {}
-    derived: dict[str, Any] = {}
-    if megatron.get("moe_token_dispatcher_type") == "allgather":  # Megatron's default
-        derived["moe_token_dispatcher_type"] = "alltoall"
-    if megatron.get("moe_router_topk") == 1:  # Megatron requires it, and this gate is so anyway
-        derived["moe_router_pre_softmax"] = True
-    if options.expert_interval > 1:
-        derived["moe_layer_freq"] = _layers(options.expert_interval, megatron)
-    return derived
 
 
 def _layers(interval: int, megatron: Megatron) -> list[int]:
@@ -226,48 +274,6 @@ def _layers(interval: int, megatron: Megatron) -> list[int]:
     return layers
 
 
-def _attach(seams: Seams, options: DeepSpeedMoeOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.deepspeed.capacity import Window
-    from mindspeed.moe.deepspeed.megatron import GateOptions, use_gate
-    from mindspeed.moe.layer.megatron import change
-
-    if options.enable_token_rearrange_opt:
-        logger.info(
-            "--enable-token-rearrange-opt: rows are always selected, the flag is not needed"
-        )
-    windows: weakref.WeakSet[Window] = weakref.WeakSet()
-
-    def replace(model: Any, config: Any, vp_stage: int | None) -> None:
-        for layer in moe_layers(model):
-            _check(config)
-            room = _room(options, config)
-            gate = GateOptions(
-                capacity=None if options.moe_no_drop else room,
-                noise=options.noisy_gate_policy,
-                random_tokens=options.use_rts,
-                sinkhorn=options.moe_use_sinkhorn,
-            )
-            use_gate(layer, gate, seams.journal)
-            if room is None:
-                change(layer, seams.journal)
-                continue
-            exchange = "window" if isinstance(room, Window) else "padded"
-            change(layer, seams.journal, exchange=exchange, capacity=room)
-            if isinstance(room, Window):
-                windows.add(room)
-
-    @contextlib.contextmanager
-    def around_step(iteration: int) -> Iterator[None]:
-        yield
-        for window in windows:
-            window.advance()
-
-    seams.chunk.add(replace, owner=FEATURE.name)
-    if options.moe_dynamic_padding:
-        seams.step.add(around_step, owner=FEATURE.name)
-
-
 def _check(config: Any) -> None:
     """A framework that builds the configuration itself must take these over."""
     if config.moe_router_topk not in (1, 2) or config.moe_token_dispatcher_type != "alltoall":
@@ -276,26 +282,3 @@ def _check(config: Any) -> None:
             f'"alltoall" in its configuration, which has {config.moe_router_topk} and '
             f'"{config.moe_token_dispatcher_type}"'
         )
-
-
-def _room(options: DeepSpeedMoeOptions, config: Any) -> Capacity | Window | None:
-    """The rows of an expert, where they are not counted."""
-    from mindspeed.moe.deepspeed.capacity import Capacity, Window
-
-    if options.moe_no_drop:
-        return Window() if options.moe_dynamic_padding else None
-    factor = options.moe_train_capacity_factor or 1.0
-    return Capacity(factor, config.num_moe_experts, config.moe_router_topk)
-
-
-FEATURE = Feature(
-    name="deepspeed-moe",
-    summary="DeepSpeed's gates with capacity, padded dispatch and dropless routing",
-    level=2,
-    options=DeepSpeedMoeOptions,
-    enabled=_enabled,
-    validate=_validate,
-    derives=_derives,
-    attach=_attach,
-    seams=("chunk", "step"),
-)

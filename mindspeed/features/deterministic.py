@@ -6,7 +6,6 @@ the first collective. Seeds stay as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron
@@ -16,9 +15,8 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class DeterministicOptions:
-    """Ours, for all devices, and Megatron's, which we extend to all devices."""
+class Deterministic(Feature, level=0):
+    """Two runs give the same bits."""
 
     npu_deterministic: bool = flag(
         False, "bit-equal results in every run, on every device", aliases=("--use-deter-comp",)
@@ -27,18 +25,10 @@ class DeterministicOptions:
         False, "Megatron's deterministic computing, implies ours", megatron=True
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.npu_deterministic or self.deterministic_mode
 
-def _attach(seams: Seams, options: DeterministicOptions, megatron: Megatron) -> None:
-    from mindspeed.device.determinism import make_deterministic
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.device.determinism import make_deterministic
 
-    seams.journal.call_on_undo(make_deterministic(True))
-
-
-FEATURE = Feature(
-    name="deterministic",
-    summary="two runs give the same bits",
-    level=0,
-    options=DeterministicOptions,
-    enabled=lambda options, megatron: options.npu_deterministic or options.deterministic_mode,
-    attach=_attach,
-)
+        seams.journal.call_on_undo(make_deterministic(True))

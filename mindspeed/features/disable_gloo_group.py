@@ -12,7 +12,6 @@ other layouts of ``torch_dist`` gather nothing in host memory: there the flag on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 SLICE = 10 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class DisableGlooGroupOptions:
-    """Whether Gloo groups exist, and what replaces them."""
+class DisableGlooGroup(Feature, level=2, seams=("optimizer",)):
+    """Checkpoints are written without Gloo groups."""
 
     disable_gloo_group: bool = flag(
         False, "no Gloo groups; states are gathered through the groups of the accelerator"
@@ -36,37 +34,26 @@ class DisableGlooGroupOptions:
         SLICE, "elements on the device at a time while gathering", range=Range(1, MAX_COUNT)
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.disable_gloo_group or self.hccl_slice_size != SLICE
 
-def _enabled(options: DisableGlooGroupOptions, megatron: Megatron) -> bool:
-    return options.disable_gloo_group or options.hccl_slice_size != SLICE
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"enable_gloo_process_groups": False}
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if self.disable_gloo_group:
+            return []
+        name = "--hccl-slice-size"
+        return [
+            Problem(
+                name, "has no effect with Gloo groups", "add --disable-gloo-group, or remove it"
+            )
+        ]
 
-def _validate(options: DisableGlooGroupOptions, megatron: Megatron) -> list[Problem]:
-    if options.disable_gloo_group:
-        return []
-    name = "--hccl-slice-size"
-    return [
-        Problem(name, "has no effect with Gloo groups", "add --disable-gloo-group, or remove it")
-    ]
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.staged_groups import use_staged_groups
 
+        def use(optimizer: Any) -> Any:
+            return use_staged_groups(optimizer, self.hccl_slice_size)
 
-def _attach(seams: Seams, options: DisableGlooGroupOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.staged_groups import use_staged_groups
-
-    def use(optimizer: Any) -> Any:
-        return use_staged_groups(optimizer, options.hccl_slice_size)
-
-    seams.optimizer.add(use, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="disable-gloo-group",
-    summary="checkpoints are written without Gloo groups",
-    level=2,
-    options=DisableGlooGroupOptions,
-    enabled=_enabled,
-    validate=_validate,
-    corrects=lambda options, megatron: {"enable_gloo_process_groups": False},
-    attach=_attach,
-    seams=("optimizer",),
-)
+        seams.optimizer.add(use, owner=self.name)

@@ -14,7 +14,6 @@ DualPipeV computes some weight gradients apart from those of the inputs, in its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features import _pipeline_plan as shared
@@ -27,87 +26,9 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class DualPipeVOptions:
-    """The schedule under the original's flags."""
-
-    schedules_method: Literal["dualpipev"] | None = flag(
-        None, "pipeline schedule: dualpipev has two chunks per rank in a V-shape"
-    )
-    dualpipev_dw_detach: bool = flag(
-        False, "dualpipev: split the backwards of the cool-down into input and weight gradients"
-    )
-
-
-def _enabled(options: DualPipeVOptions, megatron: Megatron) -> bool:
-    return options != DualPipeVOptions() or _v_shape.flag_of(megatron) is not None
-
-
-def _validate(options: DualPipeVOptions, megatron: Megatron) -> list[Problem]:
-    name = _v_shape.flag_of(megatron)
-    if name is None or (options.dualpipev_dw_detach and options.schedules_method is None):
-        fix = "add it, or remove this flag"
-        return [
-            Problem("--dualpipev-dw-detach", "is a variant of --schedules-method dualpipev", fix)
-        ]
-    found = list(_v_shape.problems(name, megatron))
-    if options.schedules_method is not None:  # else --pipeline-schedule checks its own
-        found += shared.problems_of(name, megatron)
-        found += divided_backward_problems(name, megatron)
-        found += [] if found else _plan_problems(name, options, megatron)
-    return found
-
-
-def _plan_problems(name: str, options: DualPipeVOptions, megatron: Megatron) -> Iterator[Problem]:
-    ranks, count = megatron["pipeline_model_parallel_size"], _v_shape.num_microbatches(megatron)
-    if count is not None and count < 2 * ranks:
-        yield Problem(
-            name,
-            f"needs 2 * --pipeline-model-parallel-size {ranks} = {2 * ranks} micro-batches or more "
-            f"in every step; there are {count}",
-            "make --global-batch-size larger or --micro-batch-size smaller, or take "
-            "--pipeline-schedule zb-v, which has no such limit",
-        )
-        return
-    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
-
-    factor = megatron.get("pipeline_memory_limit")
-    limit = None if factor is None else shared.limit_of(factor, ranks, 1)
-    request = ScheduleRequest(
-        kind="dualpipev", split_cooldown=options.dualpipev_dw_detach, memory_limit=limit
-    )
-    if isinstance(problem := shared.plan_of(name, megatron, request), Problem):
-        yield problem
-
-
-def _corrects(options: DualPipeVOptions, megatron: Megatron) -> dict[str, Any]:
-    return _v_shape.corrects(megatron)
-
-
-def _attach(seams: Seams, options: DualPipeVOptions, megatron: Megatron) -> None:
-    _v_shape.attach_v_shape(seams, megatron, FEATURE.name)
-    if options.schedules_method is None:
-        return  # --pipeline-schedule chooses the order
-
-    def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import scheduled
-
-        return scheduled(previous, kind="dualpipev", split_cooldown=options.dualpipev_dw_detach)
-
-    divide_backward(seams, FEATURE.name)
-    seams.schedule.add(schedule, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="dualpipev",
-    summary="pipeline stages in a V-shape: first and last on rank 0",
+class DualPipeV(
+    Feature,
     level=2,
-    options=DualPipeVOptions,
-    enabled=_enabled,
-    validate=_validate,
-    asked_by=lambda options, megatron: _v_shape.flag_of(megatron),
-    corrects=_corrects,
-    attach=_attach,
     seams=("pipeline_ends", "model_arguments", "chunk", "schedule"),
     conflicts=(
         "adaptive-memory",  # these four ask which layers wait for backward in Megatron's order
@@ -121,4 +42,71 @@ FEATURE = Feature(
         "tensor-parallel-2d",
         "unaligned-pipeline",
     ),
-)
+):
+    """Pipeline stages in a V-shape: first and last on rank 0."""
+
+    schedules_method: Literal["dualpipev"] | None = flag(
+        None, "pipeline schedule: dualpipev has two chunks per rank in a V-shape"
+    )
+    dualpipev_dw_detach: bool = flag(
+        False, "dualpipev: split the backwards of the cool-down into input and weight gradients"
+    )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return self != DualPipeV() or _v_shape.flag_of(megatron) is not None
+
+    def asked_by(self, megatron: Megatron) -> str | None:
+        return _v_shape.flag_of(megatron)
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = _v_shape.flag_of(megatron)
+        if name is None or (self.dualpipev_dw_detach and self.schedules_method is None):
+            fix = "add it, or remove this flag"
+            return [
+                Problem(
+                    "--dualpipev-dw-detach", "is a variant of --schedules-method dualpipev", fix
+                )
+            ]
+        found = list(_v_shape.problems(name, megatron))
+        if self.schedules_method is not None:  # else --pipeline-schedule checks its own
+            found += shared.problems_of(name, megatron)
+            found += divided_backward_problems(name, megatron)
+            found += [] if found else self._plan_problems(name, megatron)
+        return found
+
+    def _plan_problems(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        ranks, count = megatron["pipeline_model_parallel_size"], _v_shape.num_microbatches(megatron)
+        if count is not None and count < 2 * ranks:
+            yield Problem(
+                name,
+                f"needs 2 * --pipeline-model-parallel-size {ranks} = {2 * ranks} micro-batches or "
+                f"more in every step; there are {count}",
+                "make --global-batch-size larger or --micro-batch-size smaller, or take "
+                "--pipeline-schedule zb-v, which has no such limit",
+            )
+            return
+        from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+        factor = megatron.get("pipeline_memory_limit")
+        limit = None if factor is None else shared.limit_of(factor, ranks, 1)
+        request = ScheduleRequest(
+            kind="dualpipev", split_cooldown=self.dualpipev_dw_detach, memory_limit=limit
+        )
+        if isinstance(problem := shared.plan_of(name, megatron, request), Problem):
+            yield problem
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return _v_shape.corrects(megatron)
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        _v_shape.attach_v_shape(seams, megatron, self.name)
+        if self.schedules_method is None:
+            return  # --pipeline-schedule chooses the order
+
+        def schedule(previous: Any) -> Any:
+            from mindspeed.pipeline.schedule.megatron import scheduled
+
+            return scheduled(previous, kind="dualpipev", split_cooldown=self.dualpipev_dw_detach)
+
+        divide_backward(seams, self.name)
+        seams.schedule.add(schedule, owner=self.name)

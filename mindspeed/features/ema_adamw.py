@@ -9,7 +9,6 @@ with averaged weights, such as diffusion models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -31,47 +30,39 @@ _EXCLUDED = {
 }
 
 
-@dataclass(frozen=True)
-class EmaOptions:
-    """Decay of the average."""
+class EmaAdamW(Feature, level=2, seams=("kernels",)):
+    """AdamW that also keeps an average of the weights."""
 
     ema_decay: float = flag(DECAY, "largest decay of the average of the weights", range=Range(0, 1))
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return _selected(megatron) or self.ema_decay != DECAY
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if not _selected(megatron):
+            return [Problem("--ema-decay", "has no effect alone", f"add {FLAG}")]
+        problems = [
+            Problem(
+                "--" + name.replace("_", "-"),
+                f"cannot be combined with {FLAG}: {why}",
+                "remove one",
+            )
+            for name, why in _EXCLUDED.items()
+            if megatron.get(name)
+        ]
+        name = chosen(megatron)
+        if name not in ("adam", "fused_adam"):
+            problems.append(
+                Problem(FLAG, f"cannot be combined with --optimizer {name}", "remove one")
+            )
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.optimizer.ema import ema_adamw
+
+        rule = ema_adamw(self.ema_decay)
+        seams.use_kernels(owner=self.name, update_rule=lambda: rule)
 
 
 def _selected(megatron: Megatron) -> bool:
     return megatron.get("optimizer_selection") == "fused_ema_adamw"
-
-
-def _validate(options: EmaOptions, megatron: Megatron) -> list[Problem]:
-    if not _selected(megatron):
-        return [Problem("--ema-decay", "has no effect alone", f"add {FLAG}")]
-    problems = [
-        Problem(
-            "--" + name.replace("_", "-"), f"cannot be combined with {FLAG}: {why}", "remove one"
-        )
-        for name, why in _EXCLUDED.items()
-        if megatron.get(name)
-    ]
-    name = chosen(megatron)
-    if name not in ("adam", "fused_adam"):
-        problems.append(Problem(FLAG, f"cannot be combined with --optimizer {name}", "remove one"))
-    return problems
-
-
-def _attach(seams: Seams, options: EmaOptions, megatron: Megatron) -> None:
-    from mindspeed.optimizer.ema import ema_adamw
-
-    rule = ema_adamw(options.ema_decay)
-    seams.use_kernels(owner=FEATURE.name, update_rule=lambda: rule)
-
-
-FEATURE = Feature(
-    name="ema-adamw",
-    summary="AdamW that also keeps an average of the weights",
-    level=2,
-    options=EmaOptions,
-    enabled=lambda options, megatron: _selected(megatron) or options.ema_decay != DECAY,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-)

@@ -9,7 +9,6 @@ last sum are exposed, 2 of 2 D. Results are those without groups to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -29,9 +28,8 @@ _CONFLICTS = {
 }
 
 
-@dataclass(frozen=True)
-class ExpertsPipelineOptions:
-    """In how many groups local experts are computed."""
+class ExpertsPipeline(Feature, level=2, seams=("chunk",)):
+    """Groups of experts hide each other's tensor-parallel collectives."""
 
     moe_experts_pipeline_degree: int = flag(
         0,
@@ -39,9 +37,18 @@ class ExpertsPipelineOptions:
         range=COUNT,
     )
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        return list(_problems(self.moe_experts_pipeline_degree, megatron))
 
-def _validate(options: ExpertsPipelineOptions, megatron: Megatron) -> list[Problem]:
-    return list(_problems(options.moe_experts_pipeline_degree, megatron))
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
+
+        def pipeline(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                change(layer, seams.journal, expert_groups=self.moe_experts_pipeline_degree)
+
+        seams.chunk.add(pipeline, owner=self.name)
 
 
 def _problems(degree: int, megatron: Megatron) -> Iterator[Problem]:
@@ -80,26 +87,3 @@ def _problems(degree: int, megatron: Megatron) -> Iterator[Problem]:
         yield Problem(
             name, f"cannot divide the {local} experts of a rank into groups", f"allowed: {choices}"
         )
-
-
-def _attach(seams: Seams, options: ExpertsPipelineOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.layer.megatron import change
-
-    def pipeline(model: Any, config: Any, vp_stage: int | None) -> None:
-        for layer in moe_layers(model):
-            change(layer, seams.journal, expert_groups=options.moe_experts_pipeline_degree)
-
-    seams.chunk.add(pipeline, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="experts-pipeline",
-    summary="groups of experts hide each other's tensor-parallel collectives",
-    level=2,
-    options=ExpertsPipelineOptions,
-    enabled=lambda options, megatron: options.moe_experts_pipeline_degree != 0,
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)

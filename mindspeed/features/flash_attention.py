@@ -8,7 +8,6 @@ cost only the pairs that they let meet. Same losses. Worth it always.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed.features.feature import Feature, Megatron
@@ -18,9 +17,8 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class FlashAttentionOptions:
-    """Whether core attention is one operator."""
+class FlashAttention(Feature, level=1, seams=("kernels",)):
+    """Core attention as one operator, forward and backward."""
 
     use_flash_attn: bool = flag(False, "core attention as one operator", megatron=True)
     use_fusion_attn_v2: bool = flag(False, "same; the version with position biases on NPU")
@@ -28,25 +26,12 @@ class FlashAttentionOptions:
         "SBH", "without effect: tensors are taken in the order they have"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        alibi = megatron.get("position_embedding_type") == "alibi"
+        in_kernel = alibi and megatron.get("alibi_fusion_attn_type") in (2, 3)
+        return self.use_flash_attn or self.use_fusion_attn_v2 or in_kernel
 
-def _enabled(options: FlashAttentionOptions, megatron: Megatron) -> bool:
-    alibi = megatron.get("position_embedding_type") == "alibi"
-    in_kernel = alibi and megatron.get("alibi_fusion_attn_type") in (2, 3)
-    return options.use_flash_attn or options.use_fusion_attn_v2 or in_kernel
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.te import flash
 
-
-def _attach(seams: Seams, options: FlashAttentionOptions, megatron: Megatron) -> None:
-    from mindspeed.te import flash
-
-    seams.use_kernels(owner=FEATURE.name, attend=flash.attend, attend_packed=flash.attend_packed)
-
-
-FEATURE = Feature(
-    name="flash-attention",
-    summary="core attention as one operator, forward and backward",
-    level=1,
-    options=FlashAttentionOptions,
-    enabled=_enabled,
-    attach=_attach,
-    seams=("kernels",),
-)
+        seams.use_kernels(owner=self.name, attend=flash.attend, attend_packed=flash.attend_packed)

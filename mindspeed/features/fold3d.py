@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features import _pipeline_plan as shared
@@ -36,9 +35,8 @@ _OTHERS = {
 }
 
 
-@dataclass(frozen=True)
-class Fold3DOptions:
-    """In which order micro-batches pass the model chunks."""
+class Fold3D(Feature, level=2, seams=("schedule",)):
+    """The reduction of gradients hides behind the backward of a step."""
 
     fold_mode: Literal["aiao", "fifo"] | None = flag(
         None,
@@ -49,80 +47,65 @@ class Fold3DOptions:
         None, "strict: no backward starts before all forwards of a rank have run"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self.fold_mode or self.fold_order)
 
-def _validate(options: Fold3DOptions, megatron: Megatron) -> list[Problem]:
-    return list(_problems(options, megatron))
-
-
-def _problems(options: Fold3DOptions, megatron: Megatron) -> Iterator[Problem]:
-    if options.fold_order and options.fold_mode != "aiao":
-        yield Problem(
-            f"--fold-order {options.fold_order}",
-            "has no effect without --fold-mode aiao",
-            "add it, or remove --fold-order",
-        )
-        return
-    name = f"--fold-mode {options.fold_mode}"
-    problems = list(shared.problems_of(name, megatron))
-    if not problems and shared.chunks_of(megatron) == 1:
-        problems.append(
-            Problem(
-                name,
-                "needs several model chunks on each pipeline rank",
-                "give --num-layers-per-virtual-pipeline-stage, or remove it",
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if self.fold_order and self.fold_mode != "aiao":
+            yield Problem(
+                f"--fold-order {self.fold_order}",
+                "has no effect without --fold-mode aiao",
+                "add it, or remove --fold-order",
             )
-        )
-    kind = _KINDS[options.fold_mode or "aiao"]
-    if (schedule := megatron.get("pipeline_schedule")) not in (None, kind):
-        other = f"--pipeline-schedule {schedule}"
-        problems.append(Problem(name, f"and {other} are two schedules", "remove one"))
-    for key, other in _OTHERS.items():
-        if megatron.get(key):
+            return
+        name = f"--fold-mode {self.fold_mode}"
+        problems = list(shared.problems_of(name, megatron))
+        if not problems and shared.chunks_of(megatron) == 1:
+            problems.append(
+                Problem(
+                    name,
+                    "needs several model chunks on each pipeline rank",
+                    "give --num-layers-per-virtual-pipeline-stage, or remove it",
+                )
+            )
+        kind = _KINDS[self.fold_mode or "aiao"]
+        if (schedule := megatron.get("pipeline_schedule")) not in (None, kind):
+            other = f"--pipeline-schedule {schedule}"
             problems.append(Problem(name, f"and {other} are two schedules", "remove one"))
-    if not problems:
-        from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+        for key, other in _OTHERS.items():
+            if megatron.get(key):
+                problems.append(Problem(name, f"and {other} are two schedules", "remove one"))
+        if not problems:
+            from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 
-        found = shared.plan_of(name, megatron, ScheduleRequest(**_changes(options, megatron)))
-        problems += [found] if isinstance(found, Problem) else []
-    yield from problems
+            found = shared.plan_of(name, megatron, ScheduleRequest(**self._changes(megatron)))
+            problems += [found] if isinstance(found, Problem) else []
+        yield from problems
 
+    def _changes(self, megatron: Megatron) -> dict[str, Any]:
+        """The fields of ``ScheduleRequest`` that the flags give."""
+        changes: dict[str, Any] = {"kind": _KINDS[self.fold_mode or "aiao"]}
+        if self.fold_order:
+            changes["strict"] = True
+        if (factor := megatron.get("pipeline_memory_limit")) is not None:
+            ranks = megatron["pipeline_model_parallel_size"]
+            changes["memory_limit"] = shared.limit_of(factor, ranks, shared.chunks_of(megatron))
+        return changes
 
-def _changes(options: Fold3DOptions, megatron: Megatron) -> dict[str, Any]:
-    """The fields of ``ScheduleRequest`` that the flags give."""
-    changes: dict[str, Any] = {"kind": _KINDS[options.fold_mode or "aiao"]}
-    if options.fold_order:
-        changes["strict"] = True
-    if (factor := megatron.get("pipeline_memory_limit")) is not None:
-        ranks = megatron["pipeline_model_parallel_size"]
-        changes["memory_limit"] = shared.limit_of(factor, ranks, shared.chunks_of(megatron))
-    return changes
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        hides = megatron.get("overlap_grad_reduce") and megatron.get("data_parallel_size", 2) > 1
+        if not hides and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "--fold-mode %s: no reduction of gradients can be hidden, and activations take "
+                "more memory; add --overlap-grad-reduce with more than one data-parallel rank, "
+                "or remove it",
+                self.fold_mode,
+            )
+        changes = self._changes(megatron)
 
+        def schedule(previous: Any) -> Any:
+            from mindspeed.pipeline.schedule.megatron import scheduled
 
-def _attach(seams: Seams, options: Fold3DOptions, megatron: Megatron) -> None:
-    hides = megatron.get("overlap_grad_reduce") and megatron.get("data_parallel_size", 2) > 1
-    if not hides and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "--fold-mode %s: no reduction of gradients can be hidden, and activations take more "
-            "memory; add --overlap-grad-reduce with more than one data-parallel rank, or remove it",
-            options.fold_mode,
-        )
-    changes = _changes(options, megatron)
+            return scheduled(previous, **changes)
 
-    def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import scheduled
-
-        return scheduled(previous, **changes)
-
-    seams.schedule.add(schedule, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="fold3d",
-    summary="the reduction of gradients hides behind the backward of a step",
-    level=2,
-    options=Fold3DOptions,
-    enabled=lambda options, megatron: bool(options.fold_mode or options.fold_order),
-    validate=_validate,
-    attach=_attach,
-    seams=("schedule",),
-)
+        seams.schedule.add(schedule, owner=self.name)

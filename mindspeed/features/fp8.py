@@ -8,13 +8,12 @@ What is not emulated is refused here, before anything is built. NVIDIA's own pac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 
 if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
+    pass
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -52,86 +51,73 @@ _DELAYED_ONLY = {
 }
 
 
-@dataclass(frozen=True)
-class Fp8Options:
-    """Megatron's ``--fp8-format`` switches the feature on."""
+class Fp8(Feature, level=0):
+    """fp8 recipes with emulated casts on the CPU.
+
+    Nothing is attached: Megatron enters ``fp8_autocast``, which the linear layers look at.
+    """
+
+    def enabled(self, megatron: Megatron) -> bool:
+        names = ("fp8", "fp8_param_gather", *_NOT_EMULATED)
+        return any(megatron.get(name) for name in names)
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        from mindspeed import device, te
+
+        here = device.current()
+        if te.choose(here.name)[0] == "native":
+            return []
+        values = {
+            **megatron,
+            "fp8_param": megatron.get("fp8_param") or megatron.get("fp8_param_gather"),
+        }
+        problems = [Problem(*words) for name, words in _NOT_EMULATED.items() if values.get(name)]
+        if not megatron.get("fp8"):
+            return problems
+        name, recipe = "--fp8-format", _recipe(megatron)
+        if not here.on_host:
+            problems.append(
+                Problem(
+                    name,
+                    f"fp8 is emulated on the CPU only, this process runs on {here.name}",
+                    "install transformer_engine on a GPU with fp8 tensor cores, or remove it",
+                )
+            )
+        if megatron.get("transformer_impl") == "local":
+            fix = "use --transformer-impl transformer_engine"
+            problems.append(Problem(name, "has no effect with --transformer-impl local", fix))
+        if recipe not in RECIPES:
+            problems.append(
+                Problem(
+                    "--fp8-recipe", f"{recipe} is not emulated", f"use one of {', '.join(RECIPES)}"
+                )
+            )
+        if recipe == "delayed" and megatron.get("moe_grouped_gemm"):
+            problems.append(
+                Problem(
+                    "--fp8-recipe",
+                    "delayed scaling of --moe-grouped-gemm is not emulated: Megatron pickles the "
+                    "factors of grouped experts, and checkpoints are read without pickle here",
+                    "use tensorwise, blockwise or mxfp8",
+                )
+            )
+        for attribute, (flag, default) in _DELAYED_ONLY.items():
+            if recipe != "delayed" and megatron.get(attribute, default) not in (default, None):
+                fix = "use --fp8-recipe delayed, or remove it"
+                problems.append(Problem(flag, f"has no effect with --fp8-recipe {recipe}", fix))
+        modules = megatron.get("recompute_modules") or ()
+        if recipe == "delayed" and "mla_up_proj" in modules:
+            problems.append(
+                Problem(
+                    "--recompute-modules",
+                    "mla_up_proj is not emulated with --fp8-recipe delayed: the factors of its "
+                    "first run are not kept",
+                    "use another recipe",
+                )
+            )
+        return problems
 
 
 def _recipe(megatron: Megatron) -> str:
     recipe = megatron.get("fp8_recipe") or "delayed"
     return str(getattr(recipe, "value", recipe))
-
-
-def _wanted(options: Fp8Options, megatron: Megatron) -> bool:
-    names = ("fp8", "fp8_param_gather", *_NOT_EMULATED)
-    return any(megatron.get(name) for name in names)
-
-
-def _validate(options: Fp8Options, megatron: Megatron) -> list[Problem]:
-    from mindspeed import device, te
-
-    here = device.current()
-    if te.choose(here.name)[0] == "native":
-        return []
-    values = {
-        **megatron,
-        "fp8_param": megatron.get("fp8_param") or megatron.get("fp8_param_gather"),
-    }
-    problems = [Problem(*words) for name, words in _NOT_EMULATED.items() if values.get(name)]
-    if not megatron.get("fp8"):
-        return problems
-    name, recipe = "--fp8-format", _recipe(megatron)
-    if not here.on_host:
-        problems.append(
-            Problem(
-                name,
-                f"fp8 is emulated on the CPU only, this process runs on {here.name}",
-                "install transformer_engine on a GPU with fp8 tensor cores, or remove it",
-            )
-        )
-    if megatron.get("transformer_impl") == "local":
-        fix = "use --transformer-impl transformer_engine"
-        problems.append(Problem(name, "has no effect with --transformer-impl local", fix))
-    if recipe not in RECIPES:
-        problems.append(
-            Problem("--fp8-recipe", f"{recipe} is not emulated", f"use one of {', '.join(RECIPES)}")
-        )
-    if recipe == "delayed" and megatron.get("moe_grouped_gemm"):
-        problems.append(
-            Problem(
-                "--fp8-recipe",
-                "delayed scaling of --moe-grouped-gemm is not emulated: Megatron pickles the "
-                "factors of grouped experts, and checkpoints are read without pickle here",
-                "use tensorwise, blockwise or mxfp8",
-            )
-        )
-    for attribute, (flag, default) in _DELAYED_ONLY.items():
-        if recipe != "delayed" and megatron.get(attribute, default) not in (default, None):
-            fix = "use --fp8-recipe delayed, or remove it"
-            problems.append(Problem(flag, f"has no effect with --fp8-recipe {recipe}", fix))
-    modules = megatron.get("recompute_modules") or ()
-    if recipe == "delayed" and "mla_up_proj" in modules:
-        problems.append(
-            Problem(
-                "--recompute-modules",
-                "mla_up_proj is not emulated with --fp8-recipe delayed: the factors of its first "
-                "run are not kept",
-                "use another recipe",
-            )
-        )
-    return problems
-
-
-def _attach(seams: Seams, options: Fp8Options, megatron: Megatron) -> None:
-    """Nothing: Megatron enters ``fp8_autocast``, which the linear layers look at."""
-
-
-FEATURE = Feature(
-    name="fp8",
-    summary="fp8 recipes with emulated casts on the CPU",
-    level=0,
-    options=Fp8Options,
-    enabled=_wanted,
-    validate=_validate,
-    attach=_attach,
-)

@@ -11,23 +11,24 @@ Every ``--optimizer adam`` is this one; ``fused_adam`` is its name in the origin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
+    pass
 
 
 ADDED = ("fused_adam", "cadam")  # Megatron does not know them and is given adam
 NAMES = ("adam", "sgd", "muon", "dist_muon", *ADDED)
 
 
-@dataclass(frozen=True)
-class FusedAdamOptions:
-    """Names of the fused Adam."""
+class FusedAdam(Feature, level=0):
+    """Adam as one operator per parameter group.
+
+    Nothing is attached: Megatron's Adam is the fused one of the substitute.
+    """
 
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "fused_adam", "cadam"] = flag(
         "adam", "the optimizer", megatron=True, adds=ADDED
@@ -36,41 +37,24 @@ class FusedAdamOptions:
         "fused_adamw", "which AdamW: the first two are torch's, the third also averages weights"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.optimizer in ADDED or self.optimizer_selection != "fused_adamw"
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        level = megatron.get("optimization_level")
+        if self.optimizer == "cadam" and level is not None and level < 2:
+            return [Problem("--optimizer cadam", f"needs --optimization-level >= 2 (got {level})")]
+        if self.optimizer_selection == "fused_adamw":
+            return []
+        if self.optimizer in ("adam", "fused_adam"):
+            return []
+        name = f"--optimizer-selection {self.optimizer_selection}"
+        return [Problem(name, f"has no effect with --optimizer {self.optimizer}", "use adam")]
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"optimizer": "adam"}
+
 
 def chosen(megatron: Megatron) -> str:
     """The optimizer that the user chose, also after Megatron was given another name."""
     return str(megatron.get("update_rule") or megatron.get("optimizer") or "adam")
-
-
-def _validate(options: FusedAdamOptions, megatron: Megatron) -> list[Problem]:
-    level = megatron.get("optimization_level")
-    if options.optimizer == "cadam" and level is not None and level < 2:
-        return [Problem("--optimizer cadam", f"needs --optimization-level >= 2 (got {level})")]
-    if options.optimizer_selection == "fused_adamw":
-        return []
-    if options.optimizer in ("adam", "fused_adam"):
-        return []
-    name = f"--optimizer-selection {options.optimizer_selection}"
-    return [Problem(name, f"has no effect with --optimizer {options.optimizer}", "use adam")]
-
-
-def _corrects(options: FusedAdamOptions, megatron: Megatron) -> dict[str, Any]:
-    return {"optimizer": "adam"}
-
-
-def _attach(seams: Seams, options: FusedAdamOptions, megatron: Megatron) -> None:
-    """Nothing to attach: Megatron's Adam is the fused one of the substitute."""
-
-
-FEATURE = Feature(
-    name="fused-adam",
-    summary="Adam as one operator per parameter group",
-    level=0,
-    options=FusedAdamOptions,
-    enabled=lambda options, megatron: (
-        options.optimizer in ADDED or options.optimizer_selection != "fused_adamw"
-    ),
-    validate=_validate,
-    corrects=_corrects,
-    attach=_attach,
-)

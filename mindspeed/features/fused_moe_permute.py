@@ -9,7 +9,6 @@ Megatron's own ``--moe-permute-fusion`` means the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -19,54 +18,41 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class FusedMoePermuteOptions:
-    """Whether permutation is one operator."""
+class FusedMoePermute(Feature, level=1, seams=("layer_spec", "kernels")):
+    """Tokens to their experts and back by one kernel each way."""
 
     use_fused_moe_token_permute_and_unpermute: bool = flag(
         False, "tokens to their experts and back by one kernel each way"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.use_fused_moe_token_permute_and_unpermute or bool(
+            megatron.get("moe_permute_fusion")
+        )
 
-def _validate(options: FusedMoePermuteOptions, megatron: Megatron) -> list[Problem]:
-    if megatron.get("num_experts", True):  # frameworks give it to the model only
-        return []
-    name = "--use-fused-moe-token-permute-and-unpermute"
-    return [Problem(name, "the model has no experts", "remove the flag, or add --num-experts")]
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if megatron.get("num_experts", True):  # frameworks give it to the model only
+            return []
+        name = "--use-fused-moe-token-permute-and-unpermute"
+        return [Problem(name, "the model has no experts", "remove the flag, or add --num-experts")]
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.te.fused_permutation import (
+            permute,
+            permute_again,
+            sort_chunks,
+            unpermute,
+        )
 
-def _attach(seams: Seams, options: FusedMoePermuteOptions, megatron: Megatron) -> None:
-    from mindspeed.te.fused_permutation import (
-        permute,
-        permute_again,
-        sort_chunks,
-        unpermute,
-    )
+        def switch_on(block: Any, config: Any, first_layer: int) -> Any:
+            config.moe_permute_fusion = True
+            return block
 
-    def switch_on(block: Any, config: Any, first_layer: int) -> Any:
-        config.moe_permute_fusion = True
-        return block
-
-    seams.layer_spec.add(switch_on, owner=FEATURE.name)
-    seams.use_kernels(
-        owner=FEATURE.name,
-        moe_permute=permute,
-        moe_permute_again=permute_again,
-        moe_unpermute=unpermute,
-        moe_sort_chunks=sort_chunks,
-    )
-
-
-FEATURE = Feature(
-    name="fused-moe-permute",
-    summary="tokens to their experts and back by one kernel each way",
-    level=1,
-    options=FusedMoePermuteOptions,
-    enabled=lambda options, megatron: (
-        options.use_fused_moe_token_permute_and_unpermute
-        or bool(megatron.get("moe_permute_fusion"))
-    ),
-    validate=_validate,
-    attach=_attach,
-    seams=("layer_spec", "kernels"),
-)
+        seams.layer_spec.add(switch_on, owner=self.name)
+        seams.use_kernels(
+            owner=self.name,
+            moe_permute=permute,
+            moe_permute_again=permute_again,
+            moe_unpermute=unpermute,
+            moe_sort_chunks=sort_chunks,
+        )

@@ -8,7 +8,6 @@ bytes per element in bf16, where ``F.rms_norm`` keeps 8. Same losses. Worth it i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -20,51 +19,38 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class FusedRmsNormOptions:
-    """Whether RMSNorm is one operator."""
+class FusedRmsNorm(Feature, level=1, seams=("kernels",)):
+    """RMSNorm as one operator, forward and backward."""
 
     use_fused_rmsnorm: bool = flag(False, "RMSNorm as one operator, forward and backward")
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        kind = megatron.get("normalization", "RMSNorm")
+        if kind == "RMSNorm":
+            return []
+        return [
+            Problem("--use-fused-rmsnorm", f"the model has {kind}", "add --normalization RMSNorm")
+        ]
 
-def _validate(options: FusedRmsNormOptions, megatron: Megatron) -> list[Problem]:
-    kind = megatron.get("normalization", "RMSNorm")
-    if kind == "RMSNorm":
-        return []
-    return [Problem("--use-fused-rmsnorm", f"the model has {kind}", "add --normalization RMSNorm")]
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.ops.rms_norm import rms_norm
+        from mindspeed.te import kernels
 
+        unfused = kernels.normalize
 
-def _attach(seams: Seams, options: FusedRmsNormOptions, megatron: Megatron) -> None:
-    from mindspeed.ops.rms_norm import rms_norm
-    from mindspeed.te import kernels
+        def normalize(
+            x: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            *,
+            eps: float,
+            rms: bool,
+            zero_centered_gamma: bool = False,
+        ) -> Any:
+            if not rms:  # a model may have both: q and k norms, for example
+                return unfused(
+                    x, weight, bias, eps=eps, rms=rms, zero_centered_gamma=zero_centered_gamma
+                )
+            return rms_norm(x, weight, eps, offset=1.0 if zero_centered_gamma else 0.0)
 
-    unfused = kernels.normalize
-
-    def normalize(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        eps: float,
-        rms: bool,
-        zero_centered_gamma: bool = False,
-    ) -> Any:
-        if not rms:  # a model may have both: q and k norms, for example
-            return unfused(
-                x, weight, bias, eps=eps, rms=rms, zero_centered_gamma=zero_centered_gamma
-            )
-        return rms_norm(x, weight, eps, offset=1.0 if zero_centered_gamma else 0.0)
-
-    seams.use_kernels(owner=FEATURE.name, normalize=normalize)
-
-
-FEATURE = Feature(
-    name="fused-rmsnorm",
-    summary="RMSNorm as one operator, forward and backward",
-    level=1,
-    options=FusedRmsNormOptions,
-    enabled=lambda options, megatron: options.use_fused_rmsnorm,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-)
+        seams.use_kernels(owner=self.name, normalize=normalize)

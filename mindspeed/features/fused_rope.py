@@ -7,7 +7,6 @@ once for all layers and applied in fp32. Worth it in every model with rotary emb
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -19,50 +18,39 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class FusedRopeOptions:
-    """Whether the rotary embedding is one operator."""
+class FusedRope(Feature, level=1, seams=("kernels",)):
+    """Rotary embedding as one operator, forward and backward."""
 
     use_fused_rotary_pos_emb: bool = flag(
         False, "rotary embedding as one operator, forward and backward"
     )
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = "--use-fused-rotary-pos-emb"
+        kind = megatron.get("position_embedding_type", "rope")
+        if kind not in ("rope", "mrope"):
+            return [
+                Problem(
+                    name, f"the position embedding is {kind}", "add --position-embedding-type rope"
+                )
+            ]
+        if megatron.get("multi_latent_attention"):
+            return [
+                Problem(name, "multi-latent attention has its own rotary embedding", "remove it")
+            ]
+        if not megatron.get("apply_rope_fusion", True):
+            return [Problem(name, "cannot be combined with --no-rope-fusion", "remove one")]
+        return []
 
-def _validate(options: FusedRopeOptions, megatron: Megatron) -> list[Problem]:
-    name = "--use-fused-rotary-pos-emb"
-    kind = megatron.get("position_embedding_type", "rope")
-    if kind not in ("rope", "mrope"):
-        return [
-            Problem(name, f"the position embedding is {kind}", "add --position-embedding-type rope")
-        ]
-    if megatron.get("multi_latent_attention"):
-        return [Problem(name, "multi-latent attention has its own rotary embedding", "remove it")]
-    if not megatron.get("apply_rope_fusion", True):
-        return [Problem(name, "cannot be combined with --no-rope-fusion", "remove one")]
-    return []
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.ops.npu_rotary_position_embedding import rotate
 
+        def fused(
+            t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+        ) -> torch.Tensor:
+            if t.dim() == 3:  # packed documents: [t, h, d]
+                t, cos, sin = t.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1)
+                return rotate(t, cos, sin, int(interleaved)).squeeze(1)
+            return rotate(t, cos, sin, int(interleaved))
 
-def _attach(seams: Seams, options: FusedRopeOptions, megatron: Megatron) -> None:
-    from mindspeed.ops.npu_rotary_position_embedding import rotate
-
-    def fused(
-        t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
-    ) -> torch.Tensor:
-        if t.dim() == 3:  # packed documents: [t, h, d]
-            t, cos, sin = t.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1)
-            return rotate(t, cos, sin, int(interleaved)).squeeze(1)
-        return rotate(t, cos, sin, int(interleaved))
-
-    seams.use_kernels(owner=FEATURE.name, rotate=fused)
-
-
-FEATURE = Feature(
-    name="fused-rope",
-    summary="rotary embedding as one operator, forward and backward",
-    level=1,
-    options=FusedRopeOptions,
-    enabled=lambda options, megatron: options.use_fused_rotary_pos_emb,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-)
+        seams.use_kernels(owner=self.name, rotate=fused)

@@ -8,7 +8,6 @@ Computed in fp32 and rounded once. Worth it in every model with ``--swiglu``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -20,39 +19,24 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class FusedSwigluOptions:
-    """Whether SwiGLU is one operator."""
+class FusedSwiglu(Feature, level=1, seams=("kernels",)):
+    """SwiGLU as one operator, forward and backward."""
 
     use_fused_swiglu: bool = flag(False, "SwiGLU as one operator, forward and backward")
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = "--use-fused-swiglu"
+        if not megatron.get("swiglu", True):
+            return [Problem(name, "the model has another activation", "add --swiglu")]
+        unfused = not megatron.get("bias_swiglu_fusion", True)
+        if unfused and not megatron.get("use_te_activation_func"):
+            return [Problem(name, "cannot be combined with --no-bias-swiglu-fusion", "remove one")]
+        return []
 
-def _validate(options: FusedSwigluOptions, megatron: Megatron) -> list[Problem]:
-    name = "--use-fused-swiglu"
-    if not megatron.get("swiglu", True):
-        return [Problem(name, "the model has another activation", "add --swiglu")]
-    unfused = not megatron.get("bias_swiglu_fusion", True)
-    if unfused and not megatron.get("use_te_activation_func"):
-        return [Problem(name, "cannot be combined with --no-bias-swiglu-fusion", "remove one")]
-    return []
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.ops.swiglu import swiglu, weighted_swiglu
 
+        def fused(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            return swiglu(x, bias=bias)
 
-def _attach(seams: Seams, options: FusedSwigluOptions, megatron: Megatron) -> None:
-    from mindspeed.ops.swiglu import swiglu, weighted_swiglu
-
-    def fused(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return swiglu(x, bias=bias)
-
-    seams.use_kernels(owner=FEATURE.name, swiglu=fused, weighted_swiglu=weighted_swiglu)
-
-
-FEATURE = Feature(
-    name="fused-swiglu",
-    summary="SwiGLU as one operator, forward and backward",
-    level=1,
-    options=FusedSwigluOptions,
-    enabled=lambda options, megatron: options.use_fused_swiglu,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-)
+        seams.use_kernels(owner=self.name, swiglu=fused, weighted_swiglu=weighted_swiglu)

@@ -8,7 +8,6 @@ layers and the substitute of Transformer Engine both use it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron
@@ -17,23 +16,13 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class FusedWgradOptions:
-    """No flags of our own."""
+class FusedWgrad(Feature, level=1, seams=("kernels",)):
+    """Weight gradients are added to main_grad inside the product."""
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(megatron.get("gradient_accumulation_fusion"))
 
-def _attach(seams: Seams, options: FusedWgradOptions, megatron: Megatron) -> None:
-    from mindspeed.te.fused_experts import accumulate_wgrad
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.te.fused_experts import accumulate_wgrad
 
-    seams.use_kernels(owner=FEATURE.name, accumulate_wgrad=accumulate_wgrad)
-
-
-FEATURE = Feature(
-    name="fused-wgrad",
-    summary="weight gradients are added to main_grad inside the product",
-    level=1,
-    options=FusedWgradOptions,
-    enabled=lambda options, megatron: bool(megatron.get("gradient_accumulation_fusion")),
-    attach=_attach,
-    seams=("kernels",),
-)
+        seams.use_kernels(owner=self.name, accumulate_wgrad=accumulate_wgrad)

@@ -7,7 +7,6 @@ all experts are added to ``main_grad`` in fp32 by one kernel. Needs no ``grouped
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -17,47 +16,33 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class GroupedExpertsOptions:
-    """Megatron's ``--moe-grouped-gemm`` switches the feature on."""
+class GroupedExperts(Feature, level=1, seams=("kernels",)):
+    """The linear layers of all experts of a rank in one launch."""
 
     gemm_gradient_accumulation_fusion: bool = flag(
         False, "weight gradients of grouped experts go into main_grad (they do when dense ones do)"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.gemm_gradient_accumulation_fusion or bool(megatron.get("moe_grouped_gemm"))
 
-def _validate(options: GroupedExpertsOptions, megatron: Megatron) -> list[Problem]:
-    if not options.gemm_gradient_accumulation_fusion:
-        return []
-    name, needed = "--gemm-gradient-accumulation-fusion", []
-    if not megatron.get("moe_grouped_gemm"):
-        needed.append(Problem(name, "the experts are not grouped", "add --moe-grouped-gemm"))
-    if not megatron.get("gradient_accumulation_fusion"):
-        fix = "remove --no-gradient-accumulation-fusion"
-        needed.append(Problem(name, "gradient accumulation fusion is off", fix))
-    return needed
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if not self.gemm_gradient_accumulation_fusion:
+            return []
+        name, needed = "--gemm-gradient-accumulation-fusion", []
+        if not megatron.get("moe_grouped_gemm"):
+            needed.append(Problem(name, "the experts are not grouped", "add --moe-grouped-gemm"))
+        if not megatron.get("gradient_accumulation_fusion"):
+            fix = "remove --no-gradient-accumulation-fusion"
+            needed.append(Problem(name, "gradient accumulation fusion is off", fix))
+        return needed
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.te import fused_experts
 
-def _attach(seams: Seams, options: GroupedExpertsOptions, megatron: Megatron) -> None:
-    from mindspeed.te import fused_experts
-
-    seams.use_kernels(
-        owner=FEATURE.name,
-        grouped_matmul=fused_experts.grouped_matmul,
-        grouped_wgrad=fused_experts.grouped_wgrad,
-        accumulate_grouped_wgrad=fused_experts.accumulate_grouped_wgrad,
-    )
-
-
-FEATURE = Feature(
-    name="grouped-experts",
-    summary="the linear layers of all experts of a rank in one launch",
-    level=1,
-    options=GroupedExpertsOptions,
-    enabled=lambda options, megatron: (
-        options.gemm_gradient_accumulation_fusion or bool(megatron.get("moe_grouped_gemm"))
-    ),
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-)
+        seams.use_kernels(
+            owner=self.name,
+            grouped_matmul=fused_experts.grouped_matmul,
+            grouped_wgrad=fused_experts.grouped_wgrad,
+            accumulate_grouped_wgrad=fused_experts.accumulate_grouped_wgrad,
+        )

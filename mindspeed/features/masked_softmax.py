@@ -8,7 +8,6 @@ attention does not need it; modules that still call Megatron's softmax do.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron
@@ -17,24 +16,15 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class MaskedSoftmaxOptions:
-    """Megatron's flag decides."""
+class MaskedSoftmax(Feature, level=1):
+    """Scaling, mask and softmax of attention scores as one operator."""
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(megatron.get("masked_softmax_fusion"))
 
-def _attach(seams: Seams, options: MaskedSoftmaxOptions, megatron: Megatron) -> None:
-    from mindspeed.te.softmax_extensions import modules
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.te.softmax_extensions import modules
 
-    for name, module in modules().items():
-        if importlib.util.find_spec(name) is None:
-            seams.journal.set_module(name, module, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="masked-softmax",
-    summary="scaling, mask and softmax of attention scores as one operator",
-    level=1,
-    options=MaskedSoftmaxOptions,
-    enabled=lambda options, megatron: bool(megatron.get("masked_softmax_fusion")),
-    attach=_attach,
-)
+        for name, module in modules().items():
+            if importlib.util.find_spec(name) is None:
+                seams.journal.set_module(name, module, owner=self.name)

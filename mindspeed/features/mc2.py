@@ -8,7 +8,6 @@ gradient hides its collective otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features import _overlapped_products as shared
@@ -21,33 +20,19 @@ if TYPE_CHECKING:
 NAME = "--use-ascend-mc2"
 
 
-@dataclass(frozen=True)
-class Mc2Options:
-    """Whether kernels that contain the collective are used."""
+class Mc2(Feature, level=2, seams=("kernels",), conflicts=("coc",)):
+    """A product of a linear layer and its collective in one kernel."""
 
     use_ascend_mc2: bool = flag(False, "a product and its collective in one kernel")
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = list(shared.common_problems(NAME, megatron))
+        problems += shared.sequence_parallel_problem(NAME, "fuses", megatron)
+        if megatron.get("tp_comm_overlap"):
+            problems.append(
+                Problem(NAME, "cannot be combined with --tp-comm-overlap", "choose one")
+            )
+        return problems
 
-def _validate(options: Mc2Options, megatron: Megatron) -> list[Problem]:
-    problems = list(shared.common_problems(NAME, megatron))
-    problems += shared.sequence_parallel_problem(NAME, "fuses", megatron)
-    if megatron.get("tp_comm_overlap"):
-        problems.append(Problem(NAME, "cannot be combined with --tp-comm-overlap", "choose one"))
-    return problems
-
-
-def _attach(seams: Seams, options: Mc2Options, megatron: Megatron) -> None:
-    shared.attach_products(seams, FEATURE.name, shared.fused_overlap())
-
-
-FEATURE = Feature(
-    name="mc2",
-    summary="a product of a linear layer and its collective in one kernel",
-    level=2,
-    options=Mc2Options,
-    enabled=lambda options, megatron: options.use_ascend_mc2,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-    conflicts=("coc",),
-)
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        shared.attach_products(seams, self.name, shared.fused_overlap())

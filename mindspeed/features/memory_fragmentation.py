@@ -10,7 +10,6 @@ has no caching allocator, only the simulation runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 _FLAG = "--memory-fragmentation"
 
 
-@dataclass(frozen=True)
-class MemoryFragmentationOptions:
-    """One policy; 0 and 1 are the values of the original's environment variable."""
+class MemoryFragmentation(Feature, level=2, seams=("model_arguments", "optimizer", "schedule")):
+    """Expandable segments, or a pool for long-lived tensors; simulated before it is chosen."""
 
     memory_fragmentation: Literal["off", "expandable", "pools", "auto", "0", "1"] = flag(
         "off",
@@ -37,43 +35,44 @@ class MemoryFragmentationOptions:
         """off, expandable, pools or auto."""
         return {"0": "off", "1": "auto"}.get(self.memory_fragmentation, self.memory_fragmentation)
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.policy != "off"
 
-def _validate(options: MemoryFragmentationOptions, megatron: Megatron) -> list[Problem]:
-    from mindspeed import device
-    from mindspeed.device import allocator
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        from mindspeed import device
+        from mindspeed.device import allocator
 
-    here, policy = device.current(), options.policy
-    flag_and_value = f"{_FLAG} {policy}"
-    if not isinstance(here, device.Accelerator):
-        if policy == "auto":
-            return []
-        message = f"the {here.name} has no caching allocator"
-        return [Problem(flag_and_value, message, f"{_FLAG} auto prints a simulation")]
-    if policy == "pools":
-        graphs = megatron.get("cuda_graph_impl") not in (None, "none")
-        message = "captured graphs have pools of their own: remove --cuda-graph-impl"
-        return [Problem(flag_and_value, message)] if graphs else []
-    found = allocator.problem(here)
-    return [Problem(flag_and_value, found)] if found else []
+        here, policy = device.current(), self.policy
+        flag_and_value = f"{_FLAG} {policy}"
+        if not isinstance(here, device.Accelerator):
+            if policy == "auto":
+                return []
+            message = f"the {here.name} has no caching allocator"
+            return [Problem(flag_and_value, message, f"{_FLAG} auto prints a simulation")]
+        if policy == "pools":
+            graphs = megatron.get("cuda_graph_impl") not in (None, "none")
+            message = "captured graphs have pools of their own: remove --cuda-graph-impl"
+            return [Problem(flag_and_value, message)] if graphs else []
+        found = allocator.problem(here)
+        return [Problem(flag_and_value, found)] if found else []
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed import device
+        from mindspeed.device import allocator
+        from mindspeed.memory import fragmentation
 
-def _attach(seams: Seams, options: MemoryFragmentationOptions, megatron: Megatron) -> None:
-    from mindspeed import device
-    from mindspeed.device import allocator
-    from mindspeed.memory import fragmentation
-
-    here = device.current()
-    if isinstance(here, device.Accelerator):
-        if options.policy == "pools":
-            pool = fragmentation.LongLivedPool(here.memory_pool())
-            seams.model_arguments.add(pool.before_model, owner=FEATURE.name)
-            seams.optimizer.add(pool.with_optimizer, owner=FEATURE.name)
-            return
-        seams.journal.call_on_undo(allocator.use_expandable_segments(here))
-    if options.policy == "auto":
-        report = fragmentation.Report(_print_on_the_first_rank)
-        seams.optimizer.add(report.with_optimizer, owner=FEATURE.name)
-        seams.schedule.add(report.with_schedule, owner=FEATURE.name)
+        here = device.current()
+        if isinstance(here, device.Accelerator):
+            if self.policy == "pools":
+                pool = fragmentation.LongLivedPool(here.memory_pool())
+                seams.model_arguments.add(pool.before_model, owner=self.name)
+                seams.optimizer.add(pool.with_optimizer, owner=self.name)
+                return
+            seams.journal.call_on_undo(allocator.use_expandable_segments(here))
+        if self.policy == "auto":
+            report = fragmentation.Report(_print_on_the_first_rank)
+            seams.optimizer.add(report.with_optimizer, owner=self.name)
+            seams.schedule.add(report.with_schedule, owner=self.name)
 
 
 def _print_on_the_first_rank(text: str) -> None:
@@ -81,15 +80,3 @@ def _print_on_the_first_rank(text: str) -> None:
 
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"memory fragmentation of two steps, simulated\n{text}", flush=True)
-
-
-FEATURE = Feature(
-    name="memory-fragmentation",
-    summary="expandable segments, or a pool for long-lived tensors; simulated before it is chosen",
-    level=2,
-    options=MemoryFragmentationOptions,
-    enabled=lambda options, megatron: options.policy != "off",
-    validate=_validate,
-    attach=_attach,
-    seams=("model_arguments", "optimizer", "schedule"),
-)

@@ -8,42 +8,29 @@ instead of twice in forward, and gathers and scatters it once instead of twice i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
+    pass
 
 
-@dataclass(frozen=True)
-class MlpLayerFusionOptions:
-    """The statement that gate and up projection are one layer."""
+class MlpLayerFusion(Feature, level=2):
+    """Gate and up projection of a SwiGLU MLP are one linear layer.
+
+    Nothing is attached: the layer is one already.
+    """
 
     mlp_layer_fusion: bool = flag(False, "gate and up projection of SwiGLU as one linear layer")
 
-
-def _validate(options: MlpLayerFusionOptions, megatron: Megatron) -> list[Problem]:
-    name, problems = "--mlp-layer-fusion", []
-    if not megatron.get("swiglu", True):
-        problems.append(Problem(name, "the model has no gate to fuse with", "add --swiglu"))
-    if megatron.get("add_bias_linear", False):
-        problems.append(Problem(name, "is for an MLP without biases", "add --disable-bias-linear"))
-    return problems
-
-
-def _attach(seams: Seams, options: MlpLayerFusionOptions, megatron: Megatron) -> None:
-    """Nothing: the layer is one already."""
-
-
-FEATURE = Feature(
-    name="mlp-layer-fusion",
-    summary="gate and up projection of a SwiGLU MLP are one linear layer",
-    level=2,
-    options=MlpLayerFusionOptions,
-    enabled=lambda options, megatron: options.mlp_layer_fusion,
-    validate=_validate,
-    attach=_attach,
-)
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name, problems = "--mlp-layer-fusion", []
+        if not megatron.get("swiglu", True):
+            problems.append(Problem(name, "the model has no gate to fuse with", "add --swiglu"))
+        if megatron.get("add_bias_linear", False):
+            problems.append(
+                Problem(name, "is for an MLP without biases", "add --disable-bias-linear")
+            )
+        return problems

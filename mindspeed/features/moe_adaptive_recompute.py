@@ -8,7 +8,6 @@ from the counts of the dispatch that is under way: nothing is communicated or pr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._moe_saving import problems_of
@@ -24,9 +23,8 @@ SCALE = f"{NAME}-scale"
 DEFAULT = 2.0
 
 
-@dataclass(frozen=True)
-class MoeAdaptiveRecomputeOptions:
-    """From which load on activations of experts are computed again."""
+class MoeAdaptiveRecompute(Feature, level=2, seams=("chunk",)):
+    """Ranks with too many tokens keep only the inputs of their experts."""
 
     moe_adaptive_recompute_activation: bool = flag(
         False, "ranks with too many tokens keep the inputs of their experts only"
@@ -37,51 +35,39 @@ class MoeAdaptiveRecomputeOptions:
         range=Range(0.0, above=True),
     )
 
-
-def _problems(options: MoeAdaptiveRecomputeOptions, megatron: Megatron) -> Iterator[Problem]:
-    if not options.moe_adaptive_recompute_activation:
-        scale = options.moe_adaptive_recompute_activation_scale
-        yield Problem(f"{SCALE} {scale:g}", f"has no effect without {NAME}", f"add {NAME}")
-        return
-    yield from problems_of(NAME, megatron)
-    if megatron.get("moe_zero_memory") == "level1" and (
-        megatron.get("moe_zero_memory_num_layers") is None
-    ):
-        yield Problem(
-            NAME,
-            "has no effect with --moe-zero-memory level1: every rank computes everything again",
-            "use level0, or remove one",
+    def enabled(self, megatron: Megatron) -> bool:
+        return (
+            self.moe_adaptive_recompute_activation
+            or self.moe_adaptive_recompute_activation_scale != DEFAULT
         )
 
+    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if not self.moe_adaptive_recompute_activation:
+            scale = self.moe_adaptive_recompute_activation_scale
+            yield Problem(f"{SCALE} {scale:g}", f"has no effect without {NAME}", f"add {NAME}")
+            return
+        yield from problems_of(NAME, megatron)
+        if megatron.get("moe_zero_memory") == "level1" and (
+            megatron.get("moe_zero_memory_num_layers") is None
+        ):
+            yield Problem(
+                NAME,
+                "has no effect with --moe-zero-memory level1: every rank computes everything again",
+                "use level0, or remove one",
+            )
 
-def _validate(options: MoeAdaptiveRecomputeOptions, megatron: Megatron) -> list[Problem]:
-    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-        return []
-    return list(_problems(options, megatron))
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(self._problems(megatron))
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
 
-def _attach(seams: Seams, options: MoeAdaptiveRecomputeOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.layer.megatron import change
+        def watch(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                scale = self.moe_adaptive_recompute_activation_scale
+                change(layer, seams.journal, recompute_above=scale)
 
-    def watch(model: Any, config: Any, vp_stage: int | None) -> None:
-        for layer in moe_layers(model):
-            scale = options.moe_adaptive_recompute_activation_scale
-            change(layer, seams.journal, recompute_above=scale)
-
-    seams.chunk.add(watch, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="moe-adaptive-recompute",
-    summary="ranks with too many tokens keep only the inputs of their experts",
-    level=2,
-    options=MoeAdaptiveRecomputeOptions,
-    enabled=lambda options, megatron: (
-        options.moe_adaptive_recompute_activation
-        or options.moe_adaptive_recompute_activation_scale != DEFAULT
-    ),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)
+        seams.chunk.add(watch, owner=self.name)

@@ -10,7 +10,6 @@ shared experts. Where the tokens of this rank's experts are is computed while th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._moe_programs import expert_ranks, layer_problems
@@ -23,13 +22,27 @@ if TYPE_CHECKING:
 NAME = "--moe-allgather-overlap-comm"
 
 
-@dataclass(frozen=True)
-class MoeAllgatherOverlapOptions:
-    """Whether the collectives of the all-gather dispatcher are hidden."""
+class MoeAllgatherOverlap(Feature, level=2, seams=("chunk",), after=("moe-overlap",)):
+    """The experts' all-gather is hidden by shared experts and weight gradients."""
 
     moe_allgather_overlap_comm: bool = flag(
         False, "hide the experts' all-gather behind shared experts and weight gradients"
     )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(_problems(megatron))
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
+
+        def overlap(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                change(layer, seams.journal, overlap=True)
+
+        seams.chunk.add(overlap, owner=self.name)
 
 
 def _problems(megatron: Megatron) -> Iterator[Problem]:
@@ -64,33 +77,3 @@ def _problems(megatron: Megatron) -> Iterator[Problem]:
             "remove the flag",
         )
     yield from layer_problems(NAME, megatron)
-
-
-def _validate(options: MoeAllgatherOverlapOptions, megatron: Megatron) -> list[Problem]:
-    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-        return []
-    return list(_problems(megatron))
-
-
-def _attach(seams: Seams, options: MoeAllgatherOverlapOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.layer.megatron import change
-
-    def overlap(model: Any, config: Any, vp_stage: int | None) -> None:
-        for layer in moe_layers(model):
-            change(layer, seams.journal, overlap=True)
-
-    seams.chunk.add(overlap, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="moe-allgather-overlap",
-    summary="the experts' all-gather is hidden by shared experts and weight gradients",
-    level=2,
-    options=MoeAllgatherOverlapOptions,
-    enabled=lambda options, megatron: options.moe_allgather_overlap_comm,
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-    after=("moe-overlap",),
-)

@@ -16,7 +16,6 @@ schedule frees too early (:mod:`mindspeed.moe.layer.single_expert`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -60,23 +59,61 @@ _CONFLICTS = {
 """Flags that cannot be on at the same time, by their names, and why."""
 
 
-@dataclass(frozen=True)
-class MoeFbOverlapOptions:
-    """Whether micro-batches hide each other's all-to-all."""
+class MoeFbOverlap(
+    Feature,
+    level=2,
+    seams=("model_arguments", "chunk"),
+    after=("moe-tp-extend-ep", "unaligned-pipeline"),
+):
+    """The all-to-all of a micro-batch hides behind another's computation."""
 
     moe_fb_overlap: bool = flag(
         False, "hide the all-to-all of a micro-batch behind the computation of another"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self.moe_fb_overlap or megatron.get("overlap_moe_expert_parallel_comm"))
 
-def _problems(options: MoeFbOverlapOptions, megatron: Megatron) -> Iterator[Problem]:
-    ours = options.moe_fb_overlap
-    name = NAME if ours else MEGATRONS
-    for other, reason in _conflicts(megatron):
-        if ours or reason is _LAYER:  # the others' features know Megatron's flag
-            yield Problem(name, f"and {other} exclude each other: {reason}", "remove one")
-    if ours:
-        yield from _requirements(megatron)
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        ours = self.moe_fb_overlap
+        name = NAME if ours else MEGATRONS
+        for other, reason in _conflicts(megatron):
+            if ours or reason is _LAYER:  # the others' features know Megatron's flag
+                yield Problem(name, f"and {other} exclude each other: {reason}", "remove one")
+        if ours:
+            yield from _requirements(megatron)
+
+    def derives(self, megatron: Megatron) -> dict[str, Any]:
+        if not self.moe_fb_overlap:
+            return {}
+        if problems := list(self.problems(megatron)):
+            raise ConfigError("\n".join(map(str, problems)))
+        delays = megatron.get("transformer_impl", "transformer_engine") == "transformer_engine"
+        return {
+            "overlap_moe_expert_parallel_comm": True,
+            "delay_wgrad_compute": delays and not megatron.get("moe_use_legacy_grouped_gemm"),
+        }
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.single_expert import keep_rows
+
+        def check(arguments: dict[str, Any]) -> dict[str, Any]:
+            """A framework that builds the configuration itself must take the schedule over."""
+            if not arguments["config"].overlap_moe_expert_parallel_comm:
+                raise ConfigError(
+                    f"{NAME}: the model needs overlap_moe_expert_parallel_comm=True in its "
+                    "configuration"
+                )
+            return arguments
+
+        def keep(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                if layer.num_local_experts == 1:
+                    keep_rows(layer, seams.journal)
+
+        seams.model_arguments.add(check, owner=self.name)
+        seams.chunk.add(keep, owner=self.name)
 
 
 def _conflicts(megatron: Megatron) -> Iterator[tuple[str, str]]:
@@ -146,57 +183,3 @@ def _has_chunks(megatron: Megatron) -> bool:
         "pipeline_model_parallel_layout",
     )
     return any(megatron.get(name) is not None for name in names)
-
-
-def _validate(options: MoeFbOverlapOptions, megatron: Megatron) -> list[Problem]:
-    return list(_problems(options, megatron))
-
-
-def _derives(options: MoeFbOverlapOptions, megatron: Megatron) -> dict[str, Any]:
-    if not options.moe_fb_overlap:
-        return {}
-    if problems := _validate(options, megatron):
-        raise ConfigError("\n".join(map(str, problems)))
-    delays = megatron.get("transformer_impl", "transformer_engine") == "transformer_engine"
-    return {
-        "overlap_moe_expert_parallel_comm": True,
-        "delay_wgrad_compute": delays and not megatron.get("moe_use_legacy_grouped_gemm"),
-    }
-
-
-def _attach(seams: Seams, options: MoeFbOverlapOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.layer.single_expert import keep_rows
-
-    def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        """A framework that builds the configuration itself must take the schedule over."""
-        if not arguments["config"].overlap_moe_expert_parallel_comm:
-            raise ConfigError(
-                f"{NAME}: the model needs overlap_moe_expert_parallel_comm=True in its "
-                "configuration"
-            )
-        return arguments
-
-    def keep(model: Any, config: Any, vp_stage: int | None) -> None:
-        for layer in moe_layers(model):
-            if layer.num_local_experts == 1:
-                keep_rows(layer, seams.journal)
-
-    seams.model_arguments.add(check, owner=FEATURE.name)
-    seams.chunk.add(keep, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="moe-fb-overlap",
-    summary="the all-to-all of a micro-batch hides behind another's computation",
-    level=2,
-    options=MoeFbOverlapOptions,
-    enabled=lambda options, megatron: bool(
-        options.moe_fb_overlap or megatron.get("overlap_moe_expert_parallel_comm")
-    ),
-    validate=_validate,
-    derives=_derives,
-    attach=_attach,
-    seams=("model_arguments", "chunk"),
-    after=("moe-tp-extend-ep", "unaligned-pipeline"),
-)

@@ -11,7 +11,6 @@ rows of tokens, which saves a collective in each pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._moe_programs import expert_ranks, layer_problems
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 ASYNC, OVERLAP = "--moe-permutation-async-comm", "--moe-alltoall-overlap-comm"
 
 
-@dataclass(frozen=True)
-class MoeOverlapOptions:
-    """Which collectives of mixture-of-experts layers are hidden."""
+class MoeOverlap(Feature, level=2, seams=("chunk",)):
+    """Collectives of mixture-of-experts layers are hidden behind computation."""
 
     moe_permutation_async_comm: bool = flag(
         False, "hide the exchange of counts behind the permutation of tokens"
@@ -36,15 +34,32 @@ class MoeOverlapOptions:
         False, "hide the all-to-all behind shared experts and weight gradients"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.moe_permutation_async_comm or self.moe_alltoall_overlap_comm
 
-def _validate(options: MoeOverlapOptions, megatron: Megatron) -> list[Problem]:
-    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-        return []
-    name = OVERLAP if options.moe_alltoall_overlap_comm else ASYNC
-    if not megatron["num_experts"]:
-        return [Problem(name, "the model has no experts", "remove the flag, or add --num-experts")]
-    checks = (_dispatcher, _ranks, layer_problems)
-    return [problem for check in checks for problem in check(name, megatron)]
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        name = OVERLAP if self.moe_alltoall_overlap_comm else ASYNC
+        if not megatron["num_experts"]:
+            return [
+                Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
+            ]
+        checks = (_dispatcher, _ranks, layer_problems)
+        return [problem for check in checks for problem in check(name, megatron)]
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
+
+        def execute_programs(model: Any, config: Any, vp_stage: int | None) -> None:
+            changes = {"async_permutation": True}
+            if self.moe_alltoall_overlap_comm:
+                changes["overlap"] = True
+            for layer in moe_layers(model):
+                change(layer, seams.journal, **changes)
+
+        seams.chunk.add(execute_programs, owner=self.name)
 
 
 def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:
@@ -80,31 +95,3 @@ def _ranks(name: str, megatron: Megatron) -> Iterator[Problem]:
             "experts",
             "remove the flag",
         )
-
-
-def _attach(seams: Seams, options: MoeOverlapOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.layer.megatron import change
-
-    def execute_programs(model: Any, config: Any, vp_stage: int | None) -> None:
-        changes = {"async_permutation": True}
-        if options.moe_alltoall_overlap_comm:
-            changes["overlap"] = True
-        for layer in moe_layers(model):
-            change(layer, seams.journal, **changes)
-
-    seams.chunk.add(execute_programs, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="moe-overlap",
-    summary="collectives of mixture-of-experts layers are hidden behind computation",
-    level=2,
-    options=MoeOverlapOptions,
-    enabled=lambda options, megatron: (
-        options.moe_permutation_async_comm or options.moe_alltoall_overlap_comm
-    ),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)

@@ -12,7 +12,6 @@ expert parallel size EP x TP. Checkpoints are those of every other layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -27,13 +26,44 @@ GIVEN = "moe_tp_extend_ep_of"
 """Where the arguments keep the expert parallel size that the user has given."""
 
 
-@dataclass(frozen=True)
-class MoeTpExtendEpOptions:
-    """Whether the tensor-parallel group extends the expert-parallel group."""
+class MoeTpExtendEp(Feature, level=2, seams=("model_arguments",)):
+    """Tensor-parallel ranks hold whole experts instead of slices."""
 
     moe_tp_extend_ep: bool = flag(
         False, "spread whole experts over tensor-parallel ranks too: TP x EP expert ranks"
     )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(_problems(megatron))
+
+    def derives(self, megatron: Megatron) -> dict[str, Any]:
+        if "num_experts" not in megatron:
+            return {}
+        if problems := list(_problems(megatron)):
+            raise ConfigError("\n".join(map(str, problems)))
+        ep = given_expert_parallel_size(megatron)
+        return {
+            GIVEN: ep,
+            "expert_tensor_parallel_size": 1,
+            "expert_model_parallel_size": ep * (megatron.get("tensor_model_parallel_size") or 1),
+        }
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        def check(arguments: dict[str, Any]) -> dict[str, Any]:
+            """A framework that builds the configuration itself must take the sizes over."""
+            config = arguments["config"]
+            tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
+            if config.expert_tensor_parallel_size != 1 or ep % tp:
+                raise ConfigError(
+                    f"{NAME}: the model needs expert_tensor_parallel_size=1 and a multiple of {tp} "
+                    "(tensor_model_parallel_size) as expert_model_parallel_size in its "
+                    f"configuration, which has {config.expert_tensor_parallel_size} and {ep}"
+                )
+            return arguments
+
+        seams.model_arguments.add(check, owner=self.name)
 
 
 def given_expert_parallel_size(megatron: Megatron) -> int:
@@ -73,51 +103,3 @@ def _problems(megatron: Megatron) -> Iterator[Problem]:
             f"{tp * ep * pp}",
             "start a multiple of that, or choose smaller sizes",
         )
-
-
-def _validate(options: MoeTpExtendEpOptions, megatron: Megatron) -> list[Problem]:
-    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-        return []
-    return list(_problems(megatron))
-
-
-def _derives(options: MoeTpExtendEpOptions, megatron: Megatron) -> dict[str, Any]:
-    if "num_experts" not in megatron:
-        return {}
-    if problems := list(_problems(megatron)):
-        raise ConfigError("\n".join(map(str, problems)))
-    ep = given_expert_parallel_size(megatron)
-    return {
-        GIVEN: ep,
-        "expert_tensor_parallel_size": 1,
-        "expert_model_parallel_size": ep * (megatron.get("tensor_model_parallel_size") or 1),
-    }
-
-
-def _attach(seams: Seams, options: MoeTpExtendEpOptions, megatron: Megatron) -> None:
-    def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        """A framework that builds the configuration itself must take the sizes over."""
-        config = arguments["config"]
-        tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
-        if config.expert_tensor_parallel_size != 1 or ep % tp:
-            raise ConfigError(
-                f"{NAME}: the model needs expert_tensor_parallel_size=1 and a multiple of {tp} "
-                f"(tensor_model_parallel_size) as expert_model_parallel_size in its configuration, "
-                f"which has {config.expert_tensor_parallel_size} and {ep}"
-            )
-        return arguments
-
-    seams.model_arguments.add(check, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="moe-tp-extend-ep",
-    summary="tensor-parallel ranks hold whole experts instead of slices",
-    level=2,
-    options=MoeTpExtendEpOptions,
-    enabled=lambda options, megatron: options.moe_tp_extend_ep,
-    validate=_validate,
-    derives=_derives,
-    attach=_attach,
-    seams=("model_arguments",),
-)

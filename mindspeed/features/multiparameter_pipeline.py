@@ -12,7 +12,6 @@ what every stage sends; it is checked.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _pipeline_plan as shared
@@ -25,17 +24,26 @@ if TYPE_CHECKING:
 _NAME = "--use-multiparameter-pipeline-model-parallel"
 
 
-@dataclass(frozen=True)
-class MultiparameterPipelineOptions:
-    """Whether a pipeline stage may return several tensors."""
+class MultiparameterPipeline(Feature, level=2, seams=("schedule",)):
+    """Pipeline stages that hand on several tensors."""
 
     use_multiparameter_pipeline_model_parallel: bool = flag(
         False, "a pipeline stage may return several tensors"
     )
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        return [*shared.problems_of(_NAME, megatron), *_declaration_problems(megatron)]
 
-def _validate(options: MultiparameterPipelineOptions, megatron: Megatron) -> list[Problem]:
-    return [*shared.problems_of(_NAME, megatron), *_declaration_problems(megatron)]
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        def declared() -> Any:
+            return megatron.get("pipeline_tensor_shapes")
+
+        def schedule(previous: Any) -> Any:
+            from mindspeed.pipeline.schedule.megatron import with_messages
+
+            return with_messages(previous, several_tensors=True, declared=declared)
+
+        seams.schedule.add(schedule, owner=self.name)
 
 
 def _declaration_problems(megatron: Megatron) -> Iterator[Problem]:
@@ -46,27 +54,3 @@ def _declaration_problems(megatron: Megatron) -> Iterator[Problem]:
                 f"args.pipeline_tensor_shapes[{index}] is {one!r}",
                 'give {"shape": (s, b, h), "dtype": torch.float32}, or leave them out',
             )
-
-
-def _attach(seams: Seams, options: MultiparameterPipelineOptions, megatron: Megatron) -> None:
-    def declared() -> Any:
-        return megatron.get("pipeline_tensor_shapes")
-
-    def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import with_messages
-
-        return with_messages(previous, several_tensors=True, declared=declared)
-
-    seams.schedule.add(schedule, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="multiparameter-pipeline",
-    summary="pipeline stages that hand on several tensors",
-    level=2,
-    options=MultiparameterPipelineOptions,
-    enabled=lambda options, _: options.use_multiparameter_pipeline_model_parallel,
-    validate=_validate,
-    attach=_attach,
-    seams=("schedule",),
-)

@@ -12,7 +12,6 @@ rank has on its device what the interleaved schedule has there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _pipeline_plan
@@ -30,26 +29,61 @@ if TYPE_CHECKING:
 _NAME, _SWAP = "--use-nanopipe", "--use-nanopipe-swap"
 
 
-@dataclass(frozen=True)
-class NanopipeOptions:
-    """Whether backward is divided, and where weight gradients wait."""
+class Nanopipe(
+    Feature,
+    level=2,
+    seams=("chunk", "schedule"),
+    conflicts=("tensor-parallel-2d", "adaptive-memory"),
+):
+    """Weight gradients are computed where a pipeline rank would wait."""
 
     use_nanopipe: bool = flag(False, "compute weight gradients where a pipeline rank would wait")
     use_nanopipe_swap: bool = flag(
         False, "weight gradients that wait keep what they need in host memory"
     )
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if not self.use_nanopipe:
+            fix = f"add {_NAME}, or remove it"
+            return [Problem(_SWAP, f"moves what weight gradients of {_NAME} need", fix)]
+        problems = [
+            *_pipeline_plan.problems_of(_NAME, megatron),
+            *divided_backward_problems(_NAME, megatron),
+            *_other_schedules(megatron),
+        ]
+        return problems or [*self._plan_problems(megatron)]
 
-def _validate(options: NanopipeOptions, megatron: Megatron) -> list[Problem]:
-    if not options.use_nanopipe:
-        fix = f"add {_NAME}, or remove it"
-        return [Problem(_SWAP, f"moves what weight gradients of {_NAME} need", fix)]
-    problems = [
-        *_pipeline_plan.problems_of(_NAME, megatron),
-        *divided_backward_problems(_NAME, megatron),
-        *_other_schedules(megatron),
-    ]
-    return problems or [*_plan_problems(options, megatron)]
+    def _plan_problems(self, megatron: Megatron) -> Iterator[Problem]:
+        from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+        request = ScheduleRequest(**self._changes(megatron))
+        found = _pipeline_plan.plan_of(_NAME, megatron, request)
+        if isinstance(found, Problem):
+            yield found
+
+    def _changes(self, megatron: Megatron) -> dict[str, Any]:
+        changes: dict[str, Any] = {
+            "kind": "nanopipe",
+            "swap": self.use_nanopipe_swap,
+            "group_size": megatron.get("microbatch_group_size_per_vp_stage"),
+            "costs": costs_of(megatron),
+        }
+        if (factor := megatron.get("pipeline_memory_limit")) is not None:
+            ranks = megatron.get("pipeline_model_parallel_size") or 1
+            chunks = _pipeline_plan.chunks_of(megatron)
+            changes["memory_limit"] = _pipeline_plan.limit_of(factor, ranks, chunks)
+        return changes
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        changes = self._changes(megatron)
+
+        def schedule(previous: Any) -> Any:
+            from mindspeed.pipeline.schedule.megatron import scheduled
+
+            return scheduled(previous, **changes)
+
+        divide_backward(seams, self.name, _host_check(megatron))
+        seams.schedule.add(schedule, owner=self.name)
 
 
 def _other_schedules(megatron: Megatron) -> Iterator[Problem]:
@@ -62,29 +96,6 @@ def _other_schedules(megatron: Megatron) -> Iterator[Problem]:
     }.items():
         if megatron.get(name):
             yield Problem(_NAME, f"and {other} {megatron[name]} are two schedules", "remove one")
-
-
-def _plan_problems(options: NanopipeOptions, megatron: Megatron) -> Iterator[Problem]:
-    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
-
-    request = ScheduleRequest(**_changes(options, megatron))
-    found = _pipeline_plan.plan_of(_NAME, megatron, request)
-    if isinstance(found, Problem):
-        yield found
-
-
-def _changes(options: NanopipeOptions, megatron: Megatron) -> dict[str, Any]:
-    changes: dict[str, Any] = {
-        "kind": "nanopipe",
-        "swap": options.use_nanopipe_swap,
-        "group_size": megatron.get("microbatch_group_size_per_vp_stage"),
-        "costs": costs_of(megatron),
-    }
-    if (factor := megatron.get("pipeline_memory_limit")) is not None:
-        ranks = megatron.get("pipeline_model_parallel_size") or 1
-        chunks = _pipeline_plan.chunks_of(megatron)
-        changes["memory_limit"] = _pipeline_plan.limit_of(factor, ranks, chunks)
-    return changes
 
 
 def _host_check(megatron: Megatron) -> Callable[[int, int], None]:
@@ -107,28 +118,3 @@ def _host_check(megatron: Megatron) -> Callable[[int, int], None]:
         ).check(nbytes)
 
     return check
-
-
-def _attach(seams: Seams, options: NanopipeOptions, megatron: Megatron) -> None:
-    changes = _changes(options, megatron)
-
-    def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import scheduled
-
-        return scheduled(previous, **changes)
-
-    divide_backward(seams, FEATURE.name, _host_check(megatron))
-    seams.schedule.add(schedule, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="nanopipe",
-    summary="weight gradients are computed where a pipeline rank would wait",
-    level=2,
-    options=NanopipeOptions,
-    enabled=lambda options, megatron: options != NanopipeOptions(),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk", "schedule"),
-    conflicts=("tensor-parallel-2d", "adaptive-memory"),
-)

@@ -6,7 +6,6 @@ without these layers: same losses, same initialisation, same checkpoints.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -17,18 +16,52 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class NoopLayersOptions:
-    """Which layers compute nothing."""
+class NoopLayers(Feature, level=0, seams=("layer_spec", "computing_layers")):
+    """Layers that compute nothing, to balance pipeline stages."""
 
     noop_layers: tuple[int, ...] = flag(
         (), "indices of layers that compute nothing, from 0", range=Range(0, 100_000)
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self.noop_layers)
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        from mindspeed.pipeline.noop_layers import problem_of
+
+        problems = [
+            Problem("--noop-layers", f"cannot be combined with {flag_name}")
+            for name, flag_name in _INCOMPATIBLE.items()
+            if megatron.get(name)
+        ]
+        num_layers = megatron.get("num_layers")
+        if (
+            num_layers is not None
+        ):  # frameworks give it to the model only; it is checked there again
+            problem = problem_of(self.noop_layers, num_layers)
+            if problem:
+                problems.append(Problem("--noop-layers", problem))
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.pipeline.noop_layers import without_noop
+
+        noop_layers = self.noop_layers
+
+        def replace_specs(block: Any, config: Any, first_layer: int) -> Any:
+            from mindspeed.pipeline.megatron import with_noop_layers
+
+            return with_noop_layers(block, config, first_layer, noop_layers)
+
+        seams.layer_spec.add(replace_specs, owner=self.name)
+        seams.computing_layers.add(
+            lambda layers: without_noop(layers, noop_layers), owner=self.name
+        )
+
 
 def indices_of(value: Any) -> tuple[int, ...]:
     """The flag's value in a namespace (``["0,7"]``, ``(0, 7)``, None) as indices."""
-    (item,) = flags_of(NoopLayersOptions)
+    (item,) = flags_of(NoopLayers)
     return check_value(item, value) or ()
 
 
@@ -37,45 +70,3 @@ _INCOMPATIBLE = {
     "use_legacy_models": "--use-legacy-models",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
 }
-
-
-def _validate(options: NoopLayersOptions, megatron: Megatron) -> list[Problem]:
-    from mindspeed.pipeline.noop_layers import problem_of
-
-    problems = [
-        Problem("--noop-layers", f"cannot be combined with {flag_name}")
-        for name, flag_name in _INCOMPATIBLE.items()
-        if megatron.get(name)
-    ]
-    num_layers = megatron.get("num_layers")
-    if num_layers is not None:  # frameworks give it to the model only; it is checked there again
-        problem = problem_of(options.noop_layers, num_layers)
-        if problem:
-            problems.append(Problem("--noop-layers", problem))
-    return problems
-
-
-def _attach(seams: Seams, options: NoopLayersOptions, megatron: Megatron) -> None:
-    from mindspeed.pipeline.noop_layers import without_noop
-
-    noop_layers = options.noop_layers
-
-    def replace_specs(block: Any, config: Any, first_layer: int) -> Any:
-        from mindspeed.pipeline.megatron import with_noop_layers
-
-        return with_noop_layers(block, config, first_layer, noop_layers)
-
-    seams.layer_spec.add(replace_specs, owner=FEATURE.name)
-    seams.computing_layers.add(lambda layers: without_noop(layers, noop_layers), owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="noop-layers",
-    summary="layers that compute nothing, to balance pipeline stages",
-    level=0,
-    options=NoopLayersOptions,
-    enabled=lambda options, megatron: bool(options.noop_layers),
-    validate=_validate,
-    attach=_attach,
-    seams=("layer_spec", "computing_layers"),
-)

@@ -8,7 +8,6 @@ shape is new; the others cost nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -18,41 +17,39 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class OpFlopsOptions:
-    """One switch."""
+class OpFlops(Feature, level=0, seams=("step", "log", "computing_layers")):
+    """Executed and model TFLOP/s per device in the log."""
 
     op_cal_tflops: bool = flag(False, "log executed TFLOP/s with and without recomputation")
 
-
-def _validate(options: OpFlopsOptions, megatron: Megatron) -> list[Problem]:
-    problems = []
-    graphs = megatron.get("cuda_graph_impl")
-    if graphs not in (None, "none"):
-        problems.append(
-            Problem(
-                "--op-cal-tflops",
-                f"cannot see operators inside replayed CUDA graphs (--cuda-graph-impl {graphs})",
-                "use --cuda-graph-impl none while counting",
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = []
+        graphs = megatron.get("cuda_graph_impl")
+        if graphs not in (None, "none"):
+            problems.append(
+                Problem(
+                    "--op-cal-tflops",
+                    "cannot see operators inside replayed CUDA graphs (--cuda-graph-impl "
+                    f"{graphs})",
+                    "use --cuda-graph-impl none while counting",
+                )
             )
-        )
-    return problems
+        return problems
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.profiling.model_flops import ModelShape
+        from mindspeed.profiling.throughput import ThroughputMeter, describe
 
-def _attach(seams: Seams, options: OpFlopsOptions, megatron: Megatron) -> None:
-    from mindspeed.profiling.model_flops import ModelShape
-    from mindspeed.profiling.throughput import ThroughputMeter, describe
+        meter = ThroughputMeter(_signature_of(megatron))
 
-    meter = ThroughputMeter(_signature_of(megatron))
+        def text(iteration: int) -> str:
+            if iteration % (megatron.get("log_interval") or 1):
+                return ""
+            shape = ModelShape.from_megatron(megatron, seams.computing_layers.pipe)
+            return describe(meter.read(), shape)
 
-    def text(iteration: int) -> str:
-        if iteration % (megatron.get("log_interval") or 1):
-            return ""
-        shape = ModelShape.from_megatron(megatron, seams.computing_layers.pipe)
-        return describe(meter.read(), shape)
-
-    seams.step.add(lambda iteration: meter.step(_global_batch_size()), owner=FEATURE.name)
-    seams.log.add(text, owner=FEATURE.name)
+        seams.step.add(lambda iteration: meter.step(_global_batch_size()), owner=self.name)
+        seams.log.add(text, owner=self.name)
 
 
 def _signature_of(megatron: Megatron) -> Callable[[], Hashable]:
@@ -73,15 +70,3 @@ def _global_batch_size() -> int:
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
     return get_current_global_batch_size()
-
-
-FEATURE = Feature(
-    name="op-flops",
-    summary="executed and model TFLOP/s per device in the log",
-    level=0,
-    options=OpFlopsOptions,
-    enabled=lambda options, megatron: options.op_cal_tflops,
-    validate=_validate,
-    attach=_attach,
-    seams=("step", "log", "computing_layers"),
-)

@@ -9,7 +9,6 @@ posted ahead of their use (:mod:`mindspeed.pipeline.schedule.channel`). Results 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _pipeline_plan as shared
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 _PLAIN, _CHUNKS = "--optimize-send-recv-comm", "--optimize-vpp-send-recv-comm"
 
 
-@dataclass(frozen=True)
-class OptimizedSendRecvOptions:
-    """Whether messages of both directions travel at once."""
+class OptimizedSendRecv(Feature, level=2, seams=("schedule",)):
+    """Pipeline messages of both directions at once, receives posted early."""
 
     optimize_send_recv_comm: bool = flag(
         False, "pipeline messages of both directions at once, receives posted early"
@@ -33,52 +31,34 @@ class OptimizedSendRecvOptions:
         False, "the same where pipeline ranks have several model chunks"
     )
 
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        name = _PLAIN if self.optimize_send_recv_comm else _CHUNKS
+        problems = list(shared.problems_of(name, megatron))
+        yield from problems
+        if problems:
+            return
+        chunks = shared.chunks_of(megatron)
+        if self.optimize_send_recv_comm and chunks > 1:
+            yield Problem(
+                _PLAIN, f"is for one model chunk on a rank, there are {chunks}", f"give {_CHUNKS}"
+            )
+        if self.optimize_vpp_send_recv_comm and chunks == 1:
+            yield Problem(
+                _CHUNKS,
+                "is for several model chunks on a rank, there is one",
+                f"give {_PLAIN}, or --num-layers-per-virtual-pipeline-stage",
+            )
 
-def _validate(options: OptimizedSendRecvOptions, megatron: Megatron) -> list[Problem]:
-    return list(_problems(options, megatron))
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        group = None
+        if self.optimize_vpp_send_recv_comm:
+            group = megatron.get("microbatch_group_size_per_vp_stage")
 
+        def schedule(previous: Any) -> Any:
+            from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, scheduled
 
-def _problems(options: OptimizedSendRecvOptions, megatron: Megatron) -> Iterator[Problem]:
-    name = _PLAIN if options.optimize_send_recv_comm else _CHUNKS
-    problems = list(shared.problems_of(name, megatron))
-    yield from problems
-    if problems:
-        return
-    chunks = shared.chunks_of(megatron)
-    if options.optimize_send_recv_comm and chunks > 1:
-        yield Problem(
-            _PLAIN, f"is for one model chunk on a rank, there are {chunks}", f"give {_CHUNKS}"
-        )
-    if options.optimize_vpp_send_recv_comm and chunks == 1:
-        yield Problem(
-            _CHUNKS,
-            "is for several model chunks on a rank, there is one",
-            f"give {_PLAIN}, or --num-layers-per-virtual-pipeline-stage",
-        )
+            if isinstance(previous, ScheduledPipeline):
+                return previous  # every plan sends its messages in this way
+            return scheduled(previous, group_size=group)
 
-
-def _attach(seams: Seams, options: OptimizedSendRecvOptions, megatron: Megatron) -> None:
-    group = None
-    if options.optimize_vpp_send_recv_comm:
-        group = megatron.get("microbatch_group_size_per_vp_stage")
-
-    def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, scheduled
-
-        if isinstance(previous, ScheduledPipeline):
-            return previous  # every plan sends its messages in this way
-        return scheduled(previous, group_size=group)
-
-    seams.schedule.add(schedule, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="optimized-send-recv",
-    summary="pipeline messages of both directions at once, receives posted early",
-    level=2,
-    options=OptimizedSendRecvOptions,
-    enabled=lambda options, _: options != OptimizedSendRecvOptions(),
-    validate=_validate,
-    attach=_attach,
-    seams=("schedule",),
-)
+        seams.schedule.add(schedule, owner=self.name)

@@ -15,7 +15,6 @@ do, attaches the same way: each sample is one document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -26,15 +25,83 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class PackedDocumentsOptions:
-    """Where documents begin; Megatron's flags say what that changes."""
+class PackedDocuments(Feature, level=2, seams=("documents",)):
+    """Documents in one row that do not see each other, at every parallelism."""
 
     fix_sub_seq_length: int = flag(
         -1,
         "documents of N tokens instead of those of the data",
         range=Range(1, MAX_SIZE, also=(-1,), shown=False),
     )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return resets(megatron) or adaptive(megatron) or self.fix_sub_seq_length != -1
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = []
+        length, ranks = self.fix_sub_seq_length, megatron.get("context_parallel_size") or 1
+        if length != -1 and not resets(megatron):
+            problems.append(
+                Problem(
+                    "--fix-sub-seq-length",
+                    "changes nothing alone",
+                    "add --reset-attention-mask, --reset-position-ids or both",
+                )
+            )
+        if ranks > 1 and resets(megatron) and not megatron.get("calculate_per_token_loss"):
+            problems.append(
+                Problem(
+                    "packed data with context parallelism needs --calculate-per-token-loss",
+                    "local token counts differ (documents and masked tokens lie unevenly on the "
+                    f"{ranks} ranks)",
+                )
+            )
+        for name, kind in _ORDERED.items():
+            if not megatron.get(name):
+                continue
+            flag_name = "--" + name.replace("_", "-")
+            if adaptive(megatron):
+                problems.append(Problem(flag_name, _in_order(kind)))
+            elif resets(megatron):
+                problems.append(
+                    Problem(flag_name, f"{kind} layers would mix packed documents", "remove one")
+                )
+        if adaptive(megatron) and megatron.get("mtp_num_layers"):
+            problems.append(Problem("--mtp-num-layers", _in_order("multi-token prediction")))
+        return problems
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        """No s x s mask from the data loader: the attention would not read it."""
+        if megatron.get("create_attention_mask_in_dataloader"):
+            return {"create_attention_mask_in_dataloader": False}
+        return {}
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.attention.packed_batch import (
+            CuSeqlens,
+            cu_seqlens_of_length,
+            cu_seqlens_of_tokens,
+        )
+        from mindspeed.errors import ConfigError
+
+        length, ended = self.fix_sub_seq_length, resets(megatron)
+
+        def documents(cu_seqlens: CuSeqlens, tokens: Any, tokenizer: Any) -> CuSeqlens:
+            if length > 0:
+                samples, size = tokens.shape
+                return cu_seqlens_of_length(samples, size, length)
+            if not ended:
+                return cu_seqlens
+            eod = getattr(tokenizer, "eod", None)
+            if eod is None:
+                raise ConfigError(
+                    "--reset-attention-mask and --reset-position-ids need a tokenizer with an "
+                    "end-of-document token; this one has none: use --fix-sub-seq-length, or drop "
+                    "them"
+                )
+            return cu_seqlens_of_tokens(tokens, eod)
+
+        seams.documents.add(documents, owner=self.name)
 
 
 _ORDERED = {
@@ -63,90 +130,5 @@ def _splits_conversations(megatron: Megatron) -> bool:
     return bool(megatron.get("sft")) and (megatron.get("context_parallel_size") or 1) > 1
 
 
-def _enabled(options: PackedDocumentsOptions, megatron: Megatron) -> bool:
-    return resets(megatron) or adaptive(megatron) or options.fix_sub_seq_length != -1
-
-
-def _validate(options: PackedDocumentsOptions, megatron: Megatron) -> list[Problem]:
-    problems = []
-    length, ranks = options.fix_sub_seq_length, megatron.get("context_parallel_size") or 1
-    if length != -1 and not resets(megatron):
-        problems.append(
-            Problem(
-                "--fix-sub-seq-length",
-                "changes nothing alone",
-                "add --reset-attention-mask, --reset-position-ids or both",
-            )
-        )
-    if ranks > 1 and resets(megatron) and not megatron.get("calculate_per_token_loss"):
-        problems.append(
-            Problem(
-                "packed data with context parallelism needs --calculate-per-token-loss",
-                "local token counts differ (documents and masked tokens lie unevenly on the "
-                f"{ranks} ranks)",
-            )
-        )
-    for name, kind in _ORDERED.items():
-        if not megatron.get(name):
-            continue
-        flag_name = "--" + name.replace("_", "-")
-        if adaptive(megatron):
-            problems.append(Problem(flag_name, _in_order(kind)))
-        elif resets(megatron):
-            problems.append(
-                Problem(flag_name, f"{kind} layers would mix packed documents", "remove one")
-            )
-    if adaptive(megatron) and megatron.get("mtp_num_layers"):
-        problems.append(Problem("--mtp-num-layers", _in_order("multi-token prediction")))
-    return problems
-
-
 def _in_order(kind: str) -> str:
     return f"layer type {kind} needs tokens in order; adaptive layouts are not allowed"
-
-
-def _corrects(options: PackedDocumentsOptions, megatron: Megatron) -> dict[str, Any]:
-    """No s x s mask from the data loader: the attention would not read it."""
-    if megatron.get("create_attention_mask_in_dataloader"):
-        return {"create_attention_mask_in_dataloader": False}
-    return {}
-
-
-def _attach(seams: Seams, options: PackedDocumentsOptions, megatron: Megatron) -> None:
-    from mindspeed.attention.packed_batch import (
-        CuSeqlens,
-        cu_seqlens_of_length,
-        cu_seqlens_of_tokens,
-    )
-    from mindspeed.errors import ConfigError
-
-    length, ended = options.fix_sub_seq_length, resets(megatron)
-
-    def documents(cu_seqlens: CuSeqlens, tokens: Any, tokenizer: Any) -> CuSeqlens:
-        if length > 0:
-            samples, size = tokens.shape
-            return cu_seqlens_of_length(samples, size, length)
-        if not ended:
-            return cu_seqlens
-        eod = getattr(tokenizer, "eod", None)
-        if eod is None:
-            raise ConfigError(
-                "--reset-attention-mask and --reset-position-ids need a tokenizer with an "
-                "end-of-document token; this one has none: use --fix-sub-seq-length, or drop them"
-            )
-        return cu_seqlens_of_tokens(tokens, eod)
-
-    seams.documents.add(documents, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="packed-documents",
-    summary="documents in one row that do not see each other, at every parallelism",
-    level=2,
-    options=PackedDocumentsOptions,
-    enabled=_enabled,
-    validate=_validate,
-    corrects=_corrects,
-    attach=_attach,
-    seams=("documents",),
-)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +42,18 @@ _WITHOUT = {
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PipeExpertsOptions:
-    """Whether, and in how many parts, local experts are computed one by one."""
+class PipeExperts(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    conflicts=(
+        "experts-pipeline",
+        "moe-alltoall-exchange",
+        "moe-fb-overlap",
+    ),
+    after=("moe-overlap",),
+):
+    """Local experts one by one, each hides the communication of the others."""
 
     use_pipe_experts: bool = flag(
         False, "compute local experts one by one while other experts' tokens travel"
@@ -57,47 +65,70 @@ class PipeExpertsOptions:
         False, "expert-parallel and tensor-parallel collectives of the experts take turns"
     )
 
+    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if not self.use_pipe_experts:
+            given = STREAMS if self.pipe_experts_multi_stream else DATA
+            yield Problem(given, f"is a part of {NAME}", f"add {NAME}, or remove it")
+            return
+        if not megatron["num_experts"]:
+            yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
+            return
+        dispatcher = megatron.get("moe_token_dispatcher_type")
+        if dispatcher != "alltoall":
+            yield Problem(
+                NAME,
+                f"sends the rows of each expert by themselves, and the dispatcher is {dispatcher}",
+                "add --moe-token-dispatcher-type alltoall",
+            )
+        tp = megatron.get("tensor_model_parallel_size") or 1
+        sliced = megatron.get("expert_tensor_parallel_size") or tp
+        if (megatron.get("expert_model_parallel_size") or 1) * sliced == 1:
+            yield Problem(
+                NAME,
+                "there is nothing to hide: --expert-model-parallel-size 1 and no tensor-parallel "
+                "experts",
+                "remove the flag",
+            )
+        if self.pipe_experts_multi_stream and not megatron.get("sequence_parallel"):
+            yield Problem(
+                STREAMS,
+                "orders the tensor-parallel collectives that sequence parallelism adds",
+                "add --sequence-parallel, or remove it",
+            )
+        for argument, spelling in _WITHOUT.items():
+            if megatron.get(argument):
+                yield Problem(NAME, f"cannot be combined with {spelling}", "remove one")
+        capacity = _capacity(megatron)
+        if capacity is not None and self.pipe_experts_multi_data > capacity:
+            yield Problem(
+                f"{DATA} {self.pipe_experts_multi_data}",
+                f"is more than the {capacity} rows that each expert has",
+                f"choose 1 to {capacity}",
+            )
 
-def _problems(options: PipeExpertsOptions, megatron: Megatron) -> Iterator[Problem]:
-    if not options.use_pipe_experts:
-        given = STREAMS if options.pipe_experts_multi_stream else DATA
-        yield Problem(given, f"is a part of {NAME}", f"add {NAME}, or remove it")
-        return
-    if not megatron["num_experts"]:
-        yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
-        return
-    dispatcher = megatron.get("moe_token_dispatcher_type")
-    if dispatcher != "alltoall":
-        yield Problem(
-            NAME,
-            f"sends the rows of each expert by themselves, and the dispatcher is {dispatcher}",
-            "add --moe-token-dispatcher-type alltoall",
-        )
-    tp = megatron.get("tensor_model_parallel_size") or 1
-    sliced = megatron.get("expert_tensor_parallel_size") or tp
-    if (megatron.get("expert_model_parallel_size") or 1) * sliced == 1:
-        yield Problem(
-            NAME,
-            "there is nothing to hide: --expert-model-parallel-size 1 and no tensor-parallel "
-            "experts",
-            "remove the flag",
-        )
-    if options.pipe_experts_multi_stream and not megatron.get("sequence_parallel"):
-        yield Problem(
-            STREAMS,
-            "orders the tensor-parallel collectives that sequence parallelism adds",
-            "add --sequence-parallel, or remove it",
-        )
-    for argument, spelling in _WITHOUT.items():
-        if megatron.get(argument):
-            yield Problem(NAME, f"cannot be combined with {spelling}", "remove one")
-    capacity = _capacity(megatron)
-    if capacity is not None and options.pipe_experts_multi_data > capacity:
-        yield Problem(
-            f"{DATA} {options.pipe_experts_multi_data}",
-            f"is more than the {capacity} rows that each expert has",
-            f"choose 1 to {capacity}",
-        )
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(self._problems(megatron))
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
+
+        def pieces(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                slices = self.pipe_experts_multi_data
+                if slices == 1 and layer.num_local_experts == 1:
+                    _say_that_it_is_off(layer.layer_number)
+                    continue
+                change(
+                    layer,
+                    seams.journal,
+                    pipe_slices=slices,
+                    pipe_chained=self.pipe_experts_multi_stream,
+                )
+
+        seams.chunk.add(pieces, owner=self.name)
 
 
 def _capacity(megatron: Megatron) -> int | None:
@@ -123,32 +154,6 @@ def _capacity(megatron: Megatron) -> int | None:
     return ceil(tokens * topk / experts * factor)
 
 
-def _validate(options: PipeExpertsOptions, megatron: Megatron) -> list[Problem]:
-    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-        return []
-    return list(_problems(options, megatron))
-
-
-def _attach(seams: Seams, options: PipeExpertsOptions, megatron: Megatron) -> None:
-    from mindspeed.adaptor.moe import moe_layers
-    from mindspeed.moe.layer.megatron import change
-
-    def pieces(model: Any, config: Any, vp_stage: int | None) -> None:
-        for layer in moe_layers(model):
-            slices = options.pipe_experts_multi_data
-            if slices == 1 and layer.num_local_experts == 1:
-                _say_that_it_is_off(layer.layer_number)
-                continue
-            change(
-                layer,
-                seams.journal,
-                pipe_slices=slices,
-                pipe_chained=options.pipe_experts_multi_stream,
-            )
-
-    seams.chunk.add(pieces, owner=FEATURE.name)
-
-
 def _say_that_it_is_off(layer: int) -> None:
     if os.environ.get("RANK", "0") == "0":
         logger.warning(
@@ -159,21 +164,3 @@ def _say_that_it_is_off(layer: int) -> None:
             DATA,
             DATA,
         )
-
-
-FEATURE = Feature(
-    name="pipe-experts",
-    summary="local experts one by one, each hides the communication of the others",
-    level=2,
-    options=PipeExpertsOptions,
-    enabled=lambda options, megatron: options != PipeExpertsOptions(),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-    conflicts=(
-        "experts-pipeline",
-        "moe-alltoall-exchange",
-        "moe-fb-overlap",
-    ),
-    after=("moe-overlap",),
-)

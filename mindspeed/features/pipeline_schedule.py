@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +53,8 @@ _GROUPED = ("1f1b", "interleaved", "nanopipe", "zb-h1")
 _GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
-@dataclass(frozen=True)
-class PipelineScheduleOptions:
-    """Which schedule, within which limit, and where it is written."""
+class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule")):
+    """The order of forwards and backwards in a pipeline, by name or from a file."""
 
     pipeline_schedule: str | None = flag(
         None,
@@ -70,168 +68,151 @@ class PipelineScheduleOptions:
         range=Range(0, above=True),
     )
 
+    def _is_file(self) -> bool:
+        return (self.pipeline_schedule or "").endswith(".csv")
 
-def _is_file(options: PipelineScheduleOptions) -> bool:
-    return (options.pipeline_schedule or "").endswith(".csv")
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        others = [other for name, other in _OTHER_SCHEDULES.items() if megatron.get(name)]
+        schedule = self.pipeline_schedule
+        if schedule is None:
+            without = f"has no effect on Megatron's own schedules; add {_SCHEDULE}"
+            given = {_LIMIT: self.pipeline_memory_limit, _DUMP: self.pipeline_schedule_dump}
+            if others:
+                return []
+            return [
+                Problem(name, without, "or remove it")
+                for name, value in given.items()
+                if value is not None
+            ]
+        name = f"{_SCHEDULE} {schedule}"
+        problems = list(shared.problems_of(name, megatron))
+        if schedule not in _WHOLE_BACKWARDS:
+            problems += divided_backward_problems(name, megatron)
+        if problems:
+            return problems
+        return [*self._schedule_problems(name, megatron)]
 
+    def _schedule_problems(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        from mindspeed.pipeline.schedule.schedules import KINDS
 
-def _validate(options: PipelineScheduleOptions, megatron: Megatron) -> list[Problem]:
-    others = [other for name, other in _OTHER_SCHEDULES.items() if megatron.get(name)]
-    schedule = options.pipeline_schedule
-    if schedule is None:
-        without = f"has no effect on Megatron's own schedules; add {_SCHEDULE}"
-        given = {_LIMIT: options.pipeline_memory_limit, _DUMP: options.pipeline_schedule_dump}
-        if others:
-            return []
-        return [
-            Problem(name, without, "or remove it")
-            for name, value in given.items()
-            if value is not None
-        ]
-    name = f"{_SCHEDULE} {schedule}"
-    problems = list(shared.problems_of(name, megatron))
-    if schedule not in _WHOLE_BACKWARDS:
-        problems += divided_backward_problems(name, megatron)
-    if problems:
-        return problems
-    return [*_schedule_problems(name, options, megatron)]
-
-
-def _schedule_problems(
-    name: str, options: PipelineScheduleOptions, megatron: Megatron
-) -> Iterator[Problem]:
-    from mindspeed.pipeline.schedule.schedules import KINDS
-
-    if not _is_file(options) and options.pipeline_schedule not in KINDS:
-        yield Problem(name, "no such schedule", f"choose one of {', '.join(KINDS)}, or FILE.csv")
-        return
-    if _is_file(options):
-        for other in (key for key in _OTHER_SCHEDULES if megatron.get(key)):
+        if not self._is_file() and self.pipeline_schedule not in KINDS:
             yield Problem(
-                name, f"and {_OTHER_SCHEDULES[other]} are two schedules", "remove one of them"
+                name, "no such schedule", f"choose one of {', '.join(KINDS)}, or FILE.csv"
             )
-        if megatron.get("rampup_batch_size"):
-            yield Problem(
-                name,
-                "is for one number of micro-batches, which --rampup-batch-size changes",
-                "remove one of them",
-            )
-    else:
-        yield from _two_schedules(name, options, megatron)
-    group = megatron.get("microbatch_group_size_per_vp_stage")
-    if group is not None and options.pipeline_schedule not in _GROUPED:
-        yield Problem(
-            name,
-            f"decides itself what {_GROUP_SIZE} {group} says",
-            f"remove {_GROUP_SIZE}, or take one of {', '.join(_GROUPED)}",
-        )
-    try:
-        changes = _changes(options, megatron)
-    except ConfigError as error:
-        yield Problem(name, str(error))
-        return
-    from mindspeed.pipeline.schedule.placement import Placement
-    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
-
-    ranks, chunks = megatron["pipeline_model_parallel_size"], shared.chunks_of(megatron)
-    plan = changes.get("plan")
-    placements = (Placement.loop(ranks, chunks), Placement.v_shape(ranks))
-    if plan is not None and plan.placement not in placements:
-        yield Problem(
-            name,
-            "places stage s neither on rank s mod p nor in a V (s and 2 p - 1 - s on one rank)",
-            "take another file, or a schedule by name",
-        )
-        return
-    if plan is not None and _recomputes(plan):
-        yield from layer_problems(name, megatron)
-        if granularity := megatron.get("recompute_granularity"):
+            return
+        if self._is_file():
+            for other in (key for key in _OTHER_SCHEDULES if megatron.get(key)):
+                yield Problem(
+                    name, f"and {_OTHER_SCHEDULES[other]} are two schedules", "remove one of them"
+                )
+            if megatron.get("rampup_batch_size"):
+                yield Problem(
+                    name,
+                    "is for one number of micro-batches, which --rampup-batch-size changes",
+                    "remove one of them",
+                )
+        else:
+            yield from self._two_schedules(name, megatron)
+        group = megatron.get("microbatch_group_size_per_vp_stage")
+        if group is not None and self.pipeline_schedule not in _GROUPED:
             yield Problem(
                 name,
-                f"says what is recomputed, as --recompute-granularity {granularity} does",
-                "remove one of them",
+                f"decides itself what {_GROUP_SIZE} {group} says",
+                f"remove {_GROUP_SIZE}, or take one of {', '.join(_GROUPED)}",
             )
-    found = shared.plan_of(name, megatron, ScheduleRequest(**changes))
-    if isinstance(found, Problem):
-        yield found
+        try:
+            changes = self._changes(megatron)
+        except ConfigError as error:
+            yield Problem(name, str(error))
+            return
+        from mindspeed.pipeline.schedule.placement import Placement
+        from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+        ranks, chunks = megatron["pipeline_model_parallel_size"], shared.chunks_of(megatron)
+        plan = changes.get("plan")
+        placements = (Placement.loop(ranks, chunks), Placement.v_shape(ranks))
+        if plan is not None and plan.placement not in placements:
+            yield Problem(
+                name,
+                "places stage s neither on rank s mod p nor in a V (s and 2 p - 1 - s on one rank)",
+                "take another file, or a schedule by name",
+            )
+            return
+        if plan is not None and _recomputes(plan):
+            yield from layer_problems(name, megatron)
+            if granularity := megatron.get("recompute_granularity"):
+                yield Problem(
+                    name,
+                    f"says what is recomputed, as --recompute-granularity {granularity} does",
+                    "remove one of them",
+                )
+        found = shared.plan_of(name, megatron, ScheduleRequest(**changes))
+        if isinstance(found, Problem):
+            yield found
+
+    def _two_schedules(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        """Flags that choose another order; the others change the chosen one."""
+        chosen = {"use_nanopipe": "nanopipe", "fold_mode": "aiao", "schedules_method": "dualpipev"}
+        for key, kind in chosen.items():
+            if megatron.get(key) and self.pipeline_schedule != kind:
+                yield Problem(
+                    name, f"and {_OTHER_SCHEDULES[key]} are two schedules", "remove one of them"
+                )
+
+    def _changes(self, megatron: Megatron) -> dict[str, Any]:
+        """The fields of ``ScheduleRequest`` that the flags give.
+
+        Raises:
+            ConfigError: the file is no schedule of this job.
+        """
+        ranks, chunks = (
+            megatron.get("pipeline_model_parallel_size") or 1,
+            shared.chunks_of(megatron),
+        )
+        v_shape = flag_of(megatron) is not None
+        changes: dict[str, Any] = {}
+        if self._is_file():
+            from mindspeed.pipeline.schedule.csv_file import read_plan
+
+            changes["plan"] = read_plan(
+                Path(str(self.pipeline_schedule)),
+                ranks=ranks,
+                chunks=2 if v_shape else chunks,
+                num_microbatches=shared.num_microbatches(megatron),
+            )
+        elif self.pipeline_schedule is not None:
+            changes["kind"] = self.pipeline_schedule
+            if self.pipeline_schedule in _GROUPED:
+                changes["group_size"] = megatron.get("microbatch_group_size_per_vp_stage")
+            if self.pipeline_schedule not in _WHOLE_BACKWARDS:
+                changes["costs"] = costs_of(megatron)
+        if self.pipeline_memory_limit is not None:
+            # A V-shape is compared with 1F1B, as it has no chunks without it.
+            changes["memory_limit"] = shared.limit_of(
+                self.pipeline_memory_limit, ranks, 1 if v_shape else chunks
+            )
+        return changes
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        changes = self._changes(megatron)
+        is_first = os.environ.get("RANK", "0") == "0"
+        dump = self.pipeline_schedule_dump if is_first else None
+
+        recomputes = "plan" in changes and _recomputes(changes["plan"])
+
+        def schedule(previous: Any) -> Any:
+            from mindspeed.pipeline.schedule.megatron import scheduled, written_to
+
+            pipeline = written_to(scheduled(previous, **changes), dump)
+            return recomputing(pipeline) if recomputes else pipeline
+
+        if recomputes:
+            name = f"{_SCHEDULE} {self.pipeline_schedule}"
+            drop_layers(seams, self.name, name, megatron)
+        if self.pipeline_schedule not in (None, *_WHOLE_BACKWARDS):
+            divide_backward(seams, self.name)
+        seams.schedule.add(schedule, owner=self.name)
 
 
 def _recomputes(plan: Plan) -> bool:
     return any(action.op == "R" for _, action in plan)
-
-
-def _two_schedules(
-    name: str, options: PipelineScheduleOptions, megatron: Megatron
-) -> Iterator[Problem]:
-    """Flags that choose another order; the others change the chosen one."""
-    chosen = {"use_nanopipe": "nanopipe", "fold_mode": "aiao", "schedules_method": "dualpipev"}
-    for key, kind in chosen.items():
-        if megatron.get(key) and options.pipeline_schedule != kind:
-            yield Problem(
-                name, f"and {_OTHER_SCHEDULES[key]} are two schedules", "remove one of them"
-            )
-
-
-def _changes(options: PipelineScheduleOptions, megatron: Megatron) -> dict[str, Any]:
-    """The fields of ``ScheduleRequest`` that the flags give.
-
-    Raises:
-        ConfigError: the file is no schedule of this job.
-    """
-    ranks, chunks = megatron.get("pipeline_model_parallel_size") or 1, shared.chunks_of(megatron)
-    v_shape = flag_of(megatron) is not None
-    changes: dict[str, Any] = {}
-    if _is_file(options):
-        from mindspeed.pipeline.schedule.csv_file import read_plan
-
-        changes["plan"] = read_plan(
-            Path(str(options.pipeline_schedule)),
-            ranks=ranks,
-            chunks=2 if v_shape else chunks,
-            num_microbatches=shared.num_microbatches(megatron),
-        )
-    elif options.pipeline_schedule is not None:
-        changes["kind"] = options.pipeline_schedule
-        if options.pipeline_schedule in _GROUPED:
-            changes["group_size"] = megatron.get("microbatch_group_size_per_vp_stage")
-        if options.pipeline_schedule not in _WHOLE_BACKWARDS:
-            changes["costs"] = costs_of(megatron)
-    if options.pipeline_memory_limit is not None:
-        # A V-shape is compared with 1F1B, as it has no chunks without it.
-        changes["memory_limit"] = shared.limit_of(
-            options.pipeline_memory_limit, ranks, 1 if v_shape else chunks
-        )
-    return changes
-
-
-def _attach(seams: Seams, options: PipelineScheduleOptions, megatron: Megatron) -> None:
-    changes = _changes(options, megatron)
-    is_first = os.environ.get("RANK", "0") == "0"
-    dump = options.pipeline_schedule_dump if is_first else None
-
-    recomputes = "plan" in changes and _recomputes(changes["plan"])
-
-    def schedule(previous: Any) -> Any:
-        from mindspeed.pipeline.schedule.megatron import scheduled, written_to
-
-        pipeline = written_to(scheduled(previous, **changes), dump)
-        return recomputing(pipeline) if recomputes else pipeline
-
-    if recomputes:
-        name = f"{_SCHEDULE} {options.pipeline_schedule}"
-        drop_layers(seams, FEATURE.name, name, megatron)
-    if options.pipeline_schedule not in (None, *_WHOLE_BACKWARDS):
-        divide_backward(seams, FEATURE.name)
-    seams.schedule.add(schedule, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="pipeline-schedule",
-    summary="the order of forwards and backwards in a pipeline, by name or from a file",
-    level=2,
-    options=PipelineScheduleOptions,
-    enabled=lambda options, megatron: options != PipelineScheduleOptions(),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk", "schedule"),
-)

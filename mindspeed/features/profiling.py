@@ -8,7 +8,7 @@ of the same flag is off meanwhile. Under Nsight Systems, which needs it, ours is
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class ProfilingOptions:
-    """What to profile and how much of it."""
+class Profiling(Feature, level=0, seams=("train", "step")):
+    """Trace and operator table of some training steps."""
 
     profile: bool = flag(False, "profile some training steps", megatron=True)
     profile_step_start: int = flag(
@@ -42,36 +41,23 @@ class ProfilingOptions:
     profile_export_type: Literal["text", "db"] = flag("text", "format of the result; db: NPU only")
     profile_data_simplification: bool = flag(False, "NPU: delete raw data after the analysis")
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.profile and "NSYS_PROFILING_SESSION_ID" not in os.environ
 
-def _enabled(options: ProfilingOptions, megatron: Megatron) -> bool:
-    return options.profile and "NSYS_PROFILING_SESSION_ID" not in os.environ
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        from mindspeed import device
+        from mindspeed.profiling.profiler import options_from
 
+        world_size = megatron.get("world_size") or int(os.environ.get("WORLD_SIZE", "1"))
+        problems = options_from(asdict(self)).problems(device.current().name, world_size)
+        return [
+            Problem("--profile-" + field.replace("_", "-"), message) for field, message in problems
+        ]
 
-def _validate(options: ProfilingOptions, megatron: Megatron) -> list[Problem]:
-    from mindspeed import device
-    from mindspeed.profiling.profiler import options_from
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.profiling.profiler import StepProfiler, options_from
 
-    world_size = megatron.get("world_size") or int(os.environ.get("WORLD_SIZE", "1"))
-    problems = options_from(asdict(options)).problems(device.current().name, world_size)
-    return [Problem("--profile-" + field.replace("_", "-"), message) for field, message in problems]
-
-
-def _attach(seams: Seams, options: ProfilingOptions, megatron: Megatron) -> None:
-    from mindspeed.profiling.profiler import StepProfiler, options_from
-
-    profiler = StepProfiler(options_from(asdict(options)))
-    seams.while_training(owner=FEATURE.name, profile=False)
-    seams.train.add(profiler.around_training, owner=FEATURE.name)
-    seams.step.add(profiler.around_step, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="profiling",
-    summary="trace and operator table of some training steps",
-    level=0,
-    options=ProfilingOptions,
-    enabled=_enabled,
-    validate=_validate,
-    attach=_attach,
-    seams=("train", "step"),
-)
+        profiler = StepProfiler(options_from(asdict(self)))
+        seams.while_training(owner=self.name, profile=False)
+        seams.train.add(profiler.around_training, owner=self.name)
+        seams.step.add(profiler.around_step, owner=self.name)

@@ -10,7 +10,6 @@ sequential experts, shared experts; both layer specs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features._activation_memory import (
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class RecomputeActivationFunctionOptions:
-    """Which activations are computed again."""
+class RecomputeActivationFunction(Feature, level=2, seams=("chunk",)):
+    """The output of the MLP's activation function is computed again in backward."""
 
     recompute_activation_function: bool = flag(
         False, "compute the output of the MLP's activation function again in backward"
@@ -40,47 +38,37 @@ class RecomputeActivationFunctionOptions:
         range=Range(1, 100_000),
     )
 
-
-def _validate(options: RecomputeActivationFunctionOptions, megatron: Megatron) -> list[Problem]:
-    name, wanted = "--recompute-activation-function", options.recompute_activation_function
-    number = options.recompute_activation_function_num_layers
-    problems = list(layer_count_problems(name, f"{name}-num-layers", wanted, number, megatron))
-    if not wanted:
-        return problems
-    problems += common_problems(name, megatron)
-    for module in ("mlp", "moe", "moe_act"):
-        problems += selective_problem(name, module, megatron)
-    if megatron.get("moe_shared_expert_overlap"):
-        problems.append(
-            Problem(
-                name,
-                "cannot be combined with --moe-shared-expert-overlap, which computes the shared "
-                "experts in parts",
-                "remove one",
-            )
+    def enabled(self, megatron: Megatron) -> bool:
+        return (
+            self.recompute_activation_function
+            or self.recompute_activation_function_num_layers is not None
         )
-    return problems
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name, wanted = "--recompute-activation-function", self.recompute_activation_function
+        number = self.recompute_activation_function_num_layers
+        problems = list(layer_count_problems(name, f"{name}-num-layers", wanted, number, megatron))
+        if not wanted:
+            return problems
+        problems += common_problems(name, megatron)
+        for module in ("mlp", "moe", "moe_act"):
+            problems += selective_problem(name, module, megatron)
+        if megatron.get("moe_shared_expert_overlap"):
+            problems.append(
+                Problem(
+                    name,
+                    "cannot be combined with --moe-shared-expert-overlap, which computes the "
+                    "shared experts in parts",
+                    "remove one",
+                )
+            )
+        return problems
 
-def _attach(seams: Seams, options: RecomputeActivationFunctionOptions, megatron: Megatron) -> None:
-    def activations(sites: Iterable[str]) -> tuple[str, ...]:
-        return tuple(site for site in sites if site.endswith(".activation"))
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        def activations(sites: Iterable[str]) -> tuple[str, ...]:
+            return tuple(site for site in sites if site.endswith(".activation"))
 
-    number = options.recompute_activation_function_num_layers
-    attach_recomputed_outputs(
-        seams, FEATURE.name, "--recompute-activation-function", megatron, number, activations
-    )
-
-
-FEATURE = Feature(
-    name="recompute-activation-function",
-    summary="the output of the MLP's activation function is computed again in backward",
-    level=2,
-    options=RecomputeActivationFunctionOptions,
-    enabled=lambda o, megatron: (
-        o.recompute_activation_function or o.recompute_activation_function_num_layers is not None
-    ),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)
+        number = self.recompute_activation_function_num_layers
+        attach_recomputed_outputs(
+            seams, self.name, "--recompute-activation-function", megatron, number, activations
+        )

@@ -16,7 +16,6 @@ granularity, or no ``mlp`` among the modules of a selective one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features._activation_memory import attach_plan, common_problems
@@ -33,9 +32,10 @@ _GRANULARITY = "--recompute-granularity"
 _MLP = "mlp"
 
 
-@dataclass(frozen=True)
-class RecomputeCommunicationOptions:
-    """What recomputation communicates."""
+class RecomputeCommunication(
+    Feature, level=2, seams=("chunk",), after=("recompute-layers-per-pp-rank",)
+):
+    """Recomputation skips tensor-parallel communication whose result nothing reads."""
 
     optimize_recomp_communication_level: Literal[0, 1, 2] = flag(
         0,
@@ -43,41 +43,70 @@ class RecomputeCommunicationOptions:
         "1: a layer is one region, 2: its attention and its MLP are",
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.optimize_recomp_communication_level > 0
 
-def _validate(options: RecomputeCommunicationOptions, megatron: Megatron) -> list[Problem]:
-    problems = list(common_problems(_FLAG, megatron))
-    granularity = megatron.get("recompute_granularity")
-    if granularity == "full":
-        problems += _full_problems(megatron)
-    elif granularity == "selective":
-        problems += _selective_problems(megatron)
-    else:
-        problems.append(
-            Problem(
-                _FLAG,
-                "has no effect without recomputation",
-                f"add {_GRANULARITY} full or selective, or remove it",
-            )
-        )
-    for other, name in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
-        if megatron.get(other):
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = list(common_problems(_FLAG, megatron))
+        granularity = megatron.get("recompute_granularity")
+        if granularity == "full":
+            problems += _full_problems(megatron)
+        elif granularity == "selective":
+            problems += _selective_problems(megatron)
+        else:
             problems.append(
                 Problem(
                     _FLAG,
-                    f"cannot be combined with {name}: a second run would change scaling factors",
-                    "remove one",
+                    "has no effect without recomputation",
+                    f"add {_GRANULARITY} full or selective, or remove it",
                 )
             )
-    if megatron.get("transformer_impl") == "transformer_engine" and _native():
-        problems.append(
-            Problem(
-                _FLAG,
-                "cannot be combined with NVIDIA's Transformer Engine, whose linear layers "
-                "communicate on their own",
-                "unset MINDSPEED_TE=native, or use --transformer-impl local",
+        for other, name in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
+            if megatron.get(other):
+                problems.append(
+                    Problem(
+                        _FLAG,
+                        f"cannot be combined with {name}: a second run would change scaling "
+                        "factors",
+                        "remove one",
+                    )
+                )
+        if megatron.get("transformer_impl") == "transformer_engine" and _native():
+            problems.append(
+                Problem(
+                    _FLAG,
+                    "cannot be combined with NVIDIA's Transformer Engine, whose linear layers "
+                    "communicate on their own",
+                    "unset MINDSPEED_TE=native, or use --transformer-impl local",
+                )
             )
-        )
-    return problems
+        return problems
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        others = [name for name in megatron.get("recompute_modules") or () if name != _MLP]
+        if megatron.get("recompute_granularity") == "selective" and others:
+            return {"recompute_modules": others}
+        return {"recompute_granularity": None}
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        full = megatron.get("recompute_method") is not None  # the granularity has been corrected
+        block = megatron.get("recompute_method") == "block"
+        number = megatron.get("recompute_num_layers") if block else None
+        per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
+
+        def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
+            from mindspeed.memory.plan import Action
+            from mindspeed.memory.presets import plan_of, regions_of
+
+            if not full:
+                dense = tuple(path for path in sites if f"{_MLP}.linear_fc2" in sites[path])
+                return plan_of(dense, lambda layer: (_MLP,), Action.RECOMPUTE)
+            chosen = layers.first(number, of_rank=per_rank)
+            level = self.optimize_recomp_communication_level
+            return plan_of(chosen, lambda layer: regions_of(sites[layer], level), Action.RECOMPUTE)
+
+        attach_plan(seams, self.name, _FLAG, megatron, plan)
+        seams.chunk.add(_enter_regions, owner=self.name)
 
 
 def _native() -> bool:
@@ -129,34 +158,6 @@ def _selective_problems(megatron: Megatron) -> Iterator[Problem]:
         )
 
 
-def _corrects(options: RecomputeCommunicationOptions, megatron: Megatron) -> dict[str, Any]:
-    others = [name for name in megatron.get("recompute_modules") or () if name != _MLP]
-    if megatron.get("recompute_granularity") == "selective" and others:
-        return {"recompute_modules": others}
-    return {"recompute_granularity": None}
-
-
-def _attach(seams: Seams, options: RecomputeCommunicationOptions, megatron: Megatron) -> None:
-    full = megatron.get("recompute_method") is not None  # the granularity has been corrected
-    block = megatron.get("recompute_method") == "block"
-    number = megatron.get("recompute_num_layers") if block else None
-    per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
-
-    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
-        from mindspeed.memory.plan import Action
-        from mindspeed.memory.presets import plan_of, regions_of
-
-        if not full:
-            dense = tuple(path for path in sites if f"{_MLP}.linear_fc2" in sites[path])
-            return plan_of(dense, lambda layer: (_MLP,), Action.RECOMPUTE)
-        chosen = layers.first(number, of_rank=per_rank)
-        level = options.optimize_recomp_communication_level
-        return plan_of(chosen, lambda layer: regions_of(sites[layer], level), Action.RECOMPUTE)
-
-    attach_plan(seams, FEATURE.name, _FLAG, megatron, plan)
-    seams.chunk.add(_enter_regions, owner=FEATURE.name)
-
-
 def _enter_regions(model: Any, config: Any, vp_stage: int | None) -> None:
     """Tell linear layers which of them closes the region that is computed again."""
     from mindspeed.memory import megatron as engine
@@ -178,17 +179,3 @@ def _enter_regions(model: Any, config: Any, vp_stage: int | None) -> None:
             closing |= {(path, site): found.get(part, ()) for site in sites}
         local_linears.convert_chunk(layer, config, vp_stage)
     runtime.region = lambda layer, site: Region(closing.get((layer, site), ()))
-
-
-FEATURE = Feature(
-    name="recompute-communication",
-    summary="recomputation skips tensor-parallel communication whose result nothing reads",
-    level=2,
-    options=RecomputeCommunicationOptions,
-    enabled=lambda options, megatron: options.optimize_recomp_communication_level > 0,
-    validate=_validate,
-    corrects=_corrects,
-    attach=_attach,
-    seams=("chunk",),
-    after=("recompute-layers-per-pp-rank",),
-)

@@ -8,8 +8,7 @@ its own gradient right after its forward, so it stores its layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _scheduled_recomputation as shared
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -21,55 +20,46 @@ if TYPE_CHECKING:
 _FLAG = "--recompute-in-advance"
 
 
-@dataclass(frozen=True)
-class RecomputeInAdvanceOptions:
-    """Whether recomputation runs before gradients arrive."""
+class RecomputeInAdvance(
+    Feature,
+    level=2,
+    seams=("chunk", "schedule"),
+    conflicts=("recompute-in-bubble",),
+    after=("pipeline-schedule", "nanopipe", "recompute-layers-per-pp-rank"),
+):
+    """Layers are recomputed before the gradient from the next pipeline stage arrives."""
 
     recompute_in_advance: bool = flag(
         False, "recompute layers before the gradient from the next stage arrives"
     )
 
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"recompute_granularity": None}
 
-def _validate(options: RecomputeInAdvanceOptions, megatron: Megatron) -> list[Problem]:
-    chunks = "with one, a rank has nothing to do while it waits for a gradient"
-    problems = list(shared.problems_of(_FLAG, "advance", megatron, chunks=chunks))
-    for name, wanted in (("recompute_granularity", "full"), ("recompute_method", "block")):
-        if (given := megatron.get(name)) != wanted:
-            other = "--" + name.replace("_", "-")
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        chunks = "with one, a rank has nothing to do while it waits for a gradient"
+        problems = list(shared.problems_of(_FLAG, "advance", megatron, chunks=chunks))
+        for name, wanted in (("recompute_granularity", "full"), ("recompute_method", "block")):
+            if (given := megatron.get(name)) != wanted:
+                other = "--" + name.replace("_", "-")
+                problems.append(
+                    Problem(
+                        _FLAG,
+                        f"needs {other} {wanted}, " + (f"not {given}" if given else "not given"),
+                        f"add {other} {wanted}, or remove it",
+                    )
+                )
+        if not (number := megatron.get("recompute_num_layers")) or number < 0:
             problems.append(
                 Problem(
                     _FLAG,
-                    f"needs {other} {wanted}, " + (f"not {given}" if given else "not given"),
-                    f"add {other} {wanted}, or remove it",
+                    "needs --recompute-num-layers of at least 1, "
+                    + ("not given" if number is None else f"not {number}"),
+                    "say how many layers of every model chunk are recomputed",
                 )
             )
-    if not (number := megatron.get("recompute_num_layers")) or number < 0:
-        problems.append(
-            Problem(
-                _FLAG,
-                "needs --recompute-num-layers of at least 1, "
-                + ("not given" if number is None else f"not {number}"),
-                "say how many layers of every model chunk are recomputed",
-            )
-        )
-    return problems
+        return problems
 
-
-def _attach(seams: Seams, options: RecomputeInAdvanceOptions, megatron: Megatron) -> None:
-    number = megatron.get("recompute_num_layers")
-    shared.attach_recomputation(seams, FEATURE.name, _FLAG, megatron, "advance", number)
-
-
-FEATURE = Feature(
-    name="recompute-in-advance",
-    summary="layers are recomputed before the gradient from the next pipeline stage arrives",
-    level=2,
-    options=RecomputeInAdvanceOptions,
-    enabled=lambda options, megatron: options.recompute_in_advance,
-    validate=_validate,
-    corrects=lambda options, megatron: {"recompute_granularity": None},
-    attach=_attach,
-    seams=("chunk", "schedule"),
-    conflicts=("recompute-in-bubble",),
-    after=("pipeline-schedule", "nanopipe", "recompute-layers-per-pp-rank"),
-)
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        number = megatron.get("recompute_num_layers")
+        shared.attach_recomputation(seams, self.name, _FLAG, megatron, "advance", number)

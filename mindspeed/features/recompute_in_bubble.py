@@ -8,7 +8,6 @@ takes no time; the more there are, the less of it hides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features import _scheduled_recomputation as shared
@@ -21,52 +20,41 @@ if TYPE_CHECKING:
 _FLAG = "--recompute-in-bubble"
 
 
-@dataclass(frozen=True)
-class RecomputeInBubbleOptions:
-    """Whether the excess of interleaved schedules is recomputed."""
+class RecomputeInBubble(
+    Feature,
+    level=2,
+    seams=("chunk", "schedule"),
+    conflicts=("recompute-in-advance",),
+    after=("pipeline-schedule", "nanopipe"),
+):
+    """What interleaved schedules store in excess is recomputed while ranks are idle."""
 
     recompute_in_bubble: bool = flag(
         False, "recompute what interleaving stores in excess while the pipeline is idle"
     )
 
-
-def _validate(options: RecomputeInBubbleOptions, megatron: Megatron) -> list[Problem]:
-    chunks = "in-bubble recomputation reorders them"
-    problems = list(shared.problems_of(_FLAG, "bubble", megatron, chunks=chunks))
-    if granularity := megatron.get("recompute_granularity"):
-        problems.append(
-            Problem(
-                _FLAG,
-                f"cannot be combined with --recompute-granularity {granularity}: it chooses by "
-                "itself what is recomputed",
-                "remove one",
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        chunks = "in-bubble recomputation reorders them"
+        problems = list(shared.problems_of(_FLAG, "bubble", megatron, chunks=chunks))
+        if granularity := megatron.get("recompute_granularity"):
+            problems.append(
+                Problem(
+                    _FLAG,
+                    f"cannot be combined with --recompute-granularity {granularity}: it chooses by "
+                    "itself what is recomputed",
+                    "remove one",
+                )
             )
-        )
-    elif number := megatron.get("recompute_num_layers"):
-        problems.append(
-            Problem(
-                _FLAG,
-                f"cannot be combined with --recompute-num-layers {number}: all layers of a chunk "
-                "are stored, or none",
-                "remove it, or give 0",
+        elif number := megatron.get("recompute_num_layers"):
+            problems.append(
+                Problem(
+                    _FLAG,
+                    f"cannot be combined with --recompute-num-layers {number}: all layers of a "
+                    "chunk are stored, or none",
+                    "remove it, or give 0",
+                )
             )
-        )
-    return problems
+        return problems
 
-
-def _attach(seams: Seams, options: RecomputeInBubbleOptions, megatron: Megatron) -> None:
-    shared.attach_recomputation(seams, FEATURE.name, _FLAG, megatron, "bubble", None)
-
-
-FEATURE = Feature(
-    name="recompute-in-bubble",
-    summary="what interleaved schedules store in excess is recomputed while ranks are idle",
-    level=2,
-    options=RecomputeInBubbleOptions,
-    enabled=lambda options, megatron: options.recompute_in_bubble,
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk", "schedule"),
-    conflicts=("recompute-in-advance",),
-    after=("pipeline-schedule", "nanopipe"),
-)
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        shared.attach_recomputation(seams, self.name, _FLAG, megatron, "bubble", None)

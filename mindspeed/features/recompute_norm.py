@@ -10,7 +10,6 @@ layer are one module, latent attention and multi-token prediction.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features._activation_memory import (
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
-@dataclass(frozen=True)
-class RecomputeNormOptions:
-    """Which norms are computed again."""
+class RecomputeNorm(Feature, level=2, seams=("chunk",)):
+    """The outputs of norms are computed again in backward."""
 
     recompute_norm: bool = flag(False, "compute the outputs of a layer's norms again in backward")
     recompute_norm_num_layers: int | None = flag(
@@ -40,34 +38,23 @@ class RecomputeNormOptions:
         range=Range(1, 100_000),
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.recompute_norm or self.recompute_norm_num_layers is not None
 
-def _validate(options: RecomputeNormOptions, megatron: Megatron) -> list[Problem]:
-    name, wanted = "--recompute-norm", options.recompute_norm
-    number = options.recompute_norm_num_layers
-    problems = list(
-        layer_count_problems(name, "--recompute-norm-num-layers", wanted, number, megatron)
-    )
-    if wanted:
-        problems += common_problems(name, megatron)
-        problems += selective_problem(name, "layernorm", megatron)
-    return problems
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name, wanted = "--recompute-norm", self.recompute_norm
+        number = self.recompute_norm_num_layers
+        problems = list(
+            layer_count_problems(name, "--recompute-norm-num-layers", wanted, number, megatron)
+        )
+        if wanted:
+            problems += common_problems(name, megatron)
+            problems += selective_problem(name, "layernorm", megatron)
+        return problems
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        def norms(sites: Iterable[str]) -> tuple[str, ...]:
+            return tuple(norm for norm in NORMS if norm in sites)
 
-def _attach(seams: Seams, options: RecomputeNormOptions, megatron: Megatron) -> None:
-    def norms(sites: Iterable[str]) -> tuple[str, ...]:
-        return tuple(norm for norm in NORMS if norm in sites)
-
-    number = options.recompute_norm_num_layers
-    attach_recomputed_outputs(seams, FEATURE.name, "--recompute-norm", megatron, number, norms)
-
-
-FEATURE = Feature(
-    name="recompute-norm",
-    summary="the outputs of norms are computed again in backward",
-    level=2,
-    options=RecomputeNormOptions,
-    enabled=lambda o, megatron: o.recompute_norm or o.recompute_norm_num_layers is not None,
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)
+        number = self.recompute_norm_num_layers
+        attach_recomputed_outputs(seams, self.name, "--recompute-norm", megatron, number, norms)

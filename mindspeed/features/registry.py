@@ -1,7 +1,7 @@
 """The list of all features, and the decision which of them are on.
 
-:func:`resolve` turns flat values (``{"noop_layers": (0, 5), ...}``) into typed options, collects
-every problem of every feature and raises them together, and returns the enabled features in
+:func:`resolve` turns flat values (``{"noop_layers": (0, 5), ...}``) into features, collects
+every problem of every feature and raises them together, and returns the enabled ones in
 attachment order. It changes nothing: ``mindspeed features --enabled -- FLAGS`` is a dry run.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, TypeVar
 
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
@@ -23,11 +23,11 @@ from mindspeed.features.feature import Feature, Problem
 from mindspeed.features.level import LevelOptions
 from mindspeed.flags import add_flags, check_value, default_of, flags_of, given_names
 
-_SUPPORT_MODULES = {"feature", "level", "registry"}
+F = TypeVar("F", bound="Feature | type[Feature]")
 
 
 @lru_cache(maxsize=1)
-def all_features() -> tuple[Feature, ...]:
+def all_features() -> tuple[type[Feature], ...]:
     """Every feature, by name: one per module of this package, and those of installed plug-ins.
 
     Raises:
@@ -37,8 +37,8 @@ def all_features() -> tuple[Feature, ...]:
     features = plugins.with_plugins(
         plugins.FEATURES,
         {feature.name: feature for feature in _built_in()},
-        lambda value: isinstance(value, Feature),
-        "a mindspeed.features.feature.Feature",
+        _is_feature,
+        "a subclass of mindspeed.features.feature.Feature",
     )
     check_declarations(features.values())
     return tuple(sorted(features.values(), key=lambda feature: feature.name))
@@ -49,21 +49,27 @@ def origin_of(feature: str) -> str:
     return plugins.origin(plugins.FEATURES, feature)
 
 
-def _built_in() -> Iterator[Feature]:
+def _built_in() -> Iterator[type[Feature]]:
     import mindspeed.features as package
 
     for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        if name not in _SUPPORT_MODULES and not name.startswith("_"):
-            yield importlib.import_module(f"{package.__name__}.{name}").FEATURE
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        for value in vars(module).values():
+            if _is_feature(value) and value.__module__ == module.__name__:
+                yield value
 
 
-def check_declarations(features: Iterable[Feature]) -> None:
+def _is_feature(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Feature) and value is not Feature
+
+
+def check_declarations(features: Iterable[type[Feature]]) -> None:
     """Refuse duplicate names and flags, and references to features that do not exist."""
     features = list(features)
     names = [feature.name for feature in features]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"feature declared twice: {', '.join(twice)}")
-    declared_by: dict[str, Feature] = {}
+    declared_by: dict[str, type[Feature]] = {}
     for feature in features:
         for spelling in _spellings(feature):
             first = declared_by.setdefault(spelling, feature)
@@ -77,12 +83,12 @@ def check_declarations(features: Iterable[Feature]) -> None:
                 raise ConfigError(f"{_with_origin(feature)} refers to unknown feature '{other}'")
 
 
-def _spellings(feature: Feature) -> Iterator[str]:
-    for item in flags_of(feature.options):
+def _spellings(feature: type[Feature]) -> Iterator[str]:
+    for item in flags_of(feature):
         yield from (item.option, *item.aliases)
 
 
-def _with_origin(feature: Feature) -> str:
+def _with_origin(feature: type[Feature]) -> str:
     return f"feature '{feature.name}' ({origin_of(feature.name)})"
 
 
@@ -93,15 +99,15 @@ def add_arguments(
     add_flags(parser, LevelOptions, "mindspeed", file_values)
     for feature in all_features():
         _refuse_flags_of_the_parser(parser, feature)
-        add_flags(parser, feature.options, f"mindspeed: {feature.name}", file_values)
+        add_flags(parser, feature, f"mindspeed: {feature.name}", file_values)
     return parser
 
 
-def _refuse_flags_of_the_parser(parser: argparse.ArgumentParser, feature: Feature) -> None:
+def _refuse_flags_of_the_parser(parser: argparse.ArgumentParser, feature: type[Feature]) -> None:
     """A plug-in shares flags with Megatron-LM only where it says so (``flag(megatron=True)``)."""
     if origin_of(feature.name) == plugins.BUILT_IN:
         return
-    for item in flags_of(feature.options):
+    for item in flags_of(feature):
         taken = [s for s in (item.option, *item.aliases) if s in parser._option_string_actions]
         if taken and not item.megatron:
             raise ConfigError(
@@ -113,10 +119,7 @@ def _refuse_flags_of_the_parser(parser: argparse.ArgumentParser, feature: Featur
 def own_flags() -> list[str]:
     """Names of the flags that Megatron-LM does not declare itself."""
     return [
-        item.name
-        for feature in all_features()
-        for item in flags_of(feature.options)
-        if not item.megatron
+        item.name for feature in all_features() for item in flags_of(feature) if not item.megatron
     ]
 
 
@@ -126,13 +129,13 @@ class Configuration:
 
     Attributes:
         level: ``--optimization-level``.
-        options: of every feature, by its name.
-        enabled: features that are on, in order.
+        features: all of them by name, with the values of their flags.
+        enabled: those that are on, in order.
         corrections: values of Megatron's arguments that take the place of those given.
     """
 
     level: int
-    options: Mapping[str, Any]
+    features: Mapping[str, Feature]
     enabled: tuple[Feature, ...]
     corrections: Mapping[str, Any] = field(default_factory=dict)
 
@@ -143,9 +146,9 @@ class Configuration:
             if self.level == LevelOptions().optimization_level
             else {"optimization_level": self.level}
         )
-        for options in self.options.values():
-            for item in flags_of(type(options)):
-                value = getattr(options, item.name)
+        for feature in self.features.values():
+            for item in flags_of(type(feature)):
+                value = getattr(feature, item.name)
                 if value != item.default:
                     values[item.name] = value
         return values
@@ -154,7 +157,7 @@ class Configuration:
 def resolve(
     values: Mapping[str, Any],
     device: str,
-    features: Iterable[Feature] | None = None,
+    features: Iterable[type[Feature]] | None = None,
 ) -> Configuration:
     """Decide which features are on.
 
@@ -166,25 +169,27 @@ def resolve(
     Raises:
         ConfigError: all problems of all features at once, one a line.
     """
-    features = list(all_features() if features is None else features)
+    declared = all_features() if features is None else features
     level_flag = flags_of(LevelOptions)[0]
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
-    options = {feature.name: _options_of(feature, values) for feature in features}
-    wanted = [feature for feature in features if feature.enabled(options[feature.name], values)]
+    chosen = {feature.name: _with_values(feature, values) for feature in declared}
+    wanted = [feature for feature in chosen.values() if feature.enabled(values)]
     problems = [
-        *_level_problems(wanted, options, level),
-        *_relation_problems(wanted, options, values),
+        *_level_problems(wanted, level),
+        *_relation_problems(wanted, values),
         *_device_problems(wanted, device),
     ]
     enabled = [feature for feature in wanted if feature.level <= level]
     for feature in enabled:
-        problems += feature.validate(options[feature.name], values)
+        problems += feature.problems(values)
     if problems:
         raise ConfigError("\n".join(map(str, _each_conflict_once(problems))))
-    return Configuration(level, options, tuple(attachment_order(enabled)))
+    return Configuration(level, chosen, tuple(attachment_order(enabled)))
 
 
-def derived(values: Mapping[str, Any], features: Iterable[Feature] | None = None) -> dict[str, Any]:
+def derived(
+    values: Mapping[str, Any], features: Iterable[type[Feature]] | None = None
+) -> dict[str, Any]:
     """Arguments of Megatron's that follow from our flags, for before Megatron checks them.
 
     Args:
@@ -194,7 +199,7 @@ def derived(values: Mapping[str, Any], features: Iterable[Feature] | None = None
     Raises:
         ConfigError: flags contradict each other; one problem a line.
     """
-    features = [
+    declared = [
         feature
         for feature in (all_features() if features is None else features)
         if feature.derives is not Feature.derives  # values of others are checked by resolve
@@ -203,12 +208,12 @@ def derived(values: Mapping[str, Any], features: Iterable[Feature] | None = None
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
     found: dict[str, Any] = {}
     problems = []
-    for feature in attachment_order(features):  # one may set flags of another
+    for kind in attachment_order(declared):  # one may set flags of another
         known = {**values, **found}
-        options = _options_of(feature, known)
-        if feature.level <= level and feature.enabled(options, known):
+        feature = _with_values(kind, known)
+        if feature.level <= level and feature.enabled(known):
             try:
-                found |= feature.derives(options, known)
+                found |= feature.derives(known)
             except ConfigError as error:
                 problems.append(str(error))
     if problems:
@@ -217,7 +222,7 @@ def derived(values: Mapping[str, Any], features: Iterable[Feature] | None = None
 
 
 def refuse_unknown(
-    names: Iterable[str], where: str = "", features: Iterable[Feature] | None = None
+    names: Iterable[str], where: str = "", features: Iterable[type[Feature]] | None = None
 ) -> None:
     """Refuse names that are no option of ours, with the closest that are.
 
@@ -225,7 +230,7 @@ def refuse_unknown(
         ConfigError: names the first unknown option, after ``where`` it was found.
     """
     features = all_features() if features is None else features
-    known = {item.name for feature in features for item in flags_of(feature.options)}
+    known = {item.name for feature in features for item in flags_of(feature)}
     known |= {item.name for item in flags_of(LevelOptions)}
     for name in names:
         if name not in known:
@@ -234,7 +239,7 @@ def refuse_unknown(
             raise ConfigError(f"{where}unknown option {name!r}{hint}")
 
 
-def attachment_order(features: Iterable[Feature]) -> list[Feature]:
+def attachment_order(features: Iterable[F]) -> list[F]:
     """Features after those they name in ``after`` and ``requires``; ties by name.
 
     Raises:
@@ -242,11 +247,11 @@ def attachment_order(features: Iterable[Feature]) -> list[Feature]:
     """
     by_name = {feature.name: feature for feature in features}
     graph = {
-        name: sorted(other for other in (*f.after, *f.requires) if other in by_name)
-        for name, f in sorted(by_name.items())
+        name: sorted(other for other in (*one.after, *one.requires) if other in by_name)
+        for name, one in sorted(by_name.items())
     }
     sorter = TopologicalSorter(graph)
-    order: list[Feature] = []
+    order: list[F] = []
     try:
         sorter.prepare()
     except CycleError as error:
@@ -258,23 +263,20 @@ def attachment_order(features: Iterable[Feature]) -> list[Feature]:
     return order
 
 
-def _options_of(feature: Feature, values: Mapping[str, Any]) -> Any:
+def _with_values(feature: type[Feature], values: Mapping[str, Any]) -> Feature:
     fields = {}
-    for item in flags_of(feature.options):
+    for item in flags_of(feature):
         value = values[item.name] if item.name in values else default_of(item, {})
         fields[item.name] = check_value(item, value)
-    return feature.options(**fields)
+    return feature(**fields)
 
 
-def _level_problems(
-    wanted: Iterable[Feature], options: Mapping[str, Any], level: int
-) -> list[Problem]:
+def _level_problems(wanted: Iterable[Feature], level: int) -> list[Problem]:
     problems = []
     for feature in wanted:
         if feature.level <= level:
             continue
-        chosen = options[feature.name]
-        given = [f.option for f in flags_of(type(chosen)) if getattr(chosen, f.name) != f.default]
+        given = [f.option for f in flags_of(type(feature)) if getattr(feature, f.name) != f.default]
         if given:  # a feature that is on by default is left out quietly at a lower level
             problems.append(
                 Problem(given[0], f"needs --optimization-level >= {feature.level} (got {level})")
@@ -295,12 +297,9 @@ def _each_conflict_once(problems: Iterable[Problem]) -> Iterator[Problem]:
         yield problem
 
 
-def _relation_problems(
-    wanted: list[Feature], options: Mapping[str, Any], values: Mapping[str, Any]
-) -> list[Problem]:
+def _relation_problems(wanted: list[Feature], values: Mapping[str, Any]) -> list[Problem]:
     def name(feature: Feature) -> str:
-        own = options[feature.name]
-        return " ".join(given_names(own)[:1]) or feature.asked_by(own, values) or feature.name
+        return " ".join(given_names(feature)[:1]) or feature.asked_by(values) or feature.name
 
     given = {feature.name: name(feature) for feature in wanted}
     problems = []

@@ -12,7 +12,6 @@ save memory should hear that it saves none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features import _precision_aware
@@ -23,44 +22,29 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class ReleaseFp32GradOptions:
-    """Whether the update reads 16-bit gradients."""
+class ReleaseFp32Grad(Feature, level=2, seams=_precision_aware.SEAMS):
+    """The update reads 16-bit gradients, without fp32 copies."""
 
     release_fp32_grad: bool = flag(False, "update from 16-bit gradients, without fp32 copies")
 
-
-def _validate(options: ReleaseFp32GradOptions, megatron: Megatron) -> list[Problem]:
-    name = "--release-fp32-grad"
-    found = _precision_aware.problems(name, megatron)
-    if not _precision_aware.is_narrow(megatron):
-        found.append(
-            Problem(name, "gradients of fp32 training have no copies", "add --fp16, or drop it")
-        )
-    elif megatron.get("accumulate_allreduce_grads_in_fp32") and not megatron.get("quant_grads"):
-        narrow = "--grad-reduce-in-bf16" if megatron.get("bf16") else "16-bit gradients"
-        found.append(
-            Problem(
-                name,
-                "has no effect: gradients are accumulated in fp32, which needs no copies",
-                f"drop it, or accumulate in 16 bits ({narrow}, without "
-                "--accumulate-allreduce-grads-in-fp32)",
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = "--release-fp32-grad"
+        found = _precision_aware.problems(name, megatron)
+        if not _precision_aware.is_narrow(megatron):
+            found.append(
+                Problem(name, "gradients of fp32 training have no copies", "add --fp16, or drop it")
             )
-        )
-    return found
+        elif megatron.get("accumulate_allreduce_grads_in_fp32") and not megatron.get("quant_grads"):
+            narrow = "--grad-reduce-in-bf16" if megatron.get("bf16") else "16-bit gradients"
+            found.append(
+                Problem(
+                    name,
+                    "has no effect: gradients are accumulated in fp32, which needs no copies",
+                    f"drop it, or accumulate in 16 bits ({narrow}, without "
+                    "--accumulate-allreduce-grads-in-fp32)",
+                )
+            )
+        return found
 
-
-def _attach(seams: Seams, options: ReleaseFp32GradOptions, megatron: Megatron) -> None:
-    _precision_aware.attach(seams, FEATURE.name)
-
-
-FEATURE = Feature(
-    name="release-fp32-grad",
-    summary="the update reads 16-bit gradients, without fp32 copies",
-    level=2,
-    options=ReleaseFp32GradOptions,
-    enabled=lambda options, megatron: options.release_fp32_grad,
-    validate=_validate,
-    attach=_attach,
-    seams=_precision_aware.SEAMS,
-)
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        _precision_aware.attach(seams, self.name)

@@ -13,7 +13,6 @@ same bits as without ``--reuse-fp32-param``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features import _precision_aware
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class ReuseFp32ParamOptions:
-    """Whether master weights are stored as remainders, and how exactly."""
+class ReuseFp32Param(Feature, level=2, seams=(*_precision_aware.SEAMS, "kernels")):
+    """Master weights share their upper half with the bf16 parameters."""
 
     reuse_fp32_param: bool = flag(
         False, "keep of fp32 master weights only the 16 bits that the bf16 parameters lack"
@@ -35,41 +33,33 @@ class ReuseFp32ParamOptions:
         False, "and one bit more per parameter: bit-equal to training without it"
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.reuse_fp32_param or self.reuse_fp32_param_exact
 
-def _validate(options: ReuseFp32ParamOptions, megatron: Megatron) -> list[Problem]:
-    name = "--reuse-fp32-param"
-    if not options.reuse_fp32_param:
-        return [Problem("--reuse-fp32-param-exact", f"has no effect without {name}", f"add {name}")]
-    found = _precision_aware.problems(name, megatron)
-    if megatron.get("fp16") or not megatron.get("bf16", True):
-        given = "--fp16" if megatron.get("fp16") else "fp32 training"
-        why = "parameters are no upper halves of fp32 numbers"
-        found.append(Problem(name, f"cannot be combined with {given}: {why}", "use --bf16"))
-    if str(megatron.get("main_params_dtype", "fp32")) not in ("fp32", "torch.float32"):
-        found.append(Problem(name, "cannot be combined with --main-params-dtype fp16", "drop one"))
-    return found
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = "--reuse-fp32-param"
+        if not self.reuse_fp32_param:
+            return [
+                Problem("--reuse-fp32-param-exact", f"has no effect without {name}", f"add {name}")
+            ]
+        found = _precision_aware.problems(name, megatron)
+        if megatron.get("fp16") or not megatron.get("bf16", True):
+            given = "--fp16" if megatron.get("fp16") else "fp32 training"
+            why = "parameters are no upper halves of fp32 numbers"
+            found.append(Problem(name, f"cannot be combined with {given}: {why}", "use --bf16"))
+        if str(megatron.get("main_params_dtype", "fp32")) not in ("fp32", "torch.float32"):
+            found.append(
+                Problem(name, "cannot be combined with --main-params-dtype fp16", "drop one")
+            )
+        return found
 
+    def _exact(self, megatron: Megatron) -> bool:
+        deterministic = megatron.get("npu_deterministic") or megatron.get("deterministic_mode")
+        return self.reuse_fp32_param_exact or bool(deterministic)
 
-def _exact(options: ReuseFp32ParamOptions, megatron: Megatron) -> bool:
-    deterministic = megatron.get("npu_deterministic") or megatron.get("deterministic_mode")
-    return options.reuse_fp32_param_exact or bool(deterministic)
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.optimizer.remainder import Remainder
 
-
-def _attach(seams: Seams, options: ReuseFp32ParamOptions, megatron: Megatron) -> None:
-    from mindspeed.optimizer.remainder import Remainder
-
-    _precision_aware.attach(seams, FEATURE.name, remainders=True)
-    if _exact(options, megatron):
-        seams.use_kernels(owner=FEATURE.name, remainder_codec=lambda: Remainder(exact=True))
-
-
-FEATURE = Feature(
-    name="reuse-fp32-param",
-    summary="master weights share their upper half with the bf16 parameters",
-    level=2,
-    options=ReuseFp32ParamOptions,
-    enabled=lambda options, megatron: options.reuse_fp32_param or options.reuse_fp32_param_exact,
-    validate=_validate,
-    attach=_attach,
-    seams=(*_precision_aware.SEAMS, "kernels"),
-)
+        _precision_aware.attach(seams, self.name, remainders=True)
+        if self._exact(megatron):
+            seams.use_kernels(owner=self.name, remainder_codec=lambda: Remainder(exact=True))

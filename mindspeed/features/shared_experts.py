@@ -8,7 +8,6 @@ Megatron's ``--moe-shared-expert-intermediate-size`` = N x ``--moe-ffn-hidden-si
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 WIDTH = "moe_shared_expert_intermediate_size"
 
 
-@dataclass(frozen=True)
-class SharedExpertsOptions:
-    """How many experts every token visits."""
+class SharedExperts(Feature, level=2, seams=("model_arguments",)):
+    """Experts that every token visits, by their number."""
 
     n_shared_experts: int | None = flag(
         None,
@@ -32,64 +30,47 @@ class SharedExpertsOptions:
         range=SIZE,
     )
 
+    def _width(self, megatron: Megatron) -> int | None:
+        """Width of the shared experts together; None if the model's sizes are not known."""
+        width = megatron.get("moe_ffn_hidden_size") or megatron.get("ffn_hidden_size")
+        if width is None and (hidden := megatron.get("hidden_size")):  # Megatron-LM's rule
+            width = int(4 * hidden * 2 / 3 / 64) * 64 if megatron.get("swiglu") else 4 * hidden
+        return (self.n_shared_experts or 0) * width if width else None
 
-def _width(options: SharedExpertsOptions, megatron: Megatron) -> int | None:
-    """Width of the shared experts together; None if the model's sizes are not known."""
-    width = megatron.get("moe_ffn_hidden_size") or megatron.get("ffn_hidden_size")
-    if width is None and (hidden := megatron.get("hidden_size")):  # Megatron-LM's rule
-        width = int(4 * hidden * 2 / 3 / 64) * 64 if megatron.get("swiglu") else 4 * hidden
-    return (options.n_shared_experts or 0) * width if width else None
-
-
-def _validate(options: SharedExpertsOptions, megatron: Megatron) -> list[Problem]:
-    name = f"--n-shared-experts {options.n_shared_experts}"
-    if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = f"--n-shared-experts {self.n_shared_experts}"
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        if not megatron["num_experts"]:
+            return [Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")]
+        width, given = self._width(megatron), megatron.get(WIDTH)
+        if width is not None and given not in (None, width):
+            return [
+                Problem(
+                    name,
+                    f"is a width of {width} (each as wide as a routed expert), "
+                    f"--moe-shared-expert-intermediate-size is {given}",
+                    "remove one",
+                )
+            ]
         return []
-    if not megatron["num_experts"]:
-        return [Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")]
-    width, given = _width(options, megatron), megatron.get(WIDTH)
-    if width is not None and given not in (None, width):
-        return [
-            Problem(
-                name,
-                f"is a width of {width} (each as wide as a routed expert), "
-                f"--moe-shared-expert-intermediate-size is {given}",
-                "remove one",
-            )
-        ]
-    return []
 
+    def derives(self, megatron: Megatron) -> dict[str, Any]:
+        if problems := self.problems(megatron):
+            raise ConfigError("\n".join(map(str, problems)))
+        width = self._width(megatron)
+        return {} if width is None or "num_experts" not in megatron else {WIDTH: width}
 
-def _derives(options: SharedExpertsOptions, megatron: Megatron) -> dict[str, Any]:
-    if problems := _validate(options, megatron):
-        raise ConfigError("\n".join(map(str, problems)))
-    width = _width(options, megatron)
-    return {} if width is None or "num_experts" not in megatron else {WIDTH: width}
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        def check(arguments: dict[str, Any]) -> dict[str, Any]:
+            """A framework that builds the configuration itself must take the width over."""
+            config = arguments["config"]
+            width = self.n_shared_experts * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
+            if config.num_moe_experts and config.moe_shared_expert_intermediate_size != width:
+                raise ConfigError(
+                    f"--n-shared-experts {self.n_shared_experts}: the model needs {WIDTH}={width} "
+                    f"in its configuration, which has {config.moe_shared_expert_intermediate_size}"
+                )
+            return arguments
 
-
-def _attach(seams: Seams, options: SharedExpertsOptions, megatron: Megatron) -> None:
-    def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        """A framework that builds the configuration itself must take the width over."""
-        config = arguments["config"]
-        width = options.n_shared_experts * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
-        if config.num_moe_experts and config.moe_shared_expert_intermediate_size != width:
-            raise ConfigError(
-                f"--n-shared-experts {options.n_shared_experts}: the model needs {WIDTH}={width} "
-                f"in its configuration, which has {config.moe_shared_expert_intermediate_size}"
-            )
-        return arguments
-
-    seams.model_arguments.add(check, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="shared-experts",
-    summary="experts that every token visits, by their number",
-    level=2,
-    options=SharedExpertsOptions,
-    enabled=lambda options, megatron: options.n_shared_experts is not None,
-    validate=_validate,
-    derives=_derives,
-    attach=_attach,
-    seams=("model_arguments",),
-)
+        seams.model_arguments.add(check, owner=self.name)

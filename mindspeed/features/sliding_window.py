@@ -11,7 +11,6 @@ Keys after a query's own (R > 0) are attended to with ``--attention-mask-type ge
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -28,9 +27,8 @@ _BAND = 4
 _TOKENS = "--pre-tockens, --next-tockens"
 
 
-@dataclass(frozen=True)
-class SlidingWindowOptions:
-    """The window of every causal layer."""
+class SlidingWindow(Feature, level=1, seams=("kernels",)):
+    """Queries see keys in a window only, under every algorithm of context parallelism."""
 
     sparse_mode: int = flag(
         0, "0, 2, 3: causal; 4: window of --pre-tockens and --next-tockens", range=Range(0, 4)
@@ -46,86 +44,70 @@ class SlidingWindowOptions:
         range=Range(0, MAX_SIZE, shown=False),
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.sparse_mode != 0 or self._changed() or bool(megatron.get("window_size"))
 
-def _changed(options: SlidingWindowOptions) -> bool:
-    return (options.pre_tockens, options.next_tockens) != (_WHOLE_SEQUENCE, 0)
+    def _changed(self) -> bool:
+        return (self.pre_tockens, self.next_tockens) != (_WHOLE_SEQUENCE, 0)
 
-
-def _enabled(options: SlidingWindowOptions, megatron: Megatron) -> bool:
-    return options.sparse_mode != 0 or _changed(options) or bool(megatron.get("window_size"))
-
-
-def _validate(options: SlidingWindowOptions, megatron: Megatron) -> list[Problem]:
-    problems = []
-    size = megatron.get("window_size")
-    if options.sparse_mode not in (0, 2, 3, _BAND):
-        problems.append(
-            Problem(f"sparse_mode {options.sparse_mode}", "with flash attention use 0, 2, 3 or 4")
-        )
-    if _changed(options) and options.sparse_mode != _BAND:
-        problems.append(Problem(_TOKENS, "no window without it", "add --sparse-mode 4"))
-    if options.sparse_mode == _BAND and size:
-        problems.append(Problem("--sparse-mode 4", "--window-size is a window too", "give one"))
-    if options.sparse_mode == _BAND and megatron.get("window_attn_skip_freq"):
-        problems.append(
-            Problem(
-                "--window-attn-skip-freq",
-                "chooses layers for --window-size; --sparse-mode 4 is for all",
-                "give --window-size instead of --sparse-mode 4",
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = []
+        size = megatron.get("window_size")
+        if self.sparse_mode not in (0, 2, 3, _BAND):
+            problems.append(
+                Problem(f"sparse_mode {self.sparse_mode}", "with flash attention use 0, 2, 3 or 4")
             )
-        )
-    if size and min(size) < -1:
-        problems.append(
-            Problem("--window-size", f"{tuple(size)} is negative", "use -1 for no limit")
-        )
-    after = options.next_tockens if options.sparse_mode == _BAND else size[1] if size else 0
-    if after > 0 and megatron.get("attention_mask_type", "causal") != "general":
-        problems.append(
-            Problem(
-                "--window-size" if size else "--next-tockens",
-                f"{after} keys after a query's own, in causal layers",
-                "use 0, or add --attention-mask-type general",
+        if self._changed() and self.sparse_mode != _BAND:
+            problems.append(Problem(_TOKENS, "no window without it", "add --sparse-mode 4"))
+        if self.sparse_mode == _BAND and size:
+            problems.append(Problem("--sparse-mode 4", "--window-size is a window too", "give one"))
+        if self.sparse_mode == _BAND and megatron.get("window_attn_skip_freq"):
+            problems.append(
+                Problem(
+                    "--window-attn-skip-freq",
+                    "chooses layers for --window-size; --sparse-mode 4 is for all",
+                    "give --window-size instead of --sparse-mode 4",
+                )
             )
-        )
-    return problems
+        if size and min(size) < -1:
+            problems.append(
+                Problem("--window-size", f"{tuple(size)} is negative", "use -1 for no limit")
+            )
+        after = self.next_tockens if self.sparse_mode == _BAND else size[1] if size else 0
+        if after > 0 and megatron.get("attention_mask_type", "causal") != "general":
+            problems.append(
+                Problem(
+                    "--window-size" if size else "--next-tockens",
+                    f"{after} keys after a query's own, in causal layers",
+                    "use 0, or add --attention-mask-type general",
+                )
+            )
+        return problems
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.attention.packed_batch import document_mask
 
-def _attach(seams: Seams, options: SlidingWindowOptions, megatron: Megatron) -> None:
-    from mindspeed.attention.packed_batch import document_mask
+        everywhere = (self.pre_tockens, self.next_tockens)
 
-    everywhere = (options.pre_tockens, options.next_tockens)
+        def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
+            """Of the window where every layer has it, else of the layers that see all keys."""
+            if megatron.get("window_attn_skip_freq"):
+                return None
+            size = everywhere if self.sparse_mode == _BAND else megatron.get("window_size")
+            if not size:
+                return None
+            before, after = (cu_seqlens[-1] if side < 0 else side for side in size)
+            return document_mask(cu_seqlens, after == 0, (before, after))
 
-    def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
-        """Of the window where every layer has it, else of the layers that see all keys."""
-        if megatron.get("window_attn_skip_freq"):
-            return None
-        size = everywhere if options.sparse_mode == _BAND else megatron.get("window_size")
-        if not size:
-            return None
-        before, after = (cu_seqlens[-1] if side < 0 else side for side in size)
-        return document_mask(cu_seqlens, after == 0, (before, after))
-
-    def mask_type_and_window(mask_type: str, window: Window) -> tuple[str, Window]:
-        if "causal" not in mask_type:
+        def mask_type_and_window(mask_type: str, window: Window) -> tuple[str, Window]:
+            if "causal" not in mask_type:
+                return mask_type, window
+            if self.sparse_mode == _BAND and window in (None, (-1, 0)):
+                window = everywhere
+            if window is not None and window[1] > 0:
+                mask_type = "padding" if "padding" in mask_type else "no_mask"
             return mask_type, window
-        if options.sparse_mode == _BAND and window in (None, (-1, 0)):
-            window = everywhere
-        if window is not None and window[1] > 0:
-            mask_type = "padding" if "padding" in mask_type else "no_mask"
-        return mask_type, window
 
-    seams.use_kernels(
-        owner=FEATURE.name, mask_type_and_window=mask_type_and_window, sharding_mask=sharding_mask
-    )
-
-
-FEATURE = Feature(
-    name="sliding-window",
-    summary="queries see keys in a window only, under every algorithm of context parallelism",
-    level=1,
-    options=SlidingWindowOptions,
-    enabled=_enabled,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-)
+        seams.use_kernels(
+            owner=self.name, mask_type_and_window=mask_type_and_window, sharding_mask=sharding_mask
+        )

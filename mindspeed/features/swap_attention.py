@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -31,9 +30,8 @@ SITES = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layern
 """Names of modules that Megatron Core calls otherwise."""
 
 
-@dataclass(frozen=True)
-class SwapAttentionOptions:
-    """Which activations wait in host memory."""
+class SwapAttention(Feature, level=2, seams=("chunk",)):
+    """Activations of attention and norms wait in host memory until backward."""
 
     swap_attention: bool = flag(
         False, "activations of attention and norms wait in host memory until backward"
@@ -45,15 +43,115 @@ class SwapAttentionOptions:
         1 << 20, "smaller tensors stay on the device", range=Range(0, MAX_COUNT, shown=False)
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self._wanted())
 
-def _wanted(options: SwapAttentionOptions) -> list[str]:
-    """The flags that are given."""
-    default = SwapAttentionOptions()
-    return [
-        "--" + name.replace("_", "-")
-        for name in ("swap_attention", "swap_modules", "swap_min_bytes")
-        if getattr(options, name) != getattr(default, name)
-    ]
+    def _wanted(self) -> list[str]:
+        """The flags that are given."""
+        default = SwapAttention()
+        return [
+            "--" + name.replace("_", "-")
+            for name in ("swap_attention", "swap_modules", "swap_min_bytes")
+            if getattr(self, name) != getattr(default, name)
+        ]
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = "--swap-attention"
+        if not self.swap_attention:
+            return [
+                Problem(other, f"has no effect without {name}", f"add {name}, or remove it")
+                for other in self._wanted()
+            ]
+        problems = [*common_problems(name, megatron), *self._other_plans(megatron)]
+        if not self.swap_modules:
+            problems.append(Problem("--swap-modules", "names no module", "name one, or remove it"))
+        problems += self._size_problems(megatron)
+        return problems
+
+    def _other_plans(self, megatron: Megatron) -> Iterator[Problem]:
+        name = "--swap-attention"
+        given = [other for key, other in _OTHER_PLANS.items() if megatron.get(key)]
+        if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
+            given.append("--adaptive-recompute-device-size")
+        for other in given:
+            yield Problem(
+                name, f"cannot be combined with {other}, which plans every activation", "remove one"
+            )
+        granularity = megatron.get("recompute_granularity")
+        if granularity == "full":
+            yield Problem(
+                name,
+                "cannot be combined with --recompute-granularity full: layers that are computed "
+                "again keep nothing to swap",
+                "give --recompute-num-layers without a granularity to recompute MLPs only",
+            )
+        if granularity == "selective":
+            for module in megatron.get("recompute_modules") or ():
+                if module in _FREES_STORAGES:
+                    yield Problem(
+                        name,
+                        f"cannot be combined with --recompute-modules {module}, which frees "
+                        "tensors while they are copied",
+                        "use --recompute-norm or --recompute-activation-function, or remove it",
+                    )
+        if megatron.get("recompute_norm"):
+            for module in self.swap_modules:
+                if SITES.get(module, module) in SITES.values():
+                    yield Problem(
+                        "--swap-modules",
+                        f"{module} is recomputed by --recompute-norm already",
+                        "give --swap-modules self_attention, or remove --recompute-norm",
+                    )
+
+    def _size_problems(self, megatron: Megatron) -> Iterator[Problem]:
+        layers, stages = (
+            megatron.get("num_layers"),
+            megatron.get("pipeline_model_parallel_size") or 1,
+        )
+        if layers == 1:
+            yield Problem(
+                "--swap-attention", "has no effect: the last layer of a model stays", "remove it"
+            )
+        number, most = megatron.get("recompute_num_layers"), -(-(layers or 0) // stages)
+        if number and layers and number > most:
+            yield Problem(
+                "--recompute-num-layers",
+                f"{number} of {most} layers of a pipeline stage",
+                "give fewer",
+            )
+        largest = _largest_tensor(megatron)
+        if largest is not None and largest < self.swap_min_bytes:
+            yield Problem(
+                "--swap-attention",
+                f"has no effect: the largest tensor of attention has {largest:,} bytes, and "
+                f"--swap-min-bytes is {self.swap_min_bytes:,}",
+                "lower --swap-min-bytes, or remove it",
+            )
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.memory.host_limit import HostLimit, ranks_of_host
+        from mindspeed.memory.offload import Offload
+
+        in_flight = _CallsInFlight(megatron)
+        limit = HostLimit("--swap-attention", in_flight, ranks_of_host())
+        offload = Offload(min_bytes=self.swap_min_bytes, check=limit.check)
+
+        def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
+            from mindspeed.memory.presets import swap_plan
+
+            chosen = [SITES.get(module, module) for module in self.swap_modules]
+            known = {site for of_layer in sites.values() for site in of_layer}
+            for module, site in zip(self.swap_modules, chosen, strict=True):
+                if known and site not in known:
+                    near = difflib.get_close_matches(module, [*MODULES, *sorted(known)], cutoff=0.4)
+                    raise ConfigError(
+                        f"--swap-modules: no layer has {module!r}; there are "
+                        f"{', '.join(near or [*MODULES, *sorted(known)])}"
+                    )
+            return swap_plan(sites, layers, chosen)
+
+        attach_plan(seams, self.name, "--swap-attention", megatron, plan, offload=offload)
+        seams.chunk.add(in_flight.count_layers, owner=self.name)
 
 
 _OTHER_PLANS = {
@@ -62,79 +160,6 @@ _OTHER_PLANS = {
 }
 _FREES_STORAGES = ("layernorm", "moe_act", "mla_up_proj")
 """Megatron frees the outputs of these modules under whoever holds them."""
-
-
-def _validate(options: SwapAttentionOptions, megatron: Megatron) -> list[Problem]:
-    name = "--swap-attention"
-    if not options.swap_attention:
-        return [
-            Problem(other, f"has no effect without {name}", f"add {name}, or remove it")
-            for other in _wanted(options)
-        ]
-    problems = [*common_problems(name, megatron), *_other_plans(options, megatron)]
-    if not options.swap_modules:
-        problems.append(Problem("--swap-modules", "names no module", "name one, or remove it"))
-    problems += _size_problems(options, megatron)
-    return problems
-
-
-def _other_plans(options: SwapAttentionOptions, megatron: Megatron) -> Iterator[Problem]:
-    name = "--swap-attention"
-    given = [other for key, other in _OTHER_PLANS.items() if megatron.get(key)]
-    if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
-        given.append("--adaptive-recompute-device-size")
-    for other in given:
-        yield Problem(
-            name, f"cannot be combined with {other}, which plans every activation", "remove one"
-        )
-    granularity = megatron.get("recompute_granularity")
-    if granularity == "full":
-        yield Problem(
-            name,
-            "cannot be combined with --recompute-granularity full: layers that are computed again "
-            "keep nothing to swap",
-            "give --recompute-num-layers without a granularity to recompute MLPs only",
-        )
-    if granularity == "selective":
-        for module in megatron.get("recompute_modules") or ():
-            if module in _FREES_STORAGES:
-                yield Problem(
-                    name,
-                    f"cannot be combined with --recompute-modules {module}, which frees tensors "
-                    "while they are copied",
-                    "use --recompute-norm or --recompute-activation-function, or remove it",
-                )
-    if megatron.get("recompute_norm"):
-        for module in options.swap_modules:
-            if SITES.get(module, module) in SITES.values():
-                yield Problem(
-                    "--swap-modules",
-                    f"{module} is recomputed by --recompute-norm already",
-                    "give --swap-modules self_attention, or remove --recompute-norm",
-                )
-
-
-def _size_problems(options: SwapAttentionOptions, megatron: Megatron) -> Iterator[Problem]:
-    layers, stages = megatron.get("num_layers"), megatron.get("pipeline_model_parallel_size") or 1
-    if layers == 1:
-        yield Problem(
-            "--swap-attention", "has no effect: the last layer of a model stays", "remove it"
-        )
-    number, most = megatron.get("recompute_num_layers"), -(-(layers or 0) // stages)
-    if number and layers and number > most:
-        yield Problem(
-            "--recompute-num-layers",
-            f"{number} of {most} layers of a pipeline stage",
-            "give fewer",
-        )
-    largest = _largest_tensor(megatron)
-    if largest is not None and largest < options.swap_min_bytes:
-        yield Problem(
-            "--swap-attention",
-            f"has no effect: the largest tensor of attention has {largest:,} bytes, and "
-            f"--swap-min-bytes is {options.swap_min_bytes:,}",
-            "lower --swap-min-bytes, or remove it",
-        )
 
 
 def _largest_tensor(megatron: Megatron) -> int | None:
@@ -149,32 +174,6 @@ def _largest_tensor(megatron: Megatron) -> int | None:
     width = max(h // shards, heads * head_size // tensor_parallel)
     element = 2 if megatron.get("bf16") or megatron.get("fp16") else 4
     return s * b * width * element // (megatron.get("context_parallel_size") or 1)
-
-
-def _attach(seams: Seams, options: SwapAttentionOptions, megatron: Megatron) -> None:
-    from mindspeed.memory.host_limit import HostLimit, ranks_of_host
-    from mindspeed.memory.offload import Offload
-
-    in_flight = _CallsInFlight(megatron)
-    limit = HostLimit("--swap-attention", in_flight, ranks_of_host())
-    offload = Offload(min_bytes=options.swap_min_bytes, check=limit.check)
-
-    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
-        from mindspeed.memory.presets import swap_plan
-
-        chosen = [SITES.get(module, module) for module in options.swap_modules]
-        known = {site for of_layer in sites.values() for site in of_layer}
-        for module, site in zip(options.swap_modules, chosen, strict=True):
-            if known and site not in known:
-                near = difflib.get_close_matches(module, [*MODULES, *sorted(known)], cutoff=0.4)
-                raise ConfigError(
-                    f"--swap-modules: no layer has {module!r}; there are "
-                    f"{', '.join(near or [*MODULES, *sorted(known)])}"
-                )
-        return swap_plan(sites, layers, chosen)
-
-    attach_plan(seams, FEATURE.name, "--swap-attention", megatron, plan, offload=offload)
-    seams.chunk.add(in_flight.count_layers, owner=FEATURE.name)
 
 
 class _CallsInFlight:
@@ -202,15 +201,3 @@ class _CallsInFlight:
 
         samples = self._megatron.get("global_batch_size"), self._megatron.get("micro_batch_size")
         return layer_calls_in_flight(self._layers, samples, self._config)
-
-
-FEATURE = Feature(
-    name="swap-attention",
-    summary="activations of attention and norms wait in host memory until backward",
-    level=2,
-    options=SwapAttentionOptions,
-    enabled=lambda options, megatron: bool(_wanted(options)),
-    validate=_validate,
-    attach=_attach,
-    seams=("chunk",),
-)

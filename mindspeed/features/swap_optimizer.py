@@ -10,8 +10,7 @@ of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _host_states, _precision_aware
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -25,48 +24,36 @@ FLAG = "--swap-optimizer"
 TIMES = 16
 
 
-@dataclass(frozen=True)
-class SwapOptimizerOptions:
-    """Whether optimizer states are in host memory, and in how many windows they are updated."""
+class SwapOptimizer(Feature, level=2, seams=(*_precision_aware.SEAMS, "kernels")):
+    """Optimizer states in host memory, streamed through the device in every step."""
 
     swap_optimizer: bool = flag(False, "optimizer states in host memory, streamed in every step")
     swap_optimizer_times: int = flag(
         TIMES, "windows in which a step streams the states", range=Range(1, 2**20)
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.swap_optimizer or self.swap_optimizer_times != TIMES
 
-def _validate(options: SwapOptimizerOptions, megatron: Megatron) -> list[Problem]:
-    if not options.swap_optimizer:
-        return [Problem("--swap-optimizer-times", "has no effect alone", f"add {FLAG}")]
-    problems = _host_states.problems(FLAG, megatron)
-    if not megatron.get("use_distributed_optimizer"):
-        what = "needs main weights that the optimizer owns"
-        problems.append(Problem(FLAG, what, "add --use-distributed-optimizer"))
-    if megatron.get("virtual_optimizer"):
-        what = f"cannot be combined with {FLAG}: both move the moments to the host"
-        problems.append(Problem("--virtual-optimizer", what, "remove one"))
-    return problems
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"store_param_remainders": False}
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if not self.swap_optimizer:
+            return [Problem("--swap-optimizer-times", "has no effect alone", f"add {FLAG}")]
+        problems = _host_states.problems(FLAG, megatron)
+        if not megatron.get("use_distributed_optimizer"):
+            what = "needs main weights that the optimizer owns"
+            problems.append(Problem(FLAG, what, "add --use-distributed-optimizer"))
+        if megatron.get("virtual_optimizer"):
+            what = f"cannot be combined with {FLAG}: both move the moments to the host"
+            problems.append(Problem("--virtual-optimizer", what, "remove one"))
+        return problems
 
-def _attach(seams: Seams, options: SwapOptimizerOptions, megatron: Megatron) -> None:
-    from mindspeed.optimizer.placement import HostSwap
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.optimizer.placement import HostSwap
 
-    if megatron.get("bf16") or megatron.get("fp16"):  # else the parameter is the main weight
-        _precision_aware.attach(seams, FEATURE.name)
-    space = HostSwap(options.swap_optimizer_times)
-    seams.use_kernels(owner=FEATURE.name, state_placement=lambda name: space)
-
-
-FEATURE = Feature(
-    name="swap-optimizer",
-    summary="optimizer states in host memory, streamed through the device in every step",
-    level=2,
-    options=SwapOptimizerOptions,
-    enabled=lambda options, megatron: (
-        options.swap_optimizer or options.swap_optimizer_times != TIMES
-    ),
-    validate=_validate,
-    corrects=lambda options, megatron: {"store_param_remainders": False},
-    attach=_attach,
-    seams=(*_precision_aware.SEAMS, "kernels"),
-)
+        if megatron.get("bf16") or megatron.get("fp16"):  # else the parameter is the main weight
+            _precision_aware.attach(seams, self.name)
+        space = HostSwap(self.swap_optimizer_times)
+        seams.use_kernels(owner=self.name, state_placement=lambda name: space)

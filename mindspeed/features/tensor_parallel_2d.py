@@ -15,7 +15,6 @@ of --sequence-parallel, which is switched on.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features._two_dimensional_checks import grid_of, problems, widths_of
@@ -28,9 +27,19 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class TensorParallel2DOptions:
-    """The grid, and which of its collectives are hidden."""
+class TensorParallel2D(
+    Feature,
+    level=2,
+    seams=("parallel_groups", "layer_spec", "chunk"),
+    conflicts=(
+        "activation-plan",
+        "adaptive-memory",
+        "coc",
+        "mc2",
+        "tp-comm-overlap",
+    ),
+):
+    """Tensor parallelism on a grid of ranks: hidden size and sequence are sharded."""
 
     tp_2d: bool = flag(False, "shard weights and activations over a grid of ranks")
     tp_x: int = flag(1, "ranks that share the rows (tokens) of hidden states", range=RANKS)
@@ -48,65 +57,58 @@ class TensorParallel2DOptions:
     nd1_dim1_size: int = flag(1, "older name of --tp-x", range=RANKS)
     nd2_dim1_size: int = flag(1, "older name of --tp-y", range=RANKS)
 
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        return list(problems(self, megatron))
 
-def _enabled(options: TensorParallel2DOptions, megatron: Megatron) -> bool:
-    return options != TensorParallel2DOptions()
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        """Activations are sharded like sequence parallelism's; of the causal mask only the name."""
+        values: dict[str, Any] = {"sequence_parallel": True}
+        if megatron.get("attention_mask_type") != "general":
+            values["create_attention_mask_in_dataloader"] = False
+        return values
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        x, y = grid_of(self)
+        fuse = bool(megatron.get("gradient_accumulation_fusion"))
+        grids: list[Any] = []
+        report(megatron, x, y)
 
-def _validate(options: TensorParallel2DOptions, megatron: Megatron) -> list[Problem]:
-    return list(problems(options, megatron))
+        def create() -> None:
+            from mindspeed.tensor_parallel.two_dimensional.megatron import create_grid
 
+            destroy()
+            grids.append(create_grid(x, y))
 
-def _corrects(options: TensorParallel2DOptions, megatron: Megatron) -> dict[str, Any]:
-    """Activations are sharded like sequence parallelism's; of the causal mask only the name."""
-    values: dict[str, Any] = {"sequence_parallel": True}
-    if megatron.get("attention_mask_type") != "general":
-        values["create_attention_mask_in_dataloader"] = False
-    return values
+        def destroy() -> None:
+            from mindspeed.tensor_parallel.two_dimensional.megatron import destroy_grid
 
+            while grids:
+                destroy_grid(grids.pop())
 
-def _attach(seams: Seams, options: TensorParallel2DOptions, megatron: Megatron) -> None:
-    x, y = grid_of(options)
-    fuse = bool(megatron.get("gradient_accumulation_fusion"))
-    grids: list[Any] = []
-    report(megatron, x, y)
+        def on_grid(block: Any, config: Any, first_layer: int) -> Any:
+            from mindspeed.tensor_parallel.two_dimensional import megatron as layers
 
-    def create() -> None:
-        from mindspeed.tensor_parallel.two_dimensional.megatron import create_grid
+            return layers.on_grid(
+                block,
+                config,
+                layers.Layers(
+                    grids[0],
+                    _products(fuse),
+                    self.enable_overlap_ag_with_matmul,
+                    self.enable_overlap_matmul_with_rs,
+                    self.enable_backward_overlap_ag_with_matmul,
+                ),
+            )
 
-        destroy()
-        grids.append(create_grid(x, y))
+        def finish(model: Any, config: Any, vp_stage: int | None) -> None:
+            from mindspeed.tensor_parallel.two_dimensional.megatron import finish_chunk
 
-    def destroy() -> None:
-        from mindspeed.tensor_parallel.two_dimensional.megatron import destroy_grid
+            finish_chunk(model, grids[0])
 
-        while grids:
-            destroy_grid(grids.pop())
-
-    def on_grid(block: Any, config: Any, first_layer: int) -> Any:
-        from mindspeed.tensor_parallel.two_dimensional import megatron as layers
-
-        return layers.on_grid(
-            block,
-            config,
-            layers.Layers(
-                grids[0],
-                _products(fuse),
-                options.enable_overlap_ag_with_matmul,
-                options.enable_overlap_matmul_with_rs,
-                options.enable_backward_overlap_ag_with_matmul,
-            ),
-        )
-
-    def finish(model: Any, config: Any, vp_stage: int | None) -> None:
-        from mindspeed.tensor_parallel.two_dimensional.megatron import finish_chunk
-
-        finish_chunk(model, grids[0])
-
-    seams.journal.call_on_undo(destroy)
-    seams.parallel_groups.add(create, owner=FEATURE.name)
-    seams.layer_spec.add(on_grid, owner=FEATURE.name)
-    seams.chunk.add(finish, owner=FEATURE.name)
+        seams.journal.call_on_undo(destroy)
+        seams.parallel_groups.add(create, owner=self.name)
+        seams.layer_spec.add(on_grid, owner=self.name)
+        seams.chunk.add(finish, owner=self.name)
 
 
 def _products(fuse: bool) -> Any:
@@ -141,23 +143,3 @@ def report(megatron: Megatron, x: int, y: int) -> None:
         f"{cost.table(widths, x * y)}",
         flush=True,
     )
-
-
-FEATURE = Feature(
-    name="tensor-parallel-2d",
-    summary="tensor parallelism on a grid of ranks: hidden size and sequence are sharded",
-    level=2,
-    options=TensorParallel2DOptions,
-    enabled=_enabled,
-    validate=_validate,
-    corrects=_corrects,
-    attach=_attach,
-    seams=("parallel_groups", "layer_spec", "chunk"),
-    conflicts=(
-        "activation-plan",
-        "adaptive-memory",
-        "coc",
-        "mc2",
-        "tp-comm-overlap",
-    ),
-)

@@ -17,7 +17,7 @@ beside another one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features import _overlapped_products as shared
@@ -43,42 +43,40 @@ _USERBUFFERS = {
 }
 
 
-@dataclass(frozen=True)
-class TpCommOverlapOptions:
-    """Megatron's flag, for frameworks without its parser."""
+class TpCommOverlap(Feature, level=0, seams=("kernels", "chunk")):
+    """Megatron's overlap of products and tensor-parallel collectives, on every device."""
 
     tp_comm_overlap: bool = flag(
         False, "overlap products of linear layers and their collectives", megatron=True
     )
 
+    def enabled(self, megatron: Megatron) -> bool:
+        from mindspeed import device, te
 
-def _enabled(options: TpCommOverlapOptions, megatron: Megatron) -> bool:
-    from mindspeed import device, te
+        if not self.tp_comm_overlap:
+            return False
+        return te.choose(device.current().name)[0] != "native"
 
-    if not options.tp_comm_overlap:
-        return False
-    return te.choose(device.current().name)[0] != "native"
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = list(shared.common_problems(NAME, megatron))
+        problems += shared.sequence_parallel_problem(NAME, "overlaps", megatron)
+        for name, (default, why) in _USERBUFFERS.items():
+            if megatron.get(name, default) != default:
+                spelling = "--" + name.replace("_", "-")
+                problems.append(
+                    Problem(f"{NAME} with {spelling}", f"{spelling} {why}", "remove it")
+                )
+        return problems
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        every = shared.fused_overlap()
+        products = shared.attach_products(seams, self.name, every)
 
-def _validate(options: TpCommOverlapOptions, megatron: Megatron) -> list[Problem]:
-    problems = list(shared.common_problems(NAME, megatron))
-    problems += shared.sequence_parallel_problem(NAME, "overlaps", megatron)
-    for name, (default, why) in _USERBUFFERS.items():
-        if megatron.get(name, default) != default:
-            spelling = "--" + name.replace("_", "-")
-            problems.append(Problem(f"{NAME} with {spelling}", f"{spelling} {why}", "remove it"))
-    return problems
+        def follow_config(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
+            products.use(replace(every, **_of_config(config)))
+            _keep_layers_plain(model, config)
 
-
-def _attach(seams: Seams, options: TpCommOverlapOptions, megatron: Megatron) -> None:
-    every = shared.fused_overlap()
-    products = shared.attach_products(seams, FEATURE.name, every)
-
-    def follow_config(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
-        products.use(replace(every, **_of_config(config)))
-        _keep_layers_plain(model, config)
-
-    seams.chunk.add(follow_config, owner=FEATURE.name)
+        seams.chunk.add(follow_config, owner=self.name)
 
 
 def _of_config(config: Any) -> dict[str, Any]:
@@ -99,15 +97,3 @@ def _keep_layers_plain(model: torch.nn.Module, config: Any) -> None:
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in plain:
             module.overlap_communication = False  # type: ignore[assignment]
-
-
-FEATURE = Feature(
-    name="tp-comm-overlap",
-    summary="Megatron's overlap of products and tensor-parallel collectives, on every device",
-    level=0,
-    options=TpCommOverlapOptions,
-    enabled=_enabled,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels", "chunk"),
-)

@@ -8,7 +8,6 @@ Same losses. For devices without a flash kernel; ``--use-flash-attn`` skips more
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -19,43 +18,30 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-@dataclass(frozen=True)
-class TriangleAttentionOptions:
-    """Whether core attention goes block by block, and their size."""
+class TriangleAttention(Feature, level=1, seams=("kernels",), conflicts=("flash-attention",)):
+    """Causal attention in blocks that skip later keys."""
 
     triangle_attn: bool = flag(False, "causal attention in blocks that skip later keys")
     triangle_block_size: int = flag(512, "queries of a block", range=SIZE)
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.triangle_attn
 
-def _validate(options: TriangleAttentionOptions, megatron: Megatron) -> list[Problem]:
-    problems = []
-    ranks = megatron.get("context_parallel_size") or 1
-    if ranks > 1:
-        problems.append(
-            Problem(
-                "--triangle-attn",
-                f"attends on one rank, --context-parallel-size is {ranks}",
-                "remove it: only what the mask shows is multiplied there anyway",
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = []
+        ranks = megatron.get("context_parallel_size") or 1
+        if ranks > 1:
+            problems.append(
+                Problem(
+                    "--triangle-attn",
+                    f"attends on one rank, --context-parallel-size is {ranks}",
+                    "remove it: only what the mask shows is multiplied there anyway",
+                )
             )
-        )
-    return problems
+        return problems
 
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.te import triangle
 
-def _attach(seams: Seams, options: TriangleAttentionOptions, megatron: Megatron) -> None:
-    from mindspeed.te import triangle
-
-    attend = functools.partial(triangle.attend, block_size=options.triangle_block_size)
-    seams.use_kernels(owner=FEATURE.name, attend=attend)
-
-
-FEATURE = Feature(
-    name="triangle-attention",
-    summary="causal attention in blocks that skip later keys",
-    level=1,
-    options=TriangleAttentionOptions,
-    enabled=lambda options, megatron: options.triangle_attn,
-    validate=_validate,
-    attach=_attach,
-    seams=("kernels",),
-    conflicts=("flash-attention",),
-)
+        attend = functools.partial(triangle.attend, block_size=self.triangle_block_size)
+        seams.use_kernels(owner=self.name, attend=attend)

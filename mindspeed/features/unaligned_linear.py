@@ -9,7 +9,6 @@ rank. Without the flag Megatron requires padding to sizes that are divisible.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
@@ -23,14 +22,75 @@ if TYPE_CHECKING:
 NAME = "--unaligned-linear"
 
 
-@dataclass(frozen=True)
-class UnalignedLinearOptions:
-    """Uneven tensor parallelism."""
+class UnalignedLinear(
+    Feature,
+    level=2,
+    seams=("model_arguments", "layer_spec", "chunk", "kernels", "schedule"),
+    conflicts=("coc",),
+    after=("noop-layers",),
+):
+    """Tensor parallelism of heads, MLP width and sequence length that do not divide."""
 
     unaligned_linear: bool = flag(
         False,
         "shard heads, MLP width and sequence length that the tensor-parallel size does not divide",
     )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = [
+            Problem(NAME, f"cannot be combined with {other}", "remove one")
+            for name, other in _INCOMPATIBLE.items()
+            if megatron.get(name)
+        ]
+        problems += [
+            Problem(NAME, f"cannot be combined with {other} {megatron[name]}", "remove one")
+            for name, (values, other) in _ALLOWED.items()
+            if megatron.get(name) not in values
+        ]
+        sizes = sizes_of(megatron)
+        if sizes is None:
+            problems.append(
+                Problem(NAME, "needs --num-attention-heads and --ffn-hidden-size", "give both")
+            )
+        else:
+            problems += _size_problems(sizes, megatron)
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.te.local_linears import substitute
+
+        sizes = sizes_of(megatron)
+        ranks = megatron.get("tensor_model_parallel_size") or 1
+        assert sizes is not None  # _validate
+        uneven_rows = (sizes.seq_length or 0) if sizes.uneven_rows(ranks) else 0
+        group: list[Any] = []  # of the model chunk that is being built
+
+        def arguments(given: dict[str, Any]) -> dict[str, Any]:
+            from mindspeed.tensor_parallel.unaligned import megatron as layers
+
+            group[:] = [layers.tensor_parallel_group(given)]
+            return layers.with_sizes_of_rank(given, sizes)
+
+        def specs(block: Any, config: Any, first_layer: int) -> Any:
+            from mindspeed.tensor_parallel.unaligned import megatron as layers
+
+            return layers.with_uneven_linears(block, sizes, group[0], substitute)
+
+        def finish(model: Any, config: Any, vp_stage: int | None) -> None:
+            from mindspeed.tensor_parallel.unaligned import megatron as layers
+
+            layers.use_true_places(model)
+            if uneven_rows:
+                layers.shard_rows_unevenly(model, uneven_rows, group[0])
+            if not vp_stage:
+                _print_once(f"{NAME}: {'; '.join(sizes.report(ranks))}")
+
+        seams.show_arguments(owner=self.name, **sizes.counts(ranks))
+        seams.model_arguments.add(arguments, owner=self.name)
+        seams.layer_spec.add(specs, owner=self.name)
+        seams.chunk.add(finish, owner=self.name)
+        if uneven_rows:
+            _attach_rows(seams, uneven_rows)
 
 
 _INCOMPATIBLE = {
@@ -78,27 +138,6 @@ def sizes_of(megatron: Megatron) -> ModelSizes | None:
     grouped = megatron.get("group_query_attention") and megatron.get("num_query_groups")
     length = megatron.get("seq_length") if megatron.get("sequence_parallel") else None
     return ModelSizes(heads, grouped or heads, ffn, length)
-
-
-def _validate(options: UnalignedLinearOptions, megatron: Megatron) -> list[Problem]:
-    problems = [
-        Problem(NAME, f"cannot be combined with {other}", "remove one")
-        for name, other in _INCOMPATIBLE.items()
-        if megatron.get(name)
-    ]
-    problems += [
-        Problem(NAME, f"cannot be combined with {other} {megatron[name]}", "remove one")
-        for name, (values, other) in _ALLOWED.items()
-        if megatron.get(name) not in values
-    ]
-    sizes = sizes_of(megatron)
-    if sizes is None:
-        problems.append(
-            Problem(NAME, "needs --num-attention-heads and --ffn-hidden-size", "give both")
-        )
-    else:
-        problems += _size_problems(sizes, megatron)
-    return problems
 
 
 def _size_problems(sizes: ModelSizes, megatron: Megatron) -> Iterator[Problem]:
@@ -153,43 +192,6 @@ def _native_engine() -> bool:
     return te.choose(device.current().name)[0] == "native"
 
 
-def _attach(seams: Seams, options: UnalignedLinearOptions, megatron: Megatron) -> None:
-    from mindspeed.te.local_linears import substitute
-
-    sizes = sizes_of(megatron)
-    ranks = megatron.get("tensor_model_parallel_size") or 1
-    assert sizes is not None  # _validate
-    uneven_rows = (sizes.seq_length or 0) if sizes.uneven_rows(ranks) else 0
-    group: list[Any] = []  # of the model chunk that is being built
-
-    def arguments(given: dict[str, Any]) -> dict[str, Any]:
-        from mindspeed.tensor_parallel.unaligned import megatron as layers
-
-        group[:] = [layers.tensor_parallel_group(given)]
-        return layers.with_sizes_of_rank(given, sizes)
-
-    def specs(block: Any, config: Any, first_layer: int) -> Any:
-        from mindspeed.tensor_parallel.unaligned import megatron as layers
-
-        return layers.with_uneven_linears(block, sizes, group[0], substitute)
-
-    def finish(model: Any, config: Any, vp_stage: int | None) -> None:
-        from mindspeed.tensor_parallel.unaligned import megatron as layers
-
-        layers.use_true_places(model)
-        if uneven_rows:
-            layers.shard_rows_unevenly(model, uneven_rows, group[0])
-        if not vp_stage:
-            _print_once(f"{NAME}: {'; '.join(sizes.report(ranks))}")
-
-    seams.show_arguments(owner=FEATURE.name, **sizes.counts(ranks))
-    seams.model_arguments.add(arguments, owner=FEATURE.name)
-    seams.layer_spec.add(specs, owner=FEATURE.name)
-    seams.chunk.add(finish, owner=FEATURE.name)
-    if uneven_rows:
-        _attach_rows(seams, uneven_rows)
-
-
 def _attach_rows(seams: Seams, seq_length: int) -> None:
     from mindspeed.tensor_parallel.unaligned.rows import gather_rows, scatter_rows
     from mindspeed.tensor_parallel.unaligned.sizes import parts
@@ -206,9 +208,9 @@ def _attach_rows(seams: Seams, seq_length: int) -> None:
         return lengths_of_rank(plain)
 
     seams.use_kernels(
-        owner=FEATURE.name, all_gather_first_dim=gather, reduce_scatter_first_dim=scatter
+        owner=UnalignedLinear.name, all_gather_first_dim=gather, reduce_scatter_first_dim=scatter
     )
-    seams.schedule.add(schedule, owner=FEATURE.name)
+    seams.schedule.add(schedule, owner=UnalignedLinear.name)
 
 
 def _print_once(text: str) -> None:
@@ -216,17 +218,3 @@ def _print_once(text: str) -> None:
 
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-FEATURE = Feature(
-    name="unaligned-linear",
-    summary="tensor parallelism of heads, MLP width and sequence length that do not divide",
-    level=2,
-    options=UnalignedLinearOptions,
-    enabled=lambda options, megatron: options.unaligned_linear,
-    validate=_validate,
-    attach=_attach,
-    seams=("model_arguments", "layer_spec", "chunk", "kernels", "schedule"),
-    conflicts=("coc",),
-    after=("noop-layers",),
-)

@@ -12,7 +12,6 @@ those of an even division.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -26,9 +25,10 @@ MATRIX, LIST = "--pipeline-num-transformer-layers", "--num-layer-list"
 OLD_SWITCH, OLD_LIST = "--use-manual-layer-allocation", "--manual-layers"
 
 
-@dataclass(frozen=True)
-class UnalignedPipelineOptions:
-    """How many layers each pipeline stage has."""
+class UnalignedPipeline(
+    Feature, level=0, seams=("model_arguments",), after=("automated-pipeline",)
+):
+    """Pipeline stages with different numbers of layers."""
 
     pipeline_num_transformer_layers: str | None = flag(
         None,
@@ -41,6 +41,80 @@ class UnalignedPipelineOptions:
     use_manual_layer_allocation: bool = flag(False, "take the layers of --manual-layers")
     manual_layers: str | None = flag(None, "older spelling of --num-layer-list")
 
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(
+            self.pipeline_num_transformer_layers is not None
+            or self.num_layer_list is not None
+            or self.manual_layers is not None
+            or self.use_manual_layer_allocation
+        )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        given = [name for name, value in self._given() if value is not None]
+        if not given:
+            return [Problem(OLD_SWITCH, f"needs {OLD_LIST}", f"add {OLD_LIST} 5,6,6,5")]
+        if len(given) > 1:
+            return [Problem(given[0], f"and {given[1]} both divide the layers", "give one")]
+        try:
+            wanted = self.layout_of(megatron)
+        except ValueError as error:
+            return [Problem(given[0], str(error))]
+        return [
+            Problem(
+                given[0], f"cannot be combined with {spelling}", "both divide the layers: give one"
+            )
+            for other, spelling in _SPLITS.items()
+            if megatron.get(other) not in (None, False, wanted)
+        ]
+
+    def _given(self) -> tuple[tuple[str, str | None], ...]:
+        return (
+            (MATRIX, self.pipeline_num_transformer_layers),
+            (LIST, self.num_layer_list),
+            (OLD_LIST, self.manual_layers),
+        )
+
+    def layout_of(self, megatron: Megatron) -> str:
+        """Megatron's layout.
+
+        Raises:
+            ValueError: the division is none, or of another model.
+        """
+        from mindspeed.pipeline.layout import layout, parse_list, parse_matrix, problem_of
+
+        ((name, text),) = [(name, text) for name, text in self._given() if text is not None]
+        layers = (parse_matrix if name == MATRIX else parse_list)(text)
+        ranks = megatron.get("pipeline_model_parallel_size")
+        if ranks == 1:
+            raise ValueError(
+                f"{text}: --pipeline-model-parallel-size is 1, so one rank has all layers; remove "
+                "the flag or choose 2 or more ranks"
+            )
+        if problem := problem_of(layers, ranks, megatron.get("num_layers")):
+            raise ValueError(f"{text} {problem}")
+        return layout(layers, megatron.get("mtp_num_layers") or 0)
+
+    def derives(self, megatron: Megatron) -> dict[str, Any]:
+        if problems := self.problems(megatron):
+            raise ConfigError("\n".join(map(str, problems)))
+        return {"pipeline_model_parallel_layout": self.layout_of(megatron)}
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        wanted = self.layout_of(megatron)
+
+        def check(arguments: dict[str, Any]) -> dict[str, Any]:
+            """A framework that builds the configuration itself must take the layout over."""
+            found = arguments["config"].pipeline_model_parallel_layout
+            if str(found) != wanted:
+                raise ConfigError(
+                    f"the layers of the pipeline stages were given as a flag, so the model needs "
+                    f"pipeline_model_parallel_layout={wanted!r} in its configuration, which has "
+                    f"{str(found)!r}"
+                )
+            return arguments
+
+        seams.model_arguments.add(check, owner=self.name)
+
 
 _SPLITS = {
     "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
@@ -52,91 +126,3 @@ _SPLITS = {
     "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
 }
 """Arguments of Megatron's that divide the layers, too, and their flags."""
-
-
-def _problems(options: UnalignedPipelineOptions, megatron: Megatron) -> list[Problem]:
-    given = [name for name, value in _given(options) if value is not None]
-    if not given:
-        return [Problem(OLD_SWITCH, f"needs {OLD_LIST}", f"add {OLD_LIST} 5,6,6,5")]
-    if len(given) > 1:
-        return [Problem(given[0], f"and {given[1]} both divide the layers", "give one")]
-    try:
-        wanted = layout_of(options, megatron)
-    except ValueError as error:
-        return [Problem(given[0], str(error))]
-    return [
-        Problem(given[0], f"cannot be combined with {spelling}", "both divide the layers: give one")
-        for other, spelling in _SPLITS.items()
-        if megatron.get(other) not in (None, False, wanted)
-    ]
-
-
-def _given(options: UnalignedPipelineOptions) -> tuple[tuple[str, str | None], ...]:
-    return (
-        (MATRIX, options.pipeline_num_transformer_layers),
-        (LIST, options.num_layer_list),
-        (OLD_LIST, options.manual_layers),
-    )
-
-
-def layout_of(options: UnalignedPipelineOptions, megatron: Megatron) -> str:
-    """Megatron's layout.
-
-    Raises:
-        ValueError: the division is none, or of another model.
-    """
-    from mindspeed.pipeline.layout import layout, parse_list, parse_matrix, problem_of
-
-    ((name, text),) = [(name, text) for name, text in _given(options) if text is not None]
-    layers = (parse_matrix if name == MATRIX else parse_list)(text)
-    ranks = megatron.get("pipeline_model_parallel_size")
-    if ranks == 1:
-        raise ValueError(
-            f"{text}: --pipeline-model-parallel-size is 1, so one rank has all layers; remove the "
-            "flag or choose 2 or more ranks"
-        )
-    if problem := problem_of(layers, ranks, megatron.get("num_layers")):
-        raise ValueError(f"{text} {problem}")
-    return layout(layers, megatron.get("mtp_num_layers") or 0)
-
-
-def _derives(options: UnalignedPipelineOptions, megatron: Megatron) -> dict[str, Any]:
-    if problems := _problems(options, megatron):
-        raise ConfigError("\n".join(map(str, problems)))
-    return {"pipeline_model_parallel_layout": layout_of(options, megatron)}
-
-
-def _attach(seams: Seams, options: UnalignedPipelineOptions, megatron: Megatron) -> None:
-    wanted = layout_of(options, megatron)
-
-    def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        """A framework that builds the configuration itself must take the layout over."""
-        found = arguments["config"].pipeline_model_parallel_layout
-        if str(found) != wanted:
-            raise ConfigError(
-                f"the layers of the pipeline stages were given as a flag, so the model needs "
-                f"pipeline_model_parallel_layout={wanted!r} in its configuration, which has "
-                f"{str(found)!r}"
-            )
-        return arguments
-
-    seams.model_arguments.add(check, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="unaligned-pipeline",
-    summary="pipeline stages with different numbers of layers",
-    level=0,
-    options=UnalignedPipelineOptions,
-    enabled=lambda options, megatron: bool(
-        options.pipeline_num_transformer_layers is not None
-        or options.num_layer_list is not None
-        or options.manual_layers is not None
-        or options.use_manual_layer_allocation
-    ),
-    validate=_problems,
-    derives=_derives,
-    attach=_attach,
-    seams=("model_arguments",),
-    after=("automated-pipeline",),
-)

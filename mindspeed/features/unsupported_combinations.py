@@ -19,12 +19,22 @@ from mindspeed.features.fused_adam import chosen
 from mindspeed.features.packed_documents import adaptive, resets
 
 if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
+    pass
 
 
-@dataclass(frozen=True)
-class UnsupportedOptions:
-    """This feature has no flags."""
+class UnsupportedCombinations(Feature, level=0):
+    """Refuses combinations of Megatron's flags that cannot train.
+
+    Nothing is attached: when one of the rules applies, validation has raised.
+    """
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self.problems(megatron))
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        found = [rule.problem for rule in RULES if rule.applies(megatron)]
+        checks = (_expert_checks, _fsdp_checks, _optimizer_instances)
+        return [*found, *(problem for check in checks for problem in check.problems(megatron))]
 
 
 @dataclass(frozen=True)
@@ -423,25 +433,4 @@ RULES = (
             "drop it",
         ),
     ),
-)
-
-
-def _problems(options: UnsupportedOptions, megatron: Megatron) -> list[Problem]:
-    found = [rule.problem for rule in RULES if rule.applies(megatron)]
-    checks = (_expert_checks, _fsdp_checks, _optimizer_instances)
-    return [*found, *(problem for check in checks for problem in check.problems(megatron))]
-
-
-def _attach(seams: Seams, options: UnsupportedOptions, megatron: Megatron) -> None:
-    """Nothing to attach: when one of the rules applies, validation has raised."""
-
-
-FEATURE = Feature(
-    name="unsupported-combinations",
-    summary="refuses combinations of Megatron's flags that cannot train",
-    level=0,
-    options=UnsupportedOptions,
-    enabled=lambda options, megatron: bool(_problems(options, megatron)),
-    validate=_problems,
-    attach=_attach,
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -23,13 +22,64 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mindspeed")
 
 
-@dataclass(frozen=True)
-class VariableLengthsOptions:
-    """Whether micro-batches may be shorter than ``--seq-length``."""
+class VariableLengths(Feature, level=2, seams=("batch", "schedule")):
+    """Micro-batches as long as their longest sample, through the pipeline."""
 
     variable_seq_lengths: bool = flag(
         False, "a micro-batch is as long as its longest sample, not --seq-length"
     )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name, problems = "--variable-seq-lengths", []
+        if megatron.get("hybrid_context_parallel"):
+            problems.append(
+                Problem(
+                    name,
+                    "cannot be combined with --hybrid-context-parallel, which gives each sample "
+                    "its own ranks",
+                    "remove one",
+                )
+            )
+        if megatron.get("moe_token_dispatcher_type") == "allgather" and megatron.get("num_experts"):
+            problems.append(
+                Problem(
+                    name,
+                    "needs --moe-token-dispatcher-type alltoall",
+                    "allgather takes equal lengths",
+                )
+            )
+        return problems
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        """Megatron checks the dispatcher of models without experts, too."""
+        if megatron.get("moe_token_dispatcher_type") == "allgather":
+            return {"moe_token_dispatcher_type": "alltoall"}
+        return {}
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        stages = megatron.get("pipeline_model_parallel_size") or 1
+        if stages == 1 and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "--variable-seq-lengths: there is one pipeline stage, so no lengths are exchanged; "
+                "micro-batches are only truncated after their last trained token"
+            )
+        multiple = multiple_of(megatron)
+
+        def trimmed(batch: dict[str, Any]) -> dict[str, Any]:
+            from mindspeed.adaptor.untrained_tail import trim_untrained_tail
+
+            return trim_untrained_tail(batch, multiple)
+
+        def schedule(forward_backward: Any) -> Any:
+            from mindspeed.pipeline.lengths.megatron import with_lengths
+            from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, with_messages
+
+            if isinstance(forward_backward, ScheduledPipeline):
+                return with_messages(forward_backward, variable_lengths=True)
+            return with_lengths(forward_backward)
+
+        seams.batch.add(trimmed, owner=self.name)
+        seams.schedule.add(schedule, owner=self.name)
 
 
 def multiple_of(megatron: Megatron) -> int:
@@ -41,71 +91,3 @@ def multiple_of(megatron: Megatron) -> int:
         (tensor if megatron.get("sequence_parallel") else 1) * context,
         2 * context if context > 1 else 1,
     )
-
-
-def _validate(options: VariableLengthsOptions, megatron: Megatron) -> list[Problem]:
-    name, problems = "--variable-seq-lengths", []
-    if megatron.get("hybrid_context_parallel"):
-        problems.append(
-            Problem(
-                name,
-                "cannot be combined with --hybrid-context-parallel, which gives each sample its "
-                "own ranks",
-                "remove one",
-            )
-        )
-    if megatron.get("moe_token_dispatcher_type") == "allgather" and megatron.get("num_experts"):
-        problems.append(
-            Problem(
-                name,
-                "needs --moe-token-dispatcher-type alltoall",
-                "allgather takes equal lengths",
-            )
-        )
-    return problems
-
-
-def _corrects(options: VariableLengthsOptions, megatron: Megatron) -> dict[str, Any]:
-    """Megatron checks the dispatcher of models without experts, too."""
-    if megatron.get("moe_token_dispatcher_type") == "allgather":
-        return {"moe_token_dispatcher_type": "alltoall"}
-    return {}
-
-
-def _attach(seams: Seams, options: VariableLengthsOptions, megatron: Megatron) -> None:
-    stages = megatron.get("pipeline_model_parallel_size") or 1
-    if stages == 1 and os.environ.get("RANK", "0") == "0":
-        logger.warning(
-            "--variable-seq-lengths: there is one pipeline stage, so no lengths are exchanged; "
-            "micro-batches are only truncated after their last trained token"
-        )
-    multiple = multiple_of(megatron)
-
-    def trimmed(batch: dict[str, Any]) -> dict[str, Any]:
-        from mindspeed.adaptor.untrained_tail import trim_untrained_tail
-
-        return trim_untrained_tail(batch, multiple)
-
-    def schedule(forward_backward: Any) -> Any:
-        from mindspeed.pipeline.lengths.megatron import with_lengths
-        from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, with_messages
-
-        if isinstance(forward_backward, ScheduledPipeline):
-            return with_messages(forward_backward, variable_lengths=True)
-        return with_lengths(forward_backward)
-
-    seams.batch.add(trimmed, owner=FEATURE.name)
-    seams.schedule.add(schedule, owner=FEATURE.name)
-
-
-FEATURE = Feature(
-    name="variable-lengths",
-    summary="micro-batches as long as their longest sample, through the pipeline",
-    level=2,
-    options=VariableLengthsOptions,
-    enabled=lambda options, megatron: options.variable_seq_lengths,
-    validate=_validate,
-    corrects=_corrects,
-    attach=_attach,
-    seams=("batch", "schedule"),
-)

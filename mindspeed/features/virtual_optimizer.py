@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
 from mindspeed.features import _host_states, _precision_aware
@@ -32,13 +31,65 @@ GIB = 2**30
 _WINDOWS = 16  # of --swap-optimizer, where it takes over
 
 
-@dataclass(frozen=True)
-class VirtualOptimizerOptions:
-    """How much of the moments is in host memory that the device addresses."""
+class VirtualOptimizer(Feature, level=2, seams=(*_precision_aware.SEAMS, "kernels")):
+    """Both moments in host memory that the device's kernels address."""
 
     virtual_optimizer: tuple[str, ...] = flag(
         (), "moments in host memory that kernels address: all, or GiB, one or one for each stage"
     )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self.virtual_optimizer)
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"store_param_remainders": False} if _swaps() else {}
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        problems = _host_states.problems(FLAG, megatron)
+        given, stages = self.virtual_optimizer, megatron.get("pipeline_model_parallel_size") or 1
+        try:
+            count = len(limits(given))
+        except ValueError:
+            what = f"{' '.join(given)} is not {ALL}, and not numbers of GiB above 0"
+            return [*problems, Problem(FLAG, what)]
+        if count not in (1, stages):
+            what = f"got {count} numbers for {stages} pipeline stages"
+            problems.append(Problem(FLAG, what, f"give 1 or {stages} (or {ALL})"))
+        if _swaps() and not megatron.get("use_distributed_optimizer"):
+            what = f"kernels of {device.current().name} cannot address host memory"
+            problems.append(
+                Problem(FLAG, what, "add --use-distributed-optimizer: it swaps instead")
+            )
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.optimizer.placement import HostMapped, HostSwap
+        from mindspeed.te import optimizer_policy
+
+        if _swaps():
+            logger.warning(
+                "%s: kernels of %s cannot address host memory; states are swapped as with "
+                "--swap-optimizer",
+                FLAG,
+                device.current().name,
+            )
+            if megatron.get("bf16") or megatron.get("fp16"):
+                _precision_aware.attach(seams, self.name)
+            space = HostSwap(_WINDOWS)
+            seams.use_kernels(owner=self.name, state_placement=lambda name: space)
+            return
+        numbers = limits(self.virtual_optimizer)
+        mapped: list[HostMapped] = []
+
+        def placement(name: str) -> Placement | None:
+            if name not in ("exp_avg", "exp_avg_sq"):
+                return None
+            if not mapped:  # the parallel groups exist now
+                number = numbers[optimizer_policy.pipeline_rank() if len(numbers) > 1 else 0]
+                mapped.append(HostMapped(None if math.isinf(number) else int(number * GIB)))
+            return mapped[0]
+
+        seams.use_kernels(owner=self.name, state_placement=placement)
 
 
 def limits(values: tuple[str, ...]) -> list[float]:
@@ -55,65 +106,5 @@ def limits(values: tuple[str, ...]) -> list[float]:
     return numbers
 
 
-def _validate(options: VirtualOptimizerOptions, megatron: Megatron) -> list[Problem]:
-    problems = _host_states.problems(FLAG, megatron)
-    given, stages = options.virtual_optimizer, megatron.get("pipeline_model_parallel_size") or 1
-    try:
-        count = len(limits(given))
-    except ValueError:
-        what = f"{' '.join(given)} is not {ALL}, and not numbers of GiB above 0"
-        return [*problems, Problem(FLAG, what)]
-    if count not in (1, stages):
-        what = f"got {count} numbers for {stages} pipeline stages"
-        problems.append(Problem(FLAG, what, f"give 1 or {stages} (or {ALL})"))
-    if _swaps() and not megatron.get("use_distributed_optimizer"):
-        what = f"kernels of {device.current().name} cannot address host memory"
-        problems.append(Problem(FLAG, what, "add --use-distributed-optimizer: it swaps instead"))
-    return problems
-
-
 def _swaps() -> bool:
     return not device.current().has("host_mapped_memory")
-
-
-def _attach(seams: Seams, options: VirtualOptimizerOptions, megatron: Megatron) -> None:
-    from mindspeed.optimizer.placement import HostMapped, HostSwap
-    from mindspeed.te import optimizer_policy
-
-    if _swaps():
-        logger.warning(
-            "%s: kernels of %s cannot address host memory; states are swapped as with "
-            "--swap-optimizer",
-            FLAG,
-            device.current().name,
-        )
-        if megatron.get("bf16") or megatron.get("fp16"):
-            _precision_aware.attach(seams, FEATURE.name)
-        space = HostSwap(_WINDOWS)
-        seams.use_kernels(owner=FEATURE.name, state_placement=lambda name: space)
-        return
-    numbers = limits(options.virtual_optimizer)
-    mapped: list[HostMapped] = []
-
-    def placement(name: str) -> Placement | None:
-        if name not in ("exp_avg", "exp_avg_sq"):
-            return None
-        if not mapped:  # the parallel groups exist now
-            number = numbers[optimizer_policy.pipeline_rank() if len(numbers) > 1 else 0]
-            mapped.append(HostMapped(None if math.isinf(number) else int(number * GIB)))
-        return mapped[0]
-
-    seams.use_kernels(owner=FEATURE.name, state_placement=placement)
-
-
-FEATURE = Feature(
-    name="virtual-optimizer",
-    summary="both moments in host memory that the device's kernels address",
-    level=2,
-    options=VirtualOptimizerOptions,
-    enabled=lambda options, megatron: bool(options.virtual_optimizer),
-    validate=_validate,
-    corrects=lambda options, megatron: {"store_param_remainders": False} if _swaps() else {},
-    attach=_attach,
-    seams=(*_precision_aware.SEAMS, "kernels"),
-)

@@ -21,7 +21,7 @@ from typing import Any
 
 from mindspeed import device
 from mindspeed.errors import ConfigError
-from mindspeed.features.adaptive_memory import FEATURE
+from mindspeed.features.adaptive_memory import AdaptiveMemory
 from mindspeed.files import atomic_write_text
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
@@ -126,7 +126,7 @@ def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: i
     """Choose for one pipeline stage; see :func:`plan_activations`."""
     from mindspeed.training.fake_job import rank_in_stage
 
-    wrapper_of(FEATURE.name, FLAG)
+    wrapper_of(AdaptiveMemory.name, FLAG)
     rank = rank_in_stage(args, stage)
     with fake_rank(args, rank) as own:
         return plan_here(own, budget, cluster, rank)
@@ -143,7 +143,7 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
     with LiveMemory() as memory:
         here: Any = CountedDevice(device.current(), memory)
         controller = Controller(settings, here, journal, lambda _: None, modelled_clock(cluster))
-        with wrapped_by(FEATURE.name, controller.with_schedule):
+        with wrapped_by(AdaptiveMemory.name, controller.with_schedule):
             step = StepOfRank(args, memory)
             for _ in range(PROFILED + len(SHARES)):
                 step.run()

@@ -18,7 +18,7 @@ from mindspeed.adaptor.pipeline_profile import (
     RankPart,
     profile_of,
 )
-from mindspeed.features.automated_pipeline import FEATURE
+from mindspeed.features.automated_pipeline import AutomatedPipeline
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.pipeline.automated.profile import Profile
@@ -46,7 +46,7 @@ def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
 
 def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profile]:
     """What the feature is to find, and its profile; see :func:`plan_pipeline`."""
-    attached = getattr(wrapper_of(FEATURE.name, FLAG), "__self__", None)
+    attached = getattr(wrapper_of(AutomatedPipeline.name, FLAG), "__self__", None)
     assert isinstance(attached, Profiler)
     stages = range(args.pipeline_model_parallel_size)
     parts = [_part_of(args, cluster, attached.task, stage) for stage in stages]
@@ -65,7 +65,7 @@ def _part_of(args: argparse.Namespace, cluster: Cluster, task: Task, stage: int)
     instruments = Instruments(lambda: clock.now, modelled_clock(cluster), latency, parts.append)
     with fake_rank(args, rank_in_stage(args, stage)) as own:
         profiler = Profiler(task, instruments)
-        with wrapped_by(FEATURE.name, profiler.with_schedule):
+        with wrapped_by(AutomatedPipeline.name, profiler.with_schedule):
             step = StepOfRank(own, LiveMemory())
             with clock:
                 for _ in range(STEPS):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-from mindspeed.features.auto_tuning import AutoTuningOptions
+from mindspeed.features.auto_tuning import AutoTuning
 from mindspeed.planner.command_words import flags_of
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser
@@ -36,7 +36,7 @@ NOT_PLANNED = {
     "use_checkpoint_args": None,
     "pretrained_checkpoint": None,
     "dry_run": None,
-    **{option.name: None for option in fields(AutoTuningOptions)},
+    **{option.name: None for option in fields(AutoTuning)},
 }
 """Flags of launching, of files and of in-script planning, which are no part of what is planned."""
 

@@ -145,7 +145,7 @@ class Session:
         with self.engine.batch():
             self.detach_features()
             for feature in new.enabled:
-                of_feature = feature.corrects(new.options[feature.name], values)
+                of_feature = feature.corrects(values)
                 values.update(of_feature)
                 corrections.update(of_feature)
             self._attach(new, MappingProxyType(values))
@@ -185,7 +185,7 @@ class Session:
                 self.engine.add(patch)
             for feature in configuration.enabled:
                 seams = self.seams.declared_by(feature.name, feature.seams)
-                feature.attach(seams, configuration.options[feature.name], megatron)
+                feature.attach(seams, megatron)
         except Exception:
             self.detach_features()
             raise

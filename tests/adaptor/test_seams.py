@@ -89,7 +89,7 @@ def _shared_code(module):
 def test_every_feature_uses_what_it_declares_and_declares_what_exists():
     methods = {"use_kernels": "kernels", "while_training": "train"}
     for feature in all_features():
-        module = importlib.import_module(feature.attach.__module__)
+        module = importlib.import_module(feature.__module__)
         text = inspect.getsource(module) + _shared_code(module)
         used = {methods.get(n, n) for n in re.findall(r"\bseams\.(\w+)", text)}
         used -= {"journal", "Seams"}

@@ -80,7 +80,7 @@ def test_import_loads_the_adaptor_and_no_algorithm():
         "print(json.dumps(sorted({name[1] for name in names})))"
     )
     assert set(rooms) == {
-        "adaptor", "device", "errors", "features", "files", "journal", "megatron_adaptor",
+        "adaptor", "device", "errors", "features", "files", "flags", "journal", "megatron_adaptor",
         "optimizer", "plugins", "ranges", "security", "session", "te", "tensor_parallel",
         "unpickle",
     }  # fmt: skip

@@ -21,7 +21,7 @@ def test_every_file_of_the_map_exists() -> None:
 
 
 def test_every_feature_is_on_the_map() -> None:
-    files = {feature.attach.__module__.rpartition(".")[2] for feature in all_features()}
+    files = {feature.__module__.rpartition(".")[2] for feature in all_features()}
     assert {name for name in files if f"`features/{name}.py`" not in MAP} == set()
 
 

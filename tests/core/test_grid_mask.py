@@ -11,7 +11,7 @@ from mindspeed.attention import Mask
 from mindspeed.attention.shared_mask import mask_of_batch
 from mindspeed.core.context_parallel import utils
 from mindspeed.errors import ConfigError
-from mindspeed.features import context_parallel
+from mindspeed.features.context_parallel import ContextParallel
 from mindspeed.journal import Journal
 
 
@@ -62,11 +62,11 @@ def test_invalid_values_are_refused(hooks, grid, size, message):
 
 def test_the_flag_sets_the_mask_of_the_process(hooks, capsys):
     hooks(lambda ranks: torch.ones(ranks, ranks).tril())
-    options = context_parallel.ContextParallelOptions(
+    feature = ContextParallel(
         context_parallel_algo="adaptive_cp_algo", adaptive_cp_manually_set_mask_list=True
     )
     seams = SimpleNamespace(journal=Journal(), use_kernels=lambda **functions: None)
-    context_parallel.FEATURE.attach(seams, options, {"seq_length": 12, "context_parallel_size": 3})
+    feature.attach(seams, {"seq_length": 12, "context_parallel_size": 3})
     assert capsys.readouterr().out == "context parallel: 3 ranks, adaptive_cp_algo\n"
     assert mask_of_batch(12, 1) == utils.mask_by_user(12, 3)
     seams.journal.undo()

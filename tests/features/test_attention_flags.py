@@ -104,7 +104,7 @@ def test_the_data_loader_makes_no_mask_that_is_not_read():
         return {
             name: value
             for feature in configuration.enabled
-            for name, value in feature.corrects(configuration.options[feature.name], values).items()
+            for name, value in feature.corrects(values).items()
         }
 
     assert corrections() == {"create_attention_mask_in_dataloader": False}
@@ -120,7 +120,7 @@ def attached():
         seams.clear()
         configuration = resolve(values, "cpu")
         for feature in configuration.enabled:
-            feature.attach(seams, configuration.options[feature.name], values)
+            feature.attach(seams, values)
 
     yield attach
     seams.clear()

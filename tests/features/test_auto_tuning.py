@@ -15,14 +15,14 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features import _auto_tuning_command as command
 from mindspeed.features import registry
-from mindspeed.features.auto_tuning import AutoTuningOptions, asked
+from mindspeed.features.auto_tuning import AutoTuning, asked
 from mindspeed.processes import free_port
 
 JOB = ["--num-layers", "4", "--bf16"]
 
 
 def started(device_name="", job=JOB, **options):
-    words = command.plan_command(AutoTuningOptions(**options), job, device_name)
+    words = command.plan_command(AutoTuning(**options), job, device_name)
     assert words[:4] == [sys.executable, "-m", "mindspeed", "plan"]
     middle = words.index("--")
     return dict(zip(words[4:middle:2], words[5:middle:2], strict=True)), words[middle + 1 :]
@@ -54,7 +54,7 @@ def test_the_process_plans_for_the_devices_that_are_named():
 
 def test_the_job_is_planned_without_the_flags_that_ask_for_a_plan():
     words = "train.py --bf16 --auto-tuning --auto-tuning-ranks 8 --nodes=2 --lr 1 --auto-parallel"
-    assert command.without_options(words.split(), AutoTuningOptions) == (
+    assert command.without_options(words.split(), AutoTuning) == (
         ["train.py", "--bf16", "--lr", "1"]
     )
 
@@ -107,7 +107,7 @@ def test_only_the_first_rank_plans(monkeypatch, capsys):
     monkeypatch.setattr(command, "run_with_signals", run)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--bf16", "--auto-tuning"])
     monkeypatch.setenv("MASTER_ADDR", "here")
-    options = AutoTuningOptions(auto_tuning=True, auto_tuning_log_level="warning")
+    options = AutoTuning(auto_tuning=True, auto_tuning_log_level="warning")
     for rank, status in (("1", 0), ("0", 3)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end:
@@ -121,7 +121,7 @@ def test_only_the_first_rank_plans(monkeypatch, capsys):
     assert "--save is ignored: nothing is trained" in capsys.readouterr().err
     monkeypatch.delenv("MINDSPEED_PLANNING")
     with pytest.raises(SystemExit):
-        command.plan_and_end(AutoTuningOptions(auto_parallel=True), {"command_words": ("--x", "1")})
+        command.plan_and_end(AutoTuning(auto_parallel=True), {"command_words": ("--x", "1")})
     assert calls[1][0][-2:] == ["--x", "1"] and not calls[1][2]
     assert asked({"auto_parallel": True}) and not asked({"nnodes": 2})
 

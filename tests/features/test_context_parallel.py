@@ -11,7 +11,7 @@ import pytest
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
 from mindspeed.features import context_parallel as feature
-from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN, ContextParallelOptions
+from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN, ContextParallel
 from mindspeed.features.registry import resolve
 from mindspeed.training.arguments import build_parser, parse
 
@@ -28,12 +28,12 @@ MODEL = {
 
 
 def resolved(**values):
-    """Options and corrections of Megatron's arguments."""
+    """The feature and its corrections of Megatron's arguments."""
     megatron = MODEL | values
     configuration = resolve(megatron, "cpu")
     assert "context-parallel" in [f.name for f in configuration.enabled]
-    options = configuration.options["context-parallel"]
-    return options, feature.FEATURE.corrects(options, megatron)
+    chosen = configuration.features["context-parallel"]
+    return chosen, chosen.corrects(megatron)
 
 
 def test_copies_of_the_arguments_keep_the_algorithm():
@@ -43,7 +43,7 @@ def test_copies_of_the_arguments_keep_the_algorithm():
         by_caller = argparse.Namespace(**{**vars(args), "cp_comm_type": ["p2p"]})
         args.context_parallel_size = 8
         corrected = argparse.Namespace(**vars(args))
-        vars(corrected).update(feature.FEATURE.corrects(_options(args), vars(args)))
+        vars(corrected).update(_chosen(args).corrects(vars(args)))
         for copied in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
             assert feature.comm_types(vars(copied(args))) is None
             assert feature.comm_types(vars(copied(corrected))) is None
@@ -52,17 +52,17 @@ def test_copies_of_the_arguments_keep_the_algorithm():
         assert feature.comm_types(vars(copy.deepcopy(given))) == ["p2p"]
 
 
-def _options(args):
-    return resolve(vars(args), "cpu").options["context-parallel"]
+def _chosen(args):
+    return resolve(vars(args), "cpu").features["context-parallel"]
 
 
 def strategy(**values):
-    return feature.strategy_of(resolved(**values)[0])
+    return resolved(**values)[0].strategy_of()
 
 
 def test_default_is_ulysses():
     options, corrections = resolved()
-    assert feature.strategy_of(options) == Strategy("ulysses")
+    assert options.strategy_of() == Strategy("ulysses")
     assert corrections == {
         "cp_comm_type": ("a2a",),
         "create_attention_mask_in_dataloader": False,
@@ -119,7 +119,7 @@ def test_default_is_ulysses():
 )
 def test_algorithms(values, expected, comm_type):
     options, corrections = resolved(**values)
-    assert feature.strategy_of(options) == expected
+    assert options.strategy_of() == expected
     assert corrections["cp_comm_type"] == (comm_type,)
     if expected.hybrid:
         sizes = [expected.ulysses_degree, 8 // expected.ulysses_degree]
@@ -131,9 +131,9 @@ def test_comm_type_wins_where_it_is_given():
         cp_comm_type=["p2p"], cp_window_size=2, context_parallel_kv_cache_policy="half"
     )
     assert "cp_comm_type" not in corrections
-    chosen = feature.strategy_of(options, "p2p", 1)
+    chosen = options.strategy_of("p2p", 1)
     assert chosen == Strategy("ring", ring_window=2, cache="half")
-    assert feature.strategy_of(options, "a2a", 1).algorithm == "ulysses"
+    assert options.strategy_of("a2a", 1).algorithm == "ulysses"
 
 
 def test_reconfiguring_uses_the_algorithm_not_its_previous_correction():
@@ -264,4 +264,4 @@ def test_uneven_heads_are_reported():
 def test_without_context_parallelism_nothing_is_on():
     configuration = resolve({"context_parallel_size": 1}, "cpu")
     assert not configuration.enabled
-    assert ContextParallelOptions() == configuration.options["context-parallel"]
+    assert ContextParallel() == configuration.features["context-parallel"]

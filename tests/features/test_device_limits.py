@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed import device
 from mindspeed.adaptor import arguments
-from mindspeed.features import unsupported_combinations
+from mindspeed.features.unsupported_combinations import UnsupportedCombinations
 
 FSDP = {"use_megatron_fsdp": True}
 OFF = {
@@ -65,12 +65,7 @@ def unavailable(monkeypatch):
     def problems(values, name):
         here = SimpleNamespace(name=name, on_host=name == "cpu")
         monkeypatch.setattr(device, "current", lambda: here)
-        return [
-            str(p)
-            for p in unsupported_combinations.FEATURE.validate(
-                unsupported_combinations.UnsupportedOptions(), values
-            )
-        ]
+        return [str(p) for p in UnsupportedCombinations().problems(values)]
 
     return problems
 

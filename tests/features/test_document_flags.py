@@ -12,7 +12,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features import packed_documents, variable_lengths
 from mindspeed.features.registry import resolve
 
-PACKED, LENGTHS = packed_documents.FEATURE, variable_lengths.FEATURE
+PACKED, LENGTHS = packed_documents.PackedDocuments, variable_lengths.VariableLengths
 RESET = {"reset_attention_mask": True, "calculate_per_token_loss": True}
 ADAPTIVE = {"context_parallel_size": 2, "context_parallel_algo": "adaptive_cp_algo"}
 
@@ -79,13 +79,13 @@ def test_invalid_flags_are_refused(values, said):
 
 
 def test_arguments_of_megatron_that_must_change():
-    options = packed_documents.PackedDocumentsOptions()
+    packed = PACKED()
     masks = {"create_attention_mask_in_dataloader": True}
-    assert PACKED.corrects(options, masks) == {"create_attention_mask_in_dataloader": False}
-    assert PACKED.corrects(options, {}) == {}
-    lengths = variable_lengths.VariableLengthsOptions(variable_seq_lengths=True)
+    assert packed.corrects(masks) == {"create_attention_mask_in_dataloader": False}
+    assert packed.corrects({}) == {}
+    lengths = LENGTHS(variable_seq_lengths=True)
     dense = {"moe_token_dispatcher_type": "allgather"}
-    assert LENGTHS.corrects(lengths, dense) == {"moe_token_dispatcher_type": "alltoall"}
+    assert lengths.corrects(dense) == {"moe_token_dispatcher_type": "alltoall"}
 
 
 class Seams(SimpleNamespace):
@@ -99,35 +99,34 @@ class Seams(SimpleNamespace):
         self.functions.append(function)
 
 
-def attached(feature, options, values):
+def attached(feature, values):
     seams = Seams()
-    feature.attach(seams, options, values)
+    feature.attach(seams, values)
     return seams.functions
 
 
 def test_documents_end_with_the_tokenizers_token_or_after_a_number_of_tokens():
     tokens = torch.tensor([[1, 0, 2, 3], [4, 5, 6, 0]])
-    options = packed_documents.PackedDocumentsOptions()
-    (find,) = attached(PACKED, options, RESET)
+    (find,) = attached(PACKED(), RESET)
     assert find((0, 4, 8), tokens, SimpleNamespace(eod=0)) == (0, 2, 4, 8)
     with pytest.raises(ConfigError, match="need a tokenizer with an end-of-document token"):
         find((0, 4, 8), tokens, SimpleNamespace(eod=None))
-    (find,) = attached(PACKED, packed_documents.PackedDocumentsOptions(3), RESET)
+    (find,) = attached(PACKED(3), RESET)
     assert find((0, 4, 8), tokens, None) == (0, 3, 4, 7, 8)
-    (find,) = attached(PACKED, options, ADAPTIVE)
+    (find,) = attached(PACKED(), ADAPTIVE)
     assert find((0, 4, 8), tokens, None) == (0, 4, 8)
 
 
 def test_sequences_are_shortened_to_divisible_lengths(caplog, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    options = variable_lengths.VariableLengthsOptions(variable_seq_lengths=True)
+    lengths = LENGTHS(variable_seq_lengths=True)
     rows = {"tokens": torch.ones(2, 16), "loss_mask": torch.zeros(2, 16)}
     rows["loss_mask"][0, 4] = rows["loss_mask"][1, 2] = 1
     values = {"tensor_model_parallel_size": 3, "pipeline_model_parallel_size": 2}
     for more, width in (({}, 5), ({"sequence_parallel": True}, 6)):
-        shorten, _ = attached(LENGTHS, options, values | more)
+        shorten, _ = attached(lengths, values | more)
         assert shorten(rows)["tokens"].shape == shorten(rows)["loss_mask"].shape == (2, width)
     assert variable_lengths.multiple_of({"context_parallel_size": 4}) == 8
     with caplog.at_level(logging.WARNING, "mindspeed"):
-        attached(LENGTHS, options, {})
+        attached(lengths, {})
     assert "there is one pipeline stage" in caplog.text

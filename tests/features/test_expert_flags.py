@@ -129,7 +129,7 @@ REFUSED = [
 
 
 def resolve(flags):
-    known = {item.name for feature in registry.all_features() for item in flags_of(feature.options)}
+    known = {item.name for feature in registry.all_features() for item in flags_of(feature)}
     assert set(flags) <= {*JOB, *known, *MORE}
     return registry.resolve({**JOB, **flags}, "cpu")
 

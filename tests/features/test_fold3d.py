@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from mindspeed.features.fold3d import FEATURE, Fold3DOptions
+from mindspeed.features.fold3d import Fold3D
 
 JOB = {
     "pipeline_model_parallel_size": 4,
@@ -37,7 +37,7 @@ def resolve(**flags):
     ],
 )
 def test_orders_are_taken(flags):
-    assert FEATURE.name in {feature.name for feature in resolve(**flags).enabled}
+    assert Fold3D.name in {feature.name for feature in resolve(**flags).enabled}
 
 
 def test_the_name_of_the_original_is_the_same_flag():
@@ -80,23 +80,23 @@ def test_what_cannot_be_is_refused(flags, text):
 def test_nothing_to_hide_is_said(flags, warns, caplog):
     seams = SimpleNamespace(schedule=SimpleNamespace(add=lambda *_, **__: None))
     with caplog.at_level(logging.WARNING, logger="mindspeed"):
-        FEATURE.attach(seams, Fold3DOptions(fold_mode="aiao"), {**JOB, **flags})
+        Fold3D(fold_mode="aiao").attach(seams, {**JOB, **flags})
     assert ("no reduction of gradients can be hidden" in caplog.text) == warns
 
 
 @pytest.mark.parametrize(
-    ("options", "changes"),
+    ("feature", "changes"),
     [
-        (Fold3DOptions("aiao"), {"kind": "aiao"}),
-        (Fold3DOptions("aiao", "strict"), {"kind": "aiao", "strict": True}),
-        (Fold3DOptions("fifo"), {"kind": "interleaved"}),
+        (Fold3D("aiao"), {"kind": "aiao"}),
+        (Fold3D("aiao", "strict"), {"kind": "aiao", "strict": True}),
+        (Fold3D("fifo"), {"kind": "interleaved"}),
     ],
 )
-def test_the_order_is_the_one_that_the_flags_name(options, changes):
+def test_the_order_is_the_one_that_the_flags_name(feature, changes):
     added = []
     seams = SimpleNamespace(
         schedule=SimpleNamespace(add=lambda function, owner: added.append(function))
     )
-    FEATURE.attach(seams, options, JOB)
+    feature.attach(seams, JOB)
     request = added[0](None).request
     assert {name: getattr(request, name) for name in changes} == changes

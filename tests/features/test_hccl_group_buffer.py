@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.hccl_group_buffer import HcclGroupBufferOptions, traffic_of
+from mindspeed.features.hccl_group_buffer import HcclGroupBuffer
 from mindspeed.features.registry import resolve
 
 LLAMA = {
@@ -18,17 +18,17 @@ ADAPTIVE = {"hccl_group_buffer_adaptive": True}
 
 
 def test_traffic_is_read_from_megatrons_arguments():
-    traffic = traffic_of(HcclGroupBufferOptions(), LLAMA | {"context_parallel_size": 2})
+    traffic = HcclGroupBuffer().traffic_of(LLAMA | {"context_parallel_size": 2})
     assert (traffic.tokens, traffic.hidden_size, traffic.key_size) == (4096, 4096, 1024)
     assert (traffic.element, traffic.tensor_parallel, traffic.sequence_parallel) == (2, 4, True)
     assert (traffic.ring, traffic.ulysses, traffic.expert_factor) == (True, False, None)
-    whole = traffic_of(HcclGroupBufferOptions(), LLAMA | {"group_query_attention": False})
+    whole = HcclGroupBuffer().traffic_of(LLAMA | {"group_query_attention": False})
     assert (whole.key_size, whole.ring, whole.ulysses) == (4096, False, False)
-    options = HcclGroupBufferOptions(**FACTOR)
+    options = HcclGroupBuffer(**FACTOR)
     algorithms = {"ulysses_cp_algo": (False, True), "hybrid_cp_algo": (True, True)}
     for algorithm, (ring, ulysses) in algorithms.items():
         context = {"context_parallel_size": 2, "context_parallel_algo": algorithm}
-        found = traffic_of(options, LLAMA | context)
+        found = options.traffic_of(LLAMA | context)
         assert (found.ring, found.ulysses, found.expert_factor) == (ring, ulysses, 1.5)
 
 

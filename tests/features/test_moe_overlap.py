@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed.features.moe_overlap import ASYNC, FEATURE, OVERLAP, MoeOverlapOptions
+from mindspeed.features.moe_overlap import ASYNC, OVERLAP, MoeOverlap
 
 LAYER = {
     "num_experts": 8,
@@ -19,7 +19,7 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 
 
 def said(options, change):
-    return "\n".join(map(str, FEATURE.validate(options, LAYER | change)))
+    return "\n".join(map(str, options.problems(LAYER | change)))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def said(options, change):
 )
 def test_refused(change, expected):
     for name, options in {
-        ASYNC: MoeOverlapOptions(moe_permutation_async_comm=True),
-        OVERLAP: MoeOverlapOptions(moe_alltoall_overlap_comm=True),
+        ASYNC: MoeOverlap(moe_permutation_async_comm=True),
+        OVERLAP: MoeOverlap(moe_alltoall_overlap_comm=True),
     }.items():
         text = said(options, change)
         assert text.startswith(name)
@@ -47,17 +47,17 @@ def test_refused(change, expected):
 
 def test_the_dispatcher_of_each_flag():
     allgather = {"moe_token_dispatcher_type": "allgather"}
-    both = MoeOverlapOptions(True, True)
+    both = MoeOverlap(True, True)
     assert "add --moe-token-dispatcher-type alltoall" in said(both, allgather)
-    assert not said(MoeOverlapOptions(moe_permutation_async_comm=True), allgather)
+    assert not said(MoeOverlap(moe_permutation_async_comm=True), allgather)
 
 
 def test_deepspeed_layers_exchange_no_counts():
     deepspeed = {"moe_model_type": "deepspeed_moe"}
-    assert "no counts" in said(MoeOverlapOptions(moe_permutation_async_comm=True), deepspeed)
+    assert "no counts" in said(MoeOverlap(moe_permutation_async_comm=True), deepspeed)
     counted = {**deepspeed, "moe_no_drop": True}
-    assert not said(MoeOverlapOptions(moe_permutation_async_comm=True), counted)
-    assert not said(MoeOverlapOptions(moe_alltoall_overlap_comm=True), deepspeed)
+    assert not said(MoeOverlap(moe_permutation_async_comm=True), counted)
+    assert not said(MoeOverlap(moe_alltoall_overlap_comm=True), deepspeed)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_deepspeed_layers_exchange_no_counts():
     ],
 )
 def test_accepted(change):
-    assert not said(MoeOverlapOptions(True, True), change)
+    assert not said(MoeOverlap(True, True), change)
 
 
 def test_a_frameworks_configuration_is_checked_with_its_model():
-    assert not FEATURE.validate(MoeOverlapOptions(True, True), {})
+    assert not list(MoeOverlap(True, True).problems({}))

@@ -7,17 +7,17 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
 from mindspeed.features.feature import Problem
-from mindspeed.features.moe_adaptive_recompute import FEATURE as ADAPTIVE
-from mindspeed.features.moe_zero_memory import FEATURE as ZERO
+from mindspeed.features.moe_adaptive_recompute import MoeAdaptiveRecompute as ADAPTIVE
+from mindspeed.features.moe_zero_memory import MoeZeroMemory as ZERO
 from tests.features.test_expert_flags import JOB, TP
 
 MEGATRON = {"num_experts": 8, "num_layers": 8, "moe_token_dispatcher_type": "alltoall"}
 
 
 def problems(feature, flags, megatron) -> list[Problem]:
-    options = feature.options(**flags)
-    assert feature.enabled(options, MEGATRON)
-    return feature.validate(options, MEGATRON | megatron)
+    chosen = feature(**flags)
+    assert chosen.enabled(MEGATRON)
+    return list(chosen.problems(MEGATRON | megatron))
 
 
 ZERO_ERRORS = [
@@ -102,7 +102,7 @@ def test_what_goes_together(megatron):
 
 
 def test_a_framework_without_arguments_is_not_asked():
-    assert not ZERO.validate(ZERO.options(moe_zero_memory="level1"), {})
+    assert not list(ZERO(moe_zero_memory="level1").problems({}))
 
 
 @pytest.mark.parametrize(

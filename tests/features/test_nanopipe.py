@@ -9,7 +9,7 @@ import pytest
 from mindspeed import te
 from mindspeed.errors import ConfigError
 from mindspeed.features._divided_backward import costs_of
-from mindspeed.features.nanopipe import FEATURE, _changes, _host_check
+from mindspeed.features.nanopipe import Nanopipe, _host_check
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
@@ -41,8 +41,8 @@ NANO = {"use_nanopipe": True}
 )
 def test_possible_jobs(flags):
     enabled = {feature.name for feature in resolve({**JOB, **NANO, **flags}, "cpu").enabled}
-    assert FEATURE.name in enabled
-    assert FEATURE.name not in {feature.name for feature in resolve(JOB, "cpu").enabled}
+    assert Nanopipe.name in enabled
+    assert Nanopipe.name not in {feature.name for feature in resolve(JOB, "cpu").enabled}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_impossible_jobs_are_refused(flags, text):
 
 def test_the_group_size_of_megatrons_schedule_is_kept():
     values = {**JOB, **NANO, "microbatch_group_size_per_vp_stage": 8}
-    changes = _changes(resolve(values, "cpu").options[FEATURE.name], values)
+    changes = resolve(values, "cpu").features[Nanopipe.name]._changes(values)
     ours = simulate(build_plan(ScheduleRequest(**changes), 4, 2, 16))
     megatrons = simulate(build_plan(ScheduleRequest(group_size=8), 4, 2, 16))
     assert ours.peak_memory[0] == megatrons.peak_memory[0] == 7.5

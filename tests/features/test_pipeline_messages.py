@@ -7,8 +7,10 @@ import re
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import multiparameter_pipeline, optimized_send_recv, variable_lengths
+from mindspeed.features.multiparameter_pipeline import MultiparameterPipeline
+from mindspeed.features.optimized_send_recv import OptimizedSendRecv
 from mindspeed.features.registry import resolve
+from mindspeed.features.variable_lengths import VariableLengths
 
 JOB = {
     "pipeline_model_parallel_size": 4,
@@ -45,7 +47,7 @@ def schedule_of(**flags):
     seams, function = OneSeam(), megatrons
     for feature in found.enabled:
         if "schedule" in feature.seams:
-            feature.attach(seams, found.options[feature.name], values)
+            feature.attach(seams, values)
     for schedule in seams.functions:
         function = schedule(function)
     return function
@@ -79,8 +81,7 @@ def test_variable_lengths_reach_plans_in_any_order_of_attachment(other):
 def test_declared_shapes_are_those_of_the_arguments_when_a_step_runs():
     values = {**JOB, **SEVERAL}
     seams = OneSeam()
-    options = multiparameter_pipeline.MultiparameterPipelineOptions(True)
-    multiparameter_pipeline.FEATURE.attach(seams, options, values)
+    MultiparameterPipeline(True).attach(seams, values)
     messages = seams.functions[0](megatrons).messages
     assert messages.several_tensors and messages.declared() is None
     values["pipeline_tensor_shapes"] = [{"shape": (1,), "dtype": "float"}]
@@ -122,5 +123,5 @@ def test_what_cannot_be_is_refused(flags, text):
 
 
 def test_features_have_one_seam():
-    for module in (multiparameter_pipeline, optimized_send_recv, variable_lengths):
-        assert "schedule" in module.FEATURE.seams
+    for feature in (MultiparameterPipeline, OptimizedSendRecv, VariableLengths):
+        assert "schedule" in feature.seams

@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features._pipeline_plan import limit_of
-from mindspeed.features.pipeline_schedule import FEATURE, _changes
+from mindspeed.features.pipeline_schedule import PipelineSchedule
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 
@@ -28,7 +28,7 @@ def names(**flags):
 
 
 def test_without_flags_megatrons_own_schedules_run():
-    assert FEATURE.name not in names()
+    assert PipelineSchedule.name not in names()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_without_flags_megatrons_own_schedules_run():
     ],
 )
 def test_possible_schedules_are_taken(flags):
-    assert FEATURE.name in names(**flags)
+    assert PipelineSchedule.name in names(**flags)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_impossible_schedules_are_refused(flags, text):
 def test_the_group_size_of_megatrons_schedule_is_kept(tmp_path):
     chunks = {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 8}
     values = {**JOB, **chunks, "pipeline_schedule": "interleaved"}
-    options = resolve(values, "cpu").options[FEATURE.name]
-    assert _changes(options, values) == {"kind": "interleaved", "group_size": 8}
+    feature = resolve(values, "cpu").features[PipelineSchedule.name]
+    assert feature._changes(values) == {"kind": "interleaved", "group_size": 8}
 
 
 @pytest.mark.parametrize(

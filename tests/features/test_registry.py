@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import types
 from dataclasses import dataclass, make_dataclass
 from typing import Literal
 
@@ -32,14 +34,22 @@ class SwapOptions:
     swap_limit: int | None = flag(None, "at most")
 
 
-def make(name, *, level=2, options=SwapOptions, enabled=None, **kwargs):
-    enabled = enabled or (lambda o, m: getattr(o, flags_of(options)[0].name))
-    return Feature(name, name, level, options, enabled, lambda *a: None, **kwargs)
+def make(name, flags=SwapOptions, *, level=2, methods=(), **traits):
+    """A feature with the flags of a dataclass, and ``methods`` in the place of the defaults."""
+    fields = {item.name: item.type for item in flags_of(flags)}
+    values = {one.name: flag(one.default, **one.metadata) for one in dataclasses.fields(flags)}
+    body = {"__doc__": name, "__annotations__": fields, **values, **dict(methods)}
+    return types.new_class(
+        name.title(),
+        (Feature,),
+        {"name": name, "level": level, **traits},
+        lambda ns: ns.update(body),
+    )
 
 
-def simple(name, **kwargs):
-    options = make_dataclass(name.title(), [(f"use_{name}", bool, flag(False, "on"))], frozen=True)
-    return make(name, options=options, **kwargs)
+def simple(name, **more):
+    flags = make_dataclass(name.title(), [(f"use_{name}", bool, flag(False, "on"))], frozen=True)
+    return make(name, flags, **more)
 
 
 def parse(*argv):
@@ -99,17 +109,17 @@ def test_level_switches_features_off_and_refuses_explicit_flags():
     feature = simple("fast", level=2)
     with pytest.raises(ConfigError, match=r"--use-fast: needs --optimization-level >= 2 \(got 1\)"):
         resolve({"use_fast": True, "optimization_level": 1}, "cpu", [feature])
-    always_on = simple("auto", level=1, enabled=lambda o, m: True)
+    always_on = simple("auto", level=1, methods={"enabled": lambda feature, megatron: True})
     assert resolve({"optimization_level": 0}, "cpu", [always_on]).enabled == ()
     assert [f.name for f in resolve({}, "cpu", [always_on]).enabled] == ["auto"]
 
 
 def test_all_problems_of_all_features_are_reported_together():
-    def validate(options, megatron):
+    def problems(feature, megatron):
         return [Problem("--use-a", f"hidden size {megatron['hidden_size']} is odd", "make it even")]
 
     features = [
-        simple("a", validate=validate, conflicts=("b",)),
+        simple("a", methods={"problems": problems}, conflicts=("b",)),
         simple("b", devices=("npu",), conflicts=("a",)),
         simple("c", requires=("d",)),
         simple("d"),
@@ -143,13 +153,13 @@ def test_cycles_and_double_declarations_are_errors():
     with pytest.raises(
         ConfigError, match=r"flag --use-a declared twice: by feature 'a' \(mindspeed\) and"
     ):
-        check_declarations([simple("a"), make("x", options=simple("a").options)])
+        check_declarations([simple("a"), make("x", simple("a"))])
     with pytest.raises(ConfigError, match="refers to unknown feature 'zzz'"):
         check_declarations([simple("a", conflicts=("zzz",))])
 
 
 def test_changed_values_are_what_differs_from_the_defaults():
-    feature = make("swap", enabled=lambda o, m: o.swap_attention)
+    feature = make("swap")
     configuration = resolve({"swap_attention": True, "swap_modules": ["a"]}, "cpu", [feature])
     assert configuration.changed_values() == {"swap_attention": True, "swap_modules": ("a",)}
 
@@ -158,5 +168,5 @@ def test_every_feature_of_the_library_is_declared_soundly():
     for feature in all_features():
         assert feature.summary
         assert set(feature.devices) <= {"cpu", "cuda", "npu"}
-        for item in flags_of(feature.options):
+        for item in flags_of(feature):
             assert item.help

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.features.moe_allgather_overlap import FEATURE
+from mindspeed.features.moe_allgather_overlap import MoeAllgatherOverlap
 from mindspeed.moe.dispatch import all_gather
 from tests.moe import dispatch_ranks as jobs
 from tests.moe.dispatch_ranks import Case
@@ -191,8 +191,8 @@ FLAGS = {
     ],
 )
 def test_flags_that_do_not_fit(changes, said):
-    options = FEATURE.options(moe_allgather_overlap_comm=True)
-    assert FEATURE.validate(options, FLAGS) == []
-    problems = FEATURE.validate(options, FLAGS | changes)
+    feature = MoeAllgatherOverlap(moe_allgather_overlap_comm=True)
+    assert list(feature.problems(FLAGS)) == []
+    problems = list(feature.problems(FLAGS | changes))
     assert any(said in str(problem) for problem in problems)
     assert all(str(problem).startswith("--moe-allgather-overlap-comm") for problem in problems)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.moe_alltoall_exchange import FEATURE
+from mindspeed.features.moe_alltoall_exchange import MoeAlltoallExchange
 from mindspeed.moe.dispatch import expected
 from mindspeed.moe.dispatch.compact import ID_DTYPE
 from mindspeed.moe.dispatch.level import join, metadata_bytes, sum_rows, take_apart
@@ -235,10 +235,10 @@ FLAGS = {
 
 def problems(monkeypatch, node=2, exchange="flat", hierarchical=True, **changes):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
-    options = FEATURE.options(
+    feature = MoeAlltoallExchange(
         moe_alltoall_exchange=exchange, moe_hierarchical_alltoallv=hierarchical
     )
-    return "\n".join(map(str, FEATURE.validate(options, FLAGS | changes)))
+    return "\n".join(map(str, feature.problems(FLAGS | changes)))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_megatron_lms_parser_knows_the_old_name():
     args = registry.add_arguments(parser).parse_args(["--optimizer", "fused_adam"])
     (feature,) = registry.resolve(vars(args), "cpu").enabled
     assert feature.name == "fused-adam"
-    assert feature.corrects(None, {}) == {"optimizer": "adam"}
+    assert feature.corrects({}) == {"optimizer": "adam"}
 
 
 SHARDED = "--use-distributed-optimizer"

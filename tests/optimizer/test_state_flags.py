@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import cadam, registry, virtual_optimizer
-from mindspeed.features.virtual_optimizer import VirtualOptimizerOptions
+from mindspeed.features import registry, virtual_optimizer
+from mindspeed.features.cadam import Cadam
+from mindspeed.features.virtual_optimizer import VirtualOptimizer
 
 BF16 = {"bf16": True, "fp16": False}
 CADAM = {"optimizer": "cadam"}
@@ -75,7 +76,7 @@ def test_cadam_gives_advice_once(lr, beta, said, caplog, monkeypatch):
         monkeypatch.setenv("RANK", rank)
         with caplog.at_level(logging.WARNING, "mindspeed"):
             values = {"lr": lr, "adam_beta1": beta}
-            cadam._attach(Kernels(), cadam.CadamOptions(), values)
+            Cadam().attach(Kernels(), values)
     records = [record for record in caplog.records if "3 to 10 times lower" in record.message]
     assert len(records) == said
 
@@ -85,8 +86,7 @@ def test_each_stage_has_its_own_limit(monkeypatch):
 
     monkeypatch.setattr(optimizer_policy, "pipeline_rank", lambda: 1)
     seams = Kernels()
-    options = VirtualOptimizerOptions(("1", "0.5"))
-    virtual_optimizer._attach(seams, options, {"pipeline_model_parallel_size": 2})
+    VirtualOptimizer(("1", "0.5")).attach(seams, {"pipeline_model_parallel_size": 2})
     space = seams.state_placement("exp_avg")
     assert space.limit == 2**29 and seams.state_placement("exp_avg_sq") is space
     assert seams.state_placement("master_param") is None
@@ -98,6 +98,6 @@ def test_without_mapped_memory_states_are_swapped_with_a_warning(monkeypatch, ca
     monkeypatch.setattr(virtual_optimizer, "_swaps", lambda: True)
     seams = Kernels()
     with caplog.at_level(logging.WARNING, "mindspeed"):
-        virtual_optimizer._attach(seams, VirtualOptimizerOptions(("all",)), {})
+        VirtualOptimizer(("all",)).attach(seams, {})
     assert isinstance(seams.state_placement("exp_avg"), HostSwap)
     assert "states are swapped" in caplog.text

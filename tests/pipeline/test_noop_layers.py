@@ -136,4 +136,4 @@ def test_features_that_need_whole_layers_are_refused():
 @pytest.mark.parametrize("given", [["0,2"], ["0", "2"], ["0,", "2"], (0, 2), "0,2"])
 def test_both_spellings_of_a_list_are_accepted(given):
     configuration = resolve({"noop_layers": given, "num_layers": 4}, "cpu")
-    assert configuration.options["noop-layers"].noop_layers == (0, 2)
+    assert configuration.features["noop-layers"].noop_layers == (0, 2)

@@ -27,7 +27,7 @@ def test_every_flag_is_compared_or_tried():
     for module in (test_counts, test_counts_context, test_counts_experts, pipeline):
         words |= {word for case in module.CASES.values() for word in case[1].split()}
     for feature in all_features():
-        for flag in flags_of(feature.options):
+        for flag in flags_of(feature):
             negative = f"--no-{flag.option[2:]}"
             if feature.name not in WITHOUT_A_STEP:
                 assert {flag.option, negative} & words, f"{flag.option} of {feature.name}"

@@ -1,30 +1,17 @@
 """Source code of the packages that the tests install."""
 
 FEATURE = """
-from dataclasses import dataclass
-
 from mindspeed.features.feature import Feature
 from mindspeed.flags import flag
 
 
-@dataclass(frozen=True)
-class Options:
+class Gain(Feature, name="acme-gain", level=2, seams=("log",)):
+    '''A gain.'''
+
     acme_gain: float = flag(1.0, "gain", aliases=("--acme-amplification",))
 
-
-def attach(seams, options, megatron):
-    seams.{seam}.add(lambda *args: None, owner="acme-gain")
-
-
-FEATURE = Feature(
-    name="acme-gain",
-    summary="a gain",
-    level=2,
-    options=Options,
-    enabled=lambda options, megatron: options.acme_gain != 1.0,
-    attach=attach,
-    seams=("log",),
-)
+    def attach(self, seams, megatron):
+        seams.{seam}.add(lambda *args: None, owner="acme-gain")
 """
 
 FAMILY = """

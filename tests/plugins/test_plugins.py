@@ -24,7 +24,7 @@ from mindspeed.journal import Journal
 from mindspeed.models import families, presets
 from tests.plugins import plugin_ranks, sources
 
-ONE_FEATURE = {plugins.FEATURES: {"acme-gain": "acme_gain:FEATURE"}}
+ONE_FEATURE = {plugins.FEATURES: {"acme-gain": "acme_gain:Gain"}}
 GAIN = {"acme_gain": sources.FEATURE.format(seam="log")}
 
 
@@ -109,16 +109,16 @@ def test_a_device_on_the_host_is_treated_as_the_cpu_whatever_its_name(packages, 
 
 
 BROKEN = {
-    "a module that is not there": ("no_such_module:FEATURE", "", "ModuleNotFoundError"),
-    "an attribute that is not there": ("acme:FEATURE", "", "AttributeError"),
+    "a module that is not there": ("no_such_module:Gain", "", "ModuleNotFoundError"),
+    "an attribute that is not there": ("acme:Gain", "", "AttributeError"),
     "code that raises": (
-        "acme:FEATURE",
+        "acme:Gain",
         "raise RuntimeError('no\\n licence')",
         "RuntimeError: no licence",
     ),
-    "another type": ("acme:FEATURE", "FEATURE = 7", "it is a int, not a mindspeed.features"),
+    "another type": ("acme:Gain", "Gain = 7", "it is a int, not a subclass of mindspeed.features"),
     "another name": (
-        "acme:FEATURE",
+        "acme:Gain",
         sources.FEATURE.format(seam="log"),
         "its object has the name 'acme-gain', not 'acme'",
     ),
@@ -141,12 +141,12 @@ def test_a_broken_plugin_is_one_error_that_names_package_entry_point_and_cause(
 
 
 def test_duplicate_names_are_refused_with_both_packages(packages):
-    packages("acme", GAIN, {plugins.FEATURES: {"profiling": "acme_gain:FEATURE"}})
+    packages("acme", GAIN, {plugins.FEATURES: {"profiling": "acme_gain:Gain"}})
     with pytest.raises(
         ConfigError, match=r"'profiling' is declared twice, by mindspeed and by acme 1"
     ):
         registry.all_features()
-    packages("other", GAIN, {plugins.FEATURES: {"profiling": "acme_gain:FEATURE"}})
+    packages("other", GAIN, {plugins.FEATURES: {"profiling": "acme_gain:Gain"}})
     with pytest.raises(
         ConfigError, match=r"by acme 1\.0 \(.*\) and by other 1\.0 \(profiling = acme"
     ):
@@ -161,7 +161,7 @@ def test_duplicate_flags_are_refused_with_both_packages(old, new, packages):
     source = GAIN["acme_gain"].replace(old, new)
     other = source.replace('name="acme-gain"', 'name="other"').replace("acme_gain:", "another:")
     packages("acme", {"acme_gain": source}, ONE_FEATURE)
-    packages("rest", {"other": other}, {plugins.FEATURES: {"other": "other:FEATURE"}})
+    packages("rest", {"other": other}, {plugins.FEATURES: {"other": "other:Gain"}})
     with pytest.raises(ConfigError) as error:
         registry.all_features()
     first = "'profiling' (mindspeed)" if new == "profile_level" else "'acme-gain' (acme 1.0)"
@@ -240,7 +240,7 @@ def run(code: str, *folders: object) -> list[str]:
 
 @pytest.mark.slow
 def test_trainer_and_configure_take_the_flag_and_undeclared_seams_are_refused(packages, tmp_path):
-    entries = {"acme-gain": "acme_gain:FEATURE", "acme-bias": "acme_bias:FEATURE"}
+    entries = {"acme-gain": "acme_gain:Gain", "acme-bias": "acme_bias:Gain"}
     packages("acme", {**GAIN, **UNDECLARED}, {plugins.FEATURES: entries})
     on, compared, refused = run(USER, tmp_path / "site-packages")
     assert on == "['acme-gain']"

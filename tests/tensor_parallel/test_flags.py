@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import coc, registry
-from mindspeed.features.coc import CocOptions, settings
+from mindspeed.features.coc import Coc
 from mindspeed.tensor_parallel.coc_settings import coc_cfgs, read_settings
 
 TP = {"tensor_model_parallel_size": 4, "seq_length": 96, "micro_batch_size": 1}
@@ -134,11 +134,11 @@ def test_the_originals_dictionary_is_read_and_a_file_wins(monkeypatch, tmp_path)
     assert user_config.coc_cfgs is coc_cfgs
     monkeypatch.setitem(coc_cfgs, "recompute_all_gather", False)
     monkeypatch.setitem(coc_cfgs, "customized_coc", {"[96,  8, 4]": 8})
-    read = settings(CocOptions())
+    read = Coc().settings()
     assert read.customized_coc == {(96, 8, 4): 8} and not read.recompute_all_gather
     file = tmp_path / "coc.json"
     file.write_text(json.dumps({"customized_coc": {"[96, 8, 4]": 1}}))
-    read = settings(CocOptions(coc_cfgs=str(file)))
+    read = Coc(coc_cfgs=str(file)).settings()
     assert read.customized_coc == {(96, 8, 4): 1} and not read.recompute_all_gather
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import recompute_communication, registry
+from mindspeed.features import registry
+from mindspeed.features.recompute_communication import RecomputeCommunication
 from tests.memory import memory_ranks
 from tests.support.lazy import needs
 from tests.tensor_parallel import region_ranks
@@ -143,12 +144,11 @@ def test_refused(case):
 
 
 def test_megatron_gets_what_is_left_of_the_granularity():
-    feature = recompute_communication.FEATURE
-    options = feature.options(optimize_recomp_communication_level=1)
-    assert feature.corrects(options, FULL) == {"recompute_granularity": None}
-    assert feature.corrects(options, MLP) == {"recompute_granularity": None}
+    feature = RecomputeCommunication(optimize_recomp_communication_level=1)
+    assert feature.corrects(FULL) == {"recompute_granularity": None}
+    assert feature.corrects(MLP) == {"recompute_granularity": None}
     both = MLP | {"recompute_modules": ["core_attn", "mlp"]}
-    assert feature.corrects(options, both) == {"recompute_modules": ["core_attn"]}
+    assert feature.corrects(both) == {"recompute_modules": ["core_attn"]}
 
 
 BF16 = "--bf16 --tensor-model-parallel-size 2 --sequence-parallel"

@@ -3,15 +3,8 @@
 u = sign(beta1 m + (1 - beta1) g)     w <- w - lr (u + decay w)     m <- beta2 m + (1 - beta2) g
 """
 
-from dataclasses import dataclass
-
 from mindspeed.features.feature import Feature
 from mindspeed.flags import flag
-
-
-@dataclass(frozen=True)
-class Options:
-    acme_lion: bool = flag(False, "update weights with Lion: one state per weight instead of two")
 
 
 def lion(weights, grads, states, options):
@@ -35,22 +28,16 @@ def counted(optimizer):
     return optimizer
 
 
-def _attach(seams, options, megatron):
-    import torch
+class Lion(Feature, name="acme-lion", level=2, seams=("kernels", "optimizer")):
+    """The optimizer Lion."""
 
-    from mindspeed.optimizer.rules import UpdateRule
+    acme_lion: bool = flag(False, "update weights with Lion: one state per weight instead of two")
 
-    rule = UpdateRule(states={"exp_avg": torch.zeros_like}, update=lion)
-    seams.use_kernels(owner=FEATURE.name, update_rule=lambda: rule)
-    seams.optimizer.add(counted, owner=FEATURE.name)
+    def attach(self, seams, megatron):
+        import torch
 
+        from mindspeed.optimizer.rules import UpdateRule
 
-FEATURE = Feature(
-    name="acme-lion",
-    summary="the optimizer Lion",
-    level=2,
-    options=Options,
-    enabled=lambda options, megatron: options.acme_lion,
-    attach=_attach,
-    seams=("kernels", "optimizer"),
-)
+        rule = UpdateRule(states={"exp_avg": torch.zeros_like}, update=lion)
+        seams.use_kernels(owner=self.name, update_rule=lambda: rule)
+        seams.optimizer.add(counted, owner=self.name)

@@ -1,14 +1,7 @@
 """``--acme-gpipe``: all forward passes of a step, then all backward passes (GPipe, 2019)."""
 
-from dataclasses import dataclass
-
 from mindspeed.features.feature import Feature, Problem
 from mindspeed.flags import flag
-
-
-@dataclass(frozen=True)
-class Options:
-    acme_gpipe: bool = flag(False, "all forward passes, then all backward passes")
 
 
 def gpipe(placement, num_microbatches):
@@ -28,29 +21,25 @@ def gpipe(placement, num_microbatches):
     )
 
 
-def validate(options, megatron):
-    if megatron.get("pipeline_model_parallel_size", 1) > 1:
-        return []
-    return [Problem("--acme-gpipe", "there is one pipeline rank", "remove it")]
-
-
-def attach(seams, options, megatron):
-    def schedule(previous):
-        from mindspeed.pipeline.schedule.megatron import scheduled
-
-        return scheduled(previous, order=gpipe)
-
-    seams.schedule.add(schedule, owner="acme-gpipe")
-
-
-FEATURE = Feature(
+class GPipe(
+    Feature,
     name="acme-gpipe",
-    summary="the pipeline schedule GPipe",
     level=2,
-    options=Options,
-    enabled=lambda options, megatron: options.acme_gpipe,
-    validate=validate,
-    attach=attach,
     seams=("schedule",),
     conflicts=("nanopipe", "fold3d", "dualpipev"),
-)
+):
+    """The pipeline schedule GPipe."""
+
+    acme_gpipe: bool = flag(False, "all forward passes, then all backward passes")
+
+    def problems(self, megatron):
+        if megatron.get("pipeline_model_parallel_size", 1) == 1:
+            yield Problem("--acme-gpipe", "there is one pipeline rank", "remove it")
+
+    def attach(self, seams, megatron):
+        def schedule(previous):
+            from mindspeed.pipeline.schedule.megatron import scheduled
+
+            return scheduled(previous, order=gpipe)
+
+        seams.schedule.add(schedule, owner=self.name)

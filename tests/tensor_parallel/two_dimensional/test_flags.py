@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import registry, tensor_parallel_2d
+from mindspeed.features import tensor_parallel_2d
 from mindspeed.features.registry import resolve
 
 SIZES = {
@@ -78,9 +78,8 @@ def test_right_flags_switch_it_on(values):
 
 
 def test_activations_are_sharded_and_no_mask_is_built():
-    (feature,) = (f for f in registry.all_features() if f.name == "tensor-parallel-2d")
-    options = resolve(SIZES | GRID, "cpu").options[feature.name]
-    corrected = feature.corrects(options, SIZES | GRID)
+    feature = resolve(SIZES | GRID, "cpu").features["tensor-parallel-2d"]
+    corrected = feature.corrects(SIZES | GRID)
     assert corrected == {"sequence_parallel": True, "create_attention_mask_in_dataloader": False}
 
 
