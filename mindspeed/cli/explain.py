@@ -7,6 +7,11 @@ one micro-batch; where the time of a step goes; and the three changes that would
 with the figures that are predicted for the changed job, which fits. Takes all flags of ``mindspeed
 pretrain``, or a script of Megatron-LM and its flags. No device is needed.
 
+    mindspeed explain --timeline --cluster h100 --plot step.png -- --model llama3-8b ...
+
+shows one step of one rank instead, as a modelled clock sees it: by layer and phase what it sends,
+computes and waits for, with communication in its real order.
+
 The status is 0, also for a job that does not fit, or 130 after Ctrl-C and 143 after SIGTERM,
 which print what was found until then.
 """
@@ -24,7 +29,7 @@ from mindspeed.cli.plan_interrupt import interruptible
 from mindspeed.cli.plan_program import job_of, launch_words
 from mindspeed.cli.plan_progress import named_progress
 from mindspeed.errors import ConfigError
-from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
+from mindspeed.ranges import MAX_COUNT, MAX_RANKS, HelpFormatter, Parser, whole
 
 HELP = "explain a job: where bytes, FLOPs, messages and bubbles are, and what would help"
 PASS_THROUGH = True
@@ -45,6 +50,12 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(
             "--cluster is missing: times need a preset (generic, a100, h100, ...) or FILE.json"
         )
+    if own.timeline:
+        from mindspeed.cli import explain_timeline
+
+        explain_timeline.check(own)
+    else:
+        _refuse_without_timeline(own)
     limit, origin = memory_limit(own)
     assert limit is not None
     job = job_of(flags)
@@ -55,6 +66,9 @@ def run(argv: Sequence[str]) -> int:
     from mindspeed.planner.layout import layout_of
 
     cluster = load_cluster(own.cluster)
+    if own.timeline:
+        explain_timeline.run_timeline(own, args, cluster)
+        return 0
     with interruptible() as stop, named_progress() as tell:
         found = explain(job, args, cluster, limit, jobs=own.jobs, cache=own.cache, progress=tell)
     launch = launch_words(None, own.cluster, args.world_size)
@@ -66,12 +80,37 @@ def run(argv: Sequence[str]) -> int:
     return stop.status if found.interrupted else 0
 
 
+def _refuse_without_timeline(own: argparse.Namespace) -> None:
+    for name in ("stage", "micro_batches", "plot", "trace"):
+        if getattr(own, name):
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to --timeline")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command alone."""
     add_job_arguments(parser)
-    parser.add_argument(
-        "--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)"
+    add = parser.add_argument
+    add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)")
+    add("--cache", type=Path, metavar="DIR", help="of counts, for later calls and searches")
+    add("--timeline", action="store_true", help="show one step of a rank, layer by layer")
+    add(
+        "--stage",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="of --timeline: pipeline stage whose first rank is shown, counted from 0",
     )
-    parser.add_argument(
-        "--cache", type=Path, metavar="DIR", help="of counts, for later calls and searches"
+    add(
+        "--micro-batches",
+        type=whole(1, MAX_COUNT),
+        metavar="N",
+        help="of --timeline: micro-batches of the step (default: 1; with virtual stages one for "
+        "each rank of the pipeline, in a V-shape two)",
     )
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="of --timeline: draw it, .png, .svg or .pdf",
+    )
+    add("--trace", type=Path, metavar="FILE", help="of --timeline: for chrome://tracing, .json")

@@ -42,7 +42,7 @@ COMMANDS: dict[str, str] = {
     "serve": "serve a model with OpenAI's API",
     "evaluate": "score a model on benchmarks from local files",
     "plot": "plot loss, gradient norm, throughput and memory of one or more runs",
-    "profile": "model a training step: bytes, calls, FLOPs, exposed communication by layer",
+    "profile": "the earlier name of explain --timeline",
     "attention": "compare and draw context-parallel algorithms on an attention mask",
     "pipeline": "compare and draw pipeline schedules: bubble, memory, messages",
     "moe": "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory",

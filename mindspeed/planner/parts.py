@@ -25,12 +25,12 @@ from typing import Any
 
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
+from mindspeed.features._v_shape import flag_of
 from mindspeed.instruments.clock import Interval
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.kept import kept_noted
-from mindspeed.training.modelled_costs import NANOSECOND, Costs, by_layer, joined_names
-from mindspeed.training.modelled_step import fewest_micro_batches
+from mindspeed.planner.layer_costs import NANOSECOND, Costs, by_layer, joined_names
 
 NEAR = 0.01
 """Difference of times of layers that are put together: those at the edges of a schedule differ."""
@@ -117,6 +117,13 @@ def _parts_here(
             groups.append(group := _Alike(kind))
         group.parts[_moved(name, offsets)] = one
     return tuple(group.part() for group in groups)
+
+
+def fewest_micro_batches(args: argparse.Namespace) -> int:
+    """Micro-batches without which the schedule of the job does not exist."""
+    if flag_of(vars(args)) is not None:
+        return 2 * int(args.pipeline_model_parallel_size)
+    return args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
 
 
 @dataclass

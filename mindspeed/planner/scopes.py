@@ -25,7 +25,6 @@ from megatron.core.transformer import TransformerLayer
 from mindspeed.built_model import TrainedModel
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.journal import Journal
-from mindspeed.training.layer_scopes import layer_hooks, when_gradient_is_known
 
 GRADIENTS, OPTIMIZER = "gradients", "optimizer"
 
@@ -52,7 +51,7 @@ def parts_named(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
         for index, chunk in enumerate(model.chunks):
             handles += _chunk_hooks(clock, chunk, f"chunk {index}")
             for scope, module in named_layers(chunk, index):
-                handles += layer_hooks(clock, module, scope, f"chunk {index}")
+                handles += _layer_hooks(clock, module, scope, f"chunk {index}")
         config = model.chunks[0].config
         for holder, name, scope in (
             (config, "finalize_model_grads_func", GRADIENTS),
@@ -84,6 +83,44 @@ def _chunk_hooks(clock: VirtualClock, chunk: Any, scope: str) -> list[Any]:
     def leave(module: Any, args: Any, output: Any) -> None:
         clock.scope = scope
         if not getattr(output, "_layer_output", False):  # a chunk that ends with a layer
-            when_gradient_is_known(clock, output, scope)
+            _when_gradient_is_known(clock, output, scope)
 
     return [chunk.register_forward_pre_hook(enter), chunk.register_forward_hook(leave)]
+
+
+def _layer_hooks(clock: VirtualClock, layer: Any, scope: str, outside: str) -> list[Any]:
+    """Hooks of a transformer layer; returns their handles.
+
+    Args:
+        clock: whose scope is set.
+        layer: a ``TransformerLayer``.
+        scope: while it runs.
+        outside: after it, and before the backward of the last layer.
+    """
+
+    def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if not getattr(hidden, "_layer_output", False):
+            _when_gradient_is_known(clock, hidden, outside)
+        clock.scope = scope
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        _when_gradient_is_known(clock, hidden, scope)
+        hidden._layer_output = True
+        clock.scope = outside
+
+    return [
+        layer.register_forward_pre_hook(enter, with_kwargs=True),
+        layer.register_forward_hook(leave),
+    ]
+
+
+def _when_gradient_is_known(clock: VirtualClock, tensor: Any, scope: str) -> None:
+    """Set the scope in backward as soon as the gradient of ``tensor`` is complete."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        clock.scope = scope
+
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        tensor.register_hook(hook)

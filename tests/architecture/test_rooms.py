@@ -156,7 +156,6 @@ MAY_WRITE_ARGUMENTS = {
     "training/recipe.py": "flags of a recipe",
     "training/parameter_counts.py": "a copy with fewer ranks",
     "training/activation_trace.py": "a copy with one data-parallel rank",
-    "training/modelled_step.py": "a copy",
     "training/estimate.py": "a copy",
     "lora/flags.py": "final values: what the adapters' files say",
     "lora/merge.py": "values of the model that is written",

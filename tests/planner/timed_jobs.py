@@ -59,3 +59,23 @@ def overlapped(slowdown: float, nbytes: int) -> list[float]:
     alone, beside = (one for one in clock.select("compute") if one.name == "aten::mm")
     (sent,) = clock.select("communication")
     return [alone.seconds, beside.seconds, sent.seconds]
+
+
+def costs_of_layers(flags: str, world: int, stage: int) -> dict[str, Any]:
+    """Costs of every layer and phase, their sum, and seconds of the shortest step of a stage."""
+    from mindspeed.planner.cluster import Level, load_cluster
+    from mindspeed.planner.layer_costs import by_layer, total
+    from mindspeed.planner.parts import fewest_micro_batches
+    from mindspeed.planner.timed_step import time_step
+    from mindspeed.training.fake_job import rank_in_stage
+
+    args = arguments(flags, world)
+    count, rank = fewest_micro_batches(args), rank_in_stage(args, stage)
+    link = Level("network", size=None, gbs=1.0, latency_us=0.0)  # bytes decide
+    cluster = dataclasses.replace(load_cluster("generic"), levels=(link,))
+    step = time_step(args, cluster, rank, micro_batches=count)
+    return {
+        "layers": by_layer(step.intervals),
+        "total": total(step.intervals),
+        "seconds": step.seconds,
+    }

@@ -1,4 +1,4 @@
-"""The picture of ``mindspeed profile --plot``: a modelled step and one of its layers as timelines.
+"""The picture of ``mindspeed explain --timeline``: a modelled step and one of its layers.
 
 At the top the whole step: operators by phase, one lane per process group, and in red the time in
 which the rank waits. Below, enlarged: one layer's forward, and one layer's backward (after its
@@ -13,8 +13,8 @@ from typing import Any
 
 from mindspeed.cli.training_plot import COLORS, GREY, check_format, figure_class, write_figure
 from mindspeed.instruments.clock import Interval
-from mindspeed.training.modelled_costs import lane_of
-from mindspeed.training.modelled_step import OUTSIDE, ModelledStep
+from mindspeed.planner.layer_costs import lane_of
+from mindspeed.planner.timed_step import TimedStep
 
 PHASE_COLORS = {"forward": COLORS[0], "recompute": COLORS[3], "backward": COLORS[2]}
 WAIT_COLOR = COLORS[1]
@@ -22,7 +22,7 @@ LANES_FIRST = ("operators", "waiting")
 _LANE = 0.42  # inches
 
 
-def draw(step: ModelledStep, output: Path, title: str) -> None:
+def draw(step: TimedStep, output: Path, title: str) -> None:
     """Draw a timeline.
 
     Args:
@@ -53,7 +53,7 @@ def _of_one_rank(interval: Interval) -> bool:
 
 def _enlarged(intervals: Sequence[Interval]) -> list[tuple[str, list[Interval]]]:
     """A layer in the middle: its first forward, and what happens from there on backwards."""
-    names = list(dict.fromkeys(i.scope for i in intervals if i.scope != OUTSIDE))
+    names = list(dict.fromkeys(i.scope for i in intervals if ", " in i.scope))
     if not names:
         return []
     layer = names[len(names) // 2]
