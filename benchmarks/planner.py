@@ -212,8 +212,8 @@ def price_of(row: dict[str, str], recordings: Path, only_recorded: bool = False)
 
     from mindspeed.planner import isolated
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.measurement import measure
-    from mindspeed.planner.price import predict
+    from mindspeed.planner.composed.measurement import measure
+    from mindspeed.planner.composed.price import predict
 
     job, layout = job_of(row), layout_of(row)
     cluster = load_cluster(CLUSTERS[row["system"]])

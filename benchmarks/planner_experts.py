@@ -69,11 +69,11 @@ def compare(case: Case, devices: int, recordings: Path, only_recorded: bool) -> 
     from planner import job_of, layout_of, published
     from planner_recordings import RecordedRuns
 
-    from mindspeed.planner.bounded_search import search
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.evaluator import JobEvaluator
-    from mindspeed.planner.rates import DeviceRates
-    from mindspeed.planner.space import Sizes, Space
+    from mindspeed.planner.cluster.rates import DeviceRates
+    from mindspeed.planner.search.bounded_search import search
+    from mindspeed.planner.search.evaluator import JobEvaluator
+    from mindspeed.planner.search.space import Sizes, Space
 
     [row] = [
         row

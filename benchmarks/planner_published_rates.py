@@ -31,8 +31,7 @@ from planner_recordings import Recording
 
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.operations import Operation
-from mindspeed.planner.rates import DeviceRates
+from mindspeed.planner.cluster.rates import DeviceRates, Operation
 
 WEIGHT_GRADIENTS = (
     "mindspeed::matmul_add",

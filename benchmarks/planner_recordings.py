@@ -23,11 +23,9 @@ from mindspeed.files import atomic_write_bytes
 from mindspeed.instruments.clock import Call, Interval, VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner import isolated
-from mindspeed.planner.chains import Chain
+from mindspeed.planner.cluster.rates import Chain, DeviceRates, Operation, operation_of
+from mindspeed.planner.composed.tiny_run import Observation, Point, TinyRun, figures, observe
 from mindspeed.planner.job import Job
-from mindspeed.planner.operations import Operation, operation_of
-from mindspeed.planner.rates import DeviceRates
-from mindspeed.planner.tiny_run import Observation, Point, TinyRun, figures, observe
 
 MARK = None
 """An event that stands for a boundary of a segment."""

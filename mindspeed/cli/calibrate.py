@@ -24,8 +24,8 @@ from mindspeed.errors import ConfigError
 from mindspeed.ranges import ABOVE_ZERO, MAX_SIZE, number, whole
 
 if TYPE_CHECKING:
-    from mindspeed.planner.calibrate import Settings
     from mindspeed.planner.cluster import Cluster
+    from mindspeed.planner.cluster.calibrate import Settings
 
 HELP = "measure devices and links of this machine for mindspeed plan --cluster"
 
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {args.out}: the file must end in .json")
     from mindspeed import device
     from mindspeed.files import check_path
-    from mindspeed.planner.calibrate import Settings
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.measured_device import NAMES
+    from mindspeed.planner.cluster.calibrate import Settings
+    from mindspeed.planner.cluster.measured_device import NAMES
 
     check_path(args.out, "output")
     base = load_cluster(args.base or "generic")
@@ -125,7 +125,7 @@ def _measure(settings: Settings, base: Cluster, args: argparse.Namespace) -> Non
     filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.files import atomic_write_text
-    from mindspeed.planner.calibrate import calibrate
+    from mindspeed.planner.cluster.calibrate import calibrate
     from mindspeed.training.fail_together import stop_together
     from mindspeed.training.setup import join_job, leave_job
 

@@ -21,12 +21,12 @@ from mindspeed.cli.plan_check import (
 from mindspeed.cli.plan_program import command
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.composed.price import Prediction
+from mindspeed.planner.counted.parts import Part
 from mindspeed.planner.effects import INTERRUPTED, Effect
 from mindspeed.planner.explain import Explanation
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.parts import Part
-from mindspeed.planner.price import Prediction
 
 _SECONDS_OF = {"forward": "forward", "backward": "backward", "recompute": "again"}
 

@@ -17,8 +17,15 @@ from mindspeed.cli.plan_check import layout_of
 from mindspeed.cli.plan_progress import progress
 from mindspeed.errors import ConfigError
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.layer_costs import PHASES, Costs, alike, by_layer, chrome_trace, total
-from mindspeed.planner.timed_step import TimedStep
+from mindspeed.planner.counted.layer_costs import (
+    PHASES,
+    Costs,
+    alike,
+    by_layer,
+    chrome_trace,
+    total,
+)
+from mindspeed.planner.counted.timed_step import TimedStep
 
 ASSUMPTIONS = (
     "each process group has a link of its own, without contention",
@@ -61,8 +68,8 @@ def run_timeline(own: argparse.Namespace, args: argparse.Namespace, cluster: Clu
         MindSpeedError: the job cannot be timed; says what is in the way.
     """
     from mindspeed.planner import isolated
-    from mindspeed.planner.parts import fewest_micro_batches
-    from mindspeed.planner.timed_step import time_step
+    from mindspeed.planner.counted.parts import fewest_micro_batches
+    from mindspeed.planner.counted.timed_step import time_step
     from mindspeed.training.fake_job import rank_in_stage
 
     stages = args.pipeline_model_parallel_size

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mindspeed.cli.plan_values import DIMENSIONS, dimensions, fixed
 from mindspeed.errors import ConfigError
-from mindspeed.planner.space import SEARCHED
+from mindspeed.planner.search.space import SEARCHED
 from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
 
 HELP = "plan a job without a device: memory of every rank, FLOPs, messages, the best layout"

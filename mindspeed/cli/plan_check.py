@@ -16,10 +16,10 @@ from mindspeed.cli.plan_progress import progress
 from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole, ranges
 
 if TYPE_CHECKING:
-    from mindspeed.planner.check import Check, Traffic
-    from mindspeed.planner.composed import Composed
+    from mindspeed.planner.composed.compose import Composed
+    from mindspeed.planner.composed.price import Prediction
+    from mindspeed.planner.counted.check import Check, Traffic
     from mindspeed.planner.job import Job
-    from mindspeed.planner.price import Prediction
 
 DOES_NOT_FIT = 3
 """Exit status."""
@@ -62,7 +62,7 @@ def _counted(
 ) -> Composed:
     """Composed from small runs, or counted whole."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed import compose, count_where_needed
+    from mindspeed.planner.composed.compose import compose, count_where_needed
 
     cluster = None if own.cluster is None else load_cluster(own.cluster)
     composed = None
@@ -91,7 +91,7 @@ def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:
 
 def other_figures(args: argparse.Namespace, found: Check) -> dict[str, float | None]:
     """Bytes of the fullest rank by closed formulas."""
-    from mindspeed.planner.formulas import megatron_formula
+    from mindspeed.planner.counted.check import megatron_formula
     from mindspeed.training.estimate import estimate
 
     formula = {"Megatron-LM's formula": megatron_formula(args, found.micro_batches)}
@@ -159,7 +159,7 @@ def print_check(
 
 def composed_within(error: float) -> str:
     """How exact composed bytes are, if that has to be said; empty otherwise."""
-    from mindspeed.planner.signature import TOLERANCE
+    from mindspeed.planner.composed.signature import TOLERANCE
 
     if error <= TOLERANCE:
         return ""

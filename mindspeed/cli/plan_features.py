@@ -18,8 +18,8 @@ from mindspeed.cli.dry_run import settings_of
 from mindspeed.errors import MindSpeedError
 
 if TYPE_CHECKING:
-    from mindspeed.planner.activations import ActivationPlan
     from mindspeed.planner.cluster import Cluster
+    from mindspeed.planner.feature_plans import ActivationPlan
 
 FILE = "activations.json"
 _FEATURE = ["--adaptive-recompute-device-size", "1", "--adaptive-recompute-profiling-step", "1"]
@@ -36,7 +36,7 @@ def run_activations(own: argparse.Namespace, flags: Sequence[str]) -> int:
     duration = [] if set(_DURATION) & set(flags) else ["--train-iters", "1000"]
     args = settings_of([*flags, *_FEATURE, *duration], "plan", _ranks(own)).args
     from mindspeed.planner import isolated
-    from mindspeed.planner.activations import ActivationPlan, plan_stage
+    from mindspeed.planner.feature_plans import ActivationPlan, plan_stage
 
     budget, cluster = own.plan_activations, _cluster(own)
     stages = range(args.pipeline_model_parallel_size)
@@ -62,7 +62,7 @@ def run_pipeline(own: argparse.Namespace, flags: Sequence[str]) -> int:
     """Write the result of ``--automated-pipeline``, which is among the flags of the job."""
     args = settings_of(flags, "plan", _ranks(own)).args
     from mindspeed.planner import isolated
-    from mindspeed.planner.automated_pipeline import plan_pipeline
+    from mindspeed.planner.feature_plans import plan_pipeline
 
     print(isolated.call(plan_pipeline, args, _cluster(own)))
     return 0

@@ -15,7 +15,7 @@ from mindspeed.files import atomic_write_text, make_dirs
 
 if TYPE_CHECKING:
     from mindspeed.planner.measure import Measured, Measurements
-    from mindspeed.planner.result import Plan
+    from mindspeed.planner.search.result import Plan
 
 _DATA = ("data_path", "train_data_path", "data_args_path", "mock_data")
 

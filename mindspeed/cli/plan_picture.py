@@ -12,8 +12,8 @@ from mindspeed.cli.plan_units import bytes_unit
 from mindspeed.cli.training_plot import COLORS, GREY, figure_class, write_figure
 
 if TYPE_CHECKING:
-    from mindspeed.planner.check import Check
-    from mindspeed.planner.result import Plan
+    from mindspeed.planner.counted.check import Check
+    from mindspeed.planner.search.result import Plan
 
 _LIMIT = "#dc2626"
 _WIDE = 72

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mindspeed.planner.measure import Measurements
-    from mindspeed.planner.result import Candidate, Closest, Plan
+    from mindspeed.planner.search.result import Candidate, Closest, Plan
 
 MANY = 1000
 """Candidates that are measured at most."""
@@ -94,7 +94,7 @@ def _data(plans: Sequence[Plan], measured: Measurements | None, several: bool) -
 
 def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> Plan:
     plan_program.install_adaptor()
-    from mindspeed.planner.search import plan
+    from mindspeed.planner.search.plan import plan
 
     with progress("measuring signatures") as tell:
         return plan(

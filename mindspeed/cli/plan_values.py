@@ -8,14 +8,14 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from mindspeed.planner.layout_flags import (
+from mindspeed.planner.layout import (
     CP_ALGORITHMS,
     EXPERT_PROGRAMS,
     MEMORY,
     OPTIMIZERS,
     Recompute,
 )
-from mindspeed.planner.space import Space
+from mindspeed.planner.search.space import Space
 
 DIMENSIONS = tuple(item.name for item in fields(Space))
 _NUMBERS = ("tp", "cp", "ep", "etp", "pp", "mbs", "vpp")

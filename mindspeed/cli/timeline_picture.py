@@ -13,8 +13,8 @@ from typing import Any
 
 from mindspeed.cli.training_plot import COLORS, GREY, check_format, figure_class, write_figure
 from mindspeed.instruments.clock import Interval
-from mindspeed.planner.layer_costs import lane_of
-from mindspeed.planner.timed_step import TimedStep
+from mindspeed.planner.counted.layer_costs import lane_of
+from mindspeed.planner.counted.timed_step import TimedStep
 
 PHASE_COLORS = {"forward": COLORS[0], "recompute": COLORS[3], "backward": COLORS[2]}
 WAIT_COLOR = COLORS[1]

@@ -10,7 +10,7 @@ found.best.layout, found.best.flags
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mindspeed.planner.search import plan
+    from mindspeed.planner.search.plan import plan
 
 __all__ = ["plan"]
 
@@ -19,6 +19,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
-    from mindspeed.planner.search import plan
+    from mindspeed.planner.search.plan import plan
 
     return plan

@@ -15,20 +15,20 @@ from pathlib import Path
 
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
-from mindspeed.planner.bounds import Bound
 from mindspeed.planner.changes import Change
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.evaluator import JobEvaluator
+from mindspeed.planner.composed.measurement import RUN_SECONDS, measure, shape_of_layout
+from mindspeed.planner.composed.pieces import figures_of
+from mindspeed.planner.composed.price import Prediction, predict
+from mindspeed.planner.composed.run_cache import RunCache
+from mindspeed.planner.composed.signature import LARGEST_ERROR, TOLERANCE, Signature
+from mindspeed.planner.composed.signature_points import SignaturePoints
+from mindspeed.planner.composed.tiny_run import Point, TinyRun, run
 from mindspeed.planner.job import Job, Overrides
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.measurement import RUN_SECONDS, measure, shape_of_layout
-from mindspeed.planner.pieces import figures_of
-from mindspeed.planner.price import Prediction, predict
-from mindspeed.planner.run_cache import RunCache
+from mindspeed.planner.search.bounds import Bound
+from mindspeed.planner.search.evaluator import JobEvaluator
 from mindspeed.planner.shape import DENSE, Shape, shape_of
-from mindspeed.planner.signature import LARGEST_ERROR, TOLERANCE, Signature
-from mindspeed.planner.signature_points import SignaturePoints
-from mindspeed.planner.tiny_run import Point, TinyRun, run
 
 
 class Predictor:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mindspeed.planner.layout import Layout
-from mindspeed.planner.layout_flags import FLASH_ATTENTION, MEMORY, Recompute
+from mindspeed.planner.layout import FLASH_ATTENTION, MEMORY, Layout, Recompute
 
 _SIZES = {
     "tp": "tensor parallel size",

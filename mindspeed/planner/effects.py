@@ -6,7 +6,7 @@
 What a start would refuse has the reason instead. Predictions cost seconds, so changes that cannot
 be among those that help most have none:
 
-* those whose lower bound (:mod:`.bounds`) needs more memory than there is;
+* those whose lower bound (:mod:`mindspeed.planner.search.bounds`) needs more memory than there is;
 * for a job that fits, those that only save memory, which are never faster under the model, and
   those whose lower bound is slower than the best so far;
 * for one that does not fit, those that never save memory.
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.planner.bounds import NEAR, Bound
 from mindspeed.planner.changes import MEMORY_ONLY, SPEED, Change
-from mindspeed.planner.result import GIB
+from mindspeed.planner.search.bounds import NEAR, Bound
+from mindspeed.planner.search.result import GIB
 
 INTERRUPTED = "interrupted"
 LEAST = 0.001
@@ -32,7 +32,7 @@ LEAST = 0.001
 
 
 class Priced(Protocol):
-    """What is needed of a :class:`mindspeed.planner.price.Prediction`."""
+    """What is needed of a :class:`mindspeed.planner.composed.price.Prediction`."""
 
     @property
     def seconds(self) -> float:

@@ -18,14 +18,14 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.planner import isolated
 from mindspeed.planner.changed_job import ChangeBounds, Predictor
 from mindspeed.planner.changes import changes
-from mindspeed.planner.check import Check
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed import compose, count_where_needed
+from mindspeed.planner.composed.compose import compose, count_where_needed
+from mindspeed.planner.composed.price import Prediction
+from mindspeed.planner.counted.check import Check
+from mindspeed.planner.counted.parts import Part, parts
 from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import V_SHAPES, layout_of
-from mindspeed.planner.parts import Part, parts
-from mindspeed.planner.price import Prediction
 from mindspeed.planner.shape import shape_of
 from mindspeed.training.fake_job import rank_in_stage
 
@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 Parts = Mapping[int, tuple[Part, ...]]
 """By pipeline rank."""
 _Run = tuple[argparse.Namespace, Cluster, int, tuple[int, ...]]
-"""Arguments of :func:`mindspeed.planner.parts.parts`."""
+"""Arguments of :func:`mindspeed.planner.counted.parts.parts`."""
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,77 @@
-"""A job that is planned: its command line, with other values for some flags.
+"""A job to plan: its command line, with other values for some flags.
 
     job = Job(["--model", "llama3-70b", "--bf16", "--global-batch-size", "1024"])
     job.settings({"tensor_model_parallel_size": 8}, devices=512)    # final values, as of a dry run
     job.flags({"tensor_model_parallel_size": 8})                    # the command line to copy
 
-Overrides are values by their names in the namespace: True gives a switch, False its negative form,
-None takes the flag away. Data need not exist.
+Overrides are values by argument name: True sets a switch, False its negative form, None removes the
+flag. Data need not exist.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+from mindspeed.errors import ConfigError
 from mindspeed.features.auto_tuning import AutoTuning
-from mindspeed.planner.command_words import flags_of
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.resolve import Settings
+
+
+def changed_words(
+    words: Sequence[str], parser: argparse.ArgumentParser, overrides: Mapping[str, Any]
+) -> list[str]:
+    """A command line with some flags replaced, added or taken away.
+
+    Args:
+        words: the command line.
+        parser: all flags of the script.
+        overrides: values by their names in the namespace; None takes a flag away.
+
+    Raises:
+        ConfigError: no flag of the script sets a name to its value.
+    """
+    kept = [
+        word for dest, part in flags_of(words, parser) if dest not in overrides for word in part
+    ]
+    given = {name: value for name, value in overrides.items() if value is not None}
+    return [*kept, *(word for name in given for word in _words(parser, name, given[name]))]
+
+
+def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> list[str]:
+    actions = [action for action in parser._actions if action.dest == name]
+    for action in actions:
+        if action.option_strings and action.nargs != 0:
+            values = value if isinstance(value, list | tuple) else [value]
+            return [action.option_strings[0], *map(str, values)]
+        if action.option_strings and action.const == value:
+            return [action.option_strings[0]]
+    if any(action.default == value for action in actions):  # a switch that is off already
+        return []
+    raise ConfigError(f"no flag of the script sets {name} to {value}")
+
+
+def flags_of(
+    words: Sequence[str], parser: argparse.ArgumentParser
+) -> Iterator[tuple[str, list[str]]]:
+    """Each flag of a command line: its name in the namespace and its words."""
+    known = parser._option_string_actions
+    part: list[str] = []
+    for word in [*words, "--"]:
+        if word.startswith("--") and part:
+            action = known.get(part[0].partition("=")[0])
+            yield (action.dest if action is not None else part[0]), part
+            part = []
+        part.append(word)
+
 
 Overrides = Mapping[str, Any]
 

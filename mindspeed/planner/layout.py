@@ -1,28 +1,132 @@
-"""One candidate: how a job is laid out on its devices, as flags.
+"""One candidate layout of a job, and the tables of flags that its names stand for.
 
     layout = Layout(devices=1024, global_batch_size=1024, tp=8, pp=8, mbs=1)
     job.settings(layout.overrides(), layout.devices)
 
-A name that is None is left as the job has it. What the names stand for is in
-:mod:`mindspeed.planner.layout_flags`.
+A field that is None keeps the job's value. A flag whose value is None is removed from the job.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
-from mindspeed.planner.layout_flags import (
-    EXPERT_PROGRAMS,
-    FLASH_ATTENTION,
-    MEMORY,
-    OPTIMIZERS,
-    Recompute,
-    algorithm_flags,
+from mindspeed.moe.comparison import ENTRIES
+
+Flags = Mapping[str, Any]
+
+CP_ALGORITHMS: dict[str, Flags] = {
+    "ulysses": {"context_parallel_algo": "ulysses_cp_algo"},
+    "ring": {"context_parallel_algo": "megatron_cp_algo"},
+    "hybrid": {"context_parallel_algo": "hybrid_cp_algo"},
+    "kv-allgather": {"context_parallel_algo": "kvallgather_cp_algo"},
+}
+"""Context parallelism; a hybrid has ``ulysses_degree_in_cp``, from its name ``hybrid:4``."""
+
+FLASH_ATTENTION = "flash-attention"
+MEMORY: dict[str, Flags] = {
+    FLASH_ATTENTION: {"use_flash_attn": True},
+    "swap-attention": {"swap_attention": True},
+    "recompute-norm": {"recompute_norm": True},
+    "recompute-activation": {"recompute_activation_function": True},
+    "reuse-fp32-param": {"reuse_fp32_param": True},
+    "swap-optimizer": {"swap_optimizer": True},
+    "grad-reduce-in-bf16": {
+        "grad_reduce_in_bf16": True,
+        "accumulate_allreduce_grads_in_fp32": None,
+        "release_fp32_grad": True,
+    },
+}
+"""Features that save memory. A job that has flash attention keeps it: nothing is better without."""
+
+OPTIMIZERS: dict[str, Flags] = {
+    "replicated": {"use_distributed_optimizer": None, "zero_stage": None},
+    "distributed": {"use_distributed_optimizer": True, "zero_stage": None},
+    "zero2": {"use_distributed_optimizer": None, "zero_stage": 2},
+    "zero3": {"use_distributed_optimizer": None, "zero_stage": 3},
+}
+"""What data-parallel ranks share."""
+
+
+def _program(text: str, dispatcher: str) -> Flags:
+    """Flags of an expert program from their text."""
+    flags: dict[str, Any] = {"moe_token_dispatcher_type": dispatcher}
+    words = text.split() if text.startswith("--") else []
+    for position, word in enumerate(words):
+        if word.startswith("--"):
+            after = words[position + 1 : position + 2]
+            value: Any = True if not after or after[0].startswith("--") else after[0]
+            name = word[2:].replace("-", "_")
+            flags[name] = int(value) if isinstance(value, str) and value.isdigit() else value
+    return flags
+
+
+EXPERT_PROGRAMS: dict[str, Flags] = {
+    name: _program(entry.flags, entry.dispatcher) for name, entry in ENTRIES.items()
+}
+"""Programs of :mod:`mindspeed.moe.comparison`."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is computed again in backward.
+
+    Attributes:
+        modules: of Megatron's ``--recompute-modules``; a selective recomputation.
+        layers: of every chunk, as a whole; -1: all.
+    """
+
+    modules: tuple[str, ...] = ()
+    layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.modules and self.layers:
+            raise ValueError("layers are recomputed as a whole or by modules, not both")
+
+    def __str__(self) -> str:
+        if self.layers:
+            return "full" if self.layers < 0 else f"full:{self.layers}"
+        return "+".join(self.modules) or "none"
+
+    def overrides(self) -> Flags:
+        """The flags."""
+        none: dict[str, Any] = dict.fromkeys(_RECOMPUTE)
+        if self.modules:
+            modules = list(self.modules)
+            return none | {"recompute_granularity": "selective", "recompute_modules": modules}
+        if not self.layers:
+            return none
+        method = "uniform" if self.layers < 0 else "block"
+        return none | {
+            "recompute_granularity": "full",
+            "recompute_method": method,
+            "recompute_num_layers": max(self.layers, 1),
+        }
+
+
+_RECOMPUTE = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "recompute_activations",
+    "checkpoint_activations",
+    "checkpoint_policy",
 )
+
+
+def algorithm_flags(name: str, cp: int) -> Flags:
+    """Flags of a context-parallel algorithm; Megatron's own choice gives way to them."""
+    base, _, degree = name.partition(":")
+    flags = {"cp_comm_type": None, "ulysses_degree_in_cp": None, **CP_ALGORITHMS[base]}
+    if degree:
+        flags["ulysses_degree_in_cp"] = int(degree)
+    return flags if cp > 1 else dict.fromkeys(flags)
+
 
 V_SHAPES = ("zb-v", "dualpipev")
 """Schedules with two chunks on every rank, by themselves."""
@@ -50,7 +154,7 @@ class Layout:
         global_batch_size: samples of a step.
         tp: tensor parallel size; with sequence parallelism.
         cp: context parallel size.
-        cp_algorithm: of :data:`~.layout_flags.CP_ALGORITHMS`.
+        cp_algorithm: of :data:`~mindspeed.planner.layout.CP_ALGORITHMS`.
         ep: expert parallel size.
         etp: expert tensor parallel size; None: Megatron's default, ``tp``.
         pp: pipeline parallel size.
@@ -60,9 +164,9 @@ class Layout:
         schedule: of ``--pipeline-schedule``; None: Megatron's 1F1B or interleaved schedule.
         mbs: samples of a micro-batch.
         recompute: what is computed again in backward.
-        optimizer: of :data:`~.layout_flags.OPTIMIZERS`.
-        expert_program: of :data:`~.layout_flags.EXPERT_PROGRAMS`.
-        memory: of :data:`~.layout_flags.MEMORY`, sorted.
+        optimizer: of :data:`~mindspeed.planner.layout.OPTIMIZERS`.
+        expert_program: of :data:`~mindspeed.planner.layout.EXPERT_PROGRAMS`.
+        memory: of :data:`~mindspeed.planner.layout.MEMORY`, sorted.
     """
 
     devices: int

@@ -29,10 +29,9 @@ from mindspeed import device
 from mindspeed.adaptor.script_job import ScriptJob
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import ConfigError
-from mindspeed.planner.command_words import changed_words
-from mindspeed.planner.counted_step import CountedStep, count_step
-from mindspeed.planner.job import NOT_PLANNED, Job, Overrides
-from mindspeed.planner.loop import Step, batches
+from mindspeed.planner.counted.counted_step import CountedStep, count_step
+from mindspeed.planner.counted.loop import Step, batches
+from mindspeed.planner.job import NOT_PLANNED, Job, Overrides, changed_words
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.resolve import Settings
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed.planner.layout import Layout, Recompute
-from mindspeed.planner.result import Candidate, Plan
+from mindspeed.planner.search.result import Candidate, Plan
 from tests.support import commands_job
 
 GIB = 2**30
@@ -58,5 +58,5 @@ def invented(found: Plan = FOUND) -> tuple[Any, list[Any]]:
 
 def run(words: list[str], directory: str) -> tuple[int, str, str]:
     """Run the command in a directory."""
-    sys.modules["mindspeed.planner.search"] = invented()[0]
+    sys.modules["mindspeed.planner.search.plan"] = invented()[0]
     return commands_job.run(["plan", *words, *FLAGS], directory)

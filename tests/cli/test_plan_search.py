@@ -19,8 +19,8 @@ from mindspeed.cli import plan as command
 from mindspeed.cli import plan_program
 from mindspeed.cli.main import main
 from mindspeed.cli.plan_values import dimensions, fixed
-from mindspeed.planner.layout_flags import Recompute
-from mindspeed.planner.result import Closest, Help
+from mindspeed.planner.layout import Recompute
+from mindspeed.planner.search.result import Closest, Help
 from tests.cli import plan_search_job
 from tests.cli.plan_search_job import BEST, FLAGS, FOUND, GIB, SLOW, Priced, invented
 from tests.support import commands_job
@@ -30,7 +30,7 @@ from tests.support import commands_job
 def plan(monkeypatch, capsys):
     def run(*words, found=FOUND):
         module, calls = invented(found)
-        monkeypatch.setitem(sys.modules, "mindspeed.planner.search", module)
+        monkeypatch.setitem(sys.modules, "mindspeed.planner.search.plan", module)
         monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
         status = main(["plan", *map(str, words), *FLAGS])
         return status, capsys.readouterr(), calls
@@ -131,7 +131,7 @@ def test_sigterm_is_ctrl_c_with_another_status(monkeypatch, capsys):
         return replace(FOUND, interrupted=True, devices=options["devices"])
 
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setitem(sys.modules, "mindspeed.planner.search", SimpleNamespace(plan=search))
+    monkeypatch.setitem(sys.modules, "mindspeed.planner.search.plan", SimpleNamespace(plan=search))
     monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
     words = ["--cluster", "h100", "--devices", "8,16", "--json", "--", *FLAGS]
     assert main(["plan", *words]) == 143
@@ -144,7 +144,7 @@ def test_sigterm_before_a_result_has_its_status(monkeypatch, capsys):
     def search(flags, cluster, **options):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setitem(sys.modules, "mindspeed.planner.search", SimpleNamespace(plan=search))
+    monkeypatch.setitem(sys.modules, "mindspeed.planner.search.plan", SimpleNamespace(plan=search))
     monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
     with pytest.raises(SystemExit) as end:
         main(["plan", "--cluster", "h100", "--devices", "8", "--", *FLAGS])

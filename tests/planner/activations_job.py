@@ -19,9 +19,9 @@ CLUSTER = "h100"
 def planned(budgets: list[int], world: int, folder: str) -> list[Any]:
     """For each budget the stages' plans, and bytes that each stage needs with the written file."""
     from mindspeed.errors import TrainingError
-    from mindspeed.planner.activations import plan_activations
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.counted_step import count_step
+    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.feature_plans import plan_activations
 
     args = _args(FLAGS + FEATURE, world, "--dry-run")
     results: list[Any] = []
@@ -44,8 +44,8 @@ def planned(budgets: list[int], world: int, folder: str) -> list[Any]:
 
 def chosen_by_the_feature(budget: int) -> Any:
     """The choice of this rank of a job whose tensors are real."""
-    from mindspeed.planner.activations import plan_here
     from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.feature_plans import plan_here
     from mindspeed.training import setup
 
     args = _args(FLAGS + FEATURE, int(os.environ["WORLD_SIZE"]))
@@ -57,8 +57,8 @@ def chosen_by_the_feature(budget: int) -> Any:
 def refused(flags: str) -> str:
     """What is said of flags with which nothing can be planned."""
     from mindspeed.errors import ConfigError
-    from mindspeed.planner.activations import plan_activations
     from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.feature_plans import plan_activations
 
     args = _args(FLAGS + flags, 2, "--dry-run")
     try:

@@ -18,8 +18,8 @@ def planned(flags: str, folder: str) -> dict[str, Any]:
     from mindspeed.errors import ConfigError
     from mindspeed.pipeline.automated.profile import read_profile
     from mindspeed.pipeline.automated.result import read_result
-    from mindspeed.planner.automated_pipeline import plan_pipeline
     from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.feature_plans import plan_pipeline
 
     path = Path(folder) / "plan.json"
     command = f"{FLAGS} {flags} --automated-pipeline-file {path}"

@@ -8,8 +8,8 @@ from typing import Any
 
 def calibrated(node: int) -> Any:
     """The measured cluster, very small and short."""
-    from mindspeed.planner.calibrate import Settings, calibrate
     from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.cluster.calibrate import Settings, calibrate
 
     settings = Settings(
         "here",

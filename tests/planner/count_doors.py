@@ -15,7 +15,7 @@ from mindspeed.errors import ConfigError
 
 
 def count(job: tuple[str | None, list[str], int, int]) -> dict[str, Any]:
-    from mindspeed.planner.counted_step import count_step
+    from mindspeed.planner.counted.counted_step import count_step
     from mindspeed.planner.scripts import count_script
     from mindspeed.training.initialize import prepare
 

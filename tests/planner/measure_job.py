@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mindspeed.cli.main import main as command
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.result import Candidate
+from mindspeed.planner.search.result import Candidate
 from tests.cli.plan_search_job import FOUND, GIB, Priced, invented
 
 
@@ -25,7 +25,7 @@ def main(kind: str, directory: str, *flags: str) -> int:
     )
     found = replace(FOUND, cluster="generic", candidates=candidates, front=candidates[:1])
     module, _ = invented(found)
-    sys.modules["mindspeed.planner.search"] = module
+    sys.modules["mindspeed.planner.search.plan"] = module
     words = ["--cluster", "generic", "--devices", "2", "--measure", kind, "--out", directory]
     return command(["plan", *words, "--", *flags])
 

@@ -28,11 +28,11 @@ def doors() -> dict[str, bool]:
     assert not any(name.startswith("megatron") or name == ADAPTOR for name in sys.modules)
     sys.meta_path.insert(0, _Watch())
     found = {}
-    for module in pkgutil.iter_modules(mindspeed.planner.__path__):
+    for module in pkgutil.walk_packages(mindspeed.planner.__path__, "mindspeed.planner."):
         sys.modules.pop(ADAPTOR, None)
         vars(mindspeed).pop("megatron_adaptor", None)
         try:
-            importlib.import_module(f"mindspeed.planner.{module.name}")
+            importlib.import_module(module.name)
         except _Reached as reached:
             found[module.name] = reached.args[0]
     return found
@@ -44,5 +44,5 @@ def without_helpers() -> bool:
     import sys
 
     sys.modules["megatron.core.datasets.helpers_cpp"] = None  # type: ignore[assignment]
-    importlib.import_module("mindspeed.planner.step_of_rank")
+    importlib.import_module("mindspeed.planner.composed.measurement").import_ahead()
     return "mindspeed.data.megatron" in sys.modules

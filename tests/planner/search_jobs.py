@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.space import Sizes, Space
+from mindspeed.planner.search.space import Sizes, Space
 
 SETUP = "tests.support.warm"
 CLUSTER = "h100"
@@ -14,7 +14,7 @@ CLUSTER = "h100"
 
 def space_of(job: Any, devices: int, values: dict[str, Any]) -> tuple[Any, list[Layout]]:
     """Final values of a job, and the layouts of a space with these values."""
-    from mindspeed.planner.search import _own
+    from mindspeed.planner.search.plan import _own
 
     args, own = _own(job, devices)
     space = Space.of(Sizes.of(args, devices)).only((), own).with_values(values)
@@ -28,9 +28,9 @@ def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: st
     """
     from mindspeed.errors import MindSpeedError
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.evaluator import JobEvaluator, reshaped
+    from mindspeed.planner.composed.run_cache import RunCache
     from mindspeed.planner.job import Job
-    from mindspeed.planner.run_cache import RunCache
+    from mindspeed.planner.search.evaluator import JobEvaluator, reshaped
     from mindspeed.planner.shape import shape_of
 
     job, cluster = Job(argv), load_cluster(CLUSTER)
@@ -60,11 +60,11 @@ def searched(
     argv: list[str], devices: int, values: dict[str, Any], cache: str, limit: float, top: int
 ) -> Any:
     """The best by the search, how many keys it measured, and how many runs it made."""
-    from mindspeed.planner.bounded_search import search
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.evaluator import JobEvaluator
+    from mindspeed.planner.composed.run_cache import RunCache
     from mindspeed.planner.job import Job
-    from mindspeed.planner.run_cache import RunCache
+    from mindspeed.planner.search.bounded_search import search
+    from mindspeed.planner.search.evaluator import JobEvaluator
 
     job, cluster = Job(argv), load_cluster(CLUSTER)
     args, layouts = space_of(job, devices, values)
@@ -79,8 +79,9 @@ def interrupted(argv: list[str], devices: int, values: dict[str, Any]) -> Any:
     import signal
     import time
 
-    from mindspeed.planner import evaluator, isolated
-    from mindspeed.planner.search import plan
+    from mindspeed.planner import isolated
+    from mindspeed.planner.search import evaluator
+    from mindspeed.planner.search.plan import plan
 
     before, (reader, writer) = evaluator.measure, os.pipe()
 
@@ -135,9 +136,8 @@ def accepted_outside(
     import itertools
 
     from mindspeed.errors import MindSpeedError
-    from mindspeed.planner import combinations
-    from mindspeed.planner import space as spaces
     from mindspeed.planner.job import Job
+    from mindspeed.planner.search import space as spaces
 
     job = Job(argv)
     args, _ = space_of(job, devices, {})
@@ -146,7 +146,7 @@ def accepted_outside(
     accepted, tried = [], 0
     for chosen in itertools.product(*values.values()):
         point = {**defaults, **dict(zip(values, chosen, strict=True))}
-        reasons = (combinations.reason_against(name, sizes, point) for name in defaults)
+        reasons = (spaces.reason_against(name, sizes, point) for name in defaults)
         reason = next((one for one in reasons if one), None)
         if reason is None:
             continue

@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 
 from mindspeed.planner.cluster import load_cluster, parse_cluster
-from mindspeed.planner.collectives import Level, seconds
-from mindspeed.planner.measured_links import FITTED, Fit, Sample, all_reduce_error, fit, groups_of
-from mindspeed.planner.rates import DeviceRates
-from mindspeed.planner.stopwatch import Stopwatch, of_samples
+from mindspeed.planner.cluster.collectives import Level, seconds
+from mindspeed.planner.cluster.measured_device import Stopwatch, of_samples
+from mindspeed.planner.cluster.measured_links import (
+    FITTED,
+    Fit,
+    Sample,
+    all_reduce_error,
+    fit,
+    groups_of,
+)
+from mindspeed.planner.cluster.rates import DeviceRates
 from tests.planner import calibrate_job
 from tests.support.lazy import needs
 

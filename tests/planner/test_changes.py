@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.planner.bounds import Bound
 from mindspeed.planner.changes import BOTH, MEMORY_ONLY, SPEED, Change, changes
 from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
-from mindspeed.planner.layout import Layout
-from mindspeed.planner.layout_flags import MEMORY
+from mindspeed.planner.layout import MEMORY, Layout
+from mindspeed.planner.search.bounds import Bound
 
 LAYOUT = Layout(64, 128, tp=2, pp=4)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed.planner.collectives import OPERATIONS, Level, seconds
+from mindspeed.planner.cluster.collectives import OPERATIONS, Level, seconds
 
 MIB = 1 << 20
 NODE = Level("node", 8, 400, 2.0)

@@ -26,7 +26,7 @@ DEVICES, CLUSTER = 1, "generic"
 
 def parts_of_the_first_rank():
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.parts import parts
+    from mindspeed.planner.counted.parts import parts
 
     return parts(jobs.Job(PIPELINE).settings(None, 4).args, load_cluster(CLUSTER))
 
@@ -34,8 +34,8 @@ def parts_of_the_first_rank():
 def kept_by_a_micro_batch():
     """Bytes between two forwards of the first pipeline rank in a step of the whole job."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.pieces import kept
-    from mindspeed.planner.tiny_run import Point, run
+    from mindspeed.planner.composed.pieces import kept
+    from mindspeed.planner.composed.tiny_run import Point, run
 
     return kept(run(jobs.Job(PIPELINE), Point({}, 4, 0), load_cluster(CLUSTER)))
 
@@ -43,7 +43,7 @@ def kept_by_a_micro_batch():
 def composed(words):
     """Seconds and bytes of a command line, as ``mindspeed plan --check`` composes them."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed import compose
+    from mindspeed.planner.composed.compose import compose
 
     job, cluster = jobs.Job(words), load_cluster(CLUSTER)
     found = compose(job, job.settings(None, DEVICES).args, cluster, cluster.memory_limit)

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from mindspeed.planner.formulas import megatron_formula
+from mindspeed.planner.counted.check import megatron_formula
 from tests.megatron_lm.launch import megatron_checkout
 from tests.support.installed_repair import with_repair
 
@@ -92,7 +92,8 @@ def test_the_example_of_the_formula_keeps_more_when_counted():
     of 8192 x 28672 / 8 entries more. The formula is 30 and 46 % low.
     """
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
-    from mindspeed.planner import isolated, tiny_run
+    from mindspeed.planner import isolated
+    from mindspeed.planner.composed import tiny_run
     from mindspeed.planner.job import Job
     from mindspeed.planner.layout import Layout
 

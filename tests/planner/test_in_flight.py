@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
-from mindspeed.planner.bounds import _in_flight
 from mindspeed.planner.layout import Layout
+from mindspeed.planner.search.bounds import _in_flight
 from tests.support.lazy import Lazy
 
-proof = Lazy("mindspeed.planner.proof")
+proof = Lazy("mindspeed.planner.composed.whole_ranks")
 
 
 def row_of(kind: str, ranks: int, chunks: int, count: int, rank: int):

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from mindspeed.planner.layout import Layout
-from mindspeed.planner.layout_flags import Recompute
+from mindspeed.planner.layout import Layout, Recompute
 from tests.planner.layout_jobs import SETUP, settings_of, words_of
 
 SMALL = [

@@ -14,17 +14,17 @@ from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.cluster import load_cluster
 from tests.support.lazy import Lazy
 
-groups = Lazy("mindspeed.planner.data_parallel")
+groups = Lazy("mindspeed.planner.composed.step_plan")
 layouts = Lazy("mindspeed.planner.layout")
-memory = Lazy("mindspeed.planner.price", "memory")
-messages = Lazy("mindspeed.planner.price", "messages")
-pieces = Lazy("mindspeed.planner.pieces")
-predict = Lazy("mindspeed.planner.price", "predict")
-reshaped = Lazy("mindspeed.planner.evaluator", "reshaped")
+memory = Lazy("mindspeed.planner.composed.price", "memory")
+messages = Lazy("mindspeed.planner.composed.price", "messages")
+pieces = Lazy("mindspeed.planner.composed.pieces")
+predict = Lazy("mindspeed.planner.composed.price", "predict")
+reshaped = Lazy("mindspeed.planner.search.evaluator", "reshaped")
 Shape = Lazy("mindspeed.planner.shape", "Shape")
-step_plan = Lazy("mindspeed.planner.step_plan", "step_plan")
-whole_only = Lazy("mindspeed.planner.whole_only", "whole_only")
-Signature = Lazy("mindspeed.planner.signature", "Signature")
+step_plan = Lazy("mindspeed.planner.composed.step_plan", "step_plan")
+whole_only = Lazy("mindspeed.planner.shape", "whole_only")
+Signature = Lazy("mindspeed.planner.composed.signature", "Signature")
 
 KEPT, STATIC, FORWARD, BACKWARD = 100.0, 1000.0, 40.0, 70.0
 LAYER = {"static weights": STATIC, "static optimizer": 800.0, "kept": KEPT, "stash": 0.0}
@@ -377,7 +377,7 @@ def test_a_shape_for_another_pipeline():
 
 @pytest.mark.parametrize(("error", "counts"), [(0.0, 1), (0.02, 3)])
 def test_candidates_whose_bytes_do_not_compose_are_counted(monkeypatch, error, counts):
-    module = importlib.import_module("mindspeed.planner.search")
+    module = importlib.import_module("mindspeed.planner.search.plan")
     asked = []
     monkeypatch.setattr(module, "counted_peak", lambda *given: asked.append(given[1]) or 7)
     rank = SimpleNamespace(rank=0, peak=5.0)

@@ -98,7 +98,7 @@ def test_planned_layouts_are_at_least_as_fast_as_published_ones(benchmark):
 @pytest.mark.parametrize("model", ["llama3-70b", "llama3.1-405b"])
 def test_published_layouts_are_candidates_of_a_search(benchmark, model):
     """Of 126 layers too, which 8 x 8 stages only divide with embedding and head."""
-    from mindspeed.planner.space import Sizes, Space
+    from mindspeed.planner.search.space import Sizes, Space
 
     layers, heads = (80, 64) if model == "llama3-70b" else (126, 128)
     for row in benchmark.published():
@@ -139,10 +139,10 @@ def test_a_recorded_run_is_timed_as_an_executed_one(benchmark):
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
     from mindspeed.planner import isolated
     from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.cluster.rates import DeviceRates
+    from mindspeed.planner.composed.tiny_run import Point, run
     from mindspeed.planner.job import Job
     from mindspeed.planner.layout import Layout
-    from mindspeed.planner.rates import DeviceRates
-    from mindspeed.planner.tiny_run import Point, run
 
     recordings = importlib.import_module("planner_recordings")
     flags = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.planner.cluster import Cluster, Device, Level, Measured
-from mindspeed.planner.rates import DeviceRates
+from mindspeed.planner.cluster.rates import DeviceRates
 
 # Round figures: 1e12 FLOP/s, of which 10 cores compute tiles of 16 x 16; 1e9 bytes per second.
 DEVICE = Device(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.planner.layout import Recompute
-from mindspeed.planner.ranking import TOLERANCE
+from mindspeed.planner.search.result import TOLERANCE
 from tests.planner import search_jobs
 from tests.planner.search_jobs import SETUP
 

@@ -9,8 +9,8 @@ import pytest
 from mindspeed.planner.cluster import load_cluster
 from tests.support.lazy import Lazy
 
-cache_module = Lazy("mindspeed.planner.run_cache")
-tiny = Lazy("mindspeed.planner.tiny_run")
+cache_module = Lazy("mindspeed.planner.composed.run_cache")
+tiny = Lazy("mindspeed.planner.composed.tiny_run")
 
 
 class FakeJob:

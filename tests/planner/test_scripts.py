@@ -14,10 +14,11 @@ import pytest
 
 from mindspeed.adaptor.script_job import ScriptJob
 from mindspeed.errors import ConfigError
-from mindspeed.planner.command_words import changed_words
 from tests.megatron_lm.launch import megatron_checkout
 from tests.megatron_lm.test_matrix import MODEL, TRAINING
+from tests.support.lazy import Lazy
 
+changed_words = Lazy("mindspeed.planner.job", "changed_words")
 SCRIPT = """
 import os, sys
 from megatron.training import pretrain as call

@@ -12,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed.errors import ConfigError
-from mindspeed.planner.bounded_search import Outcome, search
-from mindspeed.planner.bounds import Bound
-from mindspeed.planner.combinations import Sizes, stage_layers
-from mindspeed.planner.layout import Layout
-from mindspeed.planner.layout_flags import Recompute
-from mindspeed.planner.ranking import TOLERANCE, front_of, preference
-from mindspeed.planner.space import Space
+from mindspeed.planner.layout import Layout, Recompute
+from mindspeed.planner.search.bounded_search import Outcome, search
+from mindspeed.planner.search.bounds import Bound
+from mindspeed.planner.search.result import TOLERANCE, front_of, preference
+from mindspeed.planner.search.space import Sizes, Space, stage_layers
 
 SIZES = Sizes(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
 SPACE = Space.of(SIZES)
@@ -214,7 +212,7 @@ def test_counts_name_the_constraint() -> None:
 
 def test_a_handler_of_sigterm_stays_and_its_absence_is_an_interruption():
     """The command has one, which knows the exit status."""
-    from mindspeed.planner.search import _interruptible
+    from mindspeed.planner.search.plan import _interruptible
 
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

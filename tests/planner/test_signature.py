@@ -10,9 +10,9 @@ import pytest
 from tests.planner import planner_doors
 from tests.support.lazy import Lazy
 
-check = Lazy("mindspeed.planner.check")
+check = Lazy("mindspeed.planner.counted.check")
 clusters = Lazy("mindspeed.planner.cluster")
-composed = Lazy("mindspeed.planner.composed")
+composed = Lazy("mindspeed.planner.composed.compose")
 isolated = Lazy("mindspeed.planner.isolated")
 layouts = Lazy("mindspeed.planner.layout")
 shapes = Lazy("mindspeed.planner.shape")
@@ -95,7 +95,7 @@ def job_of(name: str) -> tuple[Any, int]:
 
 def signature_of(name: str, runs: dict[Any, Any]) -> tuple[Any, Any]:
     """What is composed, and the shape of the whole job."""
-    from mindspeed.planner.measurement import measure
+    from mindspeed.planner.composed.measurement import measure
 
     def described() -> Any:
         args = job.settings({}, devices).args
@@ -110,8 +110,8 @@ def signature_of(name: str, runs: dict[Any, Any]) -> tuple[Any, Any]:
 
 def whole(job: Any, devices: int, stage: int) -> Any:
     """Figures of a pipeline rank of the whole job."""
-    from mindspeed.planner.counted_step import count_step
-    from mindspeed.planner.tiny_run import first_may_be_short
+    from mindspeed.planner.composed.tiny_run import first_may_be_short
+    from mindspeed.planner.counted.counted_step import count_step
     from mindspeed.training.fake_job import rank_in_stage
 
     args = job.settings({}, devices).args
@@ -121,7 +121,7 @@ def whole(job: Any, devices: int, stage: int) -> Any:
 
 def seconds(job: Any, devices: int, stage: int) -> Any:
     """Of a forward and a backward of a pipeline rank of the whole job."""
-    from mindspeed.planner.timed_step import time_step
+    from mindspeed.planner.counted.timed_step import time_step
     from mindspeed.training.fake_job import rank_in_stage
 
     args = job.settings({}, devices).args
@@ -180,5 +180,6 @@ def test_megatrons_index_helpers_need_not_be_built(ranks: Any) -> None:
 
 def test_the_adaptor_comes_before_megatron_whichever_module_is_first(ranks: Any) -> None:
     (found,) = ranks(1, planner_doors.doors, backend=None)
-    assert {"job", "signature", "scripts", "scopes", "step_of_rank"} <= found.keys()
+    modules = ("job", "scripts", "composed.signature", "composed.whole_ranks", "search.evaluator")
+    assert {f"mindspeed.planner.{name}" for name in modules} <= found.keys()
     assert all(found.values()), [name for name, before in found.items() if not before]

@@ -22,12 +22,12 @@ JOBS = {
 def predicted(flags: str) -> tuple[Any, Any, float]:
     """Of a job on eight ranks: whole prediction, composed one of a pipeline, step on the clock."""
     from mindspeed.planner import isolated
-    from mindspeed.planner.check import Check, RankCheck
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed import compose
+    from mindspeed.planner.composed.compose import compose
+    from mindspeed.planner.composed.whole_ranks import predict_whole
+    from mindspeed.planner.counted.check import Check, RankCheck
+    from mindspeed.planner.counted.timed_step import time_step
     from mindspeed.planner.job import Job
-    from mindspeed.planner.timed_step import time_step
-    from mindspeed.planner.whole_time import predict_whole
 
     cluster = load_cluster("h100")
     ranks = 2 if "pipeline" in flags else 1

@@ -1,0 +1,300 @@
+"""The machine that a job is planned for: devices, links between them, sources of the figures.
+
+    cluster = load_cluster("h100")                   # a preset: presets/*.json
+    cluster = load_cluster("run/measured.json")      # written by ``mindspeed calibrate``
+    cluster.memory_limit                             # bytes for tensors on a device
+    cluster.collective_seconds("all_reduce", nbytes, ranks)
+
+Files are read strictly: an unknown or missing field is an error that names the nearest one. The
+modules beside this one turn figures into seconds (rates, collectives) and measure them (calibrate).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.instruments.ledger import Communication
+from mindspeed.json_fields import (
+    ANYTHING,
+    BOOL,
+    TEXT,
+    Allowed,
+    Kind,
+    ListOf,
+    MapOf,
+    Real,
+    Whole,
+    check,
+    or_null,
+    read_object,
+)
+from mindspeed.parsing import decode_json
+from mindspeed.planner.cluster import collectives
+from mindspeed.planner.cluster.collectives import Level
+
+GIB = 1 << 30
+_PRESETS = Path(__file__).parent / "presets"
+
+__all__ = ["Cluster", "Device", "Level", "Measured", "load_cluster", "presets"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A matrix product ``[m, k] @ [k, n]`` that was timed on the device.
+
+    Attributes:
+        spread: interquartile range of its times, as a part of their median.
+    """
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, which is one rank.
+
+    Attributes:
+        peak_tflops: 1e12 FLOPs per second of dense matrix products, by dtype (bf16, fp16, ...).
+        memory_gib: memory of the device.
+        memory_gbs: gigabytes (1e9) per second that its memory reads and writes.
+        reserved_gib: for the context, buffers of collectives, workspaces and the allocator's loss.
+        launch_us: microseconds from the end of an operator to the start of the next one.
+        cores: units that compute a tile of a matrix product each.
+        tile: rows and columns of a tile.
+        gemm_efficiency: part of the peak that large matrix products attain.
+        gemm_efficiencies: the same by dtype, where it differs.
+        attention_efficiency: part of the peak that fused attention attains.
+        memory_efficiency: part of ``memory_gbs`` that large copies attain.
+        host_gbs: gigabytes per second of a copy to or from the host's memory.
+        products: measured ones; they correct the formula for products of their size.
+        source: where figures come from, by field.
+    """
+
+    name: str
+    peak_tflops: Mapping[str, float]
+    memory_gib: float
+    memory_gbs: float
+    reserved_gib: float = 3.0
+    launch_us: float = 4.0
+    cores: int = 128
+    tile: tuple[int, int] = (128, 256)
+    gemm_efficiency: float = 0.8
+    attention_efficiency: float = 0.5
+    memory_efficiency: float = 0.9
+    host_gbs: float = 25.0
+    gemm_efficiencies: Mapping[str, float] = field(default_factory=dict)
+    products: tuple[Measured, ...] = ()
+    source: Mapping[str, str] = field(default_factory=dict)
+
+    def efficiency(self, dtype: str) -> float:
+        """Part of the peak that large products attain."""
+        return self.gemm_efficiencies.get(dtype, self.gemm_efficiency)
+
+    def peak(self, dtype: str) -> float:
+        """FLOPs per second of dense products of a dtype; of fp32 where a dtype is not named."""
+        return 1e12 * self.peak_tflops.get(dtype, self.peak_tflops["fp32"])
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices and the links between them.
+
+    Attributes:
+        levels: links from inside out; consecutive ranks share a domain.
+        overlap_slowdown: how much longer computation takes while communication runs.
+        collective_us: microseconds of any communication besides its steps.
+        fused_chains: memory-bound operators between two matrix products run as one kernel.
+        note: what else a reader should know.
+    """
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    overlap_slowdown: float = 1.0
+    collective_us: float = 0.0
+    fused_chains: bool = False
+    source: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that the tensors of one rank may take."""
+        return int((self.device.memory_gib - self.device.reserved_gib) * GIB)
+
+    def collective_seconds(self, op: str, payload: float, ranks: Sequence[int]) -> float:
+        """Time of one communication: :func:`mindspeed.planner.cluster.collectives.seconds`.
+
+        Args:
+            op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
+            payload: bytes as there: one shard of all_gather, else the tensor of one rank.
+            ranks: global ranks of its group.
+        """
+        if len(ranks) < 2:
+            return 0.0
+        return self.collective_us * 1e-6 + collectives.seconds(op, payload, ranks, self.levels)
+
+    def communication_seconds(self, communication: Communication) -> float:
+        """Time of a recorded communication; an uneven all-to-all takes what it really sends."""
+        size, payload = len(communication.ranks), float(communication.payload)
+        if communication.op == "all_to_all" and size > 1:
+            payload = communication.wire * size / (size - 1)
+        return self.collective_seconds(communication.op, payload, communication.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """What :func:`load_cluster` reads."""
+        return decode_json(json.dumps(dataclasses.asdict(self)))
+
+
+_POSITIVE, _NOT_NEGATIVE, _PART, _LIST = Real(1e-12), Real(0), Real(0.001, 1), ListOf(ANYTHING)
+_FIELDS: Mapping[type, Mapping[str, Allowed]] = {
+    Measured: {
+        "dtype": TEXT,
+        "m": Whole(1),
+        "n": Whole(1),
+        "k": Whole(1),
+        "seconds": _POSITIVE,
+        "spread": _NOT_NEGATIVE,
+    },
+    Device: {
+        "name": TEXT,
+        "peak_tflops": MapOf(_POSITIVE),
+        "memory_gib": _POSITIVE,
+        "memory_gbs": _POSITIVE,
+        "reserved_gib": _NOT_NEGATIVE,
+        "launch_us": _NOT_NEGATIVE,
+        "cores": Whole(1),
+        "tile": ListOf(Whole(1)),
+        "gemm_efficiency": _PART,
+        "gemm_efficiencies": MapOf(_PART),
+        "attention_efficiency": _PART,
+        "memory_efficiency": _PART,
+        "host_gbs": _POSITIVE,
+        "products": _LIST,
+        "source": MapOf(TEXT),
+    },
+    Level: {
+        "name": TEXT,
+        "size": or_null(Whole(2)),
+        "gbs": _POSITIVE,
+        "latency_us": _NOT_NEGATIVE,
+        "efficiency": _PART,
+        "source": TEXT,
+    },
+    Cluster: {
+        "name": TEXT,
+        "device": Kind(dict, "an object"),
+        "levels": _LIST,
+        "overlap_slowdown": Real(1, 10),
+        "collective_us": _NOT_NEGATIVE,
+        "fused_chains": BOOL,
+        "source": MapOf(TEXT),
+        "note": TEXT,
+    },
+}
+
+
+def presets() -> list[str]:
+    """Names that :func:`load_cluster` knows."""
+    return sorted(path.stem for path in _PRESETS.glob("*.json"))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A preset by its name, or a file that ends in ``.json``.
+
+    Raises:
+        ConfigError: there is no such preset or file, or a field is wrong.
+    """
+    text = str(name_or_path)
+    if text.endswith(".json"):
+        return parse_cluster(read_object(Path(text), ConfigError), text)
+    if text not in presets():
+        near = ", ".join(difflib.get_close_matches(text, presets(), n=2, cutoff=0.4))
+        hint, known = f"; closest: {near}" if near else "", ", ".join(presets())
+        message = f"--cluster {text}: no preset of that name{hint} (there are {known})"
+        raise ConfigError(f"{message}; a file of your own ends in .json")
+    return parse_cluster(read_object(_PRESETS / f"{text}.json", ConfigError), text)
+
+
+def parse_cluster(values: Mapping[str, Any], where: str) -> Cluster:
+    """The cluster that a JSON object describes.
+
+    Args:
+        values: the object.
+        where: name of the file, for messages.
+
+    Raises:
+        ConfigError: a field is unknown, missing or wrong.
+    """
+    _check(values, Cluster, where)
+    levels = []
+    for index, level in enumerate(values["levels"]):
+        _check(level, Level, f"{where}: levels[{index}]")
+        levels.append(Level(**level))
+    _check_levels(levels, where)
+    device = _device(values["device"], f"{where}: device")
+    return Cluster(**{**values, "device": device, "levels": tuple(levels)})
+
+
+def _device(values: Mapping[str, Any], where: str) -> Device:
+    _check(values, Device, where)
+    products = []
+    for index, product in enumerate(values.get("products", ())):
+        _check(product, Measured, f"{where}.products[{index}]")
+        products.append(Measured(**product))
+    tile = tuple(values.get("tile", Device.tile))
+    if len(tile) != 2:
+        raise ConfigError(f"{where}.tile is {list(tile)}; allowed are two: rows and columns")
+    device = Device(**{**values, "products": tuple(products), "tile": tile})
+    if "fp32" not in device.peak_tflops:
+        raise ConfigError(f"{where}.peak_tflops: fp32 is missing, which stands for other dtypes")
+    reserved, whole = device.reserved_gib, device.memory_gib
+    if reserved >= whole:
+        raise ConfigError(
+            f"{where}: reserved_gib {reserved:g} leaves nothing of memory_gib {whole:g}"
+        )
+    return device
+
+
+def _check_levels(levels: Sequence[Level], where: str) -> None:
+    if not levels:
+        raise ConfigError(f"{where}: levels is empty; describe at least one link")
+    for inner, outer in pairwise(levels):
+        nested = inner.size and (
+            outer.size is None or (outer.size > inner.size and outer.size % inner.size == 0)
+        )
+        if not nested:
+            raise ConfigError(
+                f"{where}: level {outer.name} of {outer.size} devices cannot be outside of level "
+                f"{inner.name} of {inner.size}: levels go from inside out, each a multiple of the "
+                "one before, only the last one null"
+            )
+
+
+def _check(values: Any, kind: type, where: str) -> None:
+    """The fields of ``kind`` are all there and right, and there are no others."""
+    known = {entry.name: entry for entry in dataclasses.fields(kind)}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} is no object with {', '.join(known)}")
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{where}: unknown field {name!r}{hint} (known: {', '.join(known)})")
+    for name, entry in known.items():
+        required = entry.default is MISSING and entry.default_factory is MISSING
+        if required and name not in values:
+            raise ConfigError(f"{where}: field {name} is missing")
+    check(values, _FIELDS[kind], where, ConfigError)

@@ -1,0 +1,316 @@
+"""Measure the signature of a layout: run its tiny runs, and take the pieces from their figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from mindspeed.errors import MindSpeedError, PlanError
+from mindspeed.planner import isolated
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.composed.layer_run import LAYERS
+from mindspeed.planner.composed.pieces import (
+    Figures,
+    Need,
+    Runs,
+    divided,
+    figures_of,
+    halved,
+    inner_of,
+    kept,
+    less,
+    needs_of,
+    note,
+    note_chunks,
+    of_steps,
+    op_of,
+    stages_of,
+    weighted,
+    with_role,
+)
+from mindspeed.planner.composed.signature import Signature, difference_of
+from mindspeed.planner.composed.signature_points import SignaturePoints
+from mindspeed.planner.composed.tiny_run import Point, TinyRun, run
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.shape import DENSE, Shape, shape_of
+
+RUN_SECONDS = 300.0
+"""After which a run counts as one that does not end."""
+
+
+class KnownRuns(Protocol):
+    """Runs of the job and the cluster that were made before."""
+
+    def get(self, point: Point) -> TinyRun | None:
+        """The run of a point; None if it was not made."""
+
+    def put(self, point: Point, run: TinyRun) -> None:
+        """Keep a run."""
+
+
+def measure(
+    job: Job,
+    layout: Layout,
+    cluster: Cluster | None = None,
+    jobs: int = 1,
+    runs: KnownRuns | None = None,
+    check: bool = True,
+    chunks: bool = True,
+) -> Signature:
+    """Count the tiny runs of a layout.
+
+    Args:
+        job: the model and everything that the layout leaves open.
+        layout: whose pipeline and data-parallel sizes only matter in what follows: whether there
+            is a pipeline, its schedule, and whether ranks have several chunks.
+        cluster: rates of the clock; None: no times.
+        jobs: runs at a time.
+        runs: those made before, and where new ones are kept.
+        check: compare a run of three layers with its composition; else :attr:`Signature.error`
+            is not a number.
+        chunks: run ranks with two chunks, where the layout has several; else bytes of such ranks
+            are estimates: each chunk has what a rank has once, messages are those of one chunk.
+
+    Raises:
+        MindSpeedError: the layout cannot start, or cannot be counted.
+        PlanError: its schedule is one that is only counted whole.
+    """
+    import_ahead()
+    shape: Shape = isolated.call(shape_of_layout, job, layout)
+    if shape.uncomposable:
+        raise PlanError(
+            f"{shape.uncomposable}: not composed of small runs; count the whole job with "
+            "mindspeed plan --check --whole"
+        )
+    points = SignaturePoints(layout, shape.kinds or (DENSE,))
+    asked = points.all(check, chunks)
+    found = _made(job, asked.values(), cluster, jobs, runs)
+    return _signature(points, dict(zip(asked, found, strict=True)))
+
+
+def layer_point(job: Job, layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
+    """The run of :mod:`mindspeed.planner.composed.layer_run` for a layer of a signature.
+
+    Args:
+        job: the model.
+        layout: whose layer it is.
+        kinds: of all layers of the model.
+        kind: of this one.
+    """
+    alone = replace(layout, pp=1, vpp=1, stage_layers=None, schedule=None)
+    return SignaturePoints(alone, kinds).point(0, kind, LAYERS)
+
+
+def import_ahead() -> None:
+    """What every run needs, once for all of its processes."""
+
+    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
+
+    import megatron.core.tokenizers.text  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import mindspeed.pipeline.schedule.work.megatron
+    import mindspeed.planner.counted.fake_world
+    import mindspeed.planner.counted.loop
+    import mindspeed.training.model
+    import mindspeed.training.pretrain
+    import mindspeed.training.setup
+    import mindspeed.training.step  # noqa: F401
+
+
+def shape_of_layout(job: Job, layout: Layout) -> Shape:
+    """The shape of a job in a layout; changes the state of this process.
+
+    Args:
+        job: the job.
+        layout: its layout.
+
+    Raises:
+        MindSpeedError: a start refuses it.
+    """
+    return shape_of(job.settings(layout.overrides(), layout.devices).args)
+
+
+def _made(
+    job: Job, points: Iterable[Point], cluster: Cluster | None, jobs: int, known: KnownRuns | None
+) -> list[TinyRun]:
+    points = list(points)
+    found = [None if known is None else known.get(point) for point in points]
+    missing = [
+        index
+        for index, one in enumerate(found)
+        if one is None and points[index] not in points[:index]
+    ]
+    arguments = [(job, points[index], cluster) for index in missing]
+    results = isolated.map(run, arguments, jobs, RUN_SECONDS)
+    for index, result in zip(missing, results, strict=True):
+        if isinstance(result, MindSpeedError):
+            raise result
+        found[index] = result
+        if known is not None:
+            known.put(points[index], result)
+    first = [found[points.index(point)] for point in points]  # some are the same
+    return [one for one in first if one is not None]
+
+
+def _signature(points: SignaturePoints, runs: Runs) -> Signature:
+    kinds = points.kinds
+    first, last = kinds[0], kinds[-1]
+    one = {kind: figures_of(runs["middle", kind, 1]) for kind in kinds}
+    layers = {k: less(figures_of(runs["middle", k, 2]), one[k]) for k in kinds}
+    for kind in kinds:
+        if ("first", kind, 2) in runs:  # backward is divided, there only is it whole
+            ends = [figures_of(runs["first", kind, n]) for n in (1, 2)]
+            whole = {name: n for name, n in less(*ends[::-1]).items() if op_of(name) == "B"}
+            layers[kind] = divided(whole | layers[kind])
+    roles = {"middle": less(one[first], layers[first])}
+    if points.pipeline:
+        roles["first"] = less(figures_of(runs["first", first, 1]), layers[first])
+        roles["last"] = less(figures_of(runs["last", last, 1]), layers[last])
+    if any(op_of(name) == "I" for name in layers[first]):
+        roles = {role: divided(figures) for role, figures in roles.items()}
+    once = _once(runs, roles, layers)
+    alone = not any(role == "chunks" for role, *_ in runs)
+    needs: dict[Need, float] = {}
+    for (role, kind, n), found in runs.items():
+        if role == "chunks":
+            _chunk_needs(found, n, kind, roles, layers, needs)
+        elif n == 1 and role in ("first", "middle", "last") and alone:
+            note(needs, role, kind, found, kept(found))
+    inner = {
+        (kind, op): value
+        for kind in kinds
+        for op, value in inner_of(
+            needs_of(runs, [("middle", kind, 1)]),
+            needs_of(runs, [("middle", kind, 2)]),
+            layers[kind]["kept"],
+        ).items()
+    }
+    shared = _shared(kinds, layers, roles, runs)
+    if not points.pipeline:
+        roles = {"only": roles["middle"]}
+        shared["only"] = shared["middle"]
+        needs = with_role(needs, "only")
+    signature = Signature(
+        layers=layers,
+        roles=roles,
+        needs=needs,
+        inner=inner,
+        once=once,
+        shared=shared,
+        data_parallel=runs["middle", first, 1].data_parallel,
+        error=math.nan,
+    )
+    if ("middle", first, 3) not in runs:
+        return signature
+    return _compared(signature, points, runs)
+
+
+def _compared(signature: Signature, points: SignaturePoints, runs: Runs) -> Signature:
+    """The signature with its errors: runs that were compared with their composition."""
+    first, last = points.kinds[0], points.kinds[-1]
+    role = "middle" if points.pipeline else "only"
+    one_chunk = {role: less(figures_of(runs["middle", first, 1]), signature.layers[first])}
+    plain = with_role(needs_of(runs, [("middle", first, 1)]), role)
+    checked = replace(signature, roles=one_chunk, needs=plain)
+    three = runs["middle", first, 3]
+    layers_of_three = dict.fromkeys(stages_of(three), (role, (first,) * 3))
+    grown = [difference_of(checked, three, layers_of_three)]
+    if ("last", last, 2) in runs:
+        at_end = replace(signature, needs=needs_of(runs, [("middle", last, 1), ("last", last, 1)]))
+        two = runs["last", last, 2]
+        grown.append(difference_of(at_end, two, {stages_of(two)[0]: ("last", (last,) * 2)}))
+    others = []
+    for (name, kind, rank), found in runs.items():
+        if name == "chunks":
+            rank_has = {stage: (_role_of(stage), (kind,)) for stage in stages_of(found)}
+            others.append(difference_of(signature, found, rank_has, rank))
+        elif name == "three":
+            rank_has = {stage: ("middle", (kind,)) for stage in stages_of(found)}
+            others.append(difference_of(signature, found, rank_has, rank))
+        elif name == "mixed":
+            end = "first" if points.pipeline else "only"
+            others.append(difference_of(signature, found, {0: (end, (first, last))}))
+    return replace(
+        signature,
+        error=max([one.largest for one in grown] + [one.linear for one in others]),
+        shift=max((one.peak for one in others), default=0.0),
+    )
+
+
+def _shared(
+    kinds: tuple[str, ...],
+    layers: Mapping[str, Figures],
+    roles: Mapping[str, Figures],
+    runs: Runs,
+) -> dict[str, Figures]:
+    """What of layers and roles halves on twice as many data-parallel ranks.
+
+    The ends are shared as layers are: what they add are parameters.
+    """
+    first = kinds[0]
+    one, wide = figures_of(runs["plain", first, 1]), figures_of(runs["wide", first, 1])
+    layer = less(figures_of(runs["plain", first, 2]), one)
+    wide_layer = less(figures_of(runs["wide", first, 2]), wide)
+    of_layer = halved(layer, wide_layer)
+    middle = roles["middle"]
+    of_middle = halved(less(one, layer), less(wide, wide_layer))
+    found: dict[str, Figures] = {**dict.fromkeys(kinds, of_layer), "middle": of_middle}
+    for role in {*roles} - {"middle"}:
+        found[role] = {
+            name: weighted(middle[name], of_middle[name], value - middle[name], part)
+            for name, part in of_layer.items()
+            if (value := roles[role].get(name, 0.0)) and name in of_middle
+        }
+    return found
+
+
+def _once(
+    runs: Runs, roles: Mapping[str, Figures], layers: Mapping[str, Figures]
+) -> dict[frozenset[str], Figures]:
+    """What two chunks count twice and a rank with both of them has once."""
+    found: dict[frozenset[str], Figures] = {}
+    for (role, kind, _), real in runs.items():
+        if role == "chunks":
+            names = [_role_of(stage) for stage in stages_of(real)]
+            once = of_steps(figures_of(real))
+            once["freed"] = len(names) * layers[kind]["freed"] + _freed(roles, names)
+            twice = [roles[name] for name in names] + [layers[kind]] * len(names)
+            found[frozenset(names)] = {
+                name: sum(one.get(name, 0.0) for one in twice) - value
+                for name, value in once.items()
+            }
+    return found
+
+
+def _freed(roles: Mapping[str, Figures], names: Sequence[str]) -> float:
+    """What the chunks of a rank find released; the message that arrived is there once."""
+    total = sum(roles[name]["freed"] for name in names)
+    return total - (len(names) - 1) * roles["middle"]["freed"]
+
+
+def _role_of(stage: int) -> str:
+    """Of a pipeline of four ranks with two chunks each."""
+    return {0: "first", 7: "last"}.get(stage, "middle")
+
+
+def _chunk_needs(
+    found: TinyRun,
+    rank: int,
+    kind: str,
+    roles: Mapping[str, Figures],
+    layers: Mapping[str, Figures],
+    needs: dict[Need, float],
+) -> None:
+    """What the chunks of a rank with two of them need.
+
+    What they keep is known from ranks with one chunk: with two, the messages that arrive while
+    another chunk runs are among the bytes of a forward.
+    """
+    own = layers[kind]
+    stages = stages_of(found)
+    kept_by = {s: roles[_role_of(s)]["kept"] + own["kept"] for s in stages}
+    freed = len(stages) * own["freed"] + _freed(roles, [_role_of(s) for s in stages])
+    note_chunks(needs, kind, found, kept_by, own["stash"], freed, _role_of, rank)

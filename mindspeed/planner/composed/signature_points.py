@@ -1,0 +1,165 @@
+"""Which tiny runs measure a layout: stages of a small pipeline with one or two layers.
+
+| run                              | gives                                              |
+|---                               |---                                                 |
+| middle stage, 1 layer            | what a chunk has besides its layers                |
+| middle stage, 2 layers           | less the first run: a layer                        |
+| first stage, 1 layer             | less the first run: the embedding                  |
+| last stage, 1 layer              | less the first run: final norm, head and loss      |
+| first stage, 2 layers            | less the third: a layer's whole backward; see below |
+
+The zero-bubble schedules divide the backward of all stages but the first.
+
+Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each.
+Two further runs on twice as many data-parallel ranks, compared with two of the same layout without
+recomputation, tell what those ranks share. Ranks with several chunks run as such. Compared with
+their composition are a middle stage with three layers, a last one with two, layers of two kinds on
+one stage, all ranks with two chunks, and one with three. Without a pipeline the only stage takes
+the place of the middle one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mindspeed.planner.composed.tiny_run import Point
+from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
+from mindspeed.planner.shape import DENSE, RECOMPUTED
+
+ONE_CHUNK = {"zb-v": "zb-h1", "dualpipev": "zb-h1", "aiao": None, "interleaved": None}
+"""Schedules of ranks with one chunk that have the actions of those with several."""
+
+Key = tuple[str, str, int]
+"""Role of a run, kind of its layers and their number; of ``chunks`` the pipeline rank."""
+
+
+@dataclass(frozen=True)
+class SignaturePoints:
+    """The tiny runs of a layout.
+
+    Attributes:
+        layout: that is measured.
+        kinds: of the layers of the model.
+    """
+
+    layout: Layout
+    kinds: tuple[str, ...]
+
+    def all(self, check: bool, chunks: bool) -> dict[Key, Point]:
+        """Every run.
+
+        Args:
+            check: those that are compared with their composition, too.
+            chunks: those of ranks with several chunks, too, where the layout has such ranks.
+        """
+        kinds, first, last = self.kinds, self.kinds[0], self.kinds[-1]
+        points = {("middle", kind, n): self.point(1, kind, n) for kind in kinds for n in (1, 2)}
+        if check:
+            points["middle", first, 3] = self.point(1, first, 3)
+            if self.pipeline:
+                points["last", last, 2] = self.point(3, last, 2)
+            if self.pipeline and self.layout.vpp > 2 and chunks:
+                points["three", first, 1] = self._chunks(1, first, 3)
+            if first != last:
+                points["mixed", first, 2] = self._mixed(first, last)
+        plain = self._plain()
+        for n in (1, 2):
+            points["plain", first, n] = plain.point(1, plain.kinds[0], n)
+            points["wide", first, n] = plain.point(1, plain.kinds[0], n, data_parallel=2)
+        if self.pipeline:
+            points["first", first, 1] = self.point(0, first, 1)
+            points["last", last, 1] = self.point(3, last, 1)
+            if self._one_chunk == "zb-h1":
+                points |= {("first", k, n): self.point(0, k, n) for k in kinds for n in (1, 2)}
+        if self._several and chunks:
+            for rank in range(3 if self.layout.schedule in V_SHAPES else 4):
+                points["chunks", last if rank == 3 else first, rank] = self._chunks(
+                    rank, last if rank == 3 else first
+                )
+        return points
+
+    def point(self, stage: int, kind: str, layers: int, data_parallel: int = 1) -> Point:
+        """A stage of four, or the only one, with so many layers."""
+        ranks = 4 if self.pipeline else 1
+        schedule = self._one_chunk
+        batches = 5 if self.pipeline else 2
+        layout = self._tiny(ranks, 1, batches, data_parallel, schedule)
+        total = ranks * layers
+        return Point(
+            layout.overrides() | self._flags(kind, total), layout.devices, stage if ranks > 1 else 0
+        )
+
+    @property
+    def _one_chunk(self) -> str | None:
+        return ONE_CHUNK.get(self.layout.schedule or "", self.layout.schedule)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether there is one."""
+        return self.layout.pp > 1
+
+    @property
+    def _several(self) -> bool:
+        """Whether a rank has several chunks, so that runs with one do not have its schedule."""
+        return self.layout.several_chunks
+
+    def _plain(self) -> SignaturePoints:
+        """The layout with what data-parallel ranks share, and without what they do not.
+
+        Parameters and what is made of them: layouts that differ in the size of a micro-batch or in
+        recomputation have the same.
+        """
+        layout = replace(self.layout, mbs=1)
+        if layout.recompute is not None:
+            layout = replace(layout, recompute=Recompute())
+        kinds = tuple(dict.fromkeys(kind.removesuffix(RECOMPUTED) for kind in self.kinds))
+        if layout.recompute is None:
+            kinds = self.kinds
+        return replace(self, layout=layout, kinds=kinds)
+
+    def _mixed(self, first: str, last: str) -> Point:
+        """The first stage of four, or the only one, with a layer of each of two kinds."""
+        layers = 2 * (4 if self.pipeline else 1)
+        point = self.point(0, first, 2)
+        flags = dict(point.overrides)
+        if "moe_layer_freq" in flags:
+            pattern = [int(not kind.startswith(DENSE)) for kind in (first, last)]
+            flags["moe_layer_freq"] = str(pattern * (layers // 2)).replace(" ", "")
+        if first.endswith(RECOMPUTED) and not last.endswith(RECOMPUTED):
+            flags["recompute_method"] = "block"
+        return Point(flags, point.devices, point.stage)
+
+    def _chunks(self, rank: int, kind: str, count: int = 2) -> Point:
+        """A rank of four with several chunks each of one layer.
+
+        In a step of eight micro-batches not every action has run after every other one.
+        """
+        layout = self._tiny(4, count, 12, 1, self.layout.schedule)
+        return Point(layout.overrides() | self._flags(kind, 4 * count), layout.devices, rank)
+
+    def _tiny(
+        self, pp: int, vpp: int, batches: int, data_parallel: int, schedule: str | None
+    ) -> Layout:
+        """The layout on the fewest data-parallel ranks that share anything, or more of them."""
+        base = self.layout.signature()
+        dp = base.devices // (base.tp * base.cp) * 2 * data_parallel
+        return replace(
+            base,
+            devices=base.tp * base.cp * dp * pp,
+            global_batch_size=base.mbs * dp * batches,
+            pp=pp,
+            vpp=vpp,
+            schedule=schedule if pp > 1 else None,
+        )
+
+    def _flags(self, kind: str, layers: int) -> dict[str, Any]:
+        """A model of layers of one kind."""
+        flags: dict[str, Any] = {"num_layers": layers, "noop_layers": None}
+        plain = kind.removesuffix(RECOMPUTED)
+        if any(not k.startswith(DENSE) for k in self.kinds):
+            flags["moe_layer_freq"] = f"[{int(plain != DENSE)}]*{layers}"
+        if any(k.endswith(RECOMPUTED) for k in self.kinds):
+            again = kind.endswith(RECOMPUTED)
+            flags |= Recompute(layers=-1 if again else 0).overrides()
+        return flags

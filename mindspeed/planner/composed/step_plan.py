@@ -1,0 +1,210 @@
+"""Seconds of a step: its schedule simulated, then gradients reduced and the optimizer run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.schedules import build_plan
+from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.shape import Shape
+
+Actions = Mapping[tuple[str, int], float]
+"""How many of each op and stage."""
+
+MOST_ACTIONS = 6_000
+"""Longer steps repeat the middle of a shorter one."""
+
+
+@dataclass(frozen=True)
+class StageCosts(Costs):
+    """Costs of actions whose stages differ in more than size.
+
+    Attributes:
+        of_stages: for each stage the seconds of each op.
+    """
+
+    of_stages: tuple[Mapping[str, float], ...] = ()
+
+    def seconds(self, plan: Plan, action: Action) -> float:
+        """How long ``action`` occupies its rank."""
+        if action.microbatch is None:
+            return 0.0
+        return self.of_stages[action.stage].get(action.op, 0.0) * plan.size(action.microbatch)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step of the pipeline.
+
+    Attributes:
+        short: plan of the step or of a shorter one with the same fullest moments.
+        seconds: of the whole step.
+        bubble: part of them.
+        actions: how many of each op and stage every pipeline rank executes in the whole step.
+    """
+
+    short: Plan
+    seconds: float
+    bubble: float
+    actions: tuple[Actions, ...]
+
+
+def step_plan(shape: Shape, costs: Costs) -> StepPlan:
+    """The plan of a step, simulated; a long step is continued from two shorter ones.
+
+    Args:
+        shape: of the job.
+        costs: seconds of its actions.
+
+    Raises:
+        ConfigError: the schedule does not exist for this shape.
+    """
+    count, ranks, chunks = shape.micro_batches, shape.ranks, shape.chunks
+    if ranks == 1:
+        rows = tuple(Action(op, 0, i) for i in range(min(count, 2)) for op in "FB")
+        plan = Plan(shape.placement, (rows,), min(count, 2))
+        one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
+        return StepPlan(plan, count * one, 0.0, ({(op, 0): float(count) for op in "FB"},))
+    request = replace(shape.request, costs=costs)
+    group = (request.group_size or ranks) if chunks > 1 else 1
+    enough = 2 * ranks + 2 * group
+    long = 2 * ranks * chunks * count > MOST_ACTIONS and count > enough + group
+    if not long or request.sizes is not None or request.plan is not None:
+        plan = build_plan(request, ranks, chunks, count)
+        whole = simulate(plan, costs)
+        return StepPlan(plan, whole.makespan, whole.bubble, _actions(plan))
+    short = enough + (count - enough) % group
+    plans = [build_plan(request, ranks, chunks, n) for n in (short, short + group)]
+    first, second = (simulate(plan, costs) for plan in plans)
+    steps = (count - short) / group
+    seconds = first.makespan + steps * (second.makespan - first.makespan)
+    useful = first.useful + steps * (second.useful - first.useful)
+    ends = zip(*map(_actions, plans), strict=True)
+    actions = tuple(
+        {k: a.get(k, 0) + steps * (n - a.get(k, 0)) for k, n in b.items()} for a, b in ends
+    )
+    return StepPlan(plans[1], seconds, 1 - useful / seconds if seconds else 0.0, actions)
+
+
+def _actions(plan: Plan) -> tuple[Actions, ...]:
+    return tuple(
+        Counter((action.op, action.stage) for action in row if action.microbatch is not None)
+        for row in plan.rows
+    )
+
+
+EXPERTS = "expert"
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Seconds at the end of a step.
+
+    Attributes:
+        exposed: waiting for collectives of data-parallel groups.
+        optimizer: everything else.
+    """
+
+    exposed: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """Both, one after the other."""
+        return self.exposed + self.optimizer
+
+
+def data_parallel(
+    chunks: Sequence[Mapping[str, float]], shape: Shape, cluster: Cluster, optimizer: float
+) -> DataParallel:
+    """What the chunks of a rank communicate between steps, less what hides it.
+
+    A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
+    forwards of the rank.
+
+    Args:
+        chunks: figures of the chunks: ``dp <op>`` and ``edp <op>`` have the whole bytes of the
+            collectives of dense parameters and of experts.
+        shape: of the job.
+        cluster: to run on.
+        optimizer: its seconds.
+    """
+    exposed = 0.0
+    for chunk in chunks:
+        reduce = _seconds(chunk, ("reduce_scatter", "all_reduce"), shape, cluster)
+        gather = _seconds(chunk, ("all_gather",), shape, cluster)
+        if shape.overlap_gradients:
+            reduce = max(0.0, reduce - chunk.get("seconds B", 0.0))
+        if shape.overlap_parameters:
+            gather = max(0.0, gather - chunk.get("seconds F", 0.0))
+        exposed += reduce + gather
+    return DataParallel(exposed, optimizer)
+
+
+def _seconds(
+    chunk: Mapping[str, float], ops: Sequence[str], shape: Shape, cluster: Cluster
+) -> float:
+    total = 0.0
+    for prefix, ranks in (("dp", dense_ranks(shape)), ("edp", expert_ranks(shape))):
+        for op in ops:
+            nbytes = chunk.get(f"{prefix} {op}", 0.0)
+            if nbytes > 0 and len(ranks) > 1:
+                payload = nbytes / len(ranks) if op == "all_gather" else nbytes
+                total += cluster.collective_seconds(op, payload, ranks)
+    return total
+
+
+def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
+    """Ranks of rank 0's group in the job.
+
+    Args:
+        group: what Megatron calls it.
+        size: in a run on fewer devices, for groups that do not depend on their number.
+        shape: of the job.
+    """
+    stage = shape.devices // shape.ranks
+    firsts = range(0, shape.devices, stage)
+    if group.startswith("INTRA_DISTRIBUTED"):
+        return tuple(range(shape.devices))
+    if group.startswith("PIPELINE"):
+        return tuple(firsts)
+    if "EMBEDDING" in group:
+        return (firsts[0], firsts[-1])
+    if group.startswith("EXPERT_TENSOR_MODEL_PIPELINE"):
+        inner = shape.expert * shape.expert_tensor
+        return tuple(first + rank for first in firsts for rank in range(inner))
+    if group == "MODEL_PARALLEL_GROUP":
+        return tuple(first + rank for first in firsts for rank in range(shape.tensor))
+    return tuple(range(size))
+
+
+def closing_seconds(figures: Mapping[str, float], shape: Shape, cluster: Cluster) -> float:
+    """Of collectives of other groups after the last action: norms of gradients, tied weights."""
+    total = 0.0
+    for name, payload in figures.items():
+        if name.startswith("closing payload ") and round(payload) > 0:
+            rest = name.removeprefix("closing payload ")
+            calls = max(1, round(figures[f"closing calls {rest}"]))
+            group, size, op = rest.split("|")
+            ranks = group_ranks(group, int(size), shape)
+            if len(ranks) > 1:
+                total += calls * cluster.collective_seconds(op, payload / calls, ranks)
+    return total
+
+
+def dense_ranks(shape: Shape) -> tuple[int, ...]:
+    """Ranks that hold the same dense parameters as rank 0."""
+    count = shape.data_parallel * shape.context
+    return tuple(range(0, count * shape.tensor, shape.tensor))
+
+
+def expert_ranks(shape: Shape) -> tuple[int, ...]:
+    """Ranks that hold the same experts as rank 0."""
+    step = shape.expert * shape.expert_tensor
+    return tuple(range(0, shape.data_parallel * shape.context * shape.tensor, step))

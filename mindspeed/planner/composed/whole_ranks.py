@@ -1,0 +1,232 @@
+"""Whole ranks of a job without composition: their peak memory, and the seconds of a step.
+
+    prediction = predict_whole(args, found, load_cluster("h100"), jobs=2)
+
+A rank runs the fewest micro-batches after which its memory and its actions repeat
+(:func:`enough_micro_batches`).
+
+* :func:`counted_peak` counts the ranks that can be the fullest: the one with most composed bytes,
+  and the first and last pipeline ranks if theirs are close.
+* :func:`predict_whole` times every pipeline rank (:mod:`mindspeed.planner.counted.timed_step`). The
+  seconds of its chunks are those of the actions that
+  :func:`mindspeed.planner.composed.step_plan.step_plan` simulates for all micro-batches; what the
+  slowest rank does after its last action is added. Without a pipeline, the difference of steps of
+  two and three micro-batches is one micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mindspeed.errors import MindSpeedError, PlanError
+from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.schedules import build_plan
+from mindspeed.planner import isolated
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.composed.price import Prediction, RankFigures, assembled, stage_costs
+from mindspeed.planner.composed.step_plan import DataParallel, step_plan
+from mindspeed.planner.counted.check import Check, Progress
+from mindspeed.planner.counted.counted_step import count_step
+from mindspeed.planner.counted.timed_step import (
+    GRADIENTS,
+    OPTIMIZER,
+    between_chunks,
+    exposed_by_group,
+    time_step,
+)
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.shape import Shape, shape_of
+from mindspeed.training.fake_job import rank_in_stage
+
+NEAR = 0.05
+"""Several times what composition may err."""
+COUNT_SECONDS = 600.0
+"""After which a count is given up."""
+
+
+def counted_peak(job: Job, layout: Layout, composed: Sequence[float]) -> int:
+    """Bytes of the pipeline rank that needs most.
+
+    Args:
+        job: that is planned.
+        layout: its layout.
+        composed: bytes of each pipeline rank.
+
+    Raises:
+        MindSpeedError: it cannot be counted.
+    """
+    stages = ranks_to_count(composed)
+    return max(isolated.call(_peak, job, layout, one, timeout=COUNT_SECONDS) for one in stages)
+
+
+def ranks_to_count(composed: Sequence[float]) -> list[int]:
+    """Pipeline ranks one of which is the fullest, though composed bytes may err.
+
+    Args:
+        composed: bytes of each.
+    """
+    most = max(composed)
+    chosen = {0, composed.index(most), len(composed) - 1}
+    return sorted(rank for rank in chosen if composed[rank] >= (1 - NEAR) * most)
+
+
+def _peak(job: Job, layout: Layout, stage: int) -> int:
+    args = job.settings(layout.overrides(), layout.devices).args
+    batches = enough_micro_batches(shape_of(args), stage)
+    return count_step(args, rank_in_stage(args, stage), micro_batches=batches).peak
+
+
+def enough_micro_batches(shape: Shape, rank: int) -> int:
+    """The shortest step in which a rank has as many micro-batches in flight as in a whole one.
+
+    Args:
+        shape: of the job.
+        rank: of the pipeline.
+    """
+    count, ranks, chunks = shape.micro_batches, shape.ranks, shape.chunks
+    if ranks == 1:
+        return min(count, 2)
+    turn = (shape.request.group_size or ranks) if chunks > 1 else 1
+    longest = min(count, turn * (4 * ranks * chunks // turn + 1))
+    whole = _most_in_flight(shape, rank, longest)
+    for batches in range(turn, longest, turn):
+        try:
+            enough = _most_in_flight(shape, rank, batches) == whole
+        except MindSpeedError:
+            continue  # the schedule needs more of them
+        if enough:
+            return min(count, batches + turn)
+    return longest
+
+
+def _most_in_flight(shape: Shape, rank: int, micro_batches: int) -> int:
+    """Chunks of micro-batches whose activations a rank keeps at most."""
+    plan: Plan = build_plan(shape.request, shape.ranks, shape.chunks, micro_batches)
+    held = most = 0
+    for action in plan.rows[rank]:
+        held += _CHANGES.get(action.op, 0)
+        most = max(most, held)
+    return most
+
+
+_CHANGES = {"F": 1, "B": -1, "I": -1}
+
+
+def predict_whole(
+    args: argparse.Namespace,
+    found: Check,
+    cluster: Cluster,
+    jobs: int = 1,
+    progress: Progress = lambda done, of: None,
+) -> Prediction:
+    """Where the time of a step goes.
+
+    Args:
+        args: final values of the job; its features are attached.
+        found: its counted bytes and FLOPs.
+        cluster: rates of devices and links.
+        jobs: processes.
+        progress: is told how many steps are timed.
+
+    Raises:
+        MindSpeedError: the job cannot be timed, or whole ranks do not tell how long the actions of
+            its schedule take.
+    """
+    shape = shape_of(args)
+    if shape.uncomposable != shape.whole_only:
+        raise PlanError(shape.uncomposable)
+    ranks = range(shape.ranks)
+    counts = [(2, 3)] if shape.ranks == 1 else [(enough_micro_batches(shape, r),) for r in ranks]
+    asked = [
+        (args, cluster, rank_in_stage(args, rank), count)
+        for rank in ranks
+        for count in counts[rank]
+    ]
+    results = isolated.map(_figures, asked, jobs)
+    figures = []
+    for one in results:
+        if isinstance(one, Exception):
+            raise one
+        figures.append(one)
+        progress(len(figures), len(asked))
+    if shape.ranks == 1:
+        figures = [_continued(*figures)]
+    seconds = [dict[str, float]()] * len(shape.stages)
+    for rank, stages in enumerate(shape.placement.stages):
+        for stage, (forward, backward) in zip(stages, figures[rank].chunks, strict=True):
+            seconds[stage] = {"F": forward, "B": backward}
+    plans = step_plan(shape, stage_costs(seconds, shape, cluster))
+    waits = [{n: t * shape.micro_batches for n, t in one.waits.items()} for one in figures]
+    flops = sum(one.flops * len(one.pipeline_ranks) for one in found.ranks) / shape.ranks
+    ends = [one.end for one in figures]
+    return assembled(shape, cluster, plans, tuple(_memory(found, cluster)), ends, waits, flops)
+
+
+def _memory(found: Check, cluster: Cluster) -> Iterator[RankFigures]:
+    for one in found.ranks:
+        more = one.peak - sum(one.static.values())
+        fits = one.peak <= cluster.memory_limit
+        for rank in one.pipeline_ranks:
+            yield RankFigures(rank, one.static, more, one.peak, fits)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Seconds of a pipeline rank.
+
+    Attributes:
+        chunks: forward and backward of a micro-batch, recomputation included.
+        waits: within them, of a micro-batch, by what for.
+        end: after the last action, and waits for data-parallel groups anywhere in the step.
+        step: of the whole step.
+        exposed: all waits of the step.
+    """
+
+    chunks: tuple[tuple[float, float], ...]
+    waits: dict[str, float]
+    end: DataParallel
+    step: float
+    exposed: dict[str, float]
+
+
+_SHARED = "DATA_PARALLEL"
+"""In the descriptions of groups of data-parallel ranks."""
+
+
+def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batches: int) -> _Figures:
+    found = time_step(args, cluster, rank, micro_batches=micro_batches)
+    waits = Counter[str]()
+    closing, earlier = 0.0, 0.0  # waits for data-parallel ranks, which count at the end of the step
+    for one in found.intervals:
+        if one.kind != "wait" or one.communication is None:
+            continue
+        group = one.communication.description
+        if one.scope in (GRADIENTS, OPTIMIZER):
+            closing += one.seconds if _SHARED in group else 0.0
+        elif _SHARED in group:
+            earlier += one.seconds
+        elif not between_chunks(one):
+            waits[group] += one.seconds / found.micro_batches  # type: ignore[assignment]
+    end = found.gradient_seconds + found.optimizer_seconds
+    return _Figures(
+        tuple((chunk.forward, chunk.backward + chunk.recompute) for chunk in found.chunks),
+        dict(waits),
+        DataParallel(closing + earlier, end - closing),
+        found.seconds,
+        exposed_by_group(found.intervals),
+    )
+
+
+def _continued(two: _Figures, three: _Figures) -> _Figures:
+    """The rank of a job without a pipeline, from steps of two and three micro-batches."""
+    more = three.step - two.step
+    waits = {name: t - two.exposed.get(name, 0.0) for name, t in three.exposed.items()}
+    waits = {name: t for name, t in waits.items() if t > 1e-9}
+    shared = [name for name in two.exposed if _SHARED in name]
+    exposed = sum(two.exposed[name] - 2 * waits.get(name, 0.0) for name in shared)
+    end = DataParallel(exposed, two.step - 2 * more - exposed)
+    return _Figures(((more, 0.0),), waits, end, two.step, two.exposed)

@@ -1,0 +1,220 @@
+"""Every token goes to experts by a rule, so that loads are known without values.
+
+Balanced: the experts have as many of a rank's tokens as each other, to one; which k experts a token
+takes is drawn, so as many of them share a rank as with a uniform router. With ``imbalance`` f > 1
+the experts of the first expert-parallel rank get f times the mean, the others share what is left.
+All ranks route alike.
+
+The rule is put into the logits of the routers, so all that follows is Megatron's and ours: scores,
+top-k, groups, capacity, drops, padding. FakeTensors get the values (:mod:`known_values`), real
+tensors are overwritten, so a real job can route by the same rule.
+
+    with balanced_routing(args): count_here(args, rank)      # real ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+from mindspeed.errors import ConfigError
+from mindspeed.journal import Journal
+from mindspeed.planner.counted.known_values import KnownValues, assume, share_bytes
+
+MARGIN = 64.0
+"""Logit of chosen experts; that of others is 0. Noise of gates does not change the choice."""
+MOST_BLOCKS = 128
+"""Draws for the tokens of a rank."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The assumption.
+
+    Attributes:
+        experts: E, of a layer.
+        topk: k, experts of a token.
+        ranks: expert-parallel ones.
+        imbalance: load of the first rank over the mean, >= 1.
+        groups: of experts, equal parts of them, in ``group_topk`` of which a token's experts are.
+        group_topk: how many groups a token takes.
+    """
+
+    experts: int
+    topk: int
+    ranks: int = 1
+    imbalance: float = 1.0
+    groups: int = 1
+    group_topk: int = 1
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, imbalance: float = 1.0) -> Balance:
+        """From final values."""
+        experts, ranks = args.num_experts, args.expert_model_parallel_size
+        groups, topk = args.moe_router_num_groups or 1, args.moe_router_topk
+        most = min(ranks, experts / topk) if groups == 1 else 1
+        if not 1 <= imbalance <= most:
+            raise ConfigError(
+                f"an imbalance of {imbalance:g} is not possible: with {experts} experts on {ranks} "
+                f"ranks, {topk} to a token, in {groups} groups it is from 1 to {most:g}"
+            )
+        return cls(experts, topk, ranks, imbalance, groups, args.moe_router_group_topk or 1)
+
+    def choice(self, tokens: int) -> torch.Tensor:
+        """The experts of each of a rank's tokens, int64 ``[tokens, topk]``."""
+        if self.groups == 1:
+            return _spread(tokens, self.topk, self.loads)
+        size, each = self.experts // self.groups, self.topk // self.group_topk
+        group = _spread(tokens, self.group_topk, lambda n: _even(n * self.group_topk, self.groups))
+        found = torch.empty(tokens, self.group_topk, each, dtype=torch.int64)
+        for index in range(self.groups):
+            mine = group == index
+            count = int(mine.sum())
+            found[mine] = index * size + _spread(count, each, lambda n: _even(n * each, size))
+        return found.view(tokens, -1)
+
+    def loads(self, tokens: int) -> torch.Tensor:
+        """Tokens of each expert among the first ``tokens``, int64 ``[experts]``."""
+        ranks, local, slots = self.ranks, self.experts // self.ranks, tokens * self.topk
+        if self.imbalance == 1:  # what does not divide is spread over the ranks
+            return _even(slots, self.experts).view(local, ranks).t().reshape(-1)
+        hot = round(slots * self.imbalance / ranks)
+        cold = _even(slots - hot, self.experts - local).view(local, ranks - 1)
+        return torch.cat([_even(hot, local), cold.t().reshape(-1)])
+
+
+def _even(slots: int, parts: int) -> torch.Tensor:
+    """Slots of each part, int64 ``[parts]``; none of them falls when there are more slots."""
+    return torch.div(slots + parts - 1 - torch.arange(parts), parts, rounding_mode="floor")
+
+
+def _spread(tokens: int, topk: int, loads: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Parts for each token, int64 ``[tokens, topk]``, all different, so many of each as asked.
+
+    Args:
+        tokens: n.
+        topk: parts of a token.
+        loads: how often each part is taken by the first so many tokens, int64 ``[parts]``, at most
+            once by a token.
+    """
+    found, random = [], torch.Generator().manual_seed(tokens)
+    before = loads(0)
+    block = max(len(before), -(-tokens // MOST_BLOCKS))
+    for start in range(0, tokens, block):
+        count = min(block, tokens - start)
+        after = loads(start + count)
+        order = torch.randperm(len(before), generator=random)
+        # One part after the other: a part's slots are those of different tokens.
+        slots = order.repeat_interleave((after - before)[order])
+        found.append(slots.view(topk, count).t())
+        before = after
+    return torch.cat(found) if found else torch.empty(0, topk, dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=16)
+def logits_of(balance: Balance, tokens: int) -> torch.Tensor:
+    """Logits ``[tokens, experts]``, fp32, of which the largest are the experts of the tokens."""
+    chosen = balance.choice(tokens)
+    return torch.zeros(tokens, balance.experts).scatter_(1, chosen, MARGIN)
+
+
+@contextlib.contextmanager
+def balanced_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterator[None]:
+    """Routers of this process choose by the rule inside the block.
+
+    Args:
+        args: final values.
+        imbalance: of :class:`Balance`.
+    """
+    if not args.num_experts:
+        yield
+        return
+    journal = Journal()
+    try:
+        _patch(Balance.of(args, imbalance), journal)
+        yield
+    finally:
+        journal.undo()
+
+
+@contextlib.contextmanager
+def assumed_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterator[None]:
+    """FakeTensors that the routing determines have values inside the block.
+
+    Args:
+        args: final values.
+        imbalance: of :class:`Balance`.
+    """
+    if not args.num_experts:
+        yield
+        return
+    with balanced_routing(args, imbalance), KnownValues():
+        yield
+
+
+def _patch(balance: Balance, journal: Journal) -> None:
+    from mindspeed.adaptor import watched_calls
+    from mindspeed.moe.deepspeed.megatron import RouterForward
+    from mindspeed.moe.dispatch.window import WindowDispatcher
+
+    router_class, moe_utils = watched_calls.routing()
+
+    def set_logits(logits: torch.Tensor) -> torch.Tensor:
+        with no_dispatch():
+            values = logits_of(balance, logits.numel() // balance.experts)
+        assume(logits, values)
+        return logits
+
+    route, gate_logits, gate_scores = (
+        router_class.routing,
+        RouterForward._logits,
+        RouterForward._scores,
+    )
+
+    def routing(router: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(router.expert_bias, FakeTensor):  # updates of a step are far below the margin
+            with no_dispatch():
+                zero = torch.zeros(balance.experts)
+            assume(router.expert_bias, zero)
+        return route(router, set_logits(logits), *args, **kwargs)
+
+    def scores(gate: Any, logits: torch.Tensor, gates: torch.Tensor) -> list[torch.Tensor]:
+        found = gate_scores(gate, logits, gates)
+        for score in found:  # drawn ones
+            if isinstance(score, FakeTensor):
+                set_logits(score)
+        return found
+
+    measure, headers = WindowDispatcher.measure, WindowDispatcher._headers
+    loads: list[torch.Tensor] = []
+
+    def measured(dispatcher: Any, chunk: Any) -> None:
+        loads[:] = [chunk.values["load"]]
+        measure(dispatcher, chunk)
+        loads.clear()
+
+    def headers_of(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
+        found = headers(dispatcher, rows)
+        if loads and isinstance(found, FakeTensor):  # in rows, whose values are not known
+            share_bytes(loads[0], found)
+        return found
+
+    owner = "planner"
+    journal.set(router_class, "routing", routing, owner=owner)
+    journal.set(
+        RouterForward, "_logits", lambda *given: set_logits(gate_logits(*given)), owner=owner
+    )
+    journal.set(RouterForward, "_scores", scores, owner=owner)
+    journal.set(WindowDispatcher, "measure", measured, owner=owner)
+    journal.set(WindowDispatcher, "_headers", headers_of, owner=owner)
+    # What they collect over micro-batches and layers would outlive the tensors of this block.
+    journal.set(moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None, owner=owner)
+    journal.set(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}, owner=owner)

@@ -1,0 +1,254 @@
+"""Does a configuration fit: bytes, FLOPs and messages of all its pipeline ranks, counted.
+
+    settings = prepare(["--dry-run", ...])
+    found = check(settings.args, memory_limit=60 * 2**30, jobs=2)
+    found.fits, found.ranks[0].peak
+
+Each pipeline rank runs one step on FakeTensors (:mod:`mindspeed.planner.counted.counted_step`) as
+the first rank of its stage: the tensor, context and data parallel ranks of a stage are equal. Ranks
+with equal figures are grouped. :func:`megatron_formula` is Megatron-LM's estimate for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from mindspeed.adaptor.repairs.memory_estimate import has_unknown_experts
+from mindspeed.instruments.ledger import Communication
+from mindspeed.planner import isolated
+from mindspeed.planner.counted.counted_step import CountedStep, count_step
+from mindspeed.profiling.model_flops import moe_pattern
+from mindspeed.training.fake_job import rank_in_stage
+
+Progress = Callable[[int, int], None]
+"""Called with how many parts are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends through one process group by one operation, in a step.
+
+    Attributes:
+        group: what its creator calls it.
+        size: ranks of the group.
+        op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
+        calls: number; None: not known.
+        payload: bytes of the tensors.
+        wire: bytes that this rank sends.
+    """
+
+    group: str
+    size: int
+    op: str
+    calls: int | None
+    payload: int
+    wire: int
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """Pipeline ranks with the same figures.
+
+    Attributes:
+        pipeline_ranks: which.
+        parameters: entries.
+        static: bytes between steps, by kind.
+        peak: most bytes alive at once.
+        at_peak: these bytes, by kind.
+        flops: executed in a step; recomputation is a part of it.
+        recomputed: FLOPs of recomputation.
+        traffic: by group and operation.
+    """
+
+    pipeline_ranks: tuple[int, ...]
+    parameters: int
+    static: Mapping[str, int]
+    peak: int
+    at_peak: Mapping[str, int]
+    flops: int
+    recomputed: int
+    traffic: tuple[Traffic, ...]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The figures of a configuration.
+
+    Attributes:
+        micro_batches: of a step, on one data-parallel rank.
+        ranks: all pipeline ranks.
+        memory_limit: bytes that the tensors of a rank may take; None: not known.
+        composed: composed of small runs (:mod:`mindspeed.planner.composed.compose`), not counted.
+    """
+
+    micro_batches: int
+    ranks: tuple[RankCheck, ...]
+    memory_limit: int | None = None
+    composed: bool = False
+
+    @property
+    def fullest(self) -> RankCheck:
+        """The rank that needs most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank stays within the limit; None without a limit."""
+        return None if self.memory_limit is None else self.fullest.peak <= self.memory_limit
+
+
+def check(
+    args: argparse.Namespace,
+    memory_limit: int | None = None,
+    *,
+    jobs: int = 1,
+    progress: Progress = lambda done, of: None,
+) -> Check:
+    """Count a step of every pipeline rank.
+
+    Args:
+        args: final values, of a dry run; their features are attached.
+        memory_limit: bytes that the tensors of a rank may take.
+        jobs: processes that count.
+        progress: is told how far it is.
+
+    Raises:
+        MindSpeedError: the step cannot be counted; says what is in the way.
+    """
+    steps: list[CountedStep] = []
+    stages = args.pipeline_model_parallel_size
+    progress(0, stages)
+    for step in _count(args, range(stages), jobs):
+        if isinstance(step, Exception):
+            raise step
+        steps.append(step)
+        progress(len(steps), stages)
+    ranks = [figures_of_step(stage, step) for stage, step in enumerate(steps)]
+    return Check(steps[0].micro_batches, tuple(alike(ranks)), memory_limit)
+
+
+def _count(
+    args: argparse.Namespace, stages: Iterable[int], jobs: int
+) -> Iterator[CountedStep | Exception]:
+    return isolated.map(count_step, [(args, rank_in_stage(args, stage)) for stage in stages], jobs)
+
+
+def alike(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
+    """Single pipeline ranks, those with equal figures together."""
+    found: list[RankCheck] = []
+    for one in ranks:
+        for index, other in enumerate(found):
+            if replace(other, pipeline_ranks=one.pipeline_ranks) == one:
+                numbers = other.pipeline_ranks + one.pipeline_ranks
+                found[index] = replace(other, pipeline_ranks=numbers)
+                break
+        else:
+            found.append(one)
+    yield from found
+
+
+def figures_of_step(stage: int, step: CountedStep) -> RankCheck:
+    """The figures of a counted step.
+
+    Args:
+        stage: pipeline rank.
+        step: one of its ranks.
+    """
+    return RankCheck(
+        (stage,),
+        step.parameters,
+        dict(step.static),
+        step.peak,
+        dict(step.at_peak),
+        step.flops.total,
+        step.flops.recompute,
+        traffic(step.communications),
+    )
+
+
+def traffic(communications: Iterable[Communication]) -> tuple[Traffic, ...]:
+    """Sums by group and operation, the most bytes sent first; groups of one rank are left out."""
+    sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for one in communications:
+        if len(one.ranks) > 1:
+            found = sums[one.description, len(one.ranks), one.op]
+            found[0] += 1
+            found[1] += one.payload
+            found[2] += one.wire
+    rows = [Traffic(*key, *numbers) for key, numbers in sums.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.wire, row.group, row.op)))
+
+
+def megatron_formula(args: argparse.Namespace, micro_batches: int) -> float | None:
+    """Memory by Megatron-LM's closed formula; None where the formula does not apply.
+
+    Bytes per rank of the first pipeline stage: parameters of the fullest shard times 18, or
+    6 + 12 / d with a distributed optimizer over d ranks, and activations
+
+        s b h (18 + 4 f/h) / t      a layer, with sequence parallelism and selective recomputation
+        s b h (10 + 24/t)           a layer, otherwise, and 5 % for the rest
+
+    times the micro-batches in flight of 1F1B (f: width of the MLP, t: tensor parallel size). It
+    ignores gated activations, grouped heads, kernels, experts' tokens and context parallelism, and
+    does not apply to experts that are sharded differently from dense layers. Source:
+    ``megatron/training/theoretical_memory_usage.py``; Korthikanti et al., arXiv:2205.05198.
+
+    Args:
+        args: final values.
+        micro_batches: of a step.
+    """
+    if args.multi_latent_attention or has_unknown_experts(vars(args)):
+        return None
+    return _weights_and_optimizer(args) + _activations(args, micro_batches)
+
+
+def _weights_and_optimizer(args: argparse.Namespace) -> float:
+    pattern = moe_pattern(vars(args))
+    extra = args.mtp_num_layers or 0
+    sparse, last = sum(pattern), pattern[-1] if pattern else 0
+    norm = args.hidden_size * (1 if args.normalization == "RMSNorm" else 2)
+    widths = {
+        0: args.ffn_hidden_size,
+        1: (args.moe_ffn_hidden_size or 0) * (args.num_experts or 1)
+        + (args.moe_shared_expert_intermediate_size or 0),
+    }
+    layer = {kind: _layer(args, width) + 2 * norm for kind, width in widths.items()}
+    block = layer[0] * (len(pattern) - sparse) + layer[1] * sparse + norm
+    edge = args.hidden_size * args.padded_vocab_size
+    untied_here = args.untie_embeddings_and_output_weights and _stages(args) == 1
+    fullest = block / _stages(args) + extra * layer[last] + edge * (2 if untied_here else 1)
+    shared = args.use_distributed_optimizer
+    each = 6 + 12 / args.data_parallel_size if shared else 18
+    return each * fullest / args.tensor_model_parallel_size
+
+
+def _layer(args: argparse.Namespace, width: int) -> float:
+    """Entries of the matrices of attention and of an MLP."""
+    query = args.kv_channels * args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    attention = 2 * args.hidden_size * query * (1 + groups / args.num_attention_heads)
+    return attention + args.hidden_size * width * (3 if args.swiglu else 2)
+
+
+def _activations(args: argparse.Namespace, micro_batches: int) -> float:
+    tokens = args.seq_length * args.micro_batch_size
+    hidden, tp, stages = args.hidden_size, args.tensor_model_parallel_size, _stages(args)
+    parted = args.sequence_parallel and args.recompute_granularity == "selective"
+    layer = 18 * hidden + 4 * args.ffn_hidden_size if parted else hidden * (10 + 24 / tp)
+    kept = layer * args.num_layers + (8 + hidden) * stages
+    chunks = args.virtual_pipeline_model_parallel_size
+    if chunks is not None:
+        kept *= 1 + (stages - 1) / (stages * chunks)
+    elif stages > 1:
+        kept *= min(1, micro_batches / stages)
+    if stages == 1:
+        vocab = args.padded_vocab_size
+        kept += 4 * (hidden + vocab) if parted else 2 * (vocab / tp + hidden)
+    return float(tokens * kept / tp if parted else 1.05 * tokens * kept)
+
+
+def _stages(args: argparse.Namespace) -> int:
+    return int(args.pipeline_model_parallel_size)

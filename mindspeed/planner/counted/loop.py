@@ -1,0 +1,268 @@
+"""The training loop to count, ours or that of a Megatron-LM script, on invented batches.
+
+:func:`loop_of` returns the loop of a job; the rest of the planner handles both alike.
+:class:`StepOfRank` builds the model and runs steps of it.
+
+Batches have the shapes of :mod:`mindspeed.training.batches`, with this rank's tokens; nothing is
+read, sent or compared. What depends on data is assumed:
+
+* Packed documents all have ``--fix-sub-seq-length`` tokens; without it each sample has
+  :data:`DOCUMENTS` of equal length.
+* Variable lengths are all ``--seq-length``, the longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed import device, session
+from mindspeed.attention.packed_batch import CuSeqlens, cu_seqlens_of_length, cu_seqlens_of_samples
+from mindspeed.built_model import TrainedModel
+from mindspeed.device.wrapped_tensors import held
+from mindspeed.features.dynamic_pipeline import sizes_of_arguments
+from mindspeed.features.packed_documents import resets
+from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.job import Batch
+
+DOCUMENTS = 4
+"""Documents of a sample."""
+
+MicroBatch = dict[str, Any]
+
+
+def readers_of(args: argparse.Namespace, config: Any) -> list[InventedBatches | None]:
+    """One reader for each chunk of this rank; None where a chunk needs no data.
+
+    Args:
+        args: final values.
+        config: Megatron's configuration of the model.
+    """
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+
+    from mindspeed.adaptor.pipeline_ends import pipeline_ends
+
+    seams, chunks = session.install().seams, args.virtual_pipeline_model_parallel_size
+    everywhere = args.variable_seq_lengths or bool(seams.documents.functions)
+    readers: list[InventedBatches | None] = []
+    for vp_stage in range(chunks) if chunks else [None]:
+        ends = pipeline_ends(seams, vp_stage)
+        where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
+        if args.mtp_num_layers and mtp_on_this_rank(config, **where):
+            ends = True, True
+        needed = any(ends) or everywhere
+        readers.append(InventedBatches(args, *ends) if needed else None)
+    return readers
+
+
+class InventedBatches(Iterator[MicroBatch]):
+    """The micro-batches of one chunk, without end.
+
+    Args:
+        args: final values.
+        pre_process: the chunk embeds tokens.
+        post_process: the chunk computes the loss.
+
+    Attributes:
+        micro_batch_sizes: samples of the micro-batches of a step, where they differ.
+    """
+
+    def __init__(self, args: argparse.Namespace, pre_process: bool, post_process: bool) -> None:
+        self._args, self._pre_process, self._post_process = args, pre_process, post_process
+        self.micro_batch_sizes = sizes_of_arguments(vars(args))
+        self._sizes = itertools.cycle(self.micro_batch_sizes or (args.micro_batch_size,))
+
+    def lengths_ahead(self, count: int) -> list[int]:
+        """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
+        return [self._args.seq_length] * count
+
+    def __next__(self) -> MicroBatch:
+        samples = next(self._sizes)
+        positions, packing = self._positions(samples)
+        shape, where = (samples, positions.shape[1]), device.current().torch_device()
+        batch: MicroBatch = dict.fromkeys(("tokens", "labels", "loss_mask", "attention_mask"))
+        batch["position_ids"] = positions if self._pre_process or packing else None
+        if self._pre_process:
+            batch["tokens"] = torch.zeros(shape, dtype=torch.int64, device=where)
+        if self._post_process:
+            batch["labels"] = torch.zeros(shape, dtype=torch.int64, device=where)
+            batch["loss_mask"] = torch.ones(shape, device=where)
+        return batch | packing
+
+    def _positions(self, samples: int) -> tuple[torch.Tensor, MicroBatch]:
+        """Positions of this rank's tokens ``[b, s / cp]`` int64, and what says of documents."""
+        from mindspeed.adaptor.micro_batch import shard_batch
+
+        args = self._args
+        if not session.install().seams.documents.functions:
+            length = args.seq_length // args.context_parallel_size
+            where = device.current().torch_device()
+            return torch.arange(length, device=where).repeat(samples, 1), {}
+        part, packed_seq_params = shard_batch(
+            {},
+            documents_of(args, samples),
+            samples,
+            reset_mask=args.reset_attention_mask or args.pack_sequences,
+            reset_positions=args.reset_position_ids or args.pack_sequences,
+        )
+        positions = part["position_ids"].clone()  # on the device, where it counts
+        assert packed_seq_params.packed is not None
+        packed_seq_params.packed = replace(packed_seq_params.packed, positions=positions)
+        return positions, {"packed_seq_params": packed_seq_params}
+
+
+def documents_of(args: argparse.Namespace, samples: int) -> CuSeqlens:
+    """The documents that are assumed in the concatenated samples of a micro-batch."""
+    size, given = args.seq_length, args.fix_sub_seq_length
+    if not resets(vars(args)):
+        return cu_seqlens_of_samples(samples, size)
+    return cu_seqlens_of_length(samples, size, given if given > 0 else -(-size // DOCUMENTS))
+
+
+Step = Callable[[], None]
+
+
+class Loop(Protocol):
+    """One training program."""
+
+    def started(self, args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+        """Its process groups and seeds; torch.distributed is initialised."""
+
+    def build(self, args: argparse.Namespace) -> TrainedModel:
+        """Model, optimizer and schedule of this rank."""
+
+    def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
+        """One training step of the model on invented tokens."""
+
+
+class TrainerLoop:
+    """Our trainer."""
+
+    @contextlib.contextmanager
+    def started(self, args: argparse.Namespace) -> Iterator[None]:
+        """Groups and seeds of the trainer."""
+        from mindspeed.training import setup
+
+        setup.parallel_groups(args)
+        setup.seed_everything(args)
+        yield
+
+    def build(self, args: argparse.Namespace) -> TrainedModel:
+        """The trainer's model."""
+        from mindspeed.training.model import build
+
+        return build(args)
+
+    def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
+        """The trainer's step."""
+        from mindspeed.training.forward_step import checked, forward_step
+        from mindspeed.training.step import Trainer
+
+        trainer = Trainer(args, model, checked(forward_step, args, ()))
+        readers = readers_of(args, model.config)
+
+        def step() -> None:
+            trainer.step(readers, 1)
+
+        return step
+
+
+def loop_of(args: argparse.Namespace) -> Loop:
+    """The program that the arguments belong to."""
+    found: Loop = vars(args).get("planned_loop") or TrainerLoop()
+    return found
+
+
+def batches(micro_batch_size: int, length: int) -> Iterator[dict[str, Any]]:
+    """Batches of invented tokens as :mod:`mindspeed.training.batches` yields them, without end.
+
+    Args:
+        micro_batch_size: samples.
+        length: tokens of each on this rank.
+    """
+    return iter(partial(_batch, micro_batch_size, length), None)  # keeps none of them alive
+
+
+def _batch(micro_batch_size: int, length: int) -> dict[str, Any]:
+    shape, where = (micro_batch_size, length), device.current().torch_device()
+    tokens = torch.zeros(shape, dtype=torch.int64, device=where)
+    return {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "position_ids": torch.arange(length, device=where).expand(shape),
+        "loss_mask": torch.ones(shape, device=where),
+        "attention_mask": None,
+    }
+
+
+class StepOfRank:
+    """The training program of this rank, ready to run steps.
+
+    Args:
+        args: final values.
+        memory: is told what the tensors are that are made.
+        micro_batches: of a step; default: those of the job.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, memory: LiveMemory, micro_batches: int | None = None
+    ) -> None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        self._args, self._memory = args, memory
+        self._batch_of(micro_batches)
+        self.micro_batches = int(get_num_microbatches())
+        memory.kind = "weights"
+        loop = loop_of(args)
+        self.model: TrainedModel = loop.build(args)
+        parameters = (p for chunk in self.model.chunks for p in chunk.parameters())
+        self.parameters = sum(one.numel() for p in parameters for one in held(p))
+        self._step = loop.step_of(args, self.model)
+        self._temporary_inside(self.model.chunks[0].config, "finalize_model_grads_func")
+        self._temporary_inside(self.model.optimizer, "step")
+
+    def run(self) -> None:
+        """One step."""
+        self._memory.kind = "activations"
+        self._step()
+
+    def run_shortest(self) -> None:
+        """One step of a single micro-batch; the next one is as long as the job's."""
+        self._batch_of(1)
+        self.run()
+        self._batch_of(self.micro_batches)
+
+    def _batch_of(self, micro_batches: int | None) -> None:
+        """Let a step have as many micro-batches; None: those of the job."""
+        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+        from mindspeed.training.pretrain import count_batches
+
+        args = self._args
+        if micro_batches is not None:
+            args.global_batch_size = Batch.of(args).samples_of(micro_batches)
+            args.rampup_batch_size = None
+        unset_num_microbatches_calculator()
+        count_batches(args)
+
+    def _temporary_inside(self, holder: Any, name: str) -> None:
+        """What a function makes is neither activation nor state, unless it is claimed."""
+        function = getattr(holder, name, None)
+        if function is None:
+            return
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            before, self._memory.kind = self._memory.kind, "temporary"
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._memory.kind = before
+
+        setattr(holder, name, inside)

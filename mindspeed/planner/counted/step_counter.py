@@ -1,0 +1,244 @@
+"""Count everything in a step with one ``TorchDispatchMode``.
+
+Nested instruments (:class:`~mindspeed.instruments.live_memory.LiveMemory`,
+:class:`~mindspeed.instruments.flops.FlopCounter`,
+:class:`~mindspeed.instruments.ledger.CommLedger`) give the same figures; one mode takes a fraction
+of their time, most of which is Python per operator and mode.
+
+Bytes are counted by kind. :func:`claim` finds the kind of a storage by its holder:
+
+==============  ==========================================================================
+kind            held by
+==============  ==========================================================================
+weights         parameters and buffers of modules, parameter buffers of data parallelism
+gradients       gradient buffers of data parallelism, ``main_grad`` and ``grad``
+main weights    parameters of the optimizer that are not the model's, ``master_param``
+optimizer       other states of the optimizer: moments
+activations     made by a forward pass; between steps, what a step has left alive
+temporary       made by a backward pass, by reductions of gradients or the optimizer's step
+==============  ==========================================================================
+
+A storage with several holders has the first kind in this table: with --reuse-fp32-param the weights
+share the memory of the main weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from mindspeed.built_model import TrainedModel
+from mindspeed.device.wrapped_tensors import any_wraps
+from mindspeed.instruments import flops as flop_reports
+from mindspeed.instruments.clock import Call, moved_bytes
+from mindspeed.instruments.flop_formulas import formula_of, repeated_in
+from mindspeed.instruments.flops import FlopCount
+from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
+from mindspeed.instruments.live_memory import LiveMemory, tensors_of
+from mindspeed.ops import _registry
+from mindspeed.planner.cluster.rates import Product, product_of
+
+WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER = "weights", "gradients", "main weights", "optimizer"
+KINDS = (WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER, "activations", "temporary")
+_MAIN = ("master_param", "main_param")
+_DEPTH = 3
+
+
+def claim(memory: LiveMemory, model: TrainedModel) -> None:
+    """Tell the memory what the storages of a model are; repeat it once states exist."""
+    for kind, tensor in [*_of_optimizer(model.optimizer), *_of_chunks(model.chunks)]:
+        memory.claim(tensor, kind)
+
+
+def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        inner = getattr(part, "optimizer", None) or part
+        for states in getattr(inner, "state", {}).values():
+            for name, value in states.items() if isinstance(states, dict) else ():
+                kind = MAIN_WEIGHTS if name in _MAIN else OPTIMIZER
+                for tensor in _tensors(value):
+                    yield kind, tensor
+        for group in getattr(inner, "param_groups", ()):
+            for parameter in group["params"]:
+                yield MAIN_WEIGHTS, parameter
+                if parameter.grad is not None:
+                    yield GRADIENTS, parameter.grad
+
+
+def _of_chunks(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            for name in ("grad", "main_grad"):
+                gradient = getattr(parameter, name, None)
+                if isinstance(gradient, torch.Tensor):
+                    yield GRADIENTS, gradient
+        for name in ("buffers", "expert_parallel_buffers"):
+            buffers = vars(chunk).get(name)
+            for buffer in buffers if isinstance(buffers, list) else ():
+                if isinstance(buffer.grad_data, torch.Tensor):
+                    yield GRADIENTS, buffer.grad_data
+                if isinstance(buffer.param_data, torch.Tensor):
+                    yield WEIGHTS, buffer.param_data
+        for module in chunk.modules():
+            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+                # Shards of Megatron-FSDP are weights since they were built, or main weights.
+                if tensor is not None and not is_traceable_wrapper_subclass(tensor):
+                    yield WEIGHTS, tensor
+
+
+def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """Tensors in a state: itself, in sequences, or in attributes of an encoded one."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+    elif depth and hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from _tensors(item, depth - 1)
+
+
+_DEVICE = torch.ops.prim.device.default
+ACTIVATIONS, TEMPORARY = "activations", "temporary"
+
+
+class StepCounter(LiveMemory):
+    """Live bytes always; the rest inside :meth:`counting`.
+
+    While :attr:`kind` is "activations", storages that a backward pass makes are "temporary".
+
+    Attributes:
+        flops: of forward, backward and recomputation.
+        products: how often each matrix product ran.
+        other_flops: of operators that are no plain product (attention), by name.
+        moved: bytes read and written by operators without FLOPs, by name.
+        calls: of operators that compute or move, by name.
+        communications: in their order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = FlopCount()
+        self.products: Counter[Product] = Counter()
+        self.other_flops: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.communications: list[Communication] = []
+        self._counts = False
+        self.mode: TorchDispatchMode = _Mode(self)
+
+    def enter_contexts(self, stack: ExitStack) -> None:
+        """Receive FLOPs of work without an operator, too."""
+        super().enter_contexts(stack)
+        stack.enter_context(flop_reports.received_by(self._reported))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """The block whose operators count."""
+        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = False
+
+    def kind_of_new(self) -> str:
+        """By the phase while the step runs."""
+        if self.kind == ACTIVATIONS and self.phase.current() != "forward":
+            return TEMPORARY
+        return self.kind
+
+    def _reported(self, flops: int) -> None:
+        if self._counts:
+            self._add("reported", flops, 0)
+            self.other_flops["reported"] += flops
+
+    def _add(self, name: str, flops: int, repeated: int) -> None:
+        recomputed = self.phase.current() == "recompute"
+        self.flops += FlopCount(flops, flops if recomputed else repeated)
+        self.calls[name] += 1
+
+    def _count(self, rule: _Rule, call: Call) -> None:
+        if rule.formula is not None:
+            flops = rule.formula(*call.args, **call.kwargs, out_val=call.result)
+            self._add(rule.name, flops, repeated_in(rule.packet, call.args, flops))
+            found = product_of(call)
+            if found is None:
+                self.other_flops[rule.name] += flops
+            else:
+                self.products[found[0]] += found[1]
+        elif rule.moves:
+            nbytes = moved_bytes(call.func, (call.args, call.kwargs), call.result)
+            if nbytes:
+                self.moved[rule.name] += nbytes
+                self.calls[rule.name] += 1
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What an operator can do."""
+
+    name: str
+    packet: Any
+    formula: Callable[..., int] | None
+    communicates: bool  # a collective, or one of ours with collectives in its kernel
+    inside: bool  # the latter
+    collective: bool  # of torch.distributed
+    moves: bool
+
+
+class _Mode(CommunicationMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, counter: StepCounter) -> None:
+        super().__init__(counter.phase, counter.communications.append)
+        self._counter = counter
+        self._rules: dict[Any, _Rule] = {}
+        self._depth = 0  # of operators of ours that communicate
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any_wraps(types):
+            return NotImplemented
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two of three calls ask for it
+        kwargs = kwargs or {}
+        counter = self._counter
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = _rule(func)
+        if not counter._counts:
+            result = func(*args, **kwargs)
+        elif rule.communicates:
+            self._depth += rule.inside
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._depth -= rule.inside
+        else:
+            result = func(*args, **kwargs)
+        if rule.collective:
+            counter.hold(func, args, kwargs, result)
+        if counter._counts and not self._depth:
+            counter._count(rule, Call(func, args, kwargs, result, 0, 0))
+        for tensor in tensors_of(result):
+            counter.see(tensor)
+        return result
+
+
+def _rule(func: Any) -> _Rule:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # an operator of higher order
+        return _Rule(str(func), func, formula_of(func), False, False, False, False)
+    packet = func._overloadpacket
+    collective = func.namespace in NAMESPACES
+    operator = _registry.find(func)
+    inside = operator is not None and operator.communicates
+    moves = not collective and func.namespace != "prim" and not func.is_view
+    formula, plain = formula_of(packet), func.namespace == "c10d"
+    return _Rule(schema.name, packet, formula, collective or inside, inside, plain, moves)

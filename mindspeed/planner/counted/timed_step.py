@@ -1,0 +1,323 @@
+"""One training step of one rank, executed and timed by a model: where its seconds go.
+
+    step = time_step(settings.args, load_cluster("h100"), rank=0)
+    step.chunks[0].forward, step.optimizer_seconds, step.exposed["TENSOR_MODEL_PARALLEL_GROUP"]
+
+The step is that of :mod:`mindspeed.planner.counted.counted_step`, on FakeTensors and in its real
+order. Operators and communications take the seconds of
+:class:`~mindspeed.planner.cluster.rates.DeviceRates`. Communication that the program waits for is
+exposed; computation is slower while communication runs. Counts are facts, times are a model.
+
+The rank never waits for a slower one, so there is no pipeline bubble: the simulator of
+:mod:`mindspeed.pipeline.schedule` adds it. Kernels are those of the CPU path: operators that only a
+device fuses are timed one by one.
+
+While :func:`parts_named` is active, ``clock.scope`` names the part of the step that runs:
+
+* ``chunk 0, layer 3``: a transformer layer, in forward, recomputation or backward. Backward of a
+  layer begins when the gradient of its output is complete and ends when that of its input is;
+* ``chunk 0``: the rest of a chunk: embedding, final norm, output layer, loss;
+* :data:`GRADIENTS`: reductions after the last backward;
+* :data:`OPTIMIZER`: its step, and the gather of parameters that follows;
+* ``""``: before the first chunk runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed.built_model import TrainedModel
+from mindspeed.instruments.clock import Interval, VirtualClock
+from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.journal import Journal
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.cluster.rates import DeviceRates, Product
+
+GRADIENTS, OPTIMIZER = "gradients", "optimizer"
+
+
+def chunk_of(scope: str) -> int | None:
+    """Index of the chunk that a scope belongs to; None: to none."""
+    name = scope.partition(",")[0]
+    return int(name.removeprefix("chunk ")) if name.startswith("chunk ") else None
+
+
+def named_layers(chunk: torch.nn.Module, index: int) -> Iterator[tuple[str, Any]]:
+    """The transformer layers of the chunk with this index, and their scopes."""
+    from megatron.core.transformer import TransformerLayer
+
+    for name, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer):
+            kind = "prediction layer" if ".mtp." in name else "layer"
+            yield f"chunk {index}, {kind} {module.layer_number}", module
+
+
+@contextlib.contextmanager
+def parts_named(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
+    """Set ``clock.scope`` while steps of the model run."""
+    journal, handles = Journal(), []
+    try:
+        for index, chunk in enumerate(model.chunks):
+            handles += _chunk_hooks(clock, chunk, f"chunk {index}")
+            for scope, module in named_layers(chunk, index):
+                handles += _layer_hooks(clock, module, scope, f"chunk {index}")
+        config = model.chunks[0].config
+        for holder, name, scope in (
+            (config, "finalize_model_grads_func", GRADIENTS),
+            (model.optimizer, "step", OPTIMIZER),
+        ):
+            if getattr(holder, name, None) is not None:
+                journal.set(
+                    holder, name, _within(clock, getattr(holder, name), scope), owner="scopes"
+                )
+        yield
+    finally:
+        journal.undo()
+        for handle in handles:
+            handle.remove()
+
+
+def _within(clock: VirtualClock, run: Callable[..., Any], scope: str) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        clock.scope = scope
+        return run(*args, **kwargs)
+
+    return wrapped
+
+
+def _chunk_hooks(clock: VirtualClock, chunk: Any, scope: str) -> list[Any]:
+    def enter(module: Any, args: Any) -> None:
+        clock.scope = scope
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        clock.scope = scope
+        if not getattr(output, "_layer_output", False):  # a chunk that ends with a layer
+            _when_gradient_is_known(clock, output, scope)
+
+    return [chunk.register_forward_pre_hook(enter), chunk.register_forward_hook(leave)]
+
+
+def _layer_hooks(clock: VirtualClock, layer: Any, scope: str, outside: str) -> list[Any]:
+    """Hooks of a transformer layer; returns their handles.
+
+    Args:
+        clock: whose scope is set.
+        layer: a ``TransformerLayer``.
+        scope: while it runs.
+        outside: after it, and before the backward of the last layer.
+    """
+
+    def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if not getattr(hidden, "_layer_output", False):
+            _when_gradient_is_known(clock, hidden, outside)
+        clock.scope = scope
+
+    def leave(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        _when_gradient_is_known(clock, hidden, scope)
+        hidden._layer_output = True
+        clock.scope = outside
+
+    return [
+        layer.register_forward_pre_hook(enter, with_kwargs=True),
+        layer.register_forward_hook(leave),
+    ]
+
+
+def _when_gradient_is_known(clock: VirtualClock, tensor: Any, scope: str) -> None:
+    """Set the scope in backward as soon as the gradient of ``tensor`` is complete."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        clock.scope = scope
+
+    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        tensor.register_hook(hook)
+
+
+BETWEEN_CHUNKS = (
+    *("PIPELINE_MODEL_PARALLEL", "PIPELINE_UPWARD", "PIPELINE_DOWNWARD"),
+    *("DATA_PARALLEL", "INTRA_PARTIAL", "INTER_PARTIAL"),
+)
+"""Parts of the descriptions of groups whose communication is not that of a chunk alone."""
+
+
+@dataclass(frozen=True)
+class ChunkSeconds:
+    """Seconds of a part of the model for one micro-batch, with what it waits for inside it.
+
+    Attributes:
+        forward: of the forward pass.
+        backward: of the backward pass, without recomputation.
+        recompute: of recomputation in the backward pass.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.forward + self.backward + self.recompute
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """Modelled seconds of one rank.
+
+    Attributes:
+        rank: global rank.
+        micro_batches: of the step.
+        seconds: of the step, if no other rank is ever late.
+        intervals: what happened, with times from the start of the step.
+        chunks: of each model chunk for one micro-batch, on average. Waits for tensor-, context- and
+            expert-parallel groups count, those for pipeline and data parallelism do not.
+        layers: the same for each scope; ``chunk 0`` is the part outside of layers.
+        gradient_seconds: after the last backward: reductions that were not hidden.
+        optimizer_seconds: of its step, with parameters that it gathers.
+        exposed: seconds waited for communication, by description of the group.
+        products: how often each matrix product ``(m, n, k, dtype)`` ran.
+    """
+
+    rank: int
+    micro_batches: int
+    seconds: float
+    intervals: tuple[Interval, ...]
+    chunks: tuple[ChunkSeconds, ...]
+    layers: Mapping[str, ChunkSeconds]
+    gradient_seconds: float
+    optimizer_seconds: float
+    exposed: Mapping[str, float]
+    products: Counter[Product]
+
+
+Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[Any]]
+"""Made with the clock; it is around the step that is timed."""
+
+
+def time_step(
+    args: argparse.Namespace,
+    cluster: Cluster,
+    rank: int = 0,
+    *,
+    micro_batches: int | None = None,
+    watch: Watch = contextlib.nullcontext,
+) -> TimedStep:
+    """Time one step of a rank of the job, on FakeTensors.
+
+    Args:
+        args: final values, of a dry run.
+        cluster: rates of devices and links.
+        rank: global rank.
+        micro_batches: default: those of the job.
+        watch: is around the step that is timed.
+    """
+    from mindspeed.planner.counted.balanced_routing import assumed_routing
+    from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+
+    args = copy.copy(args)
+    with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
+        return time_here(args, cluster, rank, micro_batches, watch)
+
+
+def time_here(
+    args: argparse.Namespace,
+    cluster: Cluster,
+    rank: int,
+    micro_batches: int | None = None,
+    watch: Watch = contextlib.nullcontext,
+) -> TimedStep:
+    """Time one step of this process, whose process groups exist.
+
+    Args:
+        args: final values.
+        cluster: rates of devices and links.
+        rank: global rank of this process.
+        micro_batches: default: those of the job.
+        watch: is around the step that is timed.
+    """
+    from mindspeed.planner.counted.loop import StepOfRank
+
+    step = StepOfRank(args, LiveMemory(), micro_batches)
+    step.run()  # a second step is like all later ones: optimizer states exist
+    rates = DeviceRates(cluster)
+    clock = VirtualClock.of(rates)
+    with parts_named(clock, step.model), clock, watch(clock):
+        step.run()
+    layers = _by_scope(clock.intervals, step.micro_batches)
+    return TimedStep(
+        rank,
+        step.micro_batches,
+        clock.now,
+        tuple(clock.intervals),
+        _by_chunk(layers, len(step.model.chunks)),
+        layers,
+        _seconds(clock.intervals, GRADIENTS),
+        _seconds(clock.intervals, OPTIMIZER),
+        exposed_by_group(clock.intervals),
+        rates.products,
+    )
+
+
+def exposed_by_group(intervals: Iterable[Interval]) -> dict[str, float]:
+    """Seconds waited for communication, by description of the group."""
+    found: dict[str, float] = defaultdict(float)
+    for interval in intervals:
+        if interval.kind == "wait" and interval.communication is not None:
+            found[interval.communication.description] += interval.seconds
+    return dict(found)
+
+
+def between_chunks(interval: Interval) -> bool:
+    """Whether it is a wait for pipeline or data parallelism."""
+    if interval.kind != "wait" or interval.communication is None:
+        return False
+    return any(part in interval.communication.description for part in BETWEEN_CHUNKS)
+
+
+def _seconds(intervals: Iterable[Interval], scope: str) -> float:
+    return sum(
+        interval.seconds
+        for interval in intervals
+        if interval.kind != "communication" and interval.scope == scope
+    )
+
+
+def _by_scope(intervals: Iterable[Interval], micro_batches: int) -> dict[str, ChunkSeconds]:
+    """Of all scopes of chunks, per micro-batch."""
+
+    found: dict[str, Counter[str]] = {}
+    for interval in intervals:
+        if interval.kind == "communication" or between_chunks(interval):
+            continue
+        if chunk_of(interval.scope) is not None:
+            seconds = found.setdefault(interval.scope, Counter())
+            seconds[interval.phase] += interval.seconds / micro_batches  # type: ignore[assignment]
+    return {
+        scope: ChunkSeconds(times["forward"], times["backward"], times["recompute"])
+        for scope, times in found.items()
+    }
+
+
+def _by_chunk(layers: Mapping[str, ChunkSeconds], count: int) -> tuple[ChunkSeconds, ...]:
+
+    chunks = []
+    for index in range(count):
+        parts = [times for scope, times in layers.items() if chunk_of(scope) == index]
+        chunks.append(
+            ChunkSeconds(
+                sum(part.forward for part in parts),
+                sum(part.backward for part in parts),
+                sum(part.recompute for part in parts),
+            )
+        )
+    return tuple(chunks)

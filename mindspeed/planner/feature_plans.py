@@ -1,0 +1,327 @@
+"""Results of features that measure a job in its first steps, computed without a device.
+
+    plan = plan_activations(args, 60 * 2**30, load_cluster("h100"))
+    plan.write(Path("activations.json"))                # --activation-plan activations.json
+    text = plan_pipeline(args, load_cluster("h100"))    # writes --automated-pipeline-file
+
+These features wrap the function that runs the micro-batches of a step (seam ``schedule``). Here the
+same wrapper runs on FakeTensors with other instruments: bytes are counted, seconds are modelled.
+
+* ``--adaptive-recompute-device-size`` (:mod:`mindspeed.memory.adaptive`) tries the plans of a
+  layer, solves for a share of the budget, and raises the share by the bytes that steps really need.
+* ``--automated-pipeline`` profiles each pipeline rank and searches layers, recomputation and
+  schedule; profile and result are the files that the feature itself would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed import device, session
+from mindspeed.adaptor.pipeline_profile import (
+    STEPS,
+    Instruments,
+    Profiler,
+    RankPart,
+    profile_of,
+)
+from mindspeed.device import Device
+from mindspeed.device.base import MemoryStats
+from mindspeed.errors import ConfigError
+from mindspeed.features.adaptive_memory import AdaptiveMemory
+from mindspeed.features.automated_pipeline import AutomatedPipeline
+from mindspeed.files import atomic_write_text
+from mindspeed.instruments.clock import VirtualClock
+from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.journal import Journal
+from mindspeed.memory.adaptive import SHARES
+from mindspeed.memory.adaptive.settings import Settings
+from mindspeed.memory.estimate import Clock
+from mindspeed.memory.plan import LayerPlan
+from mindspeed.pipeline.automated.profile import Profile
+from mindspeed.pipeline.automated.task import Task, report
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.cluster.rates import DeviceRates
+from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class CountedDevice:
+    """A device whose memory holds what was counted; all else is that of ``device``.
+
+    Args:
+        device: of this process.
+        memory: counts.
+    """
+
+    def __init__(self, device: Device, memory: LiveMemory) -> None:
+        self._device, self._memory = device, memory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def reset_peak_memory(self) -> None:
+        """The peak is what is alive now."""
+        self._memory.restart()
+
+    def memory_stats(self) -> MemoryStats:
+        """Bytes of tensors."""
+        stats = self._device.memory_stats()
+        return replace(stats, allocated=self._memory.total, peak=self._memory.peak)
+
+
+def modelled_clock(cluster: Cluster) -> Clock:
+    """Seconds of a function by the model of time."""
+
+    def seconds(run: Callable[[], object]) -> float:
+        with VirtualClock.of(DeviceRates(cluster)) as clock:
+            run()
+        return clock.now
+
+    return seconds
+
+
+@contextlib.contextmanager
+def fake_rank(args: argparse.Namespace, rank: int) -> Iterator[argparse.Namespace]:
+    """A rank of the job in this process; yields its arguments.
+
+    Args:
+        args: final values, of a dry run.
+        rank: global rank.
+    """
+    args = copy.copy(args)
+    with fake_world(args, rank), PlannedTensors():
+        yield args
+
+
+def wrapper_of(feature: str, flag: str) -> Wrapper:
+    """What a feature wraps the schedule with.
+
+    Raises:
+        ConfigError: the feature is off.
+    """
+    for owner, function in session.install().seams.schedule.functions:
+        if owner == feature:
+            return function
+    raise ConfigError(f"{flag} measures nothing in this job: it is off, or has its result already")
+
+
+@contextlib.contextmanager
+def wrapped_by(feature: str, wrapper: Wrapper) -> Iterator[None]:
+    """The schedule is wrapped with ``wrapper`` in place of the feature's own."""
+    seam, journal = session.install().seams.schedule, Journal()
+    changed = [
+        (owner, wrapper if owner == feature else function) for owner, function in seam.functions
+    ]
+    journal.set(seam, "functions", changed, owner="planner")
+    try:
+        yield
+    finally:
+        journal.undo()
+
+
+ADAPTIVE_FLAG = "--adaptive-recompute-device-size"
+PROFILED = 3
+"""Steps before the first plan: the first one makes the optimizer's states."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The choice for one pipeline stage.
+
+    Attributes:
+        rank: the one that was counted.
+        peaks: bytes of tensors in each step: under the plan that keeps least, then under one plan
+            after the other; the last one is that of ``layers``.
+        layers: number of each layer in the model -> actions of its sites; None: the layers of
+            multi-token prediction. Sites without one keep their activations.
+        seconds: modelled time that is added to a micro-batch.
+        least: bytes of the smallest peak that is predicted of any plan.
+    """
+
+    rank: int
+    peaks: tuple[int, ...]
+    layers: tuple[tuple[int | None, LayerPlan], ...]
+    seconds: float
+    least: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of tensors at the fullest moment of a step under the plan."""
+        return self.peaks[-1]
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """The choice for all stages.
+
+    Attributes:
+        budget: bytes.
+        stages: in the order of the pipeline's ranks.
+    """
+
+    budget: int
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def fits(self) -> bool:
+        """No stage needs more than the budget."""
+        return all(stage.peak <= self.budget for stage in self.stages)
+
+    def rules(self) -> dict[str, dict[str, str]]:
+        """The content of a file for ``--activation-plan``."""
+        layers = [layer for stage in self.stages for layer in stage.layers if layer[1]]
+        numbered = sorted((n, _words(sites)) for n, sites in layers if n is not None)
+        found = {}
+        for first, last, sites in _runs(numbered):
+            found[str(first) if first == last else f"{first}-{last}"] = sites
+        predicting = [sites for number, sites in layers if number is None]
+        return found | ({"mtp": _words(predicting[0])} if predicting else {})
+
+    def write(self, path: Path) -> list[str]:
+        """Write the file; returns the flags that take it: none where everything is kept."""
+        rules = self.rules()
+        if not rules:
+            return []
+        atomic_write_text(path, json.dumps(rules, indent=1) + "\n")
+        return ["--activation-plan", str(path)]
+
+
+def plan_activations(args: argparse.Namespace, budget: int, cluster: Cluster) -> ActivationPlan:
+    """Choose for every pipeline stage, one after the other.
+
+    Args:
+        args: final values, of a dry run of a job with the feature.
+        budget: bytes of a device for tensors.
+        cluster: rates for the model of time.
+
+    Raises:
+        ConfigError: the feature is off.
+        TrainingError: no plan fits; has the smallest peak.
+    """
+    stages = range(args.pipeline_model_parallel_size)
+    return ActivationPlan(
+        budget, tuple(plan_stage(args, budget, cluster, stage) for stage in stages)
+    )
+
+
+def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: int) -> StagePlan:
+    """Choose for one pipeline stage; see :func:`plan_activations`."""
+    from mindspeed.training.fake_job import rank_in_stage
+
+    wrapper_of(AdaptiveMemory.name, ADAPTIVE_FLAG)
+    rank = rank_in_stage(args, stage)
+    with fake_rank(args, rank) as own:
+        return plan_here(own, budget, cluster, rank)
+
+
+def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int) -> StagePlan:
+    """Choose for the stage of this process, whose process groups exist."""
+    from mindspeed.memory.adaptive.megatron import Controller
+    from mindspeed.memory.megatron import chunk_layers
+    from mindspeed.planner.counted.loop import StepOfRank
+
+    settings, journal = _settings(args, budget), Journal()
+    peaks: list[int] = []
+    with LiveMemory() as memory:
+        here: Any = CountedDevice(device.current(), memory)
+        controller = Controller(settings, here, journal, lambda _: None, modelled_clock(cluster))
+        with wrapped_by(AdaptiveMemory.name, controller.with_schedule):
+            step = StepOfRank(args, memory)
+            for _ in range(PROFILED + len(SHARES)):
+                step.run()
+                peaks.append(max(controller.peak, memory.peak))
+        chunks = controller.chunks
+        numbers = [
+            chunk_layers(chunk, step.model.config, at if len(chunks) > 1 else None).numbers
+            for at, chunk in enumerate(chunks)
+        ]
+        layers = tuple(
+            (numbers[at][path], dict(sites))
+            for at, found in enumerate(controller.plans())
+            for path, sites in found.items()
+        )
+        chosen, smallest = controller.solution, controller.smallest_peak()
+        journal.undo()
+    assert chosen is not None and smallest is not None  # else an error was raised
+    return StagePlan(rank, tuple(peaks), layers, chosen.seconds, smallest.peak)
+
+
+def _settings(args: argparse.Namespace, budget: int) -> Settings:
+    if args.adaptive_memory_optimization or args.adaptive_recompute_device_swap:
+        raise ConfigError(
+            "--adaptive-memory-optimization and --adaptive-recompute-device-swap choose by the "
+            "speed of copies to the host, which is measured, not modelled: plan without them"
+        )
+    return Settings(ADAPTIVE_FLAG, budget, 0, PROFILED)
+
+
+def _words(sites: LayerPlan) -> dict[str, str]:
+    return {site: action.value for site, action in sorted(sites.items())}
+
+
+def _runs(layers: list[tuple[int, dict[str, str]]]) -> Iterator[tuple[int, int, dict[str, str]]]:
+    """Neighbours with equal actions: first and last number."""
+
+    def together(at: tuple[int, tuple[int, dict[str, str]]]) -> Any:
+        place, (number, sites) = at
+        return number - place, sites
+
+    for _, group in itertools.groupby(enumerate(layers), together):
+        numbers = [layer for _, layer in group]
+        yield numbers[0][0], numbers[-1][0], numbers[0][1]
+
+
+AUTOMATED_FLAG = "--automated-pipeline"
+
+
+def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
+    """Profile the job, search, and write both files; returns what to tell users.
+
+    Args:
+        args: final values, of a dry run of a job with the feature.
+        cluster: rates of the model of time.
+
+    Raises:
+        ConfigError: the feature is off, or its result exists.
+    """
+    task, profile = profile_job(args, cluster)
+    return report(task, profile).replace("measured", "counted and modelled", 1)
+
+
+def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profile]:
+    """What the feature is to find, and its profile; see :func:`plan_pipeline`."""
+    attached = getattr(wrapper_of(AutomatedPipeline.name, AUTOMATED_FLAG), "__self__", None)
+    assert isinstance(attached, Profiler)
+    stages = range(args.pipeline_model_parallel_size)
+    parts = [_part_of(args, cluster, attached.task, stage) for stage in stages]
+    return attached.task, profile_of(parts, attached.task)
+
+
+def _part_of(args: argparse.Namespace, cluster: Cluster, task: Task, stage: int) -> RankPart:
+    """The figures of a pipeline rank."""
+    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.training.fake_job import rank_in_stage
+
+    ends = [rank_in_stage(args, number) for number in (0, 1)]
+    clock = VirtualClock.of(DeviceRates(cluster))
+    parts: list[RankPart] = []
+    latency = cluster.collective_seconds("send", 4, ends)
+    instruments = Instruments(lambda: clock.now, modelled_clock(cluster), latency, parts.append)
+    with fake_rank(args, rank_in_stage(args, stage)) as own:
+        profiler = Profiler(task, instruments)
+        with wrapped_by(AutomatedPipeline.name, profiler.with_schedule):
+            step = StepOfRank(own, LiveMemory())
+            with clock:
+                for _ in range(STEPS):
+                    step.run()
+    return parts[0]

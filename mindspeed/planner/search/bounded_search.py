@@ -1,0 +1,364 @@
+"""Branch and bound over the layouts of a space: finds what an exhaustive search would find.
+
+Layouts with one key are priced from the same counts. Counting takes seconds, pricing milliseconds,
+a bound microseconds. Keys are visited in the order of their fastest bound. A layout is skipped if
+
+    bytes    its bound exceeds the memory limit
+    seconds  its bound is slower than the k-th best and no tie of the best
+
+Bounds have two stages. The first is a formula. Where it does not rule a key out, one cheap run
+tightens it (:meth:`Evaluator.refine`), and the key is queued again.
+
+A layout that would be among the best is checked by a dry run first, so only layouts that can start
+are proposed or displace others. :class:`Refusals` predicts what a dry run would refuse.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from mindspeed.errors import MindSpeedError
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.search.bounds import Bound
+from mindspeed.planner.search.result import GIB, TOLERANCE, features, preference
+
+ENOUGH = 3
+_SAME = ("devices", "global_batch_size")
+
+
+class Refusals:
+    """Refusals of dry runs, and the ones that follow from them.
+
+    A dry run says why it refuses a layout, but not which other layouts it would refuse alike. That
+    is taken to be the narrowest condition that all layouts refused with the same message share,
+    such as ``cp 4, cp_algorithm ulysses``. It is used once :data:`ENOUGH` layouts were refused, and
+    as long as no layout that meets it was accepted. It is a conclusion, not a proof; a message that
+    names sizes, as most do, is about these sizes.
+    """
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
+        self._known: set[tuple[Any, ...]] = set()  # keys with enough layouts
+        self._accepted: list[Mapping[str, Any]] = []
+
+    def accept(self, layout: Layout) -> None:
+        """A start accepts the layout."""
+        self._accepted.append(_values(layout))
+
+    def add(self, layout: Layout, message: str) -> None:
+        """A start refuses the layout with these words."""
+        values = _values(layout)
+        for key in [(message,), *((message, name, value) for name, value in values.items())]:
+            count, shared = self._shared.get(key, (0, values))
+            common = {name: value for name, value in shared.items() if values[name] == value}
+            self._shared[key] = count + 1, common
+            if count + 1 >= ENOUGH and common:
+                self._known.add(key)
+            else:
+                self._known.discard(key)
+
+    def predicted(self, layout: Layout) -> str | None:
+        """The words with which a start would refuse the layout; None: it must be asked."""
+        values = _values(layout) if self._known else {}
+        for key in self._known:
+            shared = self._shared[key][1]
+            if _matches(values, shared) and not any(
+                _matches(one, shared) for one in self._accepted
+            ):
+                return str(key[0])
+        return None
+
+
+def _values(layout: Layout) -> dict[str, Any]:
+    found = {item.name: getattr(layout, item.name) for item in fields(layout)}
+    return {name: value for name, value in found.items() if name not in _SAME}
+
+
+def _matches(values: Mapping[str, Any], shared: Mapping[str, Any]) -> bool:
+    return all(values[name] == value for name, value in shared.items())
+
+
+Progress = Callable[[int, int], None]
+Found = tuple[Layout, Any]
+
+SLOWER = "cannot be faster than the best"
+
+
+class Evaluator(Protocol):
+    """What a search asks about layouts."""
+
+    def bound(self, layout: Layout) -> Bound:
+        """What its prediction cannot be below."""
+
+    def refine(self, layout: Layout) -> bool:
+        """Count what makes the bounds of the layouts with its key tighter; False: nothing does."""
+
+    def check(self, layout: Layout) -> None:
+        """Raises the MindSpeedError with which a start refuses it."""
+
+    def key(self, layout: Layout) -> Hashable:
+        """Equal for layouts that are priced from the same counts."""
+
+    def measure(self, layout: Layout) -> None:
+        """Count what a layout is priced from.
+
+        Raises:
+            MindSpeedError: it cannot be counted.
+        """
+
+    def price(self, layout: Layout) -> Any:
+        """The prediction of a layout with the key of one that was measured.
+
+        Its bytes may be estimates where they are far from the memory there is.
+        """
+
+    def exact(self, layout: Layout) -> Any:
+        """The prediction with bytes that are no estimates.
+
+        Raises:
+            MindSpeedError: they cannot be counted.
+        """
+
+
+@dataclass
+class Outcome:
+    """What a search has found so far.
+
+    Attributes:
+        best: the best, ties first.
+        priced: all that were priced and fit, and were not refused.
+        refused: those that a start refuses.
+        removed: how many were skipped, by reason.
+        measured: number of keys that were counted.
+        interrupted: by Ctrl-C.
+    """
+
+    best: list[Found] = field(default_factory=list)
+    priced: list[Found] = field(default_factory=list)
+    refused: set[Layout] = field(default_factory=set)
+    removed: Counter[str] = field(default_factory=Counter)
+    measured: int = 0
+    interrupted: bool = False
+
+    def drop(self, layout: Layout, reason: str) -> None:
+        """Take out one that was priced."""
+        self.removed[reason] += 1
+        self.priced = [one for one in self.priced if one[0] != layout]
+
+
+def search(
+    layouts: Iterable[Layout],
+    evaluator: Evaluator,
+    memory_limit: float,
+    *,
+    top: int = 5,
+    tolerance: float = TOLERANCE,
+    progress: Progress = lambda done, of: None,
+) -> Outcome:
+    """Find the best layouts.
+
+    Args:
+        layouts: the candidates.
+        evaluator: bounds, checks, counts and prices.
+        memory_limit: bytes of a rank.
+        top: how many are wanted.
+        tolerance: part of the fastest time within which others are a tie.
+        progress: is told how many keys are done, and how many there are.
+    """
+    run = _Search(evaluator, memory_limit, top, tolerance)
+    groups = run.groups(layouts)
+    progress(0, len(groups))
+    try:
+        for done in run.taken(groups):
+            progress(done, len(groups))
+        run.finish()
+    except KeyboardInterrupt:
+        run.outcome.interrupted = True
+        run.finish(ask=False)
+    progress(len(groups), len(groups))
+    return run.outcome
+
+
+_Group = list[tuple[float, Layout]]
+"""Layouts with one key and their bounds of time, the fastest first."""
+
+
+class _Search:
+    def __init__(
+        self, evaluator: Evaluator, memory_limit: float, top: int, tolerance: float
+    ) -> None:
+        self._evaluator, self._limit = evaluator, memory_limit
+        self._top, self._tolerance = top, tolerance
+        self._times: list[float] = []  # of accepted layouts, sorted
+        self._accepted: set[Layout] = set()
+        self._refusals = Refusals()
+        self._waiting: set[Layout] = set()
+        self._need = f"need more than {memory_limit / GIB:.4g} GiB"
+        self.outcome = Outcome()
+
+    def groups(self, layouts: Iterable[Layout]) -> list[_Group]:
+        """Layouts by their keys, without those whose weights alone do not fit."""
+        found: dict[Hashable, _Group] = defaultdict(list)
+        for layout in layouts:
+            bound = self._evaluator.bound(layout)
+            if bound.nbytes > self._limit:
+                self.outcome.removed[f"{self._need} for weights and optimizer states alone"] += 1
+            else:
+                found[self._evaluator.key(layout)].append((bound.seconds, layout))
+                self._waiting.add(layout)
+
+        return [sorted(group, key=_order) for group in found.values()]
+
+    def taken(self, groups: Iterable[_Group]) -> Iterator[int]:
+        """Take the groups in the order of their bounds; yields how many are done."""
+        heap = [(_order(group[0]), number, group, False) for number, group in enumerate(groups)]
+        heapq.heapify(heap)
+        done = 0
+        while heap:
+            _, number, group, refined = heapq.heappop(heap)
+            if not refined and group[0][0] <= self.threshold:
+                group = self._refined(group)
+                if group:
+                    heapq.heappush(heap, (_order(group[0]), number, group, True))
+                    continue
+            self.take(group)
+            done += 1
+            yield done
+
+    def _refined(self, group: _Group) -> _Group:
+        """The group with tighter bounds, without those that cannot fit any more."""
+        try:
+            if not self._evaluator.refine(group[0][1]):
+                return group
+        except MindSpeedError:
+            return group  # what is in the way shows when its runs are counted
+        found: _Group = []
+        for least, layout in group:
+            bound = self._evaluator.bound(layout)
+            if bound.nbytes > self._limit:
+                self._skip(layout, self._need)
+            else:
+                found.append((max(least, bound.seconds), layout))
+        return sorted(found, key=_order)
+
+    @property
+    def threshold(self) -> float:
+        """Seconds above which a layout is neither among the best nor a tie."""
+        if len(self._times) < self._top:
+            return float("inf")
+        return max(self._times[self._top - 1], self._times[0] * (1 + self._tolerance))
+
+    def take(self, group: _Group) -> None:
+        """Count what the layouts of a group share, and price them, where they may matter."""
+        measured, error = False, None
+        for least, layout in group:
+            if layout not in self._waiting:
+                continue
+            if least > self.threshold:
+                self._skip(layout, SLOWER)
+            elif error is not None:
+                self._skip(layout, error)
+            elif measured or self._accepts(layout):
+                if not measured:
+                    error, measured = self._measure(layout), True
+                if error is None:
+                    self._price(layout)
+                else:
+                    self._skip(layout, error)
+
+    def _measure(self, layout: Layout) -> str | None:
+        try:
+            self._evaluator.measure(layout)
+        except MindSpeedError as error:
+            return f"cannot be counted: {_first_line(error)}"
+        self.outcome.measured += 1
+        return None
+
+    def _price(self, layout: Layout) -> None:
+        try:
+            found = self._evaluator.price(layout)
+        except MindSpeedError as error:
+            self._skip(layout, f"cannot be priced: {_first_line(error)}")
+            return
+        if found.peak_bytes > self._limit:
+            self._skip(layout, self._need)
+            return
+        better = len(self._times) < self._top or found.seconds < self._times[self._top - 1]
+        if better and not self._accepts(layout):
+            return
+        self._waiting.discard(layout)
+        self.outcome.priced.append((layout, found))
+        if better:
+            bisect.insort(self._times, found.seconds)
+
+    def _accepts(self, layout: Layout) -> bool:
+        """Whether a start accepts it; asked once."""
+        if layout in self._accepted:
+            return True
+        if layout in self.outcome.refused:
+            return False
+        reason = self._refusals.predicted(layout)
+        if reason is None:
+            try:
+                self._evaluator.check(layout)
+            except MindSpeedError as error:
+                reason = f"refused: {_first_line(error)}"
+                self._refusals.add(layout, reason)
+            else:
+                self._refusals.accept(layout)
+                self._accepted.add(layout)
+                return True
+        self._skip(layout, reason)
+        self.outcome.refused.add(layout)
+        return False
+
+    def _skip(self, layout: Layout, reason: str) -> None:
+        if layout in self._waiting:
+            self._waiting.discard(layout)
+            self.outcome.removed[reason] += 1
+
+    def finish(self, ask: bool = True) -> None:
+        """Order what was found.
+
+        Args:
+            ask: check those that were not checked; else they are left out.
+        """
+        outcome = self.outcome
+        if self._waiting:
+            outcome.removed["not reached before the interruption"] += len(self._waiting)
+        known = [one for one in outcome.priced if one[0] in self._accepted]
+        fastest = min((found.seconds for _, found in known), default=float("inf"))
+        within = fastest * (1 + self._tolerance)
+        ties = sorted(
+            (one for one in outcome.priced if one[1].seconds <= within),
+            key=lambda one: preference(*one),
+        )
+        others = sorted(
+            (one for one in outcome.priced if one[1].seconds > within),
+            key=lambda one: (one[1].seconds, *preference(*one)),
+        )
+        for one in [*ties, *others]:
+            if len(outcome.best) == self._top:
+                break
+            if one[0] in self._accepted or (ask and self._late(one)):
+                outcome.best.append(one)
+        outcome.priced = [one for one in outcome.priced if one[0] not in outcome.refused]
+
+    def _late(self, one: Found) -> bool:
+        self._waiting.add(one[0])
+        return self._accepts(one[0])
+
+
+def _order(one: tuple[float, Layout]) -> tuple[float, int, int, int, str]:
+    """Bounds first; they do not know that small tensor and context groups cost less."""
+    seconds, layout = one
+    return seconds, layout.tp * layout.cp, features(layout), -layout.mbs, str(layout)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

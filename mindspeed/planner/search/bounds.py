@@ -1,0 +1,260 @@
+"""What a layout needs at least: bytes and seconds that no prediction can be below.
+
+bytes    weights, gradients and optimizer states of the fullest pipeline rank; no activations, norms
+         or biases
+seconds  matrix products of the slowest pipeline rank at the device's best rate, and the forward and
+         backward of one micro-batch in the stages before it, which nothing can hide; what the rank
+         with most layers waits for data-parallel ranks
+
+They take microseconds; a search skips layouts whose bounds are worse than its best. With a counted
+layer (:mod:`mindspeed.planner.composed.layer_run`) they use all of its seconds instead of its
+matrix products, and include the activations that layers keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspeed.job import Precision
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.shape import DENSE, EXPERT
+from mindspeed.training.flops import attention_weights, layer_kinds, mlp_weights
+from mindspeed.training.optimizer_size import state_bytes
+
+if TYPE_CHECKING:
+    from mindspeed.planner.composed.layer_run import LayerRun
+
+Runs = Mapping[str, "LayerRun"]
+_ON_HOST = ("swap-optimizer",)
+
+
+NEAR = 0.1
+"""Part of the memory within which estimated bytes do not tell whether a layout fits."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Attributes: seconds of a step and bytes of the fullest rank, at least."""
+
+    seconds: float = 0.0
+    nbytes: float = 0.0
+
+
+class Bounds:
+    """Bounds of the layouts of one job.
+
+    Args:
+        args: final values of the job, in any layout.
+        cluster: the devices.
+    """
+
+    def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
+        dense, sparse = layer_kinds(args)
+        self._layers, self._sparse = dense + sparse, sparse / max(1, dense + sparse)
+        self._equal = not (dense and sparse) and dense + sparse == args.num_layers
+        precision = Precision.of(args)
+        self._hidden = args.hidden_size * precision.element
+        attention = attention_weights(args)
+        shared = mlp_weights(args, args.moe_shared_expert_intermediate_size or 0) if sparse else 0
+        plain = mlp_weights(args, args.ffn_hidden_size) if dense else 0
+        expert = mlp_weights(args, args.moe_ffn_hidden_size) if sparse else 0
+        count = max(1, dense + sparse)
+        self._dense = (dense * (attention + plain) + sparse * (attention + shared)) / count
+        self._expert = sparse * (args.num_experts or 0) * expert / count
+        self._edge = args.padded_vocab_size * args.hidden_size
+        self._tied = not args.untie_embeddings_and_output_weights
+
+        heads = args.num_attention_heads * 2 * (args.kv_channels or 0)
+        seen = args.seq_length / 2 if self._is_causal(args) else 0.0
+        active = sparse * args.moe_router_topk * expert / count if sparse else 0.0
+        per_token = self._dense + active
+        self._layer_flops, self._head_flops = 2 * (per_token + heads * seen), 2 * self._edge
+        self._tokens = args.seq_length
+        device = cluster.device
+        part = max(device.efficiency(precision.products), device.attention_efficiency)
+        self._rate = device.peak(precision.products) * (1.0 if device.products else part)
+        self._repeats_all = not args.optimize_recomp_communication_level
+
+        self._cluster, self._known = cluster, dict[tuple[str, float, int, int], float]()
+        self._waits_for_gradients = not args.overlap_grad_reduce
+        self._waits_for_parameters = not args.overlap_param_gather
+        self._reduced = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
+
+        self._trained = not args.lora_target_modules
+        self._weight = 1 if args.fp8 else precision.element
+        self._gradient = precision.element
+        offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
+        self._state = 0.0 if offloaded else state_bytes(args, precision.element)
+        self._distributed = bool(args.use_distributed_optimizer or args.use_megatron_fsdp)
+        self._stage = 3 if args.data_parallel_sharding_strategy == "optim_grads_params" else 2
+        self._stage *= bool(args.use_megatron_fsdp)
+
+    @staticmethod
+    def _is_causal(args: argparse.Namespace) -> bool:
+        """Every query sees half of the keys on average; else their number is not bounded here."""
+        windowed = args.window_size is not None or args.multi_latent_attention
+        other_mask = getattr(args, "attention_mask_type", None) not in (None, "causal")
+        return not (windowed or other_mask or args.reset_attention_mask)
+
+    def of(self, layout: Layout, runs: Runs | None = None) -> Bound:
+        """The bounds of a layout.
+
+        Args:
+            layout: the layout.
+            runs: a layer of each kind that it has, by their names in
+                :mod:`mindspeed.planner.shape`, none of them recomputed where the layout says how
+                many are; without runs matrix products count.
+        """
+        return Bound(self._seconds(layout, runs or {}), self._bytes(layout, runs or {}))
+
+    def _ranks(self, layout: Layout) -> list[float]:
+        """Layers of each pipeline rank; the mean where layers differ."""
+        pp = layout.pp
+        if layout.stage_layers is None or not self._equal:
+            return [self._layers / pp] * pp
+        return [float(sum(layout.stage_layers[rank::pp])) for rank in range(pp)]
+
+    def _chunks(self, layout: Layout, rank: int) -> list[float]:
+        """Layers of the chunks of a pipeline rank."""
+        if layout.stage_layers is None or not self._equal:
+            return [self._layers / (layout.pp * layout.vpp)] * layout.vpp
+        return [float(count) for count in layout.stage_layers[rank :: layout.pp]]
+
+    def _bytes(self, layout: Layout, runs: Runs) -> float:
+        dense, edge = self._dense / layout.tp, self._edge / layout.tp
+        expert = self._expert / (layout.ep * layout.expert_tp)
+        layers = self._ranks(layout)
+        v_shape = layout.schedule in V_SHAPES
+        most = 0.0
+        for rank in {0, len(layers) // 2, len(layers) - 1}:
+            ends = (rank == 0) + (rank == (0 if v_shape else len(layers) - 1))
+            ends = min(ends, 1) if self._tied else ends
+            here = layers[rank] * dense + ends * edge
+            static = self._of_parameters(layout, here, layers[rank] * expert)
+            most = max(most, static + self._activations(layout, rank, runs))
+        return most
+
+    def _of_parameters(self, layout: Layout, dense: float, expert: float) -> float:
+        distributed, stage, state = self._sharding(layout)
+        for name in layout.memory or ():
+            if name in _ON_HOST:
+                state = 0.0
+            if name == "reuse-fp32-param":
+                state = max(0.0, state - 2)
+        total = 0.0
+        for number, shards in ((dense, layout.dp * layout.cp), (expert, layout.expert_dp)):
+            weights = self._weight / (shards if stage == 3 else 1)
+            gradients = self._gradient / (shards if stage >= 2 else 1)
+            states = state / (shards if distributed else 1)
+            total += number * (weights + self._trained * (gradients + states))
+        return total
+
+    def _sharding(self, layout: Layout) -> tuple[bool, int, float]:
+        """Whether optimizer states are shared, the stage of ZeRO, and bytes of states."""
+        if layout.optimizer is None:
+            return self._distributed, self._stage, self._state
+        stage = {"zero2": 2, "zero3": 3}.get(layout.optimizer, 0)
+        return layout.optimizer != "replicated", stage, self._state
+
+    def _activations(self, layout: Layout, rank: int, runs: Runs) -> float:
+        """What the layers of a rank keep at its fullest moment, without inputs of chunks."""
+        if not runs or not self._equal:
+            return 0.0
+        again = layout.recompute.layers if layout.recompute is not None else 0
+        if again < 0:
+            return 0.0
+        kept = min(run.kept for run in runs.values())
+        inputs = 2 * layout.mbs * self._tokens / (layout.cp * layout.tp) * self._hidden
+        chunks = self._chunks(layout, rank)
+        of_chunks = [max(0.0, max(0.0, count - again) * kept - inputs) for count in chunks]
+        in_flight = _in_flight(layout, rank)
+        return sum(n * kept for n, kept in zip(in_flight, of_chunks, strict=True))
+
+    def _seconds(self, layout: Layout, runs: Runs) -> float:
+        tokens = layout.mbs * self._tokens / (layout.cp * layout.tp)
+        backward = 2.0 if self._trained else 1.0
+        head = tokens * self._head_flops * (1 + backward) / self._rate
+        plain, repeated = self._layer_seconds(layout, runs, tokens, backward)
+        behind = plain.backward if layout.schedule is None else plain.input_gradient
+        again = layout.recompute.layers if layout.recompute is not None else 0
+        v_shape = layout.schedule in V_SHAPES
+        ahead, found = 0.0, []
+        for rank, layers in enumerate(self._ranks(layout)):
+            chunks = self._chunks(layout, rank)
+            more = layers if again < 0 else sum(min(count, again) for count in chunks)
+            more *= again < 0 or self._equal
+            last = rank == (0 if v_shape else layout.pp - 1)
+            busy = layers * (plain.forward + plain.backward) + more * repeated + last * head
+            found.append(layout.micro_batches * busy + ahead)
+            if not v_shape and self._equal:  # of one micro-batch in chunk 0
+                ahead += chunks[0] * (plain.forward + behind)
+        pipeline = max(found) if self._equal else sum(found) / len(found)
+        return pipeline + self._end_of_step(layout)
+
+    def _end_of_step(self, layout: Layout) -> float:
+        """Seconds in which the rank with most layers waits for data-parallel ranks."""
+        distributed, stage, _ = self._sharding(layout)
+        if not self._trained or stage:
+            return 0.0
+        layers = max(self._ranks(layout))
+        reduced = 2 if "grad-reduce-in-bf16" in (layout.memory or ()) else self._reduced
+        total, experts = 0.0, layout.ep * layout.expert_tp
+        for number, step in (
+            (layers * self._dense / layout.tp, layout.tp),
+            (layers * self._expert / experts, experts),
+        ):
+            size = layout.dp * layout.cp * layout.tp // step
+            if number and size > 1 and self._waits_for_gradients:
+                total += self._collective("reduce_scatter", number * reduced, size, step)
+            if number and size > 1 and self._waits_for_parameters and distributed:
+                total += self._collective("all_gather", number * self._weight / size, size, step)
+        return total
+
+    def _collective(self, op: str, payload: float, size: int, step: int) -> float:
+        key = op, payload, size, step
+        if key not in self._known:
+            ranks = tuple(range(0, size * step, step))
+            self._known[key] = self._cluster.collective_seconds(op, payload, ranks)
+        return self._known[key]
+
+    def _layer_seconds(
+        self, layout: Layout, runs: Runs, tokens: float, backward: float
+    ) -> tuple[_LayerSeconds, float]:
+        """Of the mean layer, and what recomputation adds to it."""
+        forward = tokens * self._layer_flops / self._rate
+        if not runs or layout.schedule not in (None, *V_SHAPES):
+            return _LayerSeconds(forward, forward * backward, forward), forward
+        share = {EXPERT: self._sparse, DENSE: 1 - self._sparse} if len(runs) > 1 else {}
+        found = _LayerSeconds(
+            sum(share.get(kind, 1.0) * run.forward for kind, run in runs.items()),
+            sum(share.get(kind, 1.0) * run.backward for kind, run in runs.items()),
+            0.0,
+        )
+        return found, found.forward if self._repeats_all else forward
+
+
+@dataclass(frozen=True)
+class _LayerSeconds:
+    """Of a layer and micro-batch; the input's gradient may be a part of backward."""
+
+    forward: float
+    backward: float
+    input_gradient: float
+
+
+def _in_flight(layout: Layout, rank: int) -> list[int]:
+    """Micro-batches that each chunk of a rank keeps at once, at least."""
+    if layout.schedule is not None:
+        return [1] * layout.vpp
+    count, ranks, chunks = layout.micro_batches, layout.pp, layout.vpp
+    if chunks == 1:
+        return [min(count, ranks - rank)]
+    most = min(count * chunks, 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1)
+    found = [0] * chunks
+    for number in range(most):  # in turns of as many micro-batches as there are ranks
+        found[number // ranks % chunks] += 1
+    return found

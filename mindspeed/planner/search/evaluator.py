@@ -1,0 +1,225 @@
+"""Bounds, checks, counts and prices of the layouts of one job, as a search asks for them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Hashable
+from dataclasses import replace
+
+from mindspeed.errors import ConfigError
+from mindspeed.pipeline.layout import evenly
+from mindspeed.pipeline.layout import stage_layers as in_order
+from mindspeed.planner import isolated
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.composed.layer_run import LayerRun, layer_run
+from mindspeed.planner.composed.measurement import (
+    RUN_SECONDS,
+    import_ahead,
+    layer_point,
+    measure,
+    shape_of_layout,
+)
+from mindspeed.planner.composed.price import Prediction, predict
+from mindspeed.planner.composed.run_cache import RunCache
+from mindspeed.planner.composed.signature import Signature
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
+from mindspeed.planner.search.bounds import NEAR, Bound, Bounds
+from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
+
+
+class JobEvaluator:
+    """The evaluator of a job on a cluster.
+
+    Bytes of ranks with several chunks are estimates, until they decide: :meth:`exact`.
+
+    Args:
+        job: that is planned.
+        args: its final values, in any layout.
+        cluster: to run on.
+        cache: of tiny runs.
+        jobs: runs at a time.
+        memory_limit: bytes of a rank.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        args: argparse.Namespace,
+        cluster: Cluster,
+        cache: RunCache,
+        jobs: int = 1,
+        memory_limit: float = float("inf"),
+    ) -> None:
+        self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
+        self._bounds = Bounds(args, cluster)
+        self._limit = memory_limit
+        self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
+        self._exact: dict[Hashable, Signature] = {}
+        self._kinds = () if _hides_layers(args) else shape_of(args).kinds
+        self._layers: dict[Hashable, dict[str, LayerRun]] = {}
+
+    def bound(self, layout: Layout) -> Bound:
+        """From the sizes of its matrices, or from runs of its layers, if there are any."""
+        return self._bounds.of(layout, self._layers.get(_layer_key(layout)))
+
+    def refine(self, layout: Layout) -> bool:
+        """Run a layer of each kind, without recomputation if the layout says how much there is."""
+        key = _layer_key(layout)
+        if key not in self._layers:
+            self._layers[key] = {}  # stays, where one cannot run
+            kinds = self._kinds_of(layout)
+            found = {kind: self._layer(_alone(layout), kinds, kind) for kind in kinds}
+            self._layers[key] = found
+        return bool(self._layers[key])
+
+    def _kinds_of(self, layout: Layout) -> tuple[str, ...]:
+        """Kinds of layers that run; none where a layer tells nothing of the layout."""
+        if layout.recompute is None:
+            return () if any(kind.endswith(RECOMPUTED) for kind in self._kinds) else self._kinds
+        return tuple(dict.fromkeys(kind.removesuffix(RECOMPUTED) for kind in self._kinds))
+
+    def _layer(self, layout: Layout, kinds: tuple[str, ...], kind: str) -> LayerRun:
+        point = layer_point(self._job, layout, kinds, kind)
+        found = self._cache.layer(point)
+        if found is None:
+            import_ahead()
+            arguments = self._job, point, self._cluster
+            found = isolated.call(layer_run, *arguments, timeout=RUN_SECONDS)
+            self._cache.put_layer(point, found)
+        return found
+
+    def key(self, layout: Layout) -> Hashable:
+        """What the tiny runs of a signature depend on."""
+        again = layout.recompute.layers if layout.recompute is not None else 0
+        several = layout.several_chunks
+        return layout.signature(), layout.pp > 1, several, layout.schedule, again > 0
+
+    def check(self, layout: Layout) -> None:
+        """Start the job dry.
+
+        Raises:
+            MindSpeedError: a start is refused.
+        """
+        self._job.settings(layout.overrides(), layout.devices)
+
+    def measure(self, layout: Layout) -> None:
+        """Count the tiny runs of its signature that are not in the cache.
+
+        Raises:
+            MindSpeedError: it cannot be counted.
+        """
+        shape = shape_of_layout(self._job, layout)
+        signature = self._signature(layout, chunks=False)
+        self._measured[self.key(layout)] = signature, shape
+
+    def _signature(self, layout: Layout, chunks: bool) -> Signature:
+        return measure(
+            self._job,
+            layout,
+            self._cluster,
+            self._jobs,
+            runs=self._cache,
+            check=False,
+            chunks=chunks,
+        )
+
+    def error(self, layout: Layout, peak: float) -> float:
+        """Largest relative error of composed bytes, by runs that a search itself leaves out.
+
+        Args:
+            layout: whose bytes they are.
+            peak: of its fullest rank.
+
+        Raises:
+            MindSpeedError: they cannot be counted.
+        """
+        found = measure(self._job, layout, self._cluster, self._jobs, runs=self._cache)
+        return found.error_at(peak)
+
+    def price(self, layout: Layout) -> Prediction:
+        """From the signature of its key; exact where the estimate is near the limit."""
+        signature, shape = self._measured[self.key(layout)]
+        found = self._priced(signature, shape, layout)
+        if abs(found.peak_bytes / self._limit - 1) <= NEAR:
+            return self.exact(layout)
+        return found
+
+    def exact(self, layout: Layout) -> Prediction:
+        """The price with bytes that are no estimates.
+
+        Raises:
+            MindSpeedError: they cannot be counted.
+        """
+        key = self.key(layout)
+        signature, shape = self._measured[key]
+        if layout.several_chunks:
+            if key not in self._exact:
+                self._exact[key] = self._signature(layout, chunks=True)
+            signature = self._exact[key]
+        return self._priced(signature, shape, layout)
+
+    def _priced(self, signature: Signature, shape: Shape, layout: Layout) -> Prediction:
+        return predict(signature, reshaped(shape, layout), self._cluster, layout)
+
+
+_HIDE_LAYERS = (
+    "moe_fb_overlap",
+    "overlap_moe_expert_parallel_comm",
+    "recompute_in_bubble",
+    "recompute_in_advance",
+    "adaptive_memory_optimization",
+    "microbatch_group_size_per_vp_stage",
+    "swap_attention",
+)
+"""Features with which a layer of a pipeline is not as it is by itself."""
+
+
+def _hides_layers(args: argparse.Namespace) -> bool:
+    return any(getattr(args, name, None) for name in _HIDE_LAYERS)
+
+
+def _alone(layout: Layout) -> Layout:
+    """The layout whose layers run for its bounds."""
+    if layout.recompute is None or not layout.recompute.layers:
+        return layout
+    return replace(layout, recompute=Recompute())
+
+
+def _layer_key(layout: Layout) -> Hashable:
+    """Equal for layouts with the same layers."""
+    return _alone(layout).signature()
+
+
+def reshaped(shape: Shape, layout: Layout) -> Shape:
+    """The shape of a layout from that of another one with the same key.
+
+    Args:
+        shape: of the other one.
+        layout: differs from it in the pipeline, the division of layers and the layers that are
+            recomputed.
+    """
+    kinds = [kind.removesuffix(RECOMPUTED) for stage in shape.stages for kind in stage]
+    chunks = max(layout.vpp, 2 if layout.schedule in V_SHAPES else 1)
+    counts = layout.stage_layers or in_order(evenly(len(kinds), layout.pp, chunks))
+    again = layout.recompute.layers if layout.recompute is not None else 0
+    request = shape.request
+    if request.group_size == shape.ranks:  # Megatron's default follows the pipeline
+        request = replace(request, group_size=layout.pp)
+    if layout.recompute is None:  # as the job has it
+        whole = any(kind.endswith(RECOMPUTED) for stage in shape.stages for kind in stage)
+        if whole:
+            raise ConfigError(
+                "--recompute-num-layers with the method block: which layers are recomputed in "
+                "another pipeline is not known; search or fix the dimension recompute"
+            )
+    return replace(
+        shape,
+        request=request,
+        ranks=layout.pp,
+        chunks=chunks,
+        stages=spread(kinds, counts, again),
+        micro_batches=layout.micro_batches,
+        data_parallel=layout.dp,
+        devices=layout.devices,
+    )

@@ -1,0 +1,333 @@
+"""Plan a job: find its best layouts on a cluster within the memory of a device.
+
+found = plan(["--model", "llama3-70b", "--bf16", "--global-batch-size", "1024"], "h100",
+             devices=1024)
+found.best.layout, found.best.prediction.seconds, found.best.flags
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.planner.cluster import Cluster, load_cluster
+from mindspeed.planner.composed.whole_ranks import counted_peak
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
+from mindspeed.planner.search.bounded_search import Evaluator, Found, Outcome, Progress, search
+from mindspeed.planner.search.result import GIB, TOLERANCE, Candidate, Closest, Help, Plan, front_of
+from mindspeed.planner.search.space import SEARCHED, Sizes, Space
+
+__all__ = ["SEARCHED", "plan", "search"]
+
+
+def plan(
+    argv: Sequence[str] | Job,
+    cluster: Cluster | str | Path,
+    *,
+    devices: int | None = None,
+    top: int = 5,
+    fix: Mapping[str, Any] | None = None,
+    search: Sequence[str] | None = None,
+    memory_limit: float | None = None,
+    jobs: int = 1,
+    cache: str | Path | None = None,
+    progress: Progress = lambda done, of: None,
+    prove: int = 1,
+) -> Plan:
+    """Find the best layouts of a job.
+
+    Args:
+        argv: flags of ``mindspeed pretrain``, or a script and its flags; or the job.
+        cluster: to run on, by its name or file.
+        devices: ranks; default: those of the flags.
+        top: how many layouts are wanted.
+        fix: values of dimensions (fields of :class:`~mindspeed.planner.search.space.Space`); a list
+            gives several.
+        search: names of the dimensions to search; default
+            :data:`~mindspeed.planner.search.space.SEARCHED`.
+        memory_limit: bytes that the tensors of a rank may take; default: the cluster's.
+        jobs: processes that count.
+        cache: directory for counts, so that the next search goes on from them.
+        progress: progress callback.
+        prove: how many of the best are counted again in whole steps
+            (:func:`~mindspeed.planner.composed.whole_ranks.counted_peak`), and with them all whose
+            bytes are not composed exactly enough; 0: none.
+
+    Raises:
+        MindSpeedError: the job cannot start in any layout, or its flags are wrong.
+    """
+    from mindspeed.planner.composed.run_cache import RunCache
+    from mindspeed.planner.search.evaluator import JobEvaluator
+
+    start = time.monotonic()
+    if not isinstance(argv, Job):
+        from mindspeed.planner.scripts import job_of
+
+        argv = job_of(argv)
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    limit = machine.memory_limit if memory_limit is None else memory_limit
+    names = SEARCHED if search is None else tuple(search)
+    _check_names([*names, *(fix or {})])
+    args, own = _own(argv, devices)
+    sizes = Sizes.of(args, own.devices)
+    space = Space.of(sizes, machine.levels[0].size or 8).only(names, own)
+    space = space.with_values({name: _several(value) for name, value in (fix or {}).items()})
+    runs = RunCache(cache, argv, machine)
+    evaluator = JobEvaluator(argv, args, machine, runs, jobs, limit)
+    removed: Counter[str] = Counter()
+    closest, best = None, list[Candidate]()
+    with _interruptible():
+        outcome = _search(list(space.layouts(sizes, removed)), evaluator, limit, top, progress)
+        front = _made_exact(outcome, evaluator, limit)
+        best.extend(_proven(argv, evaluator, outcome, limit, prove))
+        if not best and not outcome.interrupted:
+            try:
+                closest = closest_of(space.layouts(sizes, Counter()), evaluator, limit)
+            except KeyboardInterrupt:
+                outcome.interrupted = True
+    counted = {one.layout: one.counted for one in best}
+    return Plan(
+        cluster=machine.name,
+        devices=own.devices,
+        memory_limit=int(limit),
+        total=space.total,
+        removed=removed + outcome.removed,
+        fitting=len(outcome.priced),
+        measured=outcome.measured,
+        candidates=tuple(best),
+        front=tuple(_candidate(argv, one, counted.get(one[0])) for one in front),
+        closest=closest,
+        interrupted=outcome.interrupted,
+        wall_seconds=time.monotonic() - start,
+        tolerance=TOLERANCE,
+    )
+
+
+def _search(
+    layouts: list[Layout], evaluator: Any, limit: float, top: int, progress: Progress
+) -> Outcome:
+    return search(layouts, evaluator, limit, top=top, progress=progress)
+
+
+def _made_exact(outcome: Outcome, evaluator: Any, limit: float) -> list[Found]:
+    """The front of what was found; its bytes, and those of the best, are no estimates after it."""
+
+    def exact(found: list[Found]) -> list[Found]:
+        priced = []
+        for layout, _ in found:
+            try:
+                prediction = evaluator.exact(layout)
+            except MindSpeedError as error:
+                outcome.drop(layout, f"cannot be counted: {str(error).strip().splitlines()[0]}")
+                continue
+            if prediction.peak_bytes > limit:
+                outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB")
+            else:
+                priced.append((layout, prediction))
+        return priced
+
+    front = front_of(outcome.priced)
+    try:
+        if not outcome.interrupted:
+            outcome.best[:] = exact(outcome.best)
+            front = front_of(exact(front))
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+    return front
+
+
+def _check_names(names: Sequence[str]) -> None:
+    known = [item.name for item in fields(Space)]
+    if wrong := [name for name in names if name not in known]:
+        raise ConfigError(f"{', '.join(wrong)}: no dimension; there are {', '.join(known)}")
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+_SCHEDULES = {"use_nanopipe": "nanopipe", "schedules_method": "dualpipev"}
+"""Flags whose schedule a layout says in another way."""
+
+
+def _own(job: Job, devices: int | None) -> tuple[Any, Layout]:
+    """Final values of the job, and its own layout on the devices.
+
+    The flags may name no layout that exists on the devices: then the values are those of one rank.
+
+    Raises:
+        ConfigError: neither can start, or there is no global batch size.
+    """
+    for name, schedule in _SCHEDULES.items():
+        if job.gives(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: a plan chooses the schedule; take the flag out, or "
+                f"replace it by --pipeline-schedule {schedule}, which a search without the "
+                "dimension schedule keeps"
+            )
+    try:
+        settings = job.settings(None, devices)
+    except MindSpeedError:
+        one = Layout(1, 1).overrides()
+        del one["global_batch_size"]
+        settings = job.settings(one, 1)
+    args = settings.args
+    if settings.recipe and "global_batch_size:" not in settings.recipe:
+        raise ConfigError(
+            "--global-batch-size is missing: without it every layout would train on another batch"
+        )
+    own = layout_of(args)
+    if devices is not None:
+        own = replace(own, devices=devices)
+    return args, own
+
+
+def _candidate(job: Job, found: Found, counted: int | None = None) -> Candidate:
+    layout, prediction = found
+    return Candidate(layout, prediction, tuple(job.flags(layout.overrides())), counted)
+
+
+def _proven(
+    job: Job, evaluator: Any, outcome: Outcome, limit: float, prove: int
+) -> Iterator[Candidate]:
+    """The best as candidates, without those that do not fit when they are counted.
+
+    The first ones are counted, and all whose bytes are not composed exactly enough.
+    """
+    from mindspeed.planner.composed.signature import LARGEST_ERROR
+
+    for index, (layout, prediction) in enumerate(outcome.best):
+        counted = None
+        if prove and not outcome.interrupted:
+            try:
+                composed = [rank.peak for rank in prediction.ranks]
+                if index < prove or evaluator.error(layout, max(composed)) > LARGEST_ERROR:
+                    counted = counted_peak(job, layout, composed)
+            except MindSpeedError:
+                counted = None
+            except KeyboardInterrupt:
+                outcome.interrupted = True
+        if counted is not None and counted > limit:
+            outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB when they are counted")
+        else:
+            yield _candidate(job, (layout, prediction), counted)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM, as ``timeout`` sends it, is an interruption as Ctrl-C is, unless it is handled."""
+    handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if handled or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+MOST_KEYS = 6
+"""Keys that are counted in order to find it; the bounds put the likeliest first."""
+
+
+def closest_of(
+    layouts: Iterable[Layout],
+    evaluator: Evaluator,
+    memory_limit: float,
+    measured: Iterable[Hashable] = (),
+) -> Closest | None:
+    """Find the layout that needs least memory, and what would close its deficit.
+
+    Args:
+        layouts: of the space.
+        evaluator: prices them.
+        memory_limit: bytes of a rank.
+        measured: keys that were counted already, which cost nothing.
+    """
+    ordered = sorted(layouts, key=lambda one: (_least(evaluator, one), str(one)))
+    known, tried = set(measured), set[Hashable]()
+    best: Found | None = None
+    for layout in ordered:
+        if best is not None and _least(evaluator, layout)[0] > best[1].peak_bytes:
+            break
+        key = evaluator.key(layout)
+        if key not in known:
+            if len(tried) == MOST_KEYS or key in tried:
+                continue
+            try:
+                evaluator.check(layout)
+                tried.add(key)
+                evaluator.measure(layout)
+                known.add(key)
+            except MindSpeedError:
+                continue
+        found = _priced(evaluator, layout)
+        better = best is None or (found is not None and found[1].peak_bytes < best[1].peak_bytes)
+        if found is not None and better and _accepted(evaluator, layout):
+            best = found
+    if best is None:
+        return None
+    layout, prediction = best
+    deficit = int(prediction.peak_bytes - memory_limit)
+    found_help = sorted(_help(layout, evaluator, memory_limit), key=lambda h: not h.fits)
+    return Closest(layout, prediction, deficit, tuple(found_help))
+
+
+def _least(evaluator: Evaluator, layout: Layout) -> tuple[float, float, int]:
+    """Order in which layouts are looked at: static bytes, then what lowers activations."""
+    again = layout.recompute.layers if layout.recompute is not None else 0
+    share = 1000 if again < 0 else again
+    return evaluator.bound(layout).nbytes, -share, layout.mbs
+
+
+def _priced(evaluator: Evaluator, layout: Layout) -> Found | None:
+    try:
+        return layout, evaluator.exact(layout)
+    except MindSpeedError:
+        return None
+
+
+def _accepted(evaluator: Evaluator, layout: Layout) -> bool:
+    try:
+        evaluator.check(layout)
+    except MindSpeedError:
+        return False
+    return True
+
+
+def _help(layout: Layout, evaluator: Evaluator, memory_limit: float) -> Iterator[Help]:
+    """Each change alone that a start accepts, then two times the devices."""
+    peak = None
+    for what, changed in _changes(layout):
+        try:
+            evaluator.check(changed)
+            evaluator.measure(changed)
+            peak = int(evaluator.exact(changed).peak_bytes)
+        except MindSpeedError:
+            continue
+        yield Help(what, changed, peak, peak <= memory_limit)
+
+
+def _changes(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    if layout.recompute is None or layout.recompute.layers >= 0:
+        yield "--recompute-granularity full", replace(layout, recompute=Recompute(layers=-1))
+    has = layout.memory or ()
+    for name in MEMORY:
+        if name not in has:
+            yield name, replace(layout, memory=tuple(sorted({*has, name})))
+    if layout.global_batch_size % (2 * layout.mbs * layout.dp) == 0:
+        yield f"{2 * layout.devices} devices", replace(layout, devices=2 * layout.devices)

@@ -1,0 +1,311 @@
+"""Result of a search: candidates, ties, Pareto front of time and memory, removed combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mindspeed.errors import PlanError
+from mindspeed.planner.layout import Layout
+
+TOLERANCE = 0.05
+"""Part of a time within which two predictions are a tie: the error of the model."""
+
+
+class Priced(Protocol):
+    """The part of a :class:`~mindspeed.planner.composed.price.Prediction` that a search uses."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+
+    @property
+    def exposed(self) -> Mapping[str, float]:
+        """Seconds of communication that nothing hides, by group."""
+
+
+def preference(layout: Layout, priced: Priced) -> tuple[float, float, int, str]:
+    """Order of ties: memory, exposed communication, number of features."""
+    return priced.peak_bytes, sum(priced.exposed.values()), features(layout), str(layout)
+
+
+def features(layout: Layout) -> int:
+    """How many features a layout uses beside plain parallelism."""
+    recompute = layout.recompute is not None and str(layout.recompute) != "none"
+    named = (layout.schedule, layout.cp_algorithm, layout.expert_program, layout.stage_layers)
+    return (
+        len(layout.memory or ())
+        + recompute
+        + (layout.vpp > 1)
+        + sum(value is not None for value in named)
+    )
+
+
+def front_of(found: Iterable[tuple[Layout, Any]]) -> list[tuple[Layout, Any]]:
+    """Those that no other beats in time and memory, the fastest first."""
+    ordered = sorted(found, key=lambda one: (one[1].seconds, *preference(*one)))
+    front: list[tuple[Layout, Any]] = []
+    for one in ordered:
+        if not front or one[1].peak_bytes < front[-1][1].peak_bytes:
+            front.append(one)
+    return front
+
+
+GIB = 1 << 30
+
+COMPOSED = 0.001
+"""Part of its bytes within which a composed peak stands for the counted one."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits and that a start accepts.
+
+    Attributes:
+        layout: the layout.
+        prediction: of the model.
+        flags: the command line to copy, without the program.
+        counted: bytes of its fullest rank, counted in a whole step; None: not counted.
+    """
+
+    layout: Layout
+    prediction: Any
+    flags: tuple[str, ...] = ()
+    counted: int | None = None
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of its fullest rank: composed, or counted where that differs."""
+        composed: float = self.prediction.peak_bytes
+        if self.counted is None or abs(self.difference) <= COMPOSED:
+            return composed
+        return self.counted
+
+    @property
+    def difference(self) -> float:
+        """Of the composed bytes from the counted ones, as a part of these; 0 if not counted."""
+        return 0.0 if self.counted is None else self.prediction.peak_bytes / self.counted - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures by name."""
+        found = self.prediction
+        figures = {"seconds": found.seconds, "peak_bytes": self.peak_bytes}
+        for name in ("bubble", "mfu", "tokens_per_second_per_device", "limit"):
+            if hasattr(found, name):
+                figures[name] = getattr(found, name)
+        return {
+            "layout": self.layout.to_json(),
+            **figures,
+            "exposed": dict(found.exposed),
+            "counted_bytes": self.counted,
+            "composed_bytes": found.peak_bytes,
+            "flags": list(self.flags),
+        }
+
+
+@dataclass(frozen=True)
+class Help:
+    """What would let a candidate fit, or come nearer to it.
+
+    Attributes:
+        what: a feature or a change of the layout.
+        layout: with it.
+        peak_bytes: with it.
+        fits: whether that is enough.
+    """
+
+    what: str
+    layout: Layout
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Closest:
+    """The candidate that needs least memory, where none fits.
+
+    Attributes:
+        layout: the layout.
+        prediction: of the model.
+        deficit: bytes that it needs and a device has not.
+        help: changes, those that close the deficit first.
+    """
+
+    layout: Layout
+    prediction: Any
+    deficit: int
+    help: tuple[Help, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures by name."""
+        return {
+            "layout": self.layout.to_json(),
+            "peak_bytes": self.prediction.peak_bytes,
+            "deficit_bytes": self.deficit,
+            "help": [
+                {
+                    "what": one.what,
+                    "layout": one.layout.to_json(),
+                    "peak_bytes": one.peak_bytes,
+                    "fits": one.fits,
+                }
+                for one in self.help
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of a search.
+
+    Attributes:
+        cluster: name.
+        devices: ranks.
+        memory_limit: bytes that the tensors of a rank may take.
+        total: combinations.
+        removed: how many each constraint took out; with :attr:`fitting` they are all.
+        fitting: combinations that were priced and fit.
+        measured: signatures that were counted or found in the cache.
+        candidates: the best, ties first; see :attr:`ties`.
+        front: of all that were priced, those that no other beats in both time and memory.
+        closest: where nothing fits.
+        interrupted: the search was ended by Ctrl-C; candidates are the best until then.
+        wall_seconds: the search took.
+        tolerance: part of a time that two candidates may differ and tie.
+    """
+
+    cluster: str
+    devices: int
+    memory_limit: int
+    total: int
+    removed: Mapping[str, int]
+    fitting: int
+    measured: int
+    candidates: tuple[Candidate, ...]
+    front: tuple[Candidate, ...] = ()
+    closest: Closest | None = None
+    interrupted: bool = False
+    wall_seconds: float = 0.0
+    tolerance: float = TOLERANCE
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest; of those that tie, the one with least memory.
+
+        Raises:
+            PlanError: nothing fits; says what is closest.
+        """
+        if self.candidates:
+            return self.candidates[0]
+        raise PlanError(self.explain())
+
+    @property
+    def ties(self) -> int:
+        """How many of the candidates are as fast as the fastest, within the model's error."""
+        if not self.candidates:
+            return 0
+        fastest = min(one.prediction.seconds for one in self.candidates)
+        within = fastest * (1 + self.tolerance)
+        return sum(one.prediction.seconds <= within for one in self.candidates)
+
+    def pareto(self) -> tuple[Candidate, ...]:
+        """The front of time and memory, the fastest first."""
+        return self.front
+
+    def table(self) -> str:
+        """The candidates as text, and what was removed."""
+        lines = []
+        if self.candidates:
+            lines.append(f"{'':>2} {'seconds':>9} {'GiB':>7} {'tie':>3}  layout")
+        for index, one in enumerate(self.candidates):
+            found, tie = one.prediction, "=" if index < self.ties else ""
+            gib = one.peak_bytes / GIB
+            lines.append(f"{index + 1:>2} {found.seconds:9.4g} {gib:7.2f} {tie:>3}  {one.layout}")
+        return "\n".join([*lines, *self.counts()])
+
+    def counts(self) -> list[str]:
+        """How many combinations each constraint removed, in words."""
+        lines = [f"of {self.total:,} combinations:"]
+        lines += [f"{count:>12,}  {reason}" for reason, count in _largest(self.removed.items())]
+        lines.append(f"{self.fitting:>12,}  fit")
+        if self.interrupted:
+            several = any(one.layout.vpp > 1 for one in (*self.candidates, *self.front))
+            lines.append(
+                "interrupted: the best until then"
+                + ("; bytes of layouts with vpp above 1 are estimates" if several else "")
+            )
+        return lines
+
+    def explain(self, index: int = 0) -> str:
+        """Why a candidate is where it is; or what is closest, where nothing fits."""
+        if self.closest is not None:
+            return _explain_closest(self)
+        if not self.candidates:
+            return "\n".join(["no layout exists:", *self.counts()])
+        one = self.candidates[index]
+        found, fastest = one.prediction, min(c.prediction.seconds for c in self.candidates)
+        lines = [
+            f"{one.layout}",
+            f"step     {found.seconds:.4g} s, {found.seconds / fastest:.3f} x the fastest",
+            f"memory   {one.peak_bytes / GIB:.2f} of {self.memory_limit / GIB:.2f} GiB",
+        ]
+        if one.counted is not None:
+            lines.append(f"counted  composed bytes differ by {one.difference:+.2%}")
+        if getattr(found, "limit", ""):
+            lines.append(f"limited  by {found.limit}")
+        lines += [f"exposed  {seconds:.4g} s {group}" for group, seconds in found.exposed.items()]
+        if index < self.ties and self.ties > 1:
+            percent = 100 * self.tolerance
+            lines.append(
+                f"tie      {self.ties} candidates are within {percent:g} % of the fastest: first "
+                "comes who needs least memory, then who exposes least communication, then who "
+                "needs fewest features"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything by name."""
+        return {
+            "cluster": self.cluster,
+            "devices": self.devices,
+            "memory_limit_bytes": self.memory_limit,
+            "combinations": self.total,
+            "removed": dict(_largest(self.removed.items())),
+            "fitting": self.fitting,
+            "signatures": self.measured,
+            "ties": self.ties,
+            "tolerance": self.tolerance,
+            "interrupted": self.interrupted,
+            "wall_seconds": self.wall_seconds,
+            "candidates": [one.to_json() for one in self.candidates],
+            "front": [one.to_json() for one in self.front],
+            "closest": None if self.closest is None else self.closest.to_json(),
+            "notes": list(self.notes),
+        }
+
+
+def _largest(counts: Iterable[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    return sorted(counts, key=lambda item: -item[1])
+
+
+def _explain_closest(plan: Plan) -> str:
+    closest = plan.closest
+    assert closest is not None
+    lines = [
+        f"nothing fits into {plan.memory_limit / GIB:.2f} GiB on {plan.devices} devices",
+        f"closest: {closest.layout}",
+        f"  needs {closest.prediction.peak_bytes / GIB:.2f} GiB, {closest.deficit / GIB:.2f} GiB "
+        "too much",
+    ]
+    for one in closest.help:
+        verdict = "fits" if one.fits else "does not fit either"
+        lines.append(f"  with {one.what}: {one.peak_bytes / GIB:.2f} GiB, {verdict}")
+    if not any(one.fits for one in closest.help):
+        lines.append("  nothing that the planner knows closes it: give it more devices")
+    return "\n".join([*lines, *plan.counts()])

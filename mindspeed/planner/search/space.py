@@ -1,0 +1,344 @@
+"""Candidates of a search: the values of each dimension, and which combinations can exist.
+
+    space = Space.of(sizes, node_size=8)
+    removed = Counter()
+    for layout in space.layouts(sizes, removed): ...
+
+Combinations that sizes rule out are removed here, at the first dimension whose value is impossible,
+and counted by reason. What only a dry run knows is checked later
+(:mod:`mindspeed.planner.search.bounded_search`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import Any
+
+from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
+
+Split = str | tuple[int, ...]
+Point = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a job that its layout must divide.
+
+    Attributes:
+        devices: ranks.
+        global_batch_size: samples of a step.
+        num_layers: transformer layers.
+        heads: attention heads.
+        query_groups: of grouped-query attention; else as many as heads.
+        seq_length: tokens of a sample.
+        experts: of a layer; 0 without.
+        aligned: sizes must be divisible by ``tp``.
+    """
+
+    devices: int
+    global_batch_size: int
+    num_layers: int
+    heads: int
+    query_groups: int
+    seq_length: int
+    experts: int = 0
+    aligned: bool = True
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, devices: int) -> Sizes:
+        """That of a job on some devices.
+
+        Args:
+            args: final values of the job in any layout.
+            devices: ranks.
+        """
+        heads = args.num_attention_heads
+        return cls(
+            devices,
+            args.global_batch_size,
+            args.num_layers,
+            heads,
+            args.num_query_groups if args.group_query_attention else heads,
+            args.seq_length,
+            args.num_experts or 0,
+            not args.unaligned_linear,
+        )
+
+
+def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] | None:
+    """Layers of each stage; None if the model cannot be divided so.
+
+    Args:
+        num_layers: of the model.
+        stages: of the pipeline, chunks counted.
+        split: ``even``, ``ends`` or the layers themselves. With ``ends`` the stages that have one
+            layer less than the others are the last one, with the output layer, then the first ones,
+            which hold most micro-batches.
+    """
+    if isinstance(split, tuple):
+        return split if len(split) == stages and sum(split) == num_layers else None
+    if split == "even":
+        return None if num_layers % stages else (num_layers // stages,) * stages
+    if stages < 2:
+        return None
+    longest = -(-num_layers // stages)
+    fewer = stages * longest - num_layers
+    lighter = [stages - 1, *range(stages - 1)][:fewer]
+    return tuple(longest - (stage in lighter) for stage in range(stages)) if fewer else None
+
+
+def reason_against(name: str, sizes: Sizes, point: Point) -> str | None:
+    """Why no layout with these values exists; None: one may.
+
+    Args:
+        name: of the dimension whose value was chosen last.
+        sizes: of the job.
+        point: values of this dimension and of those before it, by their names.
+    """
+    check = _CHECKS.get(name)
+    return check(sizes, point) if check is not None else None
+
+
+def _tensor(sizes: Sizes, point: Point) -> str | None:
+    tp, groups = point["tp"], sizes.query_groups
+    if sizes.devices % tp:
+        return "devices are not divisible by tp"
+    if sizes.aligned and sizes.heads % tp:
+        return "attention heads are not divisible by tp"
+    if sizes.aligned and groups % tp and tp % groups:
+        return "neither query groups nor tp divide the other"
+    if sizes.aligned and tp > 1 and sizes.seq_length % tp:
+        return "the sequence is not divisible by tp"
+    return None
+
+
+def _context(sizes: Sizes, point: Point) -> str | None:
+    if sizes.devices % (point["tp"] * point["cp"]):
+        return "devices are not divisible by tp x cp"
+    if point["cp"] > 1 and sizes.seq_length % (2 * point["cp"]):
+        return "the sequence is not divisible by 2 cp"
+    return None
+
+
+def _experts(sizes: Sizes, point: Point) -> str | None:
+    if point["ep"] > 1 and (not sizes.experts or sizes.experts % point["ep"]):
+        return "experts are not divisible by ep"
+    return None
+
+
+def _pipeline(sizes: Sizes, point: Point) -> str | None:
+    pp = point["pp"]
+    if sizes.devices % (point["tp"] * point["cp"] * pp):
+        return "devices are not divisible by tp x cp x pp"
+    etp = point["tp"] if point["etp"] is None else point["etp"]
+    if sizes.experts and sizes.devices % (etp * point["ep"] * pp):
+        return "devices are not divisible by etp x ep x pp"
+    return None
+
+
+def _micro_batch(sizes: Sizes, point: Point) -> str | None:
+    dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
+    if sizes.global_batch_size % (point["mbs"] * dp):
+        return "the global batch is not divisible by mbs x dp"
+    return None
+
+
+def _chunks(sizes: Sizes, point: Point) -> str | None:
+    if point["vpp"] > 1 and point["pp"] == 1:
+        return "vpp needs pp of at least 2"
+    if point["vpp"] * point["pp"] > sizes.num_layers:
+        return "more stages than layers"
+    return None
+
+
+def _schedule(sizes: Sizes, point: Point) -> str | None:
+    schedule = point["schedule"]
+    if schedule is None:
+        return None
+    if point["pp"] == 1:
+        return "schedules need pp of at least 2"
+    if schedule in V_SHAPES and point["vpp"] != 2:
+        return "schedules in a V-shape have vpp 2"
+    dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
+    micro_batches = sizes.global_batch_size // (point["mbs"] * dp)
+    if schedule == "dualpipev" and micro_batches < 2 * point["pp"]:
+        return "dualpipev needs 2 pp micro-batches"
+    return None
+
+
+def _split(sizes: Sizes, point: Point) -> str | None:
+    stages, split = point["pp"] * point["vpp"], point["split"]
+    if split != "even" and point["schedule"] in V_SHAPES:
+        return "schedules in a V-shape divide layers evenly"
+    if stage_layers(sizes.num_layers, stages, split) is not None:
+        return None
+    if isinstance(split, tuple):
+        return "the layers of stages are those of another pp x vpp"
+    return "layers are not divisible by pp x vpp" if split == "even" else _UNEVEN
+
+
+def _sharding(sizes: Sizes, point: Point) -> str | None:
+    if point["optimizer"] in ("zero2", "zero3") and point["pp"] > 1:
+        return "ZeRO 2 and 3 have no pipeline"
+    return None
+
+
+_UNEVEN = "layers are divisible by pp x vpp, so no stage has fewer"
+_CHECKS: Mapping[str, Callable[[Sizes, Point], str | None]] = {
+    "tp": _tensor,
+    "cp": _context,
+    "ep": _experts,
+    "pp": _pipeline,
+    "mbs": _micro_batch,
+    "vpp": _chunks,
+    "schedule": _schedule,
+    "split": _split,
+    "optimizer": _sharding,
+}
+
+SEARCHED = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
+"""Dimensions of a search that names none; the schedule, the optimizer, the expert program and
+memory features are then as the job has them."""
+
+SAME = "the same as another combination"
+
+
+@dataclass(frozen=True)
+class Space:
+    """Values of each dimension, which are fields of :class:`Layout`.
+
+    Attributes:
+        recompute: what is computed again; a fraction is that part of the layers of a chunk.
+        split: how layers are divided among stages: ``even``; ``ends``: not evenly, the last stage
+            and the first ones have one layer less; or the layers of each stage.
+    """
+
+    tp: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = (1,)
+    cp_algorithm: tuple[str | None, ...] = (None,)
+    ep: tuple[int, ...] = (1,)
+    etp: tuple[int | None, ...] = (None,)
+    pp: tuple[int, ...] = (1,)
+    mbs: tuple[int, ...] = (1,)
+    vpp: tuple[int, ...] = (1,)
+    schedule: tuple[str | None, ...] = (None,)
+    split: tuple[Split, ...] = ("even",)
+    recompute: tuple[Recompute | Fraction | None, ...] = (None,)
+    optimizer: tuple[str | None, ...] = (None,)
+    expert_program: tuple[str | None, ...] = (None,)
+    memory: tuple[tuple[str, ...] | None, ...] = (None,)
+
+    @classmethod
+    def of(cls, sizes: Sizes, node_size: int = 8) -> Space:
+        """What is searched unless the user says otherwise.
+
+        Tensor parallelism stays within a node; a rank keeps at least 2,048 tokens of a sequence,
+        and at most 32,768 tokens of a micro-batch. Chunks divide the layers, with or without the
+        embedding and the head as a layer each.
+        """
+        powers = [2**n for n in range(21)]
+        layers, longest = sizes.num_layers, max(1, 32768 // sizes.seq_length)
+        experts = [n for n in powers if n <= sizes.experts and sizes.experts % n == 0]
+        return cls(
+            tp=tuple(n for n in powers if n <= node_size),
+            cp=tuple(n for n in powers if n == 1 or sizes.seq_length // n >= 2048),
+            cp_algorithm=("ulysses", "ring"),
+            ep=tuple(experts) or (1,),
+            etp=(1, None) if sizes.experts else (None,),
+            pp=tuple(n for n in _divisors(sizes.devices) if n <= layers),
+            mbs=tuple(n for n in (1, 2, 4, 8) if n <= longest),
+            vpp=tuple(n for n in range(1, 13) if not (layers % n and (layers + 2) % n)),
+            schedule=(None, "zb-h1", "zb-v", "dualpipev"),
+            split=("even", "ends"),
+            recompute=(Recompute(), *(Fraction(n, 8) for n in range(1, 9))),
+            optimizer=("distributed",),
+        )
+
+    @property
+    def total(self) -> int:
+        """Number of combinations."""
+        return math.prod(len(getattr(self, item.name)) for item in fields(self))
+
+    def only(self, names: Sequence[str], otherwise: Layout) -> Space:
+        """This space in some dimensions; the others as in a layout.
+
+        Args:
+            names: dimensions that are searched.
+            otherwise: the layout of the job.
+        """
+        layout_fields = {item.name for item in fields(Layout)}
+        fixed: dict[str, Any] = {
+            item.name: (getattr(otherwise, item.name),)
+            for item in fields(self)
+            if item.name not in names and item.name in layout_fields
+        }
+        if "split" not in names:
+            fixed["split"] = (otherwise.stage_layers or "even",)
+        return replace(self, **fixed)
+
+    def with_values(self, values: Mapping[str, Sequence[Any]]) -> Space:
+        """This space with other values of some dimensions."""
+        return replace(self, **{name: tuple(chosen) for name, chosen in values.items()})
+
+    def layouts(self, sizes: Sizes, removed: Counter[str]) -> Iterator[Layout]:
+        """All combinations that can exist, each once.
+
+        Args:
+            sizes: of the job.
+            removed: gets the number of the others, by reason.
+        """
+        names = [item.name for item in fields(self)]
+        behind = [
+            math.prod(len(getattr(self, name)) for name in names[position + 1 :])
+            for position in range(len(names))
+        ]
+        point: dict[str, Any] = {}
+        seen: set[Layout] = set()
+
+        def extend(position: int) -> Iterator[Layout]:
+            if position == len(names):
+                layout = _layout(sizes, point)
+                if layout in seen:
+                    removed[SAME] += 1
+                    return
+                seen.add(layout)
+                yield layout
+                return
+            name = names[position]
+            for value in getattr(self, name):
+                point[name] = value
+                if reason := reason_against(name, sizes, point):
+                    removed[reason] += behind[position]
+                else:
+                    yield from extend(position + 1)
+
+        return extend(0)
+
+
+def _layout(sizes: Sizes, point: Mapping[str, Any]) -> Layout:
+    values = dict(point)
+    stages = values["pp"] * values["vpp"]
+    split, layers = values.pop("split"), None
+    counts = stage_layers(sizes.num_layers, stages, split) or (0,)
+    if split != "even" and len(set(counts)) > 1:
+        layers = counts
+    share = values["recompute"]
+    if isinstance(share, Fraction):
+        most = max(counts)
+        number = math.ceil(share * most)
+        values["recompute"] = Recompute(layers=-1 if number == most else number)
+    if values["cp"] == 1:
+        values["cp_algorithm"] = None
+    if values["etp"] == values["tp"]:
+        values["etp"] = None
+    return Layout(sizes.devices, sizes.global_batch_size, stage_layers=layers, **values)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
