@@ -145,7 +145,7 @@ def _bytes_of(found: TinyRun) -> object:
 
 
 def _times_alike(one: TinyRun, other: TinyRun) -> bool:
-    """Those of actions, of which the first and the last may wait for other replicas."""
+    """Compare the times of actions; the first and last action may wait for other replicas."""
     times = [
         {name: value for name, value in figures_of(found).items() if name in _TIMES}
         for found in (one, other)
@@ -159,7 +159,7 @@ _TIMES = ("seconds F", "seconds B", "seconds I", "seconds W")
 
 
 class ChangeBounds:
-    """What changed jobs need at least.
+    """Lower bounds on memory and time of changed jobs.
 
     Args:
         predictor: of the job.
@@ -171,7 +171,7 @@ class ChangeBounds:
         self._evaluators: dict[str, JobEvaluator] = {}
 
     def __call__(self, change: Change) -> Bound:
-        """What it cannot be below; overlaps hide no more than the waits for other replicas."""
+        """Bound a change; overlaps hide no more than the waits for other replicas."""
         found = self._of(change).bound(change.layout)
         if not change.flags:
             return found

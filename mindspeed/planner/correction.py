@@ -28,7 +28,7 @@ _DEVIATIONS = 2.0
 
 
 class Extents(Protocol):
-    """What a layout says of its process groups."""
+    """Sizes of process groups that a layout defines."""
 
     tp: int
     cp: int
@@ -54,7 +54,7 @@ class Parts:
 
     @classmethod
     def of(cls, prediction: Any, layout: Extents, node_size: int) -> Parts:
-        """Those of a prediction.
+        """Split a prediction into its parts.
 
         Args:
             prediction: with ``seconds`` and ``exposed`` seconds by process group.
@@ -69,7 +69,7 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.compute + self.intra + self.inter
 
     def vector(self) -> Any:
@@ -99,7 +99,7 @@ def extent(name: str, layout: Extents) -> int:
 
 @dataclass(frozen=True)
 class Factors:
-    """What is known of the three factors.
+    """Estimates of the three factors.
 
     Attributes:
         mean: of each.

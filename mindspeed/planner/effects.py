@@ -32,35 +32,35 @@ LEAST = 0.001
 
 
 class Priced(Protocol):
-    """What is needed of a :class:`mindspeed.planner.composed.price.Prediction`."""
+    """The part of a :class:`mindspeed.planner.composed.price.Prediction` that effects use."""
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Bytes of the fullest rank."""
 
 
 class Pricer(Protocol):
     """Predicts changed jobs; raises a MindSpeedError for those that cannot start."""
 
     def estimate(self, change: Change) -> Priced:
-        """From fewer runs."""
+        """Predict from fewer runs."""
 
     def price(self, change: Change) -> Priced:
-        """As exact as that of the job."""
+        """Predict as exactly as the job."""
 
 
 class Bounding(Protocol):
     """Bounds of changed jobs."""
 
     def __call__(self, change: Change) -> Bound:
-        """What it cannot be below."""
+        """Lower bound of the changed job."""
 
     def refine(self, change: Change) -> None:
-        """Make its bound tighter."""
+        """Tighten its bound."""
 
 
 class NoBounds:
@@ -76,7 +76,7 @@ class NoBounds:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change does.
+    """Predicted effect of a change.
 
     Attributes:
         change: that is made.
@@ -122,7 +122,7 @@ def effects(
         now: the job as it is.
         limit: bytes of a rank.
         bounds: of changed jobs.
-        progress: is told how far it is.
+        progress: progress callback.
         count: how many of the most helpful are wanted.
     """
     run = _Effects(pricer, now, limit, bounds or NoBounds(), count)

@@ -1,4 +1,4 @@
-"""Where a job's bytes, FLOPs, messages and seconds are, and which changes would help most.
+"""Explain a job: its bytes, FLOPs, messages and seconds, and the changes that help most.
 
 found = explain(job, args, cluster, memory_limit, jobs=2)
 found.check.ranks            # bytes, FLOPs and messages of pipeline ranks
@@ -30,9 +30,9 @@ from mindspeed.planner.shape import shape_of
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]
-"""Told what is done, how much of it, and how much there is."""
+"""Progress callback: what is done, how much of it, and the total."""
 Parts = Mapping[int, tuple[Part, ...]]
-"""By pipeline rank."""
+"""Parts by pipeline rank."""
 _Run = tuple[argparse.Namespace, Cluster, int, tuple[int, ...]]
 """Arguments of :func:`mindspeed.planner.counted.parts.parts`."""
 
@@ -84,7 +84,7 @@ def explain(
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
         cache: directory of tiny runs, so that they are made once.
-        progress: is told how far it is.
+        progress: progress callback.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
@@ -117,7 +117,7 @@ def explain(
 
 
 def _parts(args: argparse.Namespace, ranks: Mapping[int, _Run], jobs: int) -> Parts:
-    """Of the first, the second and the last pipeline rank.
+    """Parts of the first, the second and the last pipeline rank.
 
     Args:
         args: final values of the job.

@@ -104,7 +104,7 @@ def fake_rank(args: argparse.Namespace, rank: int) -> Iterator[argparse.Namespac
 
 
 def wrapper_of(feature: str, flag: str) -> Wrapper:
-    """What a feature wraps the schedule with.
+    """The function with which a feature wraps the schedule.
 
     Raises:
         ConfigError: the feature is off.
@@ -299,7 +299,7 @@ def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
 
 
 def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profile]:
-    """What the feature is to find, and its profile; see :func:`plan_pipeline`."""
+    """The feature's task and the profile of the job; see :func:`plan_pipeline`."""
     attached = getattr(wrapper_of(AutomatedPipeline.name, AUTOMATED_FLAG), "__self__", None)
     assert isinstance(attached, Profiler)
     stages = range(args.pipeline_model_parallel_size)

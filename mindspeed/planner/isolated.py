@@ -183,7 +183,7 @@ class _Child:
         return os.waitpid(self.process, 0)[1]
 
     def result(self) -> Any:
-        """What the function returned, or the error of the call."""
+        """The function's return value, or the error of the call."""
         if not self.closed:
             self.kill()
             return self._error(f"is not finished after {self.timeout:g} s")
@@ -208,7 +208,7 @@ class _Child:
 
 
 def _end_with(parent: int) -> None:
-    """In a child: it ends when its parent is killed, which nothing else would tell it."""
+    """End this child when its parent is killed."""
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)

@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Flags] = {
     "zero2": {"use_distributed_optimizer": None, "zero_stage": 2},
     "zero3": {"use_distributed_optimizer": None, "zero_stage": 3},
 }
-"""What data-parallel ranks share."""
+"""Flags by how data-parallel ranks shard the optimizer."""
 
 
 def _program(text: str, dispatcher: str) -> Flags:
@@ -73,7 +73,7 @@ EXPERT_PROGRAMS: dict[str, Flags] = {
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again in backward.
+    """Recomputation in backward.
 
     Attributes:
         modules: of Megatron's ``--recompute-modules``; a selective recomputation.
@@ -203,7 +203,7 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on one data-parallel rank."""
+        """Micro-batches of a step on one data-parallel rank."""
         return self.global_batch_size // (self.mbs * self.dp)
 
     @property

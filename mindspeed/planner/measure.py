@@ -84,7 +84,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured, in the order of the runs.
+    """Measured candidates, in the order of the runs.
 
     Attributes:
         runs: the candidates that were started.
@@ -112,7 +112,7 @@ class Measurements:
         return min(ran, key=lambda run: run.seconds or 0.0)
 
     def table(self) -> str:
-        """What was measured as text."""
+        """Format the measurements as a table."""
         lines = [f"{'':>3} {'measured':>10} {'expected':>10}  layout"]
         for run in self.runs:
             seconds = "failed" if run.seconds is None else f"{run.seconds:.4g} s"
@@ -160,7 +160,7 @@ def measure(
         run: seconds of a step of a candidate; raises MindSpeedError if it fails.
         node_size: devices of a node.
         all_of_them: also those that cannot be the fastest.
-        tell: is told each result.
+        tell: callback with each result.
     """
     parts = {
         number: Parts.of(one.prediction, one.layout, node_size)

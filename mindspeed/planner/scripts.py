@@ -72,7 +72,7 @@ class ScriptLoop:
             yield
 
     def build(self, args: argparse.Namespace) -> TrainedModel:
-        """What Megatron-LM builds of the script's model provider."""
+        """Build model and optimizer with Megatron-LM from the script's model provider."""
         chunks, optimizer, schedule = self.job.build()
         self.job.prepare_training(chunks, optimizer)
         return TrainedModel(chunks[0].config, chunks, optimizer, schedule)

@@ -32,17 +32,17 @@ _DIFFER = {
     "adaptive_recompute_device_swap": "--adaptive-recompute-device-swap",
     "adaptive_memory_optimization": "--adaptive-memory-optimization",
 }
-"""By name the flag, where it is not the default."""
+"""Argument name -> flag, if not the default."""
 _FIRST = (
     "recompute_norm_num_layers",
     "recompute_activation_function_num_layers",
     "moe_zero_memory_num_layers",
 )
-"""Of the first so many layers of a chunk or a rank."""
+"""Arguments that count the first layers of a chunk or rank."""
 
 
 def whole_only(args: argparse.Namespace) -> str:
-    """What of a job cannot be composed of small runs; empty if everything can.
+    """The part of a job that small runs cannot compose; empty if everything can.
 
     Either layers of one kind differ, or what they share is not shared layer by layer.
 
@@ -83,7 +83,7 @@ RECOMPUTED = "+recomputed"
 
 @dataclass(frozen=True)
 class Shape:
-    """What composition needs to know of a job.
+    """Properties of a job that composition uses.
 
     Attributes:
         request: schedule of the pipeline.
@@ -133,7 +133,7 @@ class Shape:
 
     @property
     def placement(self) -> Placement:
-        """Which pipeline rank has which stages."""
+        """Stages of each pipeline rank."""
         if self.ranks == 1:
             return Placement.loop(1, self.chunks)
         return self.request.placement(self.ranks, self.chunks)
@@ -152,7 +152,7 @@ class Shape:
 
     @property
     def uncomposable(self) -> str:
-        """What cannot be composed of small runs; empty if everything can."""
+        """The part that small runs cannot compose; empty if everything can."""
         request = self.request
         if request.recompute:
             return f"recomputation in {request.recompute} of a pipeline schedule"

@@ -271,17 +271,19 @@ def test_messages_around_an_action_depend_on_the_rank_and_on_the_action_before()
     }
     one = replace(signature(), needs=needs)
     roles = ["middle", "middle"]
-    assert one.need(pieces.place("middle", roles, 2), ("dense",), "F", "B") == 10.0
-    assert one.need(pieces.place("middle", roles, 2), ("dense",), "F*", "B") == 12.0
-    assert one.need(pieces.place("middle", roles, 1), ("dense",), "F*", "B") == 14.0
+    assert one.need(pieces.context_key("middle", roles, 2), ("dense",), "F", "B") == 10.0
+    assert one.need(pieces.context_key("middle", roles, 2), ("dense",), "F*", "B") == 12.0
+    assert one.need(pieces.context_key("middle", roles, 1), ("dense",), "F*", "B") == 14.0
     # What was not seen is the most of what is nearest to it: first after the same action of
     # another chunk, not after another action.
     seen = {key: value for key, value in needs.items() if key[2] != "F"}
     seen |= {("middle 0:middle", "dense", "B", "B"): 30.0}
     other = replace(signature(), needs=seen)
-    assert other.need(pieces.place("middle", roles, 2), ("dense",), "F", "B") == 12.0
-    assert one.need(pieces.place("middle", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
-    assert one.need(pieces.place("last", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
+    assert other.need(pieces.context_key("middle", roles, 2), ("dense",), "F", "B") == 12.0
+    assert (
+        one.need(pieces.context_key("middle", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
+    )
+    assert one.need(pieces.context_key("last", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
 
 
 def test_messages_at_the_end_of_a_step_are_over_the_groups_of_the_job():
@@ -356,12 +358,16 @@ def test_messages_are_those_of_the_actions_of_the_schedule():
 
 
 def test_what_runs_had_only_whole_or_only_divided():
-    whole = pieces.divided({"seconds F": 1.0, "seconds B": 3.0, "B calls G|2|send": 2.0})
+    whole = pieces.with_split_backward(
+        {"seconds F": 1.0, "seconds B": 3.0, "B calls G|2|send": 2.0}
+    )
     assert whole["seconds I"] == 3.0 and whole["seconds W"] == 0.0
     assert whole["I calls G|2|send"] == 2.0
-    parts = pieces.divided({"seconds I": 1.0, "seconds W": 2.0, "I wait G": 4.0, "W wait G": 1.0})
+    parts = pieces.with_split_backward(
+        {"seconds I": 1.0, "seconds W": 2.0, "I wait G": 4.0, "W wait G": 1.0}
+    )
     assert parts["seconds B"] == 3.0 and parts["B wait G"] == 5.0
-    less = pieces.less({"seconds F": 3.0, "seconds B": 4.0, "kept": 2.0}, {"seconds F": 1.0})
+    less = pieces.difference({"seconds F": 3.0, "seconds B": 4.0, "kept": 2.0}, {"seconds F": 1.0})
     assert less == {"seconds F": 2.0, "kept": 2.0}
 
 

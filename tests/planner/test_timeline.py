@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed.instruments.clock import Interval
 from mindspeed.instruments.ledger import Communication
-from mindspeed.planner import layer_costs
+from mindspeed.planner.counted import layer_costs
 from tests.planner import timed_jobs
 from tests.support.lazy import needs
 

@@ -154,7 +154,7 @@ class Cluster:
         return self.collective_seconds(communication.op, payload, communication.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """What :func:`load_cluster` reads."""
+        """The fields as :func:`load_cluster` reads them."""
         return decode_json(json.dumps(dataclasses.asdict(self)))
 
 

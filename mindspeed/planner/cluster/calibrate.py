@@ -44,7 +44,7 @@ _MEDIANS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, and how thoroughly.
+    """Figures to measure, and the effort.
 
     Attributes:
         name: of the cluster.
@@ -176,7 +176,7 @@ def _median_samples(own: Sequence[Sample]) -> list[Sample]:
 
 
 def _slowdown(hardware: device.Device, watch: Stopwatch, settings: Settings) -> float:
-    """How many times as long products take beside an all-reduce of all ranks."""
+    """Slowdown of matrix products while all ranks run an all-reduce."""
     where = hardware.torch_device()
     size = max(1, settings.largest // 2)
     a = torch.ones(size, size, device=where)

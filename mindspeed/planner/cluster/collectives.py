@@ -1,4 +1,4 @@
-"""How long a collective takes over the levels of a cluster: closed forms of its algorithms.
+"""Seconds of a collective over the levels of a cluster: closed forms of its algorithms.
 
     levels = (Level("NVLink", 8, 450, 1.9), Level("InfiniBand", None, 50, 4.0))
     seconds("all_gather", shard_bytes, ranks=(0, 8, 16, 24), levels=levels)
@@ -59,7 +59,7 @@ class Level:
 
     @property
     def bytes_per_second(self) -> float:
-        """What one device sends of a large message."""
+        """Bandwidth of one device for large messages."""
         return self.gbs * 1e9 * self.efficiency
 
     @property
@@ -68,7 +68,7 @@ class Level:
         return self.latency_us * 1e-6
 
     def domain(self, rank: int) -> int:
-        """Which domain of this level a rank is in."""
+        """Index of the domain of this level that contains the rank."""
         return 0 if self.size is None else rank // self.size
 
 

@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was fitted.
+    """Fitted parameters of the links.
 
     Attributes:
         start: seconds of every call.

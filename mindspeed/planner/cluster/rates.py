@@ -229,7 +229,7 @@ class DeviceRates:
 
     @property
     def slowdown(self) -> float:
-        """Of computation while communication runs."""
+        """Slowdown of computation while communication runs."""
         return self._cluster.overlap_slowdown
 
     def communication(self, communication: Communication) -> float:

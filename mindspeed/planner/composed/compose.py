@@ -33,7 +33,14 @@ from mindspeed.planner.composed.step_plan import (
     group_ranks,
     step_plan,
 )
-from mindspeed.planner.counted.check import Check, Progress, RankCheck, Traffic, alike, check
+from mindspeed.planner.counted.check import (
+    Check,
+    Progress,
+    RankCheck,
+    Traffic,
+    check,
+    group_equal_ranks,
+)
 from mindspeed.planner.job import NOT_PLANNED, Job
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.shape import Shape, shape_of
@@ -100,7 +107,7 @@ def compose(
     except MindSpeedError:  # a small pipeline refuses what a large one may accept
         return None
     ranks = ranks_of(signature, shape)
-    found = Check(shape.micro_batches, tuple(alike(ranks)), memory_limit, True)
+    found = Check(shape.micro_batches, tuple(group_equal_ranks(ranks)), memory_limit, True)
     error = signature.error_at(found.fullest.peak)
     if error > LARGEST_ERROR:
         return None
@@ -127,7 +134,7 @@ def count_where_needed(
         cluster: rates of devices and links; None: no times.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
-        progress: is told how many pipeline ranks are counted, and then how many are timed.
+        progress: callback with how many pipeline ranks are counted, and then how many are timed.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
@@ -187,7 +194,7 @@ def ranks_of(signature: Signature, shape: Shape) -> list[RankCheck]:
 
 
 def _figures(signature: Signature, shape: Shape, found: RankFigures, actions: Actions) -> RankCheck:
-    """Of one pipeline rank."""
+    """Figures of one pipeline rank."""
     total = signature.rank(shape.chunks_of(found.rank), shape.data_parallel)
     sent = messages(signature, shape, found.rank, actions)
     static = {kind: round(value) for kind, value in found.static.items() if round(value)}
@@ -223,7 +230,7 @@ def _traffic(
 def _messages(
     total: Mapping[str, float], sent: Mapping[str, float], shape: Shape
 ) -> Iterator[Traffic]:
-    """Those of all micro-batches and those of the end of the step, by group and operation."""
+    """Messages of all micro-batches and of the end of the step, by group and operation."""
     sums: dict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
     closing = {n.removeprefix("closing "): v for n, v in total.items() if n.startswith("closing ")}
     for figures in (sent, closing):

@@ -19,7 +19,7 @@ from mindspeed.planner.composed.tiny_run import Point
 from mindspeed.planner.job import Job
 
 LAYERS = 3
-"""Of the model that runs."""
+"""Layers of the model that runs."""
 
 
 @dataclass(frozen=True)

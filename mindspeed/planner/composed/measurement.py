@@ -15,20 +15,20 @@ from mindspeed.planner.composed.pieces import (
     Figures,
     Need,
     Runs,
-    divided,
+    data_parallel_shared_fraction,
+    difference,
     figures_of,
-    halved,
     inner_of,
     kept,
-    less,
     needs_of,
-    note,
-    note_chunks,
     of_steps,
     op_of,
+    record_chunk_needs,
+    record_needs,
     stages_of,
     weighted,
     with_role,
+    with_split_backward,
 )
 from mindspeed.planner.composed.signature import Signature, difference_of
 from mindspeed.planner.composed.signature_points import SignaturePoints
@@ -38,7 +38,7 @@ from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import DENSE, Shape, shape_of
 
 RUN_SECONDS = 300.0
-"""After which a run counts as one that does not end."""
+"""Timeout of a run."""
 
 
 class KnownRuns(Protocol):
@@ -105,7 +105,7 @@ def layer_point(job: Job, layout: Layout, kinds: tuple[str, ...], kind: str) -> 
 
 
 def import_ahead() -> None:
-    """What every run needs, once for all of its processes."""
+    """Import the modules of every run before its processes are forked."""
 
     import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
@@ -159,18 +159,18 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
     kinds = points.kinds
     first, last = kinds[0], kinds[-1]
     one = {kind: figures_of(runs["middle", kind, 1]) for kind in kinds}
-    layers = {k: less(figures_of(runs["middle", k, 2]), one[k]) for k in kinds}
+    layers = {k: difference(figures_of(runs["middle", k, 2]), one[k]) for k in kinds}
     for kind in kinds:
         if ("first", kind, 2) in runs:  # backward is divided, there only is it whole
             ends = [figures_of(runs["first", kind, n]) for n in (1, 2)]
-            whole = {name: n for name, n in less(*ends[::-1]).items() if op_of(name) == "B"}
-            layers[kind] = divided(whole | layers[kind])
-    roles = {"middle": less(one[first], layers[first])}
+            whole = {name: n for name, n in difference(*ends[::-1]).items() if op_of(name) == "B"}
+            layers[kind] = with_split_backward(whole | layers[kind])
+    roles = {"middle": difference(one[first], layers[first])}
     if points.pipeline:
-        roles["first"] = less(figures_of(runs["first", first, 1]), layers[first])
-        roles["last"] = less(figures_of(runs["last", last, 1]), layers[last])
+        roles["first"] = difference(figures_of(runs["first", first, 1]), layers[first])
+        roles["last"] = difference(figures_of(runs["last", last, 1]), layers[last])
     if any(op_of(name) == "I" for name in layers[first]):
-        roles = {role: divided(figures) for role, figures in roles.items()}
+        roles = {role: with_split_backward(figures) for role, figures in roles.items()}
     once = _once(runs, roles, layers)
     alone = not any(role == "chunks" for role, *_ in runs)
     needs: dict[Need, float] = {}
@@ -178,7 +178,7 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
         if role == "chunks":
             _chunk_needs(found, n, kind, roles, layers, needs)
         elif n == 1 and role in ("first", "middle", "last") and alone:
-            note(needs, role, kind, found, kept(found))
+            record_needs(needs, role, kind, found, kept(found))
     inner = {
         (kind, op): value
         for kind in kinds
@@ -212,7 +212,7 @@ def _compared(signature: Signature, points: SignaturePoints, runs: Runs) -> Sign
     """The signature with its errors: runs that were compared with their composition."""
     first, last = points.kinds[0], points.kinds[-1]
     role = "middle" if points.pipeline else "only"
-    one_chunk = {role: less(figures_of(runs["middle", first, 1]), signature.layers[first])}
+    one_chunk = {role: difference(figures_of(runs["middle", first, 1]), signature.layers[first])}
     plain = with_role(needs_of(runs, [("middle", first, 1)]), role)
     checked = replace(signature, roles=one_chunk, needs=plain)
     three = runs["middle", first, 3]
@@ -246,17 +246,17 @@ def _shared(
     roles: Mapping[str, Figures],
     runs: Runs,
 ) -> dict[str, Figures]:
-    """What of layers and roles halves on twice as many data-parallel ranks.
+    """Fractions of the figures of layers and roles that data-parallel ranks share.
 
     The ends are shared as layers are: what they add are parameters.
     """
     first = kinds[0]
     one, wide = figures_of(runs["plain", first, 1]), figures_of(runs["wide", first, 1])
-    layer = less(figures_of(runs["plain", first, 2]), one)
-    wide_layer = less(figures_of(runs["wide", first, 2]), wide)
-    of_layer = halved(layer, wide_layer)
+    layer = difference(figures_of(runs["plain", first, 2]), one)
+    wide_layer = difference(figures_of(runs["wide", first, 2]), wide)
+    of_layer = data_parallel_shared_fraction(layer, wide_layer)
     middle = roles["middle"]
-    of_middle = halved(less(one, layer), less(wide, wide_layer))
+    of_middle = data_parallel_shared_fraction(difference(one, layer), difference(wide, wide_layer))
     found: dict[str, Figures] = {**dict.fromkeys(kinds, of_layer), "middle": of_middle}
     for role in {*roles} - {"middle"}:
         found[role] = {
@@ -270,7 +270,7 @@ def _shared(
 def _once(
     runs: Runs, roles: Mapping[str, Figures], layers: Mapping[str, Figures]
 ) -> dict[frozenset[str], Figures]:
-    """What two chunks count twice and a rank with both of them has once."""
+    """Figures that a rank has once but each of its two chunks counts."""
     found: dict[frozenset[str], Figures] = {}
     for (role, kind, _), real in runs.items():
         if role == "chunks":
@@ -286,13 +286,13 @@ def _once(
 
 
 def _freed(roles: Mapping[str, Figures], names: Sequence[str]) -> float:
-    """What the chunks of a rank find released; the message that arrived is there once."""
+    """Bytes that the chunks of a rank find released; the message that arrived is there once."""
     total = sum(roles[name]["freed"] for name in names)
     return total - (len(names) - 1) * roles["middle"]["freed"]
 
 
 def _role_of(stage: int) -> str:
-    """Of a pipeline of four ranks with two chunks each."""
+    """Role of a stage in a pipeline of four ranks with two chunks each."""
     return {0: "first", 7: "last"}.get(stage, "middle")
 
 
@@ -304,7 +304,7 @@ def _chunk_needs(
     layers: Mapping[str, Figures],
     needs: dict[Need, float],
 ) -> None:
-    """What the chunks of a rank with two of them need.
+    """Record the needs of a rank with two chunks.
 
     What they keep is known from ranks with one chunk: with two, the messages that arrive while
     another chunk runs are among the bytes of a forward.
@@ -313,4 +313,4 @@ def _chunk_needs(
     stages = stages_of(found)
     kept_by = {s: roles[_role_of(s)]["kept"] + own["kept"] for s in stages}
     freed = len(stages) * own["freed"] + _freed(roles, [_role_of(s) for s in stages])
-    note_chunks(needs, kind, found, kept_by, own["stash"], freed, _role_of, rank)
+    record_chunk_needs(needs, kind, found, kept_by, own["stash"], freed, _role_of, rank)

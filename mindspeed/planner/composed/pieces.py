@@ -14,10 +14,10 @@ Figures = Mapping[str, float]
 """Figures by name; see :func:`figures_of`."""
 
 Need = tuple[str, str, str, str]
-"""Place (:func:`place`), kind of the only layer, op before (:func:`before`), op."""
+"""Place (:func:`context_key`), kind of the only layer, op before (:func:`previous_op`), op."""
 
 OPS = ("F", "Fc", "B", "I", "W", "R")
-"""Of actions."""
+"""Ops of actions."""
 
 OTHER = "*"
 """Ends the op before if it was of another chunk."""
@@ -93,14 +93,16 @@ def stages_of(found: TinyRun) -> list[int]:
     return list(dict.fromkeys(action.stage for action in found.actions))
 
 
-def note(needs: dict[Need, float], role: str, kind: str, found: TinyRun, kept: float) -> None:
-    """What each action of a rank with one chunk needs."""
+def record_needs(
+    needs: dict[Need, float], role: str, kind: str, found: TinyRun, kept: float
+) -> None:
+    """Record the bytes that each action of a rank with one chunk needs."""
     kept_by = dict.fromkeys(stages_of(found), kept)
     freed = -found.actions[0].level
-    note_chunks(needs, kind, found, kept_by, _stash(found), freed, lambda stage: role)
+    record_chunk_needs(needs, kind, found, kept_by, _stash(found), freed, lambda stage: role)
 
 
-def note_chunks(
+def record_chunk_needs(
     needs: dict[Need, float],
     kind: str,
     found: TinyRun,
@@ -110,11 +112,16 @@ def note_chunks(
     role_of: Callable[[int], str],
     rank: int = 0,
 ) -> None:
-    """What each action needs beyond what the micro-batches in flight keep in the chunks."""
+    """Record the bytes that each action needs beyond those kept by micro-batches in flight."""
     roles = [role_of(stage) for stage in stages_of(found)]
     held, last = -freed, None
     for action in found.actions:
-        key = place(role_of(action.stage), roles, rank), kind, before(last, action), action.op
+        key = (
+            context_key(role_of(action.stage), roles, rank),
+            kind,
+            previous_op(last, action),
+            action.op,
+        )
         needs[key] = max(needs.get(key, -math.inf), action.peak - held)
         held += released(action.op, kept[action.stage], stash)
         last = action
@@ -128,14 +135,14 @@ class _Action(Protocol):
     def stage(self) -> int: ...
 
 
-def before(last: _Action | None, action: _Action) -> str:
+def previous_op(last: _Action | None, action: _Action) -> str:
     """The op of the action before, and whether it was of another chunk."""
     if last is None:
         return ""
     return last.op if last.stage == action.stage else last.op + OTHER
 
 
-def place(role: str, roles: Sequence[str], rank: int) -> str:
+def context_key(role: str, roles: Sequence[str], rank: int) -> str:
     """The place of a chunk, by which messages around its actions differ.
 
     Args:
@@ -148,18 +155,18 @@ def place(role: str, roles: Sequence[str], rank: int) -> str:
 
 
 def released(op: str, kept: float, stash: float) -> float:
-    """What an action adds to the bytes that micro-batches in flight keep."""
+    """Change of the bytes kept by micro-batches in flight after an action."""
     return {"F": kept, "B": -kept, "I": stash - kept, "W": -stash}.get(op, 0.0)
 
 
 def of_steps(figures: Figures) -> dict[str, float]:
-    """Those of a step or between steps, not of an action or a micro-batch."""
+    """Figures per step or between steps, not per action or micro-batch."""
     prefixes = ("static ", "dp ", "edp ", "closing ")
     names = ("tail", "seconds tail")
     return {n: v for n, v in figures.items() if n in names or n.startswith(prefixes)}
 
 
-def halved(one: Figures, wide: Figures) -> dict[str, float]:
+def data_parallel_shared_fraction(one: Figures, wide: Figures) -> dict[str, float]:
     """The part of each figure that halves on twice as many data-parallel ranks."""
     names = [n for n in one if n.startswith("static") or n in ("tail", "freed", "seconds tail")]
     return {n: 2 * (one[n] - wide.get(n, 0.0)) / one[n] if one[n] else 0.0 for n in names}
@@ -177,15 +184,15 @@ def with_role(needs: Mapping[Need, float], role: str) -> dict[Need, float]:
 
 
 def needs_of(runs: Runs, names: Iterable[tuple[str, str, int]]) -> dict[Need, float]:
-    """Those of some runs with one chunk."""
+    """Needs of several runs with one chunk."""
     needs: dict[Need, float] = {}
     for name in names:
-        note(needs, name[0], name[1], runs[name], kept(runs[name]))
+        record_needs(needs, name[0], name[1], runs[name], kept(runs[name]))
     return needs
 
 
 def inner_of(one: Mapping[Need, float], two: Mapping[Need, float], kept: float) -> dict[str, float]:
-    """By op what the need of two layers exceeds that of one, less what the first has kept."""
+    """By op, the growth of the need from one to two layers, minus the bytes the first one keeps."""
     found: dict[str, float] = {}
     for key, value in one.items():
         op = key[3]
@@ -194,7 +201,7 @@ def inner_of(one: Mapping[Need, float], two: Mapping[Need, float], kept: float) 
     return found
 
 
-def less(one: Figures, other: Figures) -> dict[str, float]:
+def difference(one: Figures, other: Figures) -> dict[str, float]:
     """The difference; of an op that only one of them has there is none."""
     known = _ops(one) & _ops(other)
     names = [n for n in {**one, **other} if (op := op_of(n)) is None or op in known]
@@ -239,8 +246,8 @@ def within_actions(
     return dict(total)
 
 
-def divided(figures: Figures) -> dict[str, float]:
-    """With those of a whole backward and of a divided one, where runs had only one of them.
+def with_split_backward(figures: Figures) -> dict[str, float]:
+    """Add the figures of whole (B) or split (I and W) backward, whichever the runs lack.
 
     Together I and W do what B does, except that a layer may gather its output gradient in both.
     """

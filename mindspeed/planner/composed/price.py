@@ -17,7 +17,7 @@ from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed.pieces import before, place, released, within_actions
+from mindspeed.planner.composed.pieces import context_key, previous_op, released, within_actions
 from mindspeed.planner.composed.signature import Signature
 from mindspeed.planner.composed.step_plan import (
     Actions,
@@ -98,7 +98,7 @@ def predict(
         signature: of the shape's layers, measured with times of the cluster.
         shape: of the job.
         cluster: to run on.
-        layout: is handed on.
+        layout: passed through.
 
     Raises:
         ConfigError: the schedule does not exist for this shape.
@@ -131,7 +131,7 @@ def assembled(
         ends: of each pipeline rank, what follows its last action.
         waits: of each pipeline rank the seconds that it waits within its actions, by what for.
         flops: executed by the mean device.
-        layout: is handed on.
+        layout: passed through.
     """
     pipeline = plans.seconds
     slowest = max(ends, key=lambda end: end.seconds)
@@ -200,9 +200,9 @@ def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Actio
         if stage not in kept:
             figures = signature.chunk(role, kinds)
             kept[stage], stash[stage] = figures["kept"], figures["stash"]
-        key = stage, before(last, action), op
+        key = stage, previous_op(last, action), op
         if key not in needs:
-            needs[key] = signature.need(place(role, roles, rank), kinds, key[1], op)
+            needs[key] = signature.need(context_key(role, roles, rank), kinds, key[1], op)
         most = max(most, held + needs[key])
         held += released(op, kept[stage], stash[stage])
         last = action
@@ -254,7 +254,7 @@ def stage_costs(
 
 
 def message_seconds(shape: Shape, cluster: Cluster) -> float:
-    """Of a message to the next pipeline rank.
+    """Seconds of a message to the next pipeline rank.
 
     Args:
         shape: of the job.
@@ -303,7 +303,7 @@ def _waits(signature: Signature, shape: Shape, plans: StepPlan) -> list[dict[str
 
 
 def _flops(signature: Signature, shape: Shape) -> float:
-    """Of the mean device."""
+    """FLOPs of the mean device."""
     stages = enumerate(shape.stages)
     total = sum(signature.chunk(shape.role(s), kinds)["flops"] for s, kinds in stages)
     return total * shape.micro_batches / shape.ranks

@@ -26,7 +26,7 @@ BETWEEN = ""
 
 @dataclass(frozen=True)
 class Segment:
-    """What happened from one boundary to the next.
+    """Memory and time from one boundary to the next.
 
     Attributes:
         op: ``F``, ``Fc``, ``B``, ``I``, ``W``, ``R`` as in a pipeline schedule, or

@@ -24,9 +24,9 @@ from mindspeed.planner.composed.pieces import (
     OTHER,
     Figures,
     Need,
-    before,
+    context_key,
     figures_of,
-    place,
+    previous_op,
     released,
     within_actions,
 )
@@ -34,9 +34,9 @@ from mindspeed.planner.composed.tiny_run import TinyRun
 from mindspeed.planner.shape import EXPERT, NOOP
 
 TOLERANCE = 0.001
-"""Of composed figures that are said without their error."""
+"""Errors below this are not reported."""
 LARGEST_ERROR = 0.01
-"""Of composed figures that are used."""
+"""Compositions with a larger error are not used."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def difference_of(
     chunks: Mapping[int, tuple[str, tuple[str, ...]]],
     rank: int = 0,
 ) -> Difference:
-    """Of a run whose rank has these chunks, by stage."""
+    """Compare a run whose rank has these chunks, by stage, with its composition."""
     composed, real = signature.rank(list(chunks.values())), figures_of(found)
     names = [name for name in real if name.startswith("static")]
     figures = {stage: signature.chunk(*chunk) for stage, chunk in chunks.items()}
@@ -265,7 +265,9 @@ def _peak(
     for action in found.actions:
         role, kinds = chunks[action.stage]
         own = figures[action.stage]
-        need = signature.need(place(role, roles, rank), kinds, before(last, action), action.op)
+        need = signature.need(
+            context_key(role, roles, rank), kinds, previous_op(last, action), action.op
+        )
         most = max(most, held + need)
         held += released(action.op, own["kept"], own["stash"])
         last = action

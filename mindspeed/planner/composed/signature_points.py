@@ -1,4 +1,4 @@
-"""Which tiny runs measure a layout: stages of a small pipeline with one or two layers.
+"""The tiny runs that measure a layout: stages of a small pipeline with one or two layers.
 
 | run                              | gives                                              |
 |---                               |---                                                 |

@@ -15,7 +15,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.shape import Shape
 
 Actions = Mapping[tuple[str, int], float]
-"""How many of each op and stage."""
+"""Number of actions by op and stage."""
 
 MOST_ACTIONS = 6_000
 """Longer steps repeat the middle of a shorter one."""
@@ -32,7 +32,7 @@ class StageCosts(Costs):
     of_stages: tuple[Mapping[str, float], ...] = ()
 
     def seconds(self, plan: Plan, action: Action) -> float:
-        """How long ``action`` occupies its rank."""
+        """Seconds that ``action`` occupies its rank."""
         if action.microbatch is None:
             return 0.0
         return self.of_stages[action.stage].get(action.op, 0.0) * plan.size(action.microbatch)
@@ -116,14 +116,14 @@ class DataParallel:
 
     @property
     def seconds(self) -> float:
-        """Both, one after the other."""
+        """Sum of both."""
         return self.exposed + self.optimizer
 
 
 def data_parallel(
     chunks: Sequence[Mapping[str, float]], shape: Shape, cluster: Cluster, optimizer: float
 ) -> DataParallel:
-    """What the chunks of a rank communicate between steps, less what hides it.
+    """Data-parallel communication of a rank's chunks, minus the computation that hides it.
 
     A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
     forwards of the rank.
@@ -185,7 +185,7 @@ def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
 
 
 def closing_seconds(figures: Mapping[str, float], shape: Shape, cluster: Cluster) -> float:
-    """Of collectives of other groups after the last action: norms of gradients, tied weights."""
+    """Seconds of other collectives after the last action: gradient norms, tied weights."""
     total = 0.0
     for name, payload in figures.items():
         if name.startswith("closing payload ") and round(payload) > 0:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """Which run.
+    """One tiny run.
 
     Attributes:
         overrides: flags of the tiny job.

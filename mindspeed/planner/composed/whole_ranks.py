@@ -45,7 +45,7 @@ from mindspeed.training.fake_job import rank_in_stage
 NEAR = 0.05
 """Several times what composition may err."""
 COUNT_SECONDS = 600.0
-"""After which a count is given up."""
+"""Timeout of a count."""
 
 
 def counted_peak(job: Job, layout: Layout, composed: Sequence[float]) -> int:
@@ -123,14 +123,14 @@ def predict_whole(
     jobs: int = 1,
     progress: Progress = lambda done, of: None,
 ) -> Prediction:
-    """Where the time of a step goes.
+    """Predict the time of a step from whole ranks.
 
     Args:
         args: final values of the job; its features are attached.
         found: its counted bytes and FLOPs.
         cluster: rates of devices and links.
         jobs: processes.
-        progress: is told how many steps are timed.
+        progress: callback with how many steps are timed.
 
     Raises:
         MindSpeedError: the job cannot be timed, or whole ranks do not tell how long the actions of
@@ -194,7 +194,7 @@ class _Figures:
 
 
 _SHARED = "DATA_PARALLEL"
-"""In the descriptions of groups of data-parallel ranks."""
+"""Substring of the descriptions of data-parallel groups."""
 
 
 def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batches: int) -> _Figures:

@@ -57,7 +57,7 @@ class Balance:
 
     @classmethod
     def of(cls, args: argparse.Namespace, imbalance: float = 1.0) -> Balance:
-        """From final values."""
+        """Build the assumption from final values."""
         experts, ranks = args.num_experts, args.expert_model_parallel_size
         groups, topk = args.moe_router_num_groups or 1, args.moe_router_topk
         most = min(ranks, experts / topk) if groups == 1 else 1

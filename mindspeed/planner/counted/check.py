@@ -24,12 +24,12 @@ from mindspeed.profiling.model_flops import moe_pattern
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[int, int], None]
-"""Called with how many parts are done, and how many there are."""
+"""Progress callback: how many parts are done, and the total."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends through one process group by one operation, in a step.
+    """Bytes that a rank sends in a step through one process group by one operation.
 
     Attributes:
         group: what its creator calls it.
@@ -113,7 +113,7 @@ def check(
         args: final values, of a dry run; their features are attached.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
-        progress: is told how far it is.
+        progress: progress callback.
 
     Raises:
         MindSpeedError: the step cannot be counted; says what is in the way.
@@ -127,7 +127,7 @@ def check(
         steps.append(step)
         progress(len(steps), stages)
     ranks = [figures_of_step(stage, step) for stage, step in enumerate(steps)]
-    return Check(steps[0].micro_batches, tuple(alike(ranks)), memory_limit)
+    return Check(steps[0].micro_batches, tuple(group_equal_ranks(ranks)), memory_limit)
 
 
 def _count(
@@ -136,7 +136,7 @@ def _count(
     return isolated.map(count_step, [(args, rank_in_stage(args, stage)) for stage in stages], jobs)
 
 
-def alike(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
+def group_equal_ranks(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
     """Single pipeline ranks, those with equal figures together."""
     found: list[RankCheck] = []
     for one in ranks:

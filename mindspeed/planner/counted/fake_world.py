@@ -174,7 +174,7 @@ _REFUSED = {
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    """What does not run on FakeTensors.
+    """Refuse features that do not run on FakeTensors.
 
     Raises:
         ConfigError: names the flag.
@@ -212,7 +212,7 @@ def keep_meshes_real(journal: Journal) -> None:
 
 
 def _leave_other_ranks_out(journal: Journal) -> None:
-    """They do not exist, so their shards and random states are not known in the beginning."""
+    """Skip collecting shards and random states of other ranks, which do not exist."""
     from mindspeed.adaptor import watched_calls
 
     _, names = watched_calls.sharded_data_parallel()

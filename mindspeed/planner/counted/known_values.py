@@ -50,7 +50,7 @@ _NAME = "_known_values"
 
 
 def assume(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """From now on ``tensor`` (a FakeTensor of any shape) has these values, real, of its shape.
+    """Attach values (a real tensor of the same shape) to a FakeTensor.
 
     A real tensor is overwritten, unseen by instruments.
     """

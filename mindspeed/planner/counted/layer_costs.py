@@ -15,7 +15,7 @@ NANOSECOND = 1e-9
 
 @dataclass
 class Costs:
-    """What one layer costs in one phase.
+    """Costs of one layer in one phase.
 
     Attributes:
         calls: of each collective.
@@ -78,7 +78,7 @@ def total(intervals: Iterable[Interval]) -> Costs:
 
 
 def chrome_trace(intervals: Iterable[Interval], title: str) -> dict[str, Any]:
-    """For chrome://tracing and https://ui.perfetto.dev, in microseconds.
+    """Events for chrome://tracing and https://ui.perfetto.dev, in microseconds.
 
     A lane for operators, one for waits, and one for each process group.
     """

@@ -207,7 +207,7 @@ class StepOfRank:
 
     Args:
         args: final values.
-        memory: is told what the tensors are that are made.
+        memory: records the kind of each new tensor.
         micro_batches: of a step; default: those of the job.
     """
 
@@ -253,7 +253,7 @@ class StepOfRank:
         count_batches(args)
 
     def _temporary_inside(self, holder: Any, name: str) -> None:
-        """What a function makes is neither activation nor state, unless it is claimed."""
+        """Mark storages that a function makes as temporary, unless they are claimed."""
         function = getattr(holder, name, None)
         if function is None:
             return

@@ -142,7 +142,7 @@ class _Alike:
         return kind == self.kind and near and same
 
     def part(self) -> Part:
-        """All of them as one, with their mean times."""
+        """Merge them into one part with mean times."""
         every, names = list(self.parts.values()), list(self.parts)
         return replace(
             every[0],
@@ -172,7 +172,7 @@ def _joined(names: list[str]) -> str:
 
 
 def _placed(one: Interval, sharded: bool) -> Interval:
-    """With its messages of data-parallel groups, once a step, outside of layers.
+    """Move messages of data-parallel groups, which run once per step, out of layers.
 
     Args:
         one: interval of the clock.
@@ -192,7 +192,7 @@ def _placed(one: Interval, sharded: bool) -> Interval:
 def _part(
     phases: Mapping[str, Costs], micro_batches: int | None, parameters: int, kept: int | None
 ) -> Part:
-    """Of one layer, or of a step where there is no number of micro-batches."""
+    """Build the part of one layer, or of a step if there is no number of micro-batches."""
     sent, flops, batches = Counter[str](), dict[str, float](), micro_batches or 1
     for phase, costs in phases.items():
         flops[phase] = costs.flops / batches

@@ -149,7 +149,7 @@ class StepCounter(LiveMemory):
             self._counts = False
 
     def kind_of_new(self) -> str:
-        """By the phase while the step runs."""
+        """Kind of a new storage, by the phase of the step."""
         if self.kind == ACTIVATIONS and self.phase.current() != "forward":
             return TEMPORARY
         return self.kind
@@ -182,7 +182,7 @@ class StepCounter(LiveMemory):
 
 @dataclass(frozen=True)
 class _Rule:
-    """What an operator can do."""
+    """Properties of an operator that decide how it is counted."""
 
     name: str
     packet: Any

@@ -166,7 +166,7 @@ class ChunkSeconds:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all three."""
         return self.forward + self.backward + self.recompute
 
 
@@ -293,7 +293,7 @@ def _seconds(intervals: Iterable[Interval], scope: str) -> float:
 
 
 def _by_scope(intervals: Iterable[Interval], micro_batches: int) -> dict[str, ChunkSeconds]:
-    """Of all scopes of chunks, per micro-batch."""
+    """Seconds of all scopes of chunks, per micro-batch."""
 
     found: dict[str, Counter[str]] = {}
     for interval in intervals:

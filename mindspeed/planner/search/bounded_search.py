@@ -90,10 +90,10 @@ SLOWER = "cannot be faster than the best"
 
 
 class Evaluator(Protocol):
-    """What a search asks about layouts."""
+    """Bounds, checks and prices of layouts that a search asks for."""
 
     def bound(self, layout: Layout) -> Bound:
-        """What its prediction cannot be below."""
+        """Lower bound of its prediction."""
 
     def refine(self, layout: Layout) -> bool:
         """Count what makes the bounds of the layouts with its key tighter; False: nothing does."""
@@ -127,7 +127,7 @@ class Evaluator(Protocol):
 
 @dataclass
 class Outcome:
-    """What a search has found so far.
+    """State of a search.
 
     Attributes:
         best: the best, ties first.
@@ -168,7 +168,7 @@ def search(
         memory_limit: bytes of a rank.
         top: how many are wanted.
         tolerance: part of the fastest time within which others are a tie.
-        progress: is told how many keys are done, and how many there are.
+        progress: callback with how many keys are done, and how many there are.
     """
     run = _Search(evaluator, memory_limit, top, tolerance)
     groups = run.groups(layouts)

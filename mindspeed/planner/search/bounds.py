@@ -1,4 +1,4 @@
-"""What a layout needs at least: bytes and seconds that no prediction can be below.
+"""Lower bounds on memory and time of a layout.
 
 bytes    weights, gradients and optimizer states of the fullest pipeline rank; no activations, norms
          or biases
@@ -161,7 +161,7 @@ class Bounds:
         return layout.optimizer != "replicated", stage, self._state
 
     def _activations(self, layout: Layout, rank: int, runs: Runs) -> float:
-        """What the layers of a rank keep at its fullest moment, without inputs of chunks."""
+        """Activation bytes of a rank's layers at its peak, without inputs of chunks."""
         if not runs or not self._equal:
             return 0.0
         again = layout.recompute.layers if layout.recompute is not None else 0
@@ -224,7 +224,7 @@ class Bounds:
     def _layer_seconds(
         self, layout: Layout, runs: Runs, tokens: float, backward: float
     ) -> tuple[_LayerSeconds, float]:
-        """Of the mean layer, and what recomputation adds to it."""
+        """Seconds of the mean layer, and of its recomputation."""
         forward = tokens * self._layer_flops / self._rate
         if not runs or layout.schedule not in (None, *V_SHAPES):
             return _LayerSeconds(forward, forward * backward, forward), forward
@@ -239,7 +239,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _LayerSeconds:
-    """Of a layer and micro-batch; the input's gradient may be a part of backward."""
+    """Seconds of a layer and micro-batch; the input gradient may be a part of backward."""
 
     forward: float
     backward: float

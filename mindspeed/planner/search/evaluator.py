@@ -60,7 +60,7 @@ class JobEvaluator:
         self._layers: dict[Hashable, dict[str, LayerRun]] = {}
 
     def bound(self, layout: Layout) -> Bound:
-        """From the sizes of its matrices, or from runs of its layers, if there are any."""
+        """Bound a layout by the sizes of its matrices, or by runs of its layers if any."""
         return self._bounds.of(layout, self._layers.get(_layer_key(layout)))
 
     def refine(self, layout: Layout) -> bool:
@@ -90,7 +90,7 @@ class JobEvaluator:
         return found
 
     def key(self, layout: Layout) -> Hashable:
-        """What the tiny runs of a signature depend on."""
+        """Key of the tiny runs that a layout's signature depends on."""
         again = layout.recompute.layers if layout.recompute is not None else 0
         several = layout.several_chunks
         return layout.signature(), layout.pp > 1, several, layout.schedule, again > 0
@@ -138,7 +138,7 @@ class JobEvaluator:
         return found.error_at(peak)
 
     def price(self, layout: Layout) -> Prediction:
-        """From the signature of its key; exact where the estimate is near the limit."""
+        """Price a layout by the signature of its key, exactly if the estimate is near the limit."""
         signature, shape = self._measured[self.key(layout)]
         found = self._priced(signature, shape, layout)
         if abs(found.peak_bytes / self._limit - 1) <= NEAR:

@@ -18,11 +18,11 @@ class Priced(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Bytes of the fullest rank."""
 
     @property
     def exposed(self) -> Mapping[str, float]:
@@ -35,7 +35,7 @@ def preference(layout: Layout, priced: Priced) -> tuple[float, float, int, str]:
 
 
 def features(layout: Layout) -> int:
-    """How many features a layout uses beside plain parallelism."""
+    """Number of features that a layout uses besides plain parallelism."""
     recompute = layout.recompute is not None and str(layout.recompute) != "none"
     named = (layout.schedule, layout.cp_algorithm, layout.expert_program, layout.stage_layers)
     return (
@@ -47,7 +47,7 @@ def features(layout: Layout) -> int:
 
 
 def front_of(found: Iterable[tuple[Layout, Any]]) -> list[tuple[Layout, Any]]:
-    """Those that no other beats in time and memory, the fastest first."""
+    """Pareto front of time and memory, the fastest first."""
     ordered = sorted(found, key=lambda one: (one[1].seconds, *preference(*one)))
     front: list[tuple[Layout, Any]] = []
     for one in ordered:
@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> float:
-        """Of its fullest rank: composed, or counted where that differs."""
+        """Bytes of its fullest rank: composed, or counted if they differ."""
         composed: float = self.prediction.peak_bytes
         if self.counted is None or abs(self.difference) <= COMPOSED:
             return composed
@@ -88,7 +88,7 @@ class Candidate:
 
     @property
     def difference(self) -> float:
-        """Of the composed bytes from the counted ones, as a part of these; 0 if not counted."""
+        """Relative difference of composed from counted bytes; 0 if not counted."""
         return 0.0 if self.counted is None else self.prediction.peak_bytes / self.counted - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Help:
-    """What would let a candidate fit, or come nearer to it.
+    """A change that reduces the deficit of a candidate.
 
     Attributes:
         what: a feature or a change of the layout.
@@ -207,7 +207,7 @@ class Plan:
 
     @property
     def ties(self) -> int:
-        """How many of the candidates are as fast as the fastest, within the model's error."""
+        """Number of candidates as fast as the fastest within the model's error."""
         if not self.candidates:
             return 0
         fastest = min(one.prediction.seconds for one in self.candidates)
@@ -230,7 +230,7 @@ class Plan:
         return "\n".join([*lines, *self.counts()])
 
     def counts(self) -> list[str]:
-        """How many combinations each constraint removed, in words."""
+        """Lines with the number of combinations that each constraint removed."""
         lines = [f"of {self.total:,} combinations:"]
         lines += [f"{count:>12,}  {reason}" for reason, count in _largest(self.removed.items())]
         lines.append(f"{self.fitting:>12,}  fit")

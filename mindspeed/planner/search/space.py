@@ -51,7 +51,7 @@ class Sizes:
 
     @classmethod
     def of(cls, args: argparse.Namespace, devices: int) -> Sizes:
-        """That of a job on some devices.
+        """Sizes of a job on a number of devices.
 
         Args:
             args: final values of the job in any layout.
@@ -235,7 +235,7 @@ class Space:
 
     @classmethod
     def of(cls, sizes: Sizes, node_size: int = 8) -> Space:
-        """What is searched unless the user says otherwise.
+        """Default space of a search.
 
         Tensor parallelism stays within a node; a rank keeps at least 2,048 tokens of a sequence,
         and at most 32,768 tokens of a micro-batch. Chunks divide the layers, with or without the
@@ -286,11 +286,11 @@ class Space:
         return replace(self, **{name: tuple(chosen) for name, chosen in values.items()})
 
     def layouts(self, sizes: Sizes, removed: Counter[str]) -> Iterator[Layout]:
-        """All combinations that can exist, each once.
+        """Yield all combinations that can exist, each once.
 
         Args:
             sizes: of the job.
-            removed: gets the number of the others, by reason.
+            removed: receives the number of the others, by reason.
         """
         names = [item.name for item in fields(self)]
         behind = [
