@@ -68,6 +68,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/pipeline_tables.py --check
 	$(BIN)/python tools/moe_tables.py --check
 	$(BIN)/python tools/upstream_page.py --check
+	$(BIN)/python tools/structure.py
 
 docs: $(VENV)/.lint
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

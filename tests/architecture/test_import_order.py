@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -95,28 +94,6 @@ def test_packages_have_no_import_cycle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"rooms import each other: {' -> '.join(error.args[1])}")
-
-
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def test_modules_have_no_import_cycle() -> None:
-    """Inside of rooms, too: no import in a function only because one at the top would fail."""
-    names = {module_of(path) for path in sources()}
-    graph = {
-        module_of(path): {
-            next((m for m in (name, name.rpartition(".")[0]) if m in names), "")
-            for _, name, _ in imports_of(path)
-            if not module_of(path).startswith(f"{name}.")  # import_module of a module next to it
-        }
-        - {"", module_of(path), "mindspeed"}  # mindspeed calls the session lazily
-        for path in sources()
-    }
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
 
 
 def test_the_import_paths_of_the_original_library_are_not_imported() -> None:

@@ -1,0 +1,207 @@
+"""Count how the package is cut into files.
+
+    python tools/structure.py                the working tree
+    python tools/structure.py --list         with the names behind every count
+    python tools/structure.py --against REV  with the difference to another commit
+
+A neighbour is a module of the same folder; a module that only one neighbour imports is often half
+an idea. A circle is a set of modules that import each other, imports inside functions and for type
+checkers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG = 50  # lines of a function
+Graph = dict[str, set[str]]  # module -> modules that it imports
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is counted: names that carry their place, or numbers."""
+
+    files: int
+    lines: int
+    median_lines: float
+    functions: int
+    single_importer: tuple[str, ...]
+    circles: tuple[str, ...]
+    long_functions: tuple[str, ...]
+    classes_twice: tuple[str, ...]
+
+
+def on_disk(root: Path = ROOT, package: str = "mindspeed") -> dict[str, str]:
+    """Path below ``root`` -> source of every module of the package."""
+    paths = sorted((root / package).rglob("*.py"))
+    return {path.relative_to(root).as_posix(): path.read_text("utf-8") for path in paths}
+
+
+def at_revision(revision: str, package: str = "mindspeed") -> dict[str, str]:
+    """Path -> source of every module of the package in a commit."""
+    command = ["git", "-C", str(ROOT), "archive", revision, package]
+    archive = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        return {
+            entry.name: content.read().decode()
+            for entry in files
+            if entry.name.endswith(".py") and (content := files.extractfile(entry))
+        }
+
+
+def module_name(path: str) -> str:
+    """``a/b.py`` -> ``a.b``, ``a/__init__.py`` -> ``a``."""
+    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def import_graph(trees: Mapping[str, ast.Module]) -> Graph:
+    """Module of ``trees`` (path -> syntax tree) -> modules that it imports anywhere."""
+    names = {module_name(path) for path in trees}
+    graph: Graph = {}
+    for path, tree in trees.items():
+        name = module_name(path)
+        package = name if path.endswith("__init__.py") else name.rpartition(".")[0]
+        found = (next((m for m in _outward(one) if m in names), name) for one in _imported(tree))
+        # A package that imports its own parts, and a part that names a neighbour over the package.
+        graph[name] = {one for one in found if not f"{name}.".startswith(f"{one}.")} - {package}
+    return graph
+
+
+def _outward(name: str) -> Iterator[str]:
+    """``a.b.c``, ``a.b``: a name that is imported is a module or stands in one."""
+    yield name
+    yield name.rpartition(".")[0]
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            value = node.args[0]
+            first = value.values[0] if isinstance(value, ast.JoinedStr) else value
+            if isinstance(first, ast.Constant):
+                yield str(first.value).rstrip(".")
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Strongly connected sets of more than one module (Tarjan), largest first."""
+    found: list[list[str]] = []
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == order[node]:
+            start = stack.index(node)
+            if len(stack) - start > 1:
+                found.append(sorted(stack[start:]))
+            del stack[start:]
+
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    return sorted(found, key=lambda circle: (-len(circle), circle))
+
+
+def single_importers(graph: Graph) -> dict[str, str]:
+    """Module -> the only one that imports it, where both lie in one folder."""
+    importers: dict[str, set[str]] = {name: set() for name in graph}
+    for name, imported in graph.items():
+        for one in imported:
+            importers[one].add(name)
+    return {
+        name: other
+        for name, (other, *more) in ((n, sorted(by)) for n, by in importers.items() if by)
+        if not more and name.rpartition(".")[0] == other.rpartition(".")[0]
+    }
+
+
+def structure(sources: Mapping[str, str]) -> Structure:
+    """Count a package (path -> source)."""
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    lines = [source.count("\n") for source in sources.values()]
+    graph = import_graph(trees)
+    functions = {
+        f"{path}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    classes = Counter(
+        node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    )
+    return Structure(
+        files=len(lines),
+        lines=sum(lines),
+        median_lines=median(lines) if lines else 0,
+        functions=len(functions),
+        single_importer=tuple(f"{m} <- {o}" for m, o in sorted(single_importers(graph).items())),
+        circles=tuple(" ".join(circle) for circle in circles(graph)),
+        long_functions=tuple(f"{name}, {n} lines" for name, n in functions.items() if n > LONG),
+        classes_twice=tuple(f"{name}, {n} times" for name, n in sorted(classes.items()) if n > 1),
+    )
+
+
+ROWS = {
+    "files": "files",
+    "lines": "lines",
+    "median_lines": "lines of the median file",
+    "functions": "functions",
+    "single_importer": "modules whose only importer is a neighbour",
+    "circles": "import circles",
+    "long_functions": f"functions over {LONG} lines",
+    "classes_twice": "class names that stand more than once",
+}
+
+
+def report(now: Structure, before: Structure | None = None, listed: bool = False) -> Iterable[str]:
+    """Lines of text: a count a row, with the difference to ``before``."""
+    for field, label in ROWS.items():
+        value = getattr(now, field)
+        line = f"{label:<44}{_number(value):>10,g}"
+        if before is not None:
+            line += f"{_number(value) - _number(getattr(before, field)):>+10,g}"
+        yield line
+        if listed and isinstance(value, tuple):
+            yield from (f"    {name}" for name in value)
+
+
+def _number(value: float | tuple[str, ...]) -> float:
+    return len(value) if isinstance(value, tuple) else value
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the counts of the package."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="name what is counted")
+    parser.add_argument("--against", metavar="REV", help="print the difference to this commit")
+    options = parser.parse_args(arguments)
+    before = structure(at_revision(options.against)) if options.against else None
+    for line in report(structure(on_disk()), before, options.list):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
