@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed import device
+from mindspeed.adaptor.seam import SeamTable
 
 if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
     from mindspeed.attention.megatron import PlanPackedSeqParams
     from mindspeed.attention.packed_batch import CuSeqlens
 
@@ -44,7 +44,7 @@ class FullBatch:
 
 
 def read_batch(
-    seams: Seams,
+    seams: SeamTable,
     iterator: Iterator[Any] | None,
     tokenizer: Any,
     *,

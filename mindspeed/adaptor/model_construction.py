@@ -10,18 +10,16 @@ gets the finished modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.seam import SeamTable, owner_of
 from mindspeed.adaptor.signatures import bind
 
-if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
-
-OWNER = "seam:model_construction"
+OWNER = owner_of("model_construction")
 
 
-def build_patch(seams: Seams) -> Patch:
+def build_patch(seams: SeamTable) -> Patch:
     """The patch of ``GPTModel.__init__`` that calls the three seams."""
 
     def make(original: Callable[..., None]) -> Callable[..., None]:

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.seam import SeamTable, owner_of
 from mindspeed.adaptor.signatures import bind
 from mindspeed.errors import ConfigError
 
-OWNER = "seam:optimizer"  # as seams.owner_of, which imports this module
+OWNER = owner_of("optimizer")
 _MUON = "megatron.core.optimizer.muon"
 
 
@@ -28,7 +29,7 @@ class OptimizerConstruction:
         seams: All seams of the session.
     """
 
-    def __init__(self, seams: Any) -> None:
+    def __init__(self, seams: SeamTable) -> None:
         self._seams, self._building = seams, False
         self.patch = Patch(
             "megatron.core.optimizer:get_megatron_optimizer",

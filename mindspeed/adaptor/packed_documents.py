@@ -17,17 +17,17 @@ from mindspeed.adaptor.micro_batch import read_batch, shard_batch
 from mindspeed.adaptor.packed_seq_params import model_patches
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.pipeline_ends import pipeline_ends, readers_patch
+from mindspeed.adaptor.seam import SeamTable, owner_of
 
 if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
     from mindspeed.attention.megatron import PlanPackedSeqParams
     from mindspeed.attention.packed_batch import CuSeqlens
 
-OWNER = "seam:documents"  # as seams.owner_of, which imports this module
+OWNER = owner_of("documents")
 VERSIONS = ">=0.16"
 
 
-def patches(seams: Seams) -> tuple[Patch, ...]:
+def patches(seams: SeamTable) -> tuple[Patch, ...]:
     """The patches that make Megatron find documents and pass them to its layers."""
     return (
         read_patch(seams, OWNER),
@@ -56,7 +56,7 @@ def patches(seams: Seams) -> tuple[Patch, ...]:
     )
 
 
-def read_patch(seams: Seams, owner: str) -> Patch:
+def read_patch(seams: SeamTable, owner: str) -> Patch:
     """The patch of Megatron-LM's batch reader: of ``documents``, ``batch``, ``pipeline_ends``."""
     return Patch(
         "megatron.training.utils:get_batch_on_this_tp_rank",
@@ -68,7 +68,7 @@ def read_patch(seams: Seams, owner: str) -> Patch:
     )
 
 
-def _broadcast(original: Callable[..., Any], seams: Seams) -> Callable[..., Any]:
+def _broadcast(original: Callable[..., Any], seams: SeamTable) -> Callable[..., Any]:
     def get_batch_on_this_tp_rank(
         data_iterator: Iterator[Any] | None, mtp_on_this_rank: bool = False
     ) -> dict[str, Any]:

@@ -9,16 +9,14 @@ otherwise says so here; Megatron-LM's functions that read and our own trainer as
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.patch import Patch
-
-if TYPE_CHECKING:
-    from mindspeed.adaptor.seams import Seams
+from mindspeed.adaptor.seam import SeamTable
 
 
-def pipeline_ends(seams: Seams, vp_stage: int | None) -> tuple[bool, bool]:
+def pipeline_ends(seams: SeamTable, vp_stage: int | None) -> tuple[bool, bool]:
     """Whether a chunk of this rank is the first, and whether it is the last stage.
 
     Args:
@@ -35,7 +33,7 @@ def pipeline_ends(seams: Seams, vp_stage: int | None) -> tuple[bool, bool]:
     return seams.pipeline_ends.pipe(found, vp_stage)  # type: ignore[no-any-return]
 
 
-def readers_patch(seams: Seams, owner: str) -> Patch:
+def readers_patch(seams: SeamTable, owner: str) -> Patch:
     """The patch of Megatron-LM's answer to which chunks read data.
 
     Shared by the seams ``documents`` (all read, because all need the documents, as those of

@@ -68,71 +68,24 @@ from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.pipeline_ends import readers_patch
+from mindspeed.adaptor.seam import Seam, SeamTable, owner_of
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
 from mindspeed.te import attention_policy, comm, kernels, local_linears, optimizer_policy
 
 
-class Seam:
-    """An ordered list of functions and the patches that make Megatron call them."""
-
-    def __init__(self, name: str, engine: PatchEngine, patches: tuple[Patch, ...]) -> None:
-        self.name = name
-        self.functions: list[tuple[str, Callable[..., Any]]] = []
-        self._engine = engine
-        self.patches = patches
-
-    def add(self, function: Callable[..., Any], *, owner: str) -> None:
-        """Attach ``function``; the first one installs the seam's patches."""
-        if not self.functions:
-            for patch in self.patches:
-                self._engine.add(patch)  # no-op where another seam shares and has added it
-        self.functions.append((owner, function))
-
-    def clear(self) -> None:
-        """Detach all functions and take the seam's patches back."""
-        self.functions.clear()
-        for owner in {patch.owner for patch in self.patches}:
-            self._engine.remove(owner)
-
-    def pipe(self, value: Any, *args: Any) -> Any:
-        """Send ``value`` through all functions: each gets what the one before returned."""
-        for _, function in self.functions:
-            value = function(value, *args)
-        return value
-
-    def run_all(self, *args: Any) -> list[Any]:
-        """Call all functions with the same arguments and collect what they return."""
-        return [function(*args) for _, function in self.functions]
-
-    @contextlib.contextmanager
-    def around(self, *args: Any) -> Iterator[None]:
-        """Enter the context managers that all functions return, leave them in reverse order."""
-        with contextlib.ExitStack() as stack:
-            for _, function in self.functions:
-                stack.enter_context(function(*args))
-            yield
-
-
-class Seams:
+class Seams(SeamTable):
     """All seams of one session, each an attribute (see the table above)."""
 
     def __init__(self, engine: PatchEngine) -> None:
         self.model_construction = model_construction.build_patch(self)  # shared by three seams
         self.optimizer_construction = OptimizerConstruction(self)  # shared by two
-        self._all = {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
+        super().__init__(
+            {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
+        )
         self.journal = Journal()
         self.shown_arguments: dict[str, Any] = {}
         self._engine = engine
-
-    def __getattr__(self, name: str) -> Seam:
-        try:
-            return self.__dict__["_all"][name]
-        except KeyError:
-            raise AttributeError(f"no seam {name!r}; there are {', '.join(_PATCHES)}") from None
-
-    def __iter__(self) -> Iterator[Seam]:
-        return iter(self._all.values())
 
     def while_training(self, *, owner: str, **values: Any) -> None:
         """Let Megatron-LM's loop see other values of its arguments than the user gave."""
@@ -212,12 +165,7 @@ def _table_with(name: str) -> ModuleType:
     raise AttributeError(f"no kernel {name!r}: {names} list what features may replace")
 
 
-def owner_of(seam: str) -> str:
-    """The owner under which a seam's patches are listed."""
-    return f"seam:{seam}"
-
-
-def _computing_layers(seams: Seams) -> tuple[Patch, ...]:
+def _computing_layers(seams: SeamTable) -> tuple[Patch, ...]:
     def layers_of(values: Mapping[str, Any]) -> list[bool]:
         from mindspeed.profiling.model_flops import moe_pattern
 
@@ -265,7 +213,7 @@ def _computing_layers(seams: Seams) -> tuple[Patch, ...]:
     )
 
 
-def _parallel_groups(seams: Seams) -> tuple[Patch, ...]:
+def _parallel_groups(seams: SeamTable) -> tuple[Patch, ...]:
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
@@ -284,10 +232,10 @@ def _parallel_groups(seams: Seams) -> tuple[Patch, ...]:
     )
 
 
-def _pipe_result(seam: str, target: str, expects: str, why: str) -> Callable[[Seams], Any]:
+def _pipe_result(seam: str, target: str, expects: str, why: str) -> Callable[[SeamTable], Any]:
     """A seam whose functions transform what ``target`` returns."""
 
-    def patches(seams: Seams) -> tuple[Patch, ...]:
+    def patches(seams: SeamTable) -> tuple[Patch, ...]:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 return getattr(seams, seam).pipe(original(*args, **kwargs))
@@ -299,7 +247,7 @@ def _pipe_result(seam: str, target: str, expects: str, why: str) -> Callable[[Se
     return patches
 
 
-def _train(seams: Seams) -> tuple[Patch, ...]:
+def _train(seams: SeamTable) -> tuple[Patch, ...]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def train(*args: Any, **kwargs: Any) -> Any:
             with seams.train.around():
@@ -318,7 +266,7 @@ def _train(seams: Seams) -> tuple[Patch, ...]:
     )
 
 
-def _step(seams: Seams) -> tuple[Patch, ...]:
+def _step(seams: SeamTable) -> tuple[Patch, ...]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             finished = bind(original, args, kwargs)["iteration"]
@@ -342,7 +290,7 @@ def _step(seams: Seams) -> tuple[Patch, ...]:
     )
 
 
-def _log(seams: Seams) -> tuple[Patch, ...]:
+def _log(seams: SeamTable) -> tuple[Patch, ...]:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def training_log(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
@@ -387,12 +335,12 @@ def _print_on_last_rank(text: str) -> None:
         print(text, flush=True)
 
 
-def _pipeline_ends(seams: Seams) -> tuple[Patch, ...]:
+def _pipeline_ends(seams: SeamTable) -> tuple[Patch, ...]:
     owner = owner_of("pipeline_ends")
     return readers_patch(seams, owner), packed_documents.read_patch(seams, owner)
 
 
-_PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
+_PATCHES: dict[str, Callable[[SeamTable], tuple[Patch, ...]]] = {
     "pipeline_ends": _pipeline_ends,
     "model_arguments": lambda seams: (seams.model_construction,),
     "layer_spec": lambda seams: (

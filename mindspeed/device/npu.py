@@ -37,7 +37,7 @@ class NpuDevice(Accelerator):
         """Install torch_npu's transfer layer and :mod:`mindspeed.device.npu_shim`."""
         from mindspeed.device import npu_shim
 
-        npu_shim.install(journal, self)
+        npu_shim.install(journal, self.torch_npu)
 
     excluded_by_expandable_segments = ("max_split_size_mb", "garbage_collection_threshold")
 

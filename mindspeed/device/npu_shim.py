@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,24 +37,21 @@ from mindspeed.device.torch_cuda_shim.compilation import compile_eagerly
 from mindspeed.device.torch_cuda_shim.namespace import CAPABILITY
 from mindspeed.journal import Journal
 
-if TYPE_CHECKING:
-    from mindspeed.device.npu import NpuDevice
 
-
-def install(journal: Journal, device: NpuDevice) -> None:
+def install(journal: Journal, torch_npu: ModuleType) -> None:
     """Install torch_npu's transfer layer and complete it."""
-    importlib.import_module(f"{device.torch_npu.__name__}.contrib.transfer_to_npu")
+    importlib.import_module(f"{torch_npu.__name__}.contrib.transfer_to_npu")
 
     def put(holder: Any, name: str, value: Any) -> None:
         journal.set(holder, name, value, owner="device")
 
     put(torch.Tensor, "type", _type(torch.Tensor.type))
     put(torch, "compile", compile_eagerly(torch.compile))
-    put(torch.cuda, "get_device_capability", _capability(device.torch_npu))
-    for name, value in _missing_names(device.torch_npu).items():
+    put(torch.cuda, "get_device_capability", _capability(torch_npu))
+    for name, value in _missing_names(torch_npu).items():
         if not _usable(torch.cuda, name):
             put(torch.cuda, name, value)
-    for name, value in _nvtx(device.torch_npu).items():
+    for name, value in _nvtx(torch_npu).items():
         put(torch.cuda.nvtx, name, value)
     if not hasattr(dist, "ProcessGroupNCCL"):
         put(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: None))

@@ -8,12 +8,10 @@ from __future__ import annotations
 import csv
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mindspeed import files
-
-if TYPE_CHECKING:
-    from mindspeed.profiling.profiler import ProfileOptions
+from mindspeed.profiling.options import ProfileOptions
 
 _TABLE_ROWS = 15
 

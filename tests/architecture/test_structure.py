@@ -11,14 +11,11 @@ sys.path.insert(0, str(ROOT / "tools"))
 import structure
 
 KNOWN_CIRCLES = {
-    "adaptor.current_batch",
-    "device.npu",
     "features._auto_tuning_command",
     "features._automated_result",
     "features._context_parallel_checks",
     "features._two_dimensional_checks",
     "planner.known_collectives",
-    "profiling.backends",
 }  # the first module of each: to be cut, and none to be added
 
 
