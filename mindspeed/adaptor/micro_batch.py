@@ -4,15 +4,19 @@ Tensor-parallel rank 0 finds the documents in the tokens that it reads; inner pi
 the data, too, for that. Each rank takes its shard of the micro-batch and puts documents, sharding
 and positions into ``PlanPackedSeqParams`` (:mod:`mindspeed.attention.megatron`), which Megatron
 passes to every layer (:mod:`mindspeed.adaptor.packed_seq_params`).
+
+The broadcast is one collective: every tensor is sent as int64, where fp32 keeps its bits. Bytes per
+micro-batch and rank: ``8 * b * s`` for each tensor, and 16 for the shape where it varies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from mindspeed import device
 from mindspeed.adaptor.seam import SeamTable
@@ -66,7 +70,6 @@ def read_batch(
     """
     from megatron.core import parallel_state
 
-    from mindspeed.adaptor.tp_broadcast import broadcast_batch
     from mindspeed.attention.packed_batch import (
         cu_seqlens_of_samples,
         cu_seqlens_of_starts,
@@ -179,3 +182,80 @@ def shard_batch(
     part = {name: None if x is None else shard(x, packed, rank) for name, x in batch.items()}
     part["position_ids"] = packed.positions
     return part, PlanPackedSeqParams.of(packed)
+
+
+_FLOATS = {"loss_mask"}
+
+
+def broadcast_batch(
+    tensors: Mapping[str, torch.Tensor] | None,
+    names: Sequence[str],
+    shape: tuple[int, int] | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+    """Broadcast tensors by name. Collective over the group.
+
+    Args:
+        tensors: int64, fp32 (``loss_mask``) or bool ``[b, s]`` on rank 0 of the group, None on the
+            others.
+        names: Which of them the group needs.
+        shape: ``(b, s)``, or None where only rank 0 knows it.
+        group: The tensor-parallel group.
+        device: Of the results.
+
+    Returns:
+        The tensors, int64 or fp32 ``[b, s]``, and ``(b, s)``.
+    """
+    if shape is None:
+        shape = _broadcast_shape(
+            None if tensors is None else tensors["tokens"].shape, group, device
+        )
+    if not names:
+        return {}, shape
+    if tensors is not None:
+        words = torch.stack([_words(tensors[name]) for name in names]).to(device, non_blocking=True)
+    else:
+        words = torch.empty((len(names), *shape), dtype=torch.int64, device=device)
+    if group.size() > 1:
+        dist.broadcast(words, group=group, group_src=0)
+    values = {name: _values(name, word) for name, word in zip(names, words.unbind(), strict=True)}
+    return values, shape
+
+
+def _broadcast_shape(
+    shape: Sequence[int] | None, group: dist.ProcessGroup, device: torch.device
+) -> tuple[int, int]:
+    if group.size() > 1:
+        known = torch.tensor(shape or (0, 0), device=device)
+        dist.broadcast(known, group=group, group_src=0)
+        shape = shape or known.tolist()
+    assert shape is not None
+    return shape[0], shape[1]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.view(torch.int32) if tensor.is_floating_point() else tensor).to(torch.int64)
+
+
+def _values(name: str, words: torch.Tensor) -> torch.Tensor:
+    return words.to(torch.int32).view(torch.float32) if name in _FLOATS else words
+
+
+def trim_untrained_tail(
+    tensors: Mapping[str, torch.Tensor], multiple: int
+) -> dict[str, torch.Tensor]:
+    """The tensors without the columns after the last one that has a loss in any sample.
+
+    Args:
+        tensors: ``[b, s]`` tensors by name, with ``loss_mask`` (fp32, 0 where not trained).
+        multiple: The new length is a multiple of this, or the old length.
+    """
+    size = tensors["loss_mask"].shape[1]
+    trained = torch.nonzero(tensors["loss_mask"].amax(0)).flatten()
+    needed = int(trained[-1]) + 1 if len(trained) else 1
+    width = min(-(-needed // multiple) * multiple, size)
+    return {
+        name: x[:, :width] if x.dim() == 2 and x.shape[1] == size else x
+        for name, x in tensors.items()
+    }

@@ -340,7 +340,7 @@ def _pipeline_ends(seams: SeamTable) -> tuple[Patch, ...]:
     return readers_patch(seams, owner), packed_documents.read_patch(seams, owner)
 
 
-_PATCHES: dict[str, Callable[[SeamTable], tuple[Patch, ...]]] = {
+_PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "pipeline_ends": _pipeline_ends,
     "model_arguments": lambda seams: (seams.model_construction,),
     "layer_spec": lambda seams: (

@@ -2,7 +2,7 @@
 rank holds at that moment, and every gradient reaches the owner of its row.
 
 The tests run it for every planner; with ``MINDSPEED_CHECK_PLAN=1`` it runs before the first use of
-a plan (:mod:`~mindspeed.attention.plan_verification`).
+a plan (:mod:`~mindspeed.attention.context_parallel`).
 """
 
 from __future__ import annotations

@@ -6,10 +6,13 @@
 
 With Ulysses (:mod:`~mindspeed.attention.ulysses_attention`) this runs between the two all-to-alls,
 and the plan is that of the outer ranks.
+
+A plan is verified before its first use: cheap always, in full with ``MINDSPEED_CHECK_PLAN=1``.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import executor
+from mindspeed.attention.check import PlanError, check, check_area
 from mindspeed.attention.communication import run_on_group
 from mindspeed.attention.kernels import SoftmaxOptions
 from mindspeed.attention.plan import Plan
-from mindspeed.attention.plan_verification import verify
 from mindspeed.attention.ulysses_all_to_all import KVBeforeAllToAll
 from mindspeed.errors import ConfigError
 
@@ -151,3 +154,42 @@ class _Attention(torch.autograd.Function):
             dsink = -(share * (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum(0)
             dsink = dsink.to(sink.dtype)
         return (*dqkv, dsink, None)
+
+
+CHECK_PLAN = "MINDSPEED_CHECK_PLAN"
+
+
+def verify(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Refuse a plan that does not compute its mask.
+
+    Always compares the number of query-key pairs, once per plan. With ``MINDSPEED_CHECK_PLAN=1``
+    also proves the plan once, and compares its digest between the ranks at every call. That
+    comparison is an all-gather of 32 bytes and cannot be skipped for a plan seen before: a rank
+    does not know whether the other ranks have seen it.
+
+    Args:
+        plan: The plan about to be executed.
+        group: The ranks of the plan.
+        device: Device of the tensors of the all-gather.
+
+    Raises:
+        PlanError: The plan is wrong, or the ranks have different plans.
+    """
+    thorough = os.environ.get(CHECK_PLAN) == "1"
+    if thorough and plan.ranks > 1:
+        _compare_digests(plan, group, device)
+    if verify not in plan.derived:
+        (check if thorough else check_area)(plan)
+        plan.derived[verify] = True
+
+
+def _compare_digests(plan: Plan, group: Any, device: torch.device) -> None:
+    own = torch.tensor(list(bytes.fromhex(plan.digest)), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(own) for _ in range(plan.ranks)]
+    dist.all_gather(gathered, own, group=group)
+    digests = [bytes(digest.tolist()).hex() for digest in gathered]
+    if other := next((digest for digest in digests if digest != digests[0]), None):
+        raise PlanError(
+            f"plans differ between CP ranks: {digests[0][:12]} vs {other[:12]} "
+            "(same cu_seqlens on every rank?)"
+        )

@@ -10,7 +10,7 @@ from mindspeed.checkpoint.weights.convert import open_weights
 from mindspeed.checkpoint.weights.hugging_face import model_config
 from mindspeed.errors import CheckpointError
 from mindspeed.storage import directory
-from mindspeed.storage.common_state import common_state
+from mindspeed.storage.safe_metadata import common_state
 
 
 def latest(root: str, step: int | None = None) -> Path:

@@ -28,8 +28,7 @@ from mindspeed.job import TrainState
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.finite import check_finite
 from mindspeed.storage import digests, directory
-from mindspeed.storage.common_state import common_state
-from mindspeed.storage.safe_metadata import read_index
+from mindspeed.storage.safe_metadata import common_state, read_index
 from mindspeed.storage.sharded_load import on_all_ranks, read_sharded
 
 

@@ -1,8 +1,8 @@
 """Model chunks in a V-shape: which flags ask for it, what they need, what it attaches.
 
 ``--schedules-method dualpipev`` and ``--pipeline-schedule`` with ``zb-v``, ``dualpipev`` or a file
-of such a schedule split the model this way (:mod:`mindspeed.pipeline.v_shape`). The user gives no
-flag of virtual stages: there are two chunks on every rank.
+of such a schedule split the model this way (:mod:`mindspeed.pipeline.megatron_v_shape`).
+The user gives no flag of virtual stages: there are two chunks on every rank.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Megatron, Problem
-from mindspeed.pipeline.v_shape import even_layout
+from mindspeed.pipeline.layout import even_layout
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.pipeline.v_shape.megatron import VShapeLayout
+    from mindspeed.pipeline.megatron_v_shape import VShapeLayout
 
 SCHEDULES = ("zb-v", "dualpipev")
 LAYOUT = "--pipeline-model-parallel-layout"
@@ -69,7 +69,7 @@ def layout_of(values: Mapping[str, Any]) -> VShapeLayout | None:
     """
     if flag_of(values) is None:
         return None
-    from mindspeed.pipeline.v_shape.megatron import VShapeLayout
+    from mindspeed.pipeline.megatron_v_shape import VShapeLayout
 
     ranks = values["pipeline_model_parallel_size"]
     layout = values.get("pipeline_model_parallel_layout")
@@ -157,19 +157,19 @@ def attach_v_shape(seams: Seams, megatron: Megatron, owner: str) -> None:
     """Build the chunks of a V-shape, and let its ends read the data."""
 
     def arguments(given: dict[str, Any]) -> dict[str, Any]:
-        from mindspeed.pipeline.v_shape.megatron import chunk_arguments
+        from mindspeed.pipeline.megatron_v_shape import chunk_arguments
 
         return chunk_arguments(given)
 
     def ends(_: tuple[bool, bool], vp_stage: int | None) -> tuple[bool, bool]:
-        from mindspeed.pipeline.v_shape.megatron import ends
+        from mindspeed.pipeline.megatron_v_shape import ends
 
         return ends(vp_stage)
 
     shared: list[Any] = []
 
     def share(model: Any, config: Any, vp_stage: int | None) -> None:
-        from mindspeed.pipeline.v_shape.megatron import SharedEmbedding
+        from mindspeed.pipeline.megatron_v_shape import SharedEmbedding
 
         if not shared:
             shared.append(SharedEmbedding())

@@ -66,12 +66,12 @@ class VariableLengths(Feature, level=2, seams=("batch", "schedule")):
         multiple = multiple_of(megatron)
 
         def trimmed(batch: dict[str, Any]) -> dict[str, Any]:
-            from mindspeed.adaptor.untrained_tail import trim_untrained_tail
+            from mindspeed.adaptor.micro_batch import trim_untrained_tail
 
             return trim_untrained_tail(batch, multiple)
 
         def schedule(forward_backward: Any) -> Any:
-            from mindspeed.pipeline.lengths.megatron import with_lengths
+            from mindspeed.pipeline.megatron_lengths import with_lengths
             from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, with_messages
 
             if isinstance(forward_backward, ScheduledPipeline):

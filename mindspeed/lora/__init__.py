@@ -23,7 +23,7 @@ model does not have, except one sum per step:
 ``state``        what an adapter checkpoint holds
 ``peft``         files of the ``peft`` package, read
 ``peft_fields``  every key of their configuration, and what becomes of it
-``peft_write``   and written
+``export``       an adapter checkpoint as such files
 ``peft_blocks``  several adapters in one pair of matrices there
 ``merge``        adapters into weights: in a model, or checkpoint to checkpoint
 ===============  ==================================================================================

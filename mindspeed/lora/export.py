@@ -1,15 +1,35 @@
-"""An adapter checkpoint as files of the ``peft`` package; no model and no process group."""
+"""An adapter checkpoint as files of the ``peft`` package; no model and no process group.
+
+The files are written without that package (read: :mod:`mindspeed.lora.peft`). An adapter with one A
+for a whole layer is written with a copy of that A for each of its Hugging Face layers; parts with
+an A each of what is one tensor there become blocks of one adapter; experts are written as
+transformers 5 has them. All three compute the same.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from mindspeed.lora import peft_write
-from mindspeed.lora.config import DESCRIPTION, LoraConfig
+import torch
+
+from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
+from mindspeed.lora.config import DESCRIPTION, WHOLE, LoraConfig
+from mindspeed.lora.hf_names import part_of, rows_in_layer, start_of, table_of, whole_parts
+from mindspeed.lora.linear import as_one
 from mindspeed.lora.load import whole_adapter
-from mindspeed.models.families import family_of_args
-from mindspeed.models.shape import shape_of
-from mindspeed.storage.common_state import common_state
+from mindspeed.lora.names import is_expert
+from mindspeed.lora.peft import CONFIG, EXPERT_LAYERS, EXPERTS, FUSED, PREFIX, WEIGHTS
+from mindspeed.lora.peft_blocks import fused
+from mindspeed.models.families import Family, family_of_args
+from mindspeed.models.shape import Shape, shape_of
+from mindspeed.models.table import Parameter
+from mindspeed.models.weight_shards import split
+from mindspeed.storage.safe_metadata import common_state
 
 
 def export_peft(checkpoint: Path, folder: str | Path) -> None:
@@ -30,4 +50,145 @@ def export_peft(checkpoint: Path, folder: str | Path) -> None:
         folder = Path(folder) / config.adapter_name
     base = getattr(args, "model", None) or (args.load or "").removeprefix("hf:")
     tensors = whole_adapter(checkpoint, shape)
-    peft_write.write(folder, config, tensors, family_of_args(args), shape, base)
+    write(folder, config, tensors, family_of_args(args), shape, base)
+
+
+def write(
+    folder: str | Path,
+    config: LoraConfig,
+    tensors: Mapping[str, torch.Tensor],
+    family: Family,
+    shape: Shape,
+    base: str = "",
+) -> None:
+    """Write a PEFT directory.
+
+    Args:
+        folder: Directory, made if it is missing; its files are replaced one by one.
+        config: Options of the adapter.
+        tensors: Whole tensors by their names in an adapter checkpoint: A ``[r, in]`` and B
+            ``[rows of the part, r]`` of each part and trained base tensors, any floating dtype.
+        family: How the base model is called in Hugging Face.
+        shape: Sizes of the base model.
+        base: Name or directory of the base model.
+
+    Raises:
+        ConfigError: The family has no counterpart of a layer.
+    """
+    from safetensors.torch import save
+
+    table = table_of(family, shape)
+    out: dict[str, torch.Tensor] = {}
+    blocks: dict[str, int] = {}
+    copies = set[str]()
+    experts: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for layer, matrices in sorted(_by_layer(tensors).items(), key=lambda item: _order(item[0])):
+        if layer not in table:
+            raise ConfigError(f"family {family.name} has no counterpart of {layer}")
+        parameter = table[layer]
+        if "weight" in matrices:
+            for name, weight in split(matrices["weight"], parameter.segments).items():
+                for copy in (name, *parameter.tied):  # one parameter here, two keys there
+                    out[PREFIX + copy] = weight.contiguous().clone()
+                copies |= {copy.removesuffix(".weight") for copy in parameter.tied}
+        elif is_expert(layer):
+            above = parameter.sources[0].split(".experts.")[0].rpartition(".")[0]
+            name = next(n for n, ours in EXPERT_LAYERS.items() if layer.endswith(f".{ours}"))
+            pair = _one_pair(matrices, whole_parts(layer, parameter, shape))
+            experts.setdefault((above, name), []).append(pair)
+            blocks[f"experts.{name}"] = pair[0].shape[0] // config.r
+        else:
+            for module, (a, b) in _pairs(layer, matrices, parameter, shape).items():
+                out[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous().clone()
+                out[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
+                blocks[module.rpartition(".")[2]] = a.shape[0] // config.r
+    for (above, name), pairs in experts.items():
+        # The last parameter's adapter is wrapped around the first one's.
+        inner = name == "gate_up_proj" and (above, "down_proj") in experts
+        module = f"{PREFIX}{above}.{EXPERTS}{'.base_layer' if inner else ''}"
+        out[f"{module}.lora_A.weight"], out[f"{module}.lora_B.weight"] = fused(pairs)
+    folder = make_dirs(folder)
+    with atomic_writer(folder / WEIGHTS, "wb") as file:
+        file.write(save(out, metadata={"format": "pt"}))
+    names = {key.removeprefix(PREFIX).removesuffix(".weight") for key in out}
+    adapted = {n.rpartition(".lora_")[0] for n in names if ".lora_" in n}
+    targets = {n.rpartition(".")[2] for n in adapted if not FUSED.fullmatch(n)}
+    whole = {name.rpartition(".")[2] for name in names - copies if ".lora_" not in name}
+    parameters = [f"{EXPERTS}.{name}" for name in sorted({name for _, name in experts})]
+    values = _config(config, sorted(targets), whole, base)
+    several = {name: count for name, count in blocks.items() if count > 1}
+    grow = 0.5 if config.use_rslora else 1.0
+    values["rank_pattern"] = {name: config.r * count for name, count in several.items()}
+    values["alpha_pattern"] = {name: config.alpha * count**grow for name, count in several.items()}
+    if parameters:
+        values["target_parameters"] = parameters
+    if copies:
+        values["ensure_weight_tying"] = True
+    atomic_write_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
+
+
+def _order(layer: str) -> list[str | int]:
+    """Numbers as numbers, so that the experts of a layer come in order."""
+    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", layer)]
+
+
+def _one_pair(
+    matrices: Mapping[str, torch.Tensor], parts: Mapping[str, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of a whole layer; parts become blocks."""
+    lora_a, lora_b = (
+        {k.removeprefix(half): m for k, m in matrices.items() if k.startswith(half)}
+        for half in ("lora_A.", "lora_B.")
+    )
+    return as_one(lora_a, lora_b, parts, None)
+
+
+def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """``{layer: {"lora_A.q": ..., "lora_B.q": ...}}``, or ``{layer: {"weight": ...}}``."""
+    layers: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer, dot, matrix = name.partition(".lora_")
+        if dot:
+            layers.setdefault(layer, {})[f"lora_{matrix}"] = tensor.float()
+        else:
+            layers.setdefault(name.removesuffix(".weight"), {})["weight"] = tensor
+    return layers
+
+
+def _pairs(
+    layer: str, matrices: Mapping[str, torch.Tensor], parameter: Parameter, shape: Shape
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of each Hugging Face module of a layer."""
+    shared = matrices.get(f"lora_A.{WHOLE}")
+    parts = whole_parts(layer, parameter, shape)
+    found = {}
+    for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
+        part = part_of(rows, parts)
+        if shared is not None:
+            stacked = torch.cat([matrices[f"lora_B.{name}"] for name in parts])
+            found[module] = shared, stacked[rows]
+        elif part == WHOLE:
+            a, b = _one_pair(matrices, parts)
+            found[module] = a, b[rows]
+        elif f"lora_A.{part}" in matrices:
+            b = matrices[f"lora_B.{part}"]
+            found[module] = matrices[f"lora_A.{part}"], b[rows - start_of(part, parts)]
+    return found
+
+
+def _config(config: LoraConfig, targets: list[str], whole: set[str], base: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.r,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.use_rslora,
+        "target_modules": targets,
+        "modules_to_save": sorted(whole) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

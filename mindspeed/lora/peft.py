@@ -1,4 +1,4 @@
-"""Files of the ``peft`` package, read without it (written: :mod:`~mindspeed.lora.peft_write`).
+"""Files of the ``peft`` package, read without it (written: :mod:`~mindspeed.lora.export`).
 
     adapter_config.json          {"peft_type": "LORA", "r": 16, "lora_alpha": 32, ...}
     adapter_model.safetensors    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight ...

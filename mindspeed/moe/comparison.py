@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
-from mindspeed.moe.ampipe.programs import AMPIPE, TENSOR_OVERLAP
+from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.costs import StageCosts
 from mindspeed.moe.deepspeed.capacity import Capacity

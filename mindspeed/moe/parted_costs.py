@@ -26,7 +26,6 @@ from mindspeed.moe.costs import (
     routing,
     shared_costs,
 )
-from mindspeed.moe.dispatch.expected import chance
 from mindspeed.moe.dispatch.level import metadata_bytes
 from mindspeed.moe.expert_groups import GROUPS
 from mindspeed.moe.messages import Message, exchange, gathering

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
-from mindspeed.moe.dispatch.expected import chance
+
+def chance(experts: int, topk: int, owners: int) -> float:
+    """That one of ``owners`` equal parts of the experts holds one of a token's ``topk``."""
+    return 1 - comb(experts - experts // owners, topk) / comb(experts, topk)
 
 
 @dataclass(frozen=True)

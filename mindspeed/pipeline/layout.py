@@ -141,3 +141,15 @@ def rank_costs(
     costs[0] += first
     costs[-1] += last
     return tuple(costs)
+
+
+def even_layout(num_layers: int, ranks: int, mtp_layers: int = 0) -> str:
+    """A layout in Megatron's notation: equally many layers in each of 2p stages.
+
+    Args:
+        num_layers: a multiple of 2p.
+        ranks: p.
+        mtp_layers: layers of multi-token prediction, in the last stage.
+    """
+    stages = "|".join(["t" * (num_layers // (2 * ranks))] * (2 * ranks))
+    return f"E{stages}{'m' * mtp_layers}L"

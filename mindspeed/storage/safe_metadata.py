@@ -1,19 +1,22 @@
-"""The index of a checkpoint is a pickle; it is read through an allow-list.
+"""The index and the common part of a checkpoint, read without running code.
 
 torch.distributed.checkpoint stores its index (``.metadata``) as a pickle, which may name any
 function and have it called. :func:`read_index` reads the file of a directory with
 :func:`mindspeed.unpickle.read_index`, which knows the few classes that an index consists of.
+
+The common part (``common.pt``) may hold tensors and plain values alone.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed import unpickle
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
+from mindspeed.security import safe_torch_load
 from mindspeed.storage.checked_file import CheckedFile
 from mindspeed.storage.digests import Digests
 
@@ -42,3 +45,21 @@ def read_index(checkpoint: Path, digests: Digests | None = None) -> Metadata:
     if not isinstance(index, Metadata):
         raise DamagedCheckpoint(f"{checkpoint}/.metadata is no index of a checkpoint")
     return index
+
+
+def common_state(path: Path) -> dict[str, Any]:
+    """What a ``torch_dist`` checkpoint holds besides tensors: values of the run, iteration ...
+
+    Raises:
+        SecurityError: It holds more than tensors and plain values.
+        DamagedCheckpoint: It is damaged.
+    """
+    try:
+        common = safe_torch_load(path / "common.pt")
+    except SecurityError:
+        raise
+    except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path}/common.pt is damaged: {error}") from error
+    if not isinstance(common, dict):
+        raise DamagedCheckpoint(f"{path}/common.pt is no common part of a checkpoint")
+    return common

@@ -7,6 +7,9 @@ starts inside a fork sees the state the forward saw.
 
 :func:`checkpoint` runs a function without keeping its activations and runs it again in backward
 with the same random numbers, in the tracker's streams too.
+
+Operators take no generator argument, so a random stream becomes active by writing its state into
+the device's default generator.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from mindspeed.te import rng
+from mindspeed import device
 from mindspeed.te.fp8 import Recomputation
 from mindspeed.te.fp8_state import FP8GlobalStateManager
 
@@ -42,14 +45,14 @@ class CudaRNGStatesTracker:
         """Return the state of every stream, uint8 ``[n]`` each, the one in use as it is now."""
         states = dict(self.states_)
         if self._current is not None:
-            states[self._current] = rng.get_state()
+            states[self._current] = get_state()
         return states
 
     def set_states(self, states: dict[str, torch.Tensor | torch.Generator]) -> None:
         """Set the state of every stream: generators, or their states, uint8 ``[n]`` each."""
-        self.states_ = {name: rng.as_tensor(state) for name, state in states.items()}
+        self.states_ = {name: as_tensor(state) for name, state in states.items()}
         if self._current in self.states_:
-            rng.set_state(self.states_[self._current])
+            set_state(self.states_[self._current])
 
     def add(self, name: str, seed: int) -> None:
         """Start a stream from ``seed``; names and seeds are unique."""
@@ -58,23 +61,23 @@ class CudaRNGStatesTracker:
         if name in self.states_:
             raise ValueError(f"the RNG stream {name!r} already exists")
         self.seeds_.add(seed)
-        self.states_[name] = rng.seeded_state(seed)
+        self.states_[name] = seeded_state(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Draw random numbers from the stream ``name`` inside the context."""
         if name not in self.states_:
             raise KeyError(f"the RNG stream {name!r} does not exist; add it first")
-        outer, before = self._current, rng.get_state()
+        outer, before = self._current, get_state()
         if outer is not None:
             self.states_[outer] = before
-        rng.set_state(self.states_[name])
+        set_state(self.states_[name])
         self._current = name
         try:
             yield
         finally:
-            self.states_[name] = rng.get_state()
-            rng.set_state(before if outer is None else self.states_[outer])
+            self.states_[name] = get_state()
+            set_state(before if outer is None else self.states_[outer])
             self._current = outer
 
 
@@ -168,3 +171,28 @@ def _copy(states: dict[str, Any]) -> dict[str, Any]:
         name: state.clone() if isinstance(state, torch.Tensor) else state
         for name, state in states.items()
     }
+
+
+def get_state() -> torch.Tensor:
+    """Return the state of the generator, uint8 ``[n]`` on the CPU."""
+    return device.current().generator().get_state()
+
+
+def set_state(state: torch.Tensor) -> None:
+    """Set the state of the generator, uint8 ``[n]`` on the CPU."""
+    device.current().generator().set_state(state)
+
+
+def as_tensor(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+    """Return a state as a tensor, uint8 ``[n]``; Megatron's graph-safe states are generators."""
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def seeded_state(seed: int) -> torch.Tensor:
+    """Return the state after seeding, uint8 ``[n]``, without changing the generator."""
+    generator = device.current().generator()
+    before = generator.get_state()
+    try:
+        return generator.manual_seed(seed).get_state()
+    finally:
+        generator.set_state(before)

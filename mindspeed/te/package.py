@@ -121,7 +121,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     },
     f"{PT}.optimizers": {
         "FusedAdam": "optimizers:FusedAdam",
-        "FusedSGD": "fused_sgd:FusedSGD",
+        "FusedSGD": "optimizers:FusedSGD",
         "multi_tensor_applier": "multi_tensor:multi_tensor_applier",
         "multi_tensor_l2norm": "multi_tensor:multi_tensor_l2norm",
         "multi_tensor_scale": "multi_tensor:multi_tensor_scale",

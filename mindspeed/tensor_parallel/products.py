@@ -13,6 +13,10 @@ in n parts it issues n collectives:
                                                        column layer without it
 
 dx of a column layer is plain where a weight gradient follows, which hides its collective already.
+
+The matrix unit of an NPU is fastest where rows in memory begin at multiples of 512 bytes
+(``matmul_soc_friendly``): a transposed layout of the right matrix, or zeros that lengthen the inner
+dimension, change no result.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from mindspeed.errors import TrainingError
 from mindspeed.ops import _fused_collectives, _overlap
-from mindspeed.tensor_parallel.alignment import aligned_right
 from mindspeed.tensor_parallel.strategy import Operation, Overlap, Product, Strategy, choose
 
 logger = logging.getLogger("mindspeed")
@@ -217,3 +221,31 @@ def _right(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
     """The matrix ``[k, n]``."""
     weight = weight.detach()
     return weight.t() if transposed else weight
+
+
+_BLOCK, _UNIT = 512, 32  # bytes: of a memory access, of the smallest alignment
+
+
+def aligned_right(
+    rows: int, b: torch.Tensor, *, k_min: int = 1024, k_max: int = 4096
+) -> torch.Tensor:
+    """The right matrix of ``[rows, k] x [k, n]``, laid out or padded.
+
+    Args:
+        rows: of one product, that is of one part.
+        b: ``[k, n]``, any dtype and strides.
+        k_min: no shorter k is padded: the copies cost more than they gain.
+        k_max: nor a longer one.
+
+    Returns:
+        ``[k, n]``, or ``[k', n]`` with zeros at the end of k; ``mindspeed.ops._overlap`` pads the
+        left matrix to match.
+    """
+    k, n = b.shape
+    block, unit = _BLOCK // b.element_size(), _UNIT // b.element_size()
+    outer = rows % block == 0 and n % block == 0
+    if k % block == 0:
+        return b if outer else b.t().contiguous().t()
+    if k % unit and outer and k_min <= k <= k_max:
+        return F.pad(b, (0, 0, 0, -k % block))
+    return b

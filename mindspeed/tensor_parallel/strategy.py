@@ -73,7 +73,7 @@ class Overlap:
         operations: the others stay plain.
         strict: a fused kernel that cannot run is an error.
         aligned: operands are laid out for the matrix unit of an NPU
-            (:mod:`mindspeed.tensor_parallel.alignment`).
+            (:mod:`mindspeed.tensor_parallel.products`).
         k_min: shortest inner length that is padded for it.
         k_max: longest.
     """

@@ -8,7 +8,7 @@ and an s x s mask), after one of 16 bytes with the shape where lengths vary:
     all stages    where documents begin, if packed  b * s * 8 bytes
 
 Where lengths vary, every stage reads and has the lengths of all micro-batches of a step before
-it starts: stages exchange no shapes (:mod:`mindspeed.pipeline.lengths`).
+it starts: stages exchange no shapes (:mod:`mindspeed.pipeline.megatron_lengths`).
 
 Where context-parallel ranks share packed documents, every micro-batch has its own sharding and
 attention plan. Of the announced micro-batches (:meth:`MicroBatches.announce`) one is read ahead,

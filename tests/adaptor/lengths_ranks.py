@@ -77,7 +77,7 @@ def steps(stages: int, chunks: int, forward_only: bool = False) -> dict[str, Any
     from megatron.core.transformer import TransformerConfig
 
     from mindspeed.instruments import CommLedger
-    from mindspeed.pipeline.lengths.megatron import with_lengths
+    from mindspeed.pipeline.megatron_lengths import with_lengths
 
     virtual = chunks if chunks > 1 else None
     parallel_state.initialize_model_parallel(

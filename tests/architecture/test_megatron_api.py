@@ -7,7 +7,7 @@ Megatron's *internals* are
 * assignments to attributes of what is imported, ``setattr`` included: monkey patches;
 * a patch target written out, ``"megatron.core.x:Class.method"``.
 
-They are for ``adaptor/``, ``te/`` and files named ``megatron.py``. The others are a trainer on
+They are for ``adaptor/``, ``te/`` and files named ``megatron*.py``. The others are a trainer on
 megatron.core as Megatron-LM's own is, and use what :data:`PUBLIC` lists. Below the suite even that
 is refused: ``test_rooms``.
 """
@@ -154,7 +154,7 @@ def suite() -> list[Path]:
     return [
         path
         for path in sources()
-        if room(path) not in WITH_INTERNALS and path.name != "megatron.py"
+        if room(path) not in WITH_INTERNALS and not path.name.startswith("megatron")
     ]
 
 

@@ -7,10 +7,10 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features._v_shape import corrects, layout_of
 from mindspeed.features.registry import resolve
+from mindspeed.pipeline.layout import even_layout
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-from mindspeed.pipeline.v_shape import even_layout
 
 JOB = {
     "num_layers": 8,

@@ -8,7 +8,7 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.te import fused_experts, kernels
-from mindspeed.te.adjacent import runs
+from mindspeed.te.fused_experts import runs
 from tests.features import fused_ranks, moe_ranks
 from tests.support.lazy import needs
 

@@ -72,7 +72,7 @@ def test_variable_lengths_reach_plans_in_any_order_of_attachment(other):
     del flags["variable_seq_lengths"]
     assert not schedule_of(**flags).messages.variable_lengths
 
-    from mindspeed.pipeline.lengths.megatron import with_lengths
+    from mindspeed.pipeline.megatron_lengths import with_lengths
     from mindspeed.pipeline.schedule.megatron import scheduled
 
     assert scheduled(with_lengths(megatrons)).messages.variable_lengths

@@ -11,7 +11,7 @@ needs("megatron.core", "peft")
 
 from safetensors.torch import load_file
 
-from mindspeed.lora import LoraConfig, peft, peft_write
+from mindspeed.lora import LoraConfig, export, peft
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import shape_of
 from tests.lora import lora_ranks, oracle
@@ -204,7 +204,7 @@ def compare(ranks, size, flags, truth, config, out, family="llama"):
     losses = [found for found, _ in results if found is not None]
     assert sum(losses) / len(losses) == pytest.approx(loss, rel=1e-5)
     shape = shape_of(lora_ranks.resolved(str(folder), flags, size))
-    peft_write.write(out, config, lora_ranks.assembled(results), FAMILIES[family], shape)
+    export.write(out, config, lora_ranks.assembled(results), FAMILIES[family], shape)
     found = load_file(out / peft.WEIGHTS)
     assert found.keys() == gradients.keys()
     for name, expected in gradients.items():

@@ -13,7 +13,7 @@ from tests.support.lazy import Lazy, needs
 needs("megatron.core")
 
 from mindspeed.errors import CheckpointError
-from mindspeed.lora import LoraConfig, peft, peft_write
+from mindspeed.lora import LoraConfig, export, peft
 from mindspeed.lora.hf_names import table_of, whole_parts
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import Shape
@@ -90,7 +90,7 @@ def test_adapters_of_a_packed_tensor_become_one_of_higher_rank(tmp_path, names, 
     wanted = ["all"] if names == ("W_pack",) else [name[0] for name in names]
     tensors = random_adapter("baichuan", DENSE, "linear_qkv", lambda parts: wanted)
     config = LoraConfig(names, r=R, alpha=ALPHA, use_rslora=use_rslora)
-    peft_write.write(tmp_path, config, tensors, FAMILIES["baichuan"], DENSE)
+    export.write(tmp_path, config, tensors, FAMILIES["baichuan"], DENSE)
     files = peft.read(tmp_path)
     assert set(files.config.target_modules) == set(names) and files.config.r == R
     assert files.config.scale == config.scale
@@ -110,7 +110,7 @@ def test_expert_adapters_become_one_tensor_of_transformers_5(tmp_path, names):
     wanted = (lambda parts: ["all"]) if whole else (lambda parts: ["gate", "up"])
     tensors = random_adapter("mixtral", MOE, layers, wanted)
     config = LoraConfig(tuple(f"experts.{name}" for name in names), r=R, alpha=ALPHA)
-    peft_write.write(tmp_path / "adapter", config, tensors, FAMILIES["mixtral"], MOE)
+    export.write(tmp_path / "adapter", config, tensors, FAMILIES["mixtral"], MOE)
     files = peft.read(tmp_path / "adapter")
     assert set(files.config.target_modules) == set(config.target_modules)
     same(peft.whole_tensors(files, MOE), tensors)

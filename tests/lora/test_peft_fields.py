@@ -13,7 +13,7 @@ from tests.support.lazy import Lazy, needs
 needs("megatron.core", "peft", "transformers")
 
 from mindspeed.errors import CheckpointError
-from mindspeed.lora import peft, peft_write
+from mindspeed.lora import export, peft
 from mindspeed.lora.load import config_of
 from mindspeed.lora.peft_fields import FIELDS
 from mindspeed.models.families import FAMILIES
@@ -231,7 +231,7 @@ def test_a_tied_embedding_that_is_trained_whole_is_written_tied(tmp_path):
     files, shape = peft.read(adapter), formats.open_weights(base).shape
     family = FAMILIES["llama"]
     tensors = peft.whole_tensors(files, shape)
-    peft_write.write(tmp_path / "written", files.config, tensors, family, shape, str(base))
+    export.write(tmp_path / "written", files.config, tensors, family, shape, str(base))
     logits = []
     for folder in (adapter, tmp_path / "written"):
         model = hf.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")

@@ -16,8 +16,8 @@ def predicted_and_executed(name, spec, count):
     """Bytes of random plans: the sum of the layers' costs, and what autograd really keeps."""
     from mindspeed import device
     from mindspeed.journal import Journal
+    from mindspeed.memory.adaptive import Settings
     from mindspeed.memory.adaptive.megatron import Controller
-    from mindspeed.memory.adaptive.settings import Settings
     from mindspeed.memory.plan import Plan
 
     gpt_ranks.start()
@@ -66,8 +66,7 @@ def every_plan(name, spec, layers):
     from mindspeed import device
     from mindspeed.device import track_memory
     from mindspeed.journal import Journal
-    from mindspeed.memory.adaptive import megatron
-    from mindspeed.memory.adaptive.settings import Settings
+    from mindspeed.memory.adaptive import Settings, megatron
     from mindspeed.memory.candidates import KEEP_ALL, LEAST
     from mindspeed.memory.plan import Action, Plan
     from mindspeed.memory.solver import peak, smallest_peak
@@ -207,8 +206,8 @@ def counted_in_a_repeated_step(repeats):
 
     from mindspeed import device
     from mindspeed.journal import Journal
+    from mindspeed.memory.adaptive import Settings
     from mindspeed.memory.adaptive.megatron import Controller
-    from mindspeed.memory.adaptive.settings import Settings
 
     gpt_ranks.start()
     config = gpt_ranks.config(

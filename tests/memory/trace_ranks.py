@@ -29,7 +29,7 @@ def train(flags):
 
 def trace(lengths):
     """Events of AdamW steps in bf16, one micro-batch of each length: 4 layers, h 1024, F 2816."""
-    from mindspeed.memory.allocation_trace import AllocationTrace
+    from mindspeed.memory.fragmentation import AllocationTrace
 
     gpt_ranks.VOCABULARY, gpt_ranks.SEQUENCE = 4096, max(lengths)
     config = gpt_ranks.config(

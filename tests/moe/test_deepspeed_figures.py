@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mindspeed.moe.deepspeed import costs
 from mindspeed.moe.deepspeed.capacity import Capacity
 from mindspeed.moe.deepspeed.gate import route
-from mindspeed.moe.dispatch.padded import Slots
-from mindspeed.moe.dispatch.select import select_rows
+from mindspeed.moe.dispatch.padded import Slots, select_rows
 from tests.moe import deepspeed_ranks as jobs
 from tests.moe import einsum_oracle as oracle
+from tests.moe import one_hot_costs as costs
 from tests.support.lazy import needs
 
 ADAPTOR = "tests.support.warm"

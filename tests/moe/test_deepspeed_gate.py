@@ -7,8 +7,7 @@ import torch
 
 from mindspeed.moe.deepspeed.capacity import Capacity, Window
 from mindspeed.moe.deepspeed.gate import balance_loss, gumbel, route
-from mindspeed.moe.dispatch.padded import Slots
-from mindspeed.moe.dispatch.select import select_rows
+from mindspeed.moe.dispatch.padded import Slots, select_rows
 from tests.moe import einsum_oracle as oracle
 
 HIDDEN = 6

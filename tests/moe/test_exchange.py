@@ -7,13 +7,14 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.moe_alltoall_exchange import MoeAlltoallExchange
-from mindspeed.moe.dispatch import expected
+from tests.moe import expected_rows as expected
 from mindspeed.moe.dispatch.compact import ID_DTYPE
 from mindspeed.moe.dispatch.level import join, metadata_bytes, sum_rows, take_apart
 from mindspeed.moe.nodes import divided
 from mindspeed.moe.save.policy import LEVEL0, LEVEL1
 from mindspeed.te import kernels
 from tests.moe import dispatch_ranks as jobs
+from tests.moe import expected_rows as expected
 from tests.moe.dispatch_ranks import Case
 from tests.support.lazy import needs
 

@@ -141,7 +141,7 @@ def test_slots_are_cut_without_a_rest():
     """Five slots in four parts: two, two and one."""
     from mindspeed.moe.dispatch.padded import PaddedDispatcher
     from mindspeed.moe.interpreter import Chunk
-    from mindspeed.moe.pipe_slices import capacity_slices
+    from mindspeed.moe.pipe_experts import capacity_slices
 
     dispatcher = PaddedDispatcher(None, 1, capacity=lambda tokens: 5)
     x = torch.zeros(8, 2)

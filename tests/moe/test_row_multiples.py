@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed.moe.row_multiples import filled_up
+from mindspeed.moe.layer.call import filled_up
 from tests.moe import layer_ranks as jobs
 from tests.moe.test_overlap import ADAPTOR
 from tests.support.lazy import needs

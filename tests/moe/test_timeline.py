@@ -13,7 +13,7 @@ import torch
 from mindspeed.instruments.clock import Link
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
-from mindspeed.moe.ampipe.programs import AMPIPE
+from mindspeed.moe.ampipe import AMPIPE
 from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import SHARED_OVERLAP
 from mindspeed.moe.deepspeed.capacity import Capacity

@@ -8,8 +8,8 @@ from math import prod
 import pytest
 import torch
 
+from mindspeed.pipeline.layout import even_layout
 from mindspeed.pipeline.schedule.placement import Placement
-from mindspeed.pipeline.v_shape import even_layout
 from tests.pipeline.v_shape_ranks import MOE, Case, build_all, refusal, step_all
 
 SETUP = "tests.support.warm"
@@ -93,7 +93,7 @@ def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
 
 def test_a_config_without_the_layout_is_refused(ranks):
     for message in ranks(2, refusal, setup=SETUP):
-        assert "mindspeed.pipeline.v_shape.megatron.VShapeLayout" in message
+        assert "mindspeed.pipeline.megatron_v_shape.VShapeLayout" in message
 
 
 def test_the_first_rank_has_both_ends(built):

@@ -141,8 +141,8 @@ def _model(case: Case, stage: int | None) -> Any:
     )
     from megatron.core.transformer import TransformerConfig
 
-    from mindspeed.pipeline.v_shape import even_layout
-    from mindspeed.pipeline.v_shape.megatron import VShapeLayout
+    from mindspeed.pipeline.layout import even_layout
+    from mindspeed.pipeline.megatron_v_shape import VShapeLayout
 
     layout = None
     if case.ranks > 1:

@@ -45,7 +45,7 @@ def test_the_first_rank_has_a_multiple_of_the_mean(imbalance: float) -> None:
 
 
 def test_a_token_meets_as_many_ranks_as_with_a_uniform_router() -> None:
-    from mindspeed.moe.dispatch.expected import chance
+    from mindspeed.moe.sizes import chance
 
     tokens, experts, topk, ranks = 4096, 64, 8, 8
     owner = routing.Balance(experts, topk, ranks).choice(tokens) // (experts // ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.tensor_parallel.alignment import aligned_right
+from mindspeed.tensor_parallel.products import aligned_right
 from mindspeed.tensor_parallel.strategy import Overlap
 from tests.tensor_parallel import npu_jobs
 from tests.tensor_parallel.npu_jobs import K, N

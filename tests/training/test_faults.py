@@ -9,7 +9,7 @@ import torch
 
 from mindspeed.errors import TrainingError
 from mindspeed.training.forward_step import MicroBatchLoss
-from mindspeed.training.overflow import SkippedSteps
+from mindspeed.training.step import SkippedSteps
 from tests.support import fault
 from tests.support.forked import run_all
 from tests.support.trainer_job import SETUP, command, metrics, train

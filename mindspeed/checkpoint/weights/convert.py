@@ -37,7 +37,7 @@ from mindspeed.models.naming import Scheme
 from mindspeed.models.parallel_sizes import ParallelSizes
 from mindspeed.models.weight_source import TransformedWeights, WeightSource, padded_vocab
 from mindspeed.storage import directory
-from mindspeed.storage.common_state import common_state
+from mindspeed.storage.safe_metadata import common_state
 
 Format = Literal["hf", "torch_dist", "torch", "deepspeed", "safetensors"]
 FORMATS: tuple[Format, ...] = ("hf", "torch_dist", "torch", "deepspeed", "safetensors")

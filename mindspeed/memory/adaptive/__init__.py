@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mindspeed.memory.runtime import MIN_BYTES
 from mindspeed.memory.solver import (
     Budget,
     Candidate,
@@ -26,6 +27,30 @@ from mindspeed.memory.solver import (
     smallest_peak,
     solve,
 )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Budgets, and what may be done to stay within them.
+
+    Attributes:
+        flag: names the budget in messages.
+        device_bytes: the budget of a device.
+        host_bytes: of host memory.
+        profiled_steps: steps in which candidate plans are tried.
+        min_bytes: smaller tensors are not copied to the host.
+        offload: attention and MLP may wait in host memory.
+        rescue: layers may, and out-of-memory in a profiled step moves all of them there.
+    """
+
+    flag: str
+    device_bytes: int
+    host_bytes: int
+    profiled_steps: int
+    min_bytes: int = MIN_BYTES
+    offload: bool = False
+    rescue: bool = False
+
 
 SHARES = (0.8, 0.9, 0.95, 1.0)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from mindspeed.journal import Journal, replace_method
+from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.ampipe.attention import ChunkedAttention
 from mindspeed.moe.ampipe.context import ContextRows
-from mindspeed.moe.ampipe.programs import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.ampipe.router import ChunkedRouter
 from mindspeed.moe.dispatch.choice import Routing, choice_of
 from mindspeed.moe.events import EventLog

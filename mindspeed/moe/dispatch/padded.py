@@ -6,19 +6,24 @@
     unpermute  the sum of the rows of each token; dropped ones are left out
 
 C is the capacity, which all ranks compute alike from their number of tokens: no counts are
-exchanged, and the host never waits for the device. Rows are selected by two index maps, where
-DeepSpeed's formula multiplies with one-hot matrices ``[n, E, C]``.
+exchanged, and the host never waits for the device. Rows are selected by an index map, and their
+gradients by the inverse map, where DeepSpeed's formula multiplies with one-hot matrices
+``[n, E, C]``:
+
+    out[i] = sum_j x[index[i, j]]          entries below 0 are left out
+
+Nothing is scattered, so both passes are exact to one rounding and the same in every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
-from mindspeed.moe.dispatch.select import select_rows
 from mindspeed.moe.interpreter import Chunk
 from mindspeed.moe.packing import Packing
 from mindspeed.moe.program import Program
@@ -151,3 +156,45 @@ class PaddedDispatcher(AllToAllDispatcher):
         groups = self.groups
         shape = (groups.ep.size(), groups.tp.size(), groups.experts)
         return torch.full(shape, chunk.values["slots"].capacity)
+
+
+def select_rows(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return ``[m, h]``, sums in fp32 of selected rows.
+
+    Args:
+        x: ``[n, h]``, floating dtype.
+        index: int64 ``[m, j]``, rows of ``x``; negative: none.
+        inverse: int64 ``[n, i]``, the rows of the result in which each row of ``x`` is; negative:
+            none.
+    """
+    return _SelectRows.apply(x, index, inverse)  # type: ignore[no-any-return]
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(index, inverse)
+        return _sum(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        index, inverse = ctx.saved_tensors
+        return select_rows(grads[0], inverse, index), None, None
+
+
+def _sum(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if not x.shape[0]:
+        return x.new_zeros(index.shape[0], x.shape[1])
+    first, *others = index.unbind(1)
+    out = _one(x, first)
+    if others:
+        out = out.to(torch.promote_types(x.dtype, torch.float32))
+        for column in others:
+            out += _one(x, column)
+    return out.to(x.dtype)
+
+
+def _one(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).unsqueeze(1), 0)

@@ -20,7 +20,6 @@ from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.layer.shared import SharedHalves
 from mindspeed.moe.request import LayerRequest
-from mindspeed.moe.row_multiples import filled_up
 from mindspeed.te.gradient_anchor import anchored, anchored_weights
 
 
@@ -152,3 +151,18 @@ class LayerCall:
         """Their second half: ``shared [s, b, h]``."""
         assert self._shared is not None
         chunk.tensors["shared"] = self._shared.second(chunk.tensors["shared"], self.hidden)
+
+
+def filled_up(routing_map: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Give every expert a multiple of rows, as far as there are tokens.
+
+    Args:
+        routing_map: bool ``[n, experts]``.
+        multiple: that the rows of an expert become a multiple of.
+
+    Returns:
+        bool ``[n, experts]``; an expert's first tokens that were not routed to it are added.
+    """
+    missing = -routing_map.sum(0) % multiple
+    others = (~routing_map).cumsum(0)
+    return routing_map | (others <= missing)

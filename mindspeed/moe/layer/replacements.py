@@ -1,35 +1,144 @@
 """Stages that features put in the place of a layer's own.
 
-    def grouped(call: LayerCall, stages: Stages) -> Stages:
-        if not call.request.expert_groups:
-            return stages
-        return replaced(stages, experts=ExpertGroupStages(call).experts)
+    saving    experts and shared experts under a save policy (:mod:`mindspeed.moe.save`)
+    pieces    experts in pieces (:mod:`mindspeed.moe.pipe_experts`)
+    groups    experts in groups (:mod:`mindspeed.moe.expert_groups`)
+    hot       hot experts (:mod:`mindspeed.moe.hot_experts`)
 
-Each function in :data:`REPLACEMENTS` gets the call and the stages so far, in order.
+Each function in :data:`REPLACEMENTS` gets the call and the stages so far, in order, and returns
+them unchanged where the request does not ask for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from mindspeed.moe.interpreter import Compute, Stages
+from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
+from mindspeed.moe.dispatch.choice import Routing
+from mindspeed.moe.dispatch.padded import PaddedDispatcher
+from mindspeed.moe.expert_groups import PipelinedGroups
+from mindspeed.moe.hot_experts import HotExperts
+from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.layer.call import LayerCall
-from mindspeed.moe.layer.groups import groups
-from mindspeed.moe.layer.hot import hot
-from mindspeed.moe.layer.pieces import pieces
-from mindspeed.moe.layer.saving import saving
+from mindspeed.moe.layer.shared import SharedHalves
+from mindspeed.moe.pipe_experts import PipedExperts
+from mindspeed.moe.save.policy import ALL
+from mindspeed.moe.save.shared import SavedShared
+from mindspeed.moe.save.stage import Saving
+from mindspeed.te.expert_range import expert_range
 
 Replacement = Callable[[LayerCall, Stages], Stages]
 
+
+def saving(call: LayerCall, stages: Stages) -> Stages:
+    """Keep what the request says for backward."""
+    request, layer = call.request, call.layer
+    if request.save == ALL and request.recompute_above is None:
+        return stages
+    saved = Saving(
+        request,
+        stages.repeat,
+        layer.config.moe_router_topk,
+        call.groups.tp.size(),
+        f"experts of layer {layer.layer_number}",
+        call.log,
+    )
+
+    def experts(chunk: Chunk) -> None:
+        tensors, sizes = chunk.tensors, chunk.values["tokens_per_expert"]
+        run = partial(saved.run, chunk, layer.experts)
+        tensors["rows"] = call.compute_experts(
+            layer.experts, tensors["rows"], sizes, tensors["row_probs"], run
+        )
+
+    stages = replace(stages, compute={**stages.compute, "experts": experts})
+    if request.save.shared or not layer.use_shared_expert:
+        call.at_end.append(saved.schedule)
+        return stages
+    return _shared(call, saved, stages)
+
+
+def _shared(call: LayerCall, saved: Saving, stages: Stages) -> Stages:
+    module, hidden = call.layer.shared_experts, call.hidden
+    name = f"shared {saved.name}"
+    shared = SavedShared(SharedHalves(module), module.parameters(), name, call.log)
+
+    def whole(chunk: Chunk) -> None:
+        chunk.tensors["shared"] = shared.second(shared.first(hidden), hidden)
+
+    def first(chunk: Chunk) -> None:
+        chunk.tensors["shared"] = shared.first(hidden)
+
+    def second(chunk: Chunk) -> None:
+        chunk.tensors["shared"] = shared.second(chunk.tensors["shared"], hidden)
+
+    overlap = call.request.overlap  # the function belongs to the call: it must not know it
+
+    def schedule(chunk: Chunk) -> None:
+        saved.schedule(chunk, shared.again() if overlap else None)
+
+    call.at_end.append(schedule)
+    own = {"shared": whole, "shared_fc1": first, "shared_fc2": second}
+    return replace(stages, side={**stages.side, **own})
+
+
+def pieces(call: LayerCall, stages: Stages) -> Stages:
+    """Compute the experts in pieces."""
+    request = call.request
+    if not request.pipe_slices:
+        return stages
+
+    def experts(chunk: Chunk) -> None:
+        tensors = chunk.tensors
+        tensors["rows"] = call.compute_experts(
+            expert_range(call.layer.experts, chunk.values["expert"], 1),
+            tensors["rows"],
+            chunk.values["tokens_per_expert"],
+            tensors["row_probs"],
+        )
+
+    routing = Routing.of(call.layer.config, request)
+    whole = AllToAllDispatcher(call.groups, routing.copies)
+    if request.exchange == "padded":
+        assert routing.capacity is not None
+        whole = PaddedDispatcher(call.groups, routing.width, capacity=routing.capacity)
+    piped = PipedExperts(whole, request.pipe_slices, request.pipe_chained, call.absent, call.log)
+    return piped.stages(replace(stages, compute={**stages.compute, "experts": experts}))
+
+
+def groups(call: LayerCall, stages: Stages) -> Stages:
+    """Compute the experts in groups."""
+    request = call.request
+    if request.expert_groups == 1:
+        return stages
+    whole = AllToAllDispatcher(call.groups, Routing.of(call.layer.config, request).copies)
+    pipelined = PipelinedGroups(whole, request.expert_groups, call.log)
+
+    def experts(chunk: Chunk) -> None:
+        tensors = chunk.tensors
+        tensors["rows"] = call.compute_experts(
+            expert_range(call.layer.experts, chunk.values["first"], pipelined.size),
+            tensors["rows"],
+            chunk.values["tokens_per_expert"],
+            tensors["row_probs"],
+        )
+
+    return replace(stages, compute={**stages.compute, "groups": pipelined.stage(experts)})
+
+
+def hot(call: LayerCall, stages: Stages) -> Stages:
+    """Compute hot experts where their tokens are."""
+    request = call.request
+    if not request.hot_experts:
+        return stages
+    found = HotExperts(call.groups, call.layer.experts, request.hot_experts, request.hot_messages)
+    return replace(
+        stages,
+        compute=found.compute(stages.compute),
+        communicate=found.communicate(stages.communicate),
+    )
+
+
 REPLACEMENTS: tuple[Replacement, ...] = (saving, pieces, groups, hot)
-
-
-def replaced(stages: Stages, **compute: Compute) -> Stages:
-    """The stages with other functions behind some names.
-
-    Args:
-        stages: The stages so far.
-        **compute: Stages that compute, by name: ``route``, ``experts``, ``arrange``, ...
-    """
-    return replace(stages, compute={**stages.compute, **compute})

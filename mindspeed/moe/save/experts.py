@@ -9,9 +9,11 @@ those of the first and of the second linear layer, of every expert that has its 
     rows ..> linear_fc1 ..> fc1 ..(activation)..> act ..> linear_fc2 ..> out
 
 Hooks on saved tensors know from the calls where a tensor is saved, and from its storage which of
-the three it is. In backward one second run gives all of them their values: of what lies between the
-two layers if ``fc1`` is kept, else from the rows on; it ends where the last ``linear_fc2`` would be
-called. Rows that are dropped come from a :class:`~mindspeed.moe.save.refetch.Refetch`.
+the three it is; grouped experts of the local layer spec have two objects in the place of the two
+layers (:mod:`mindspeed.te.local_experts`). In backward one second run gives all of them their
+values: of what lies between the two layers if ``fc1`` is kept, else from the rows on; it ends where
+the last ``linear_fc2`` would be called. Rows that are dropped come from a
+:class:`~mindspeed.moe.save.refetch.Refetch`.
 
 The second run calls the same kernels on the same values, so gradients are bit-equal under all
 policies.
@@ -22,8 +24,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +35,9 @@ from mindspeed.memory.frames import key_of
 from mindspeed.memory.saved import Kept, Recomputed, ViewOf
 from mindspeed.memory.segment import Segment
 from mindspeed.moe.events import EventLog, Kind
-from mindspeed.moe.save.calls import calls_of, watched
 from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.save.refetch import Refetch
+from mindspeed.te.local_experts import products_of
 
 
 class _Phase(enum.Enum):
@@ -285,3 +288,62 @@ class _Reached(Exception):
 def _apart(outputs: Any) -> tuple[torch.Tensor, tuple[Any, ...] | None]:
     """The tensor that a linear layer returns, and what comes with it."""
     return (outputs[0], outputs[1:]) if isinstance(outputs, tuple) else (outputs, None)
+
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method of an object, looked up on the object at each call."""
+
+    owner: Any
+    name: str = "forward"
+
+
+def calls_of(experts: torch.nn.Module) -> list[tuple[Call, Call]]:
+    """The first and the second layer of each expert, in the order of the forward.
+
+    Raises:
+        NotImplementedError: experts of another kind.
+    """
+    found = [
+        (Call(module.linear_fc1), Call(module.linear_fc2))
+        for module in experts.modules()
+        if hasattr(module, "linear_fc1") and hasattr(module, "linear_fc2")
+    ]
+    if not found and hasattr(experts, "weight1") and hasattr(experts, "weight2"):
+        first, second = products_of(experts)
+        found = [(Call(first), Call(second))]
+    if not found:
+        raise NotImplementedError(f"{type(experts).__name__} has no linear_fc1 and linear_fc2")
+    return found
+
+
+Watch = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def watched(calls: Sequence[tuple[Call, Call]], first: Watch, second: Watch) -> Iterator[None]:
+    """Inside, ``first(number, method, *args)`` runs in place of each first layer, and so on.
+
+    Args:
+        calls: Of the experts.
+        first: Gets the number of the call and the method in whose place it runs.
+        second: Likewise.
+    """
+    before = []
+    try:
+        for number, pair in enumerate(calls):
+            for call, watch in zip(pair, (first, second), strict=True):
+                own = vars(call.owner).get(call.name, _ABSENT)
+                method = getattr(call.owner, call.name, None)
+                before.append((call, own))
+                object.__setattr__(call.owner, call.name, partial(watch, number, method))
+        yield
+    finally:
+        for call, own in reversed(before):
+            if own is _ABSENT:
+                object.__delattr__(call.owner, call.name)
+            else:
+                object.__setattr__(call.owner, call.name, own)

@@ -24,20 +24,18 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import FORWARD_INPUT_ONLY
 from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.executor import execute
-from mindspeed.pipeline.schedule.messages.megatron import (
+from mindspeed.pipeline.schedule.megatron_messages import (
     MessageArguments,
     Messages,
     channels_of,
     lengths_of,
 )
+from mindspeed.pipeline.schedule.megatron_weights import MicroBatchWeights
+from mindspeed.pipeline.schedule.megatron_work import MegatronWork, Recomputation, StepArguments
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.regrouped_samples import regrouped
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.virtual_time import VirtualTime
-from mindspeed.pipeline.schedule.weights.megatron import MicroBatchWeights
-from mindspeed.pipeline.schedule.work.arguments import StepArguments
-from mindspeed.pipeline.schedule.work.megatron import MegatronWork
-from mindspeed.pipeline.schedule.work.recomputation import Recomputation
 
 
 @dataclass(frozen=True)

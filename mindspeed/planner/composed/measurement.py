@@ -111,7 +111,7 @@ def import_ahead() -> None:
 
     import megatron.core.tokenizers.text  # noqa: F401
     import torch._dynamo  # noqa: F401
-    import mindspeed.pipeline.schedule.work.megatron
+    import mindspeed.pipeline.schedule.megatron_work
     import mindspeed.planner.counted.fake_world
     import mindspeed.planner.counted.loop
     import mindspeed.training.model

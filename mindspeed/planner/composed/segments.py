@@ -71,7 +71,7 @@ class Segments:
     def watching(self, memory: LiveMemory) -> Iterator[None]:
         """Cut what runs inside; the peak of ``memory`` is then that of the whole block."""
         from mindspeed.adaptor.watched_calls import schedule_steps
-        from mindspeed.pipeline.schedule.work.megatron import MegatronWork
+        from mindspeed.pipeline.schedule.megatron_work import MegatronWork
 
         journal = Journal()
         self._memory = memory

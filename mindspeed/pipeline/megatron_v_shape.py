@@ -1,19 +1,36 @@
-"""The two model chunks of a rank in a V-shape, in Megatron Core's terms.
+"""V-shape: rank r has the stages r and 2p - 1 - r.
+
+    rank 0    stage 0    stage 2p-1     embedding and loss
+    rank 1    stage 1    stage 2p-2
+    ...
+    rank p-1  stage p-1  stage p        the turn: one stage hands on to the other without a message
+
+A micro-batch goes down and comes back up, so its backward begins on the rank where its forward
+began, and activations are alive equally long on all ranks.
 
 Megatron derives everything about a chunk from its pipeline rank and its virtual stage. In a V-shape
 the second chunk of rank r takes the place of rank p - 1 - r: its layers come from
 :class:`VShapeLayout`, its ends and its view of the pipeline group from :func:`chunk_arguments`.
 The first rank has both the embedding and the output layer, so a weight that they share exists once
 (:func:`share_embedding`).
+
+Losses are computed on the first rank and expected on the last one, where Megatron's training loop
+averages them, counts the tokens and logs. One message per step carries them there.
+
+Source: Qi et al., "Pipeline parallelism with controllable memory" (2024); DualPipeV of
+DeepSeek-V3.
 """
 
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
@@ -121,7 +138,7 @@ def chunk_arguments(given: dict[str, Any]) -> dict[str, Any]:
     if vp_stage is None or not isinstance(config.pipeline_model_parallel_layout, VShapeLayout):
         raise ConfigError(
             "a V-shape needs two model chunks per rank (vp_stage 0 and 1), and a config whose "
-            "pipeline_model_parallel_layout is a mindspeed.pipeline.v_shape.megatron.VShapeLayout"
+            "pipeline_model_parallel_layout is a mindspeed.pipeline.megatron_v_shape.VShapeLayout"
         )
     groups = copy.copy(
         given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
@@ -196,3 +213,57 @@ def _without_embedding(model: Any, original: Callable[..., Any]) -> Callable[...
         return {k: v for k, v in state.items() if not k.startswith(f"{prefix}embedding.")}
 
     return sharded_state_dict
+
+
+def move_results(results: Any, source: int, target: int, group: dist.ProcessGroup) -> Any:
+    """Send an object from one rank of a group to another one, with the tensors in it.
+
+    Args:
+        results: any object that can be pickled; only that of ``source`` counts. Its tensors may
+            have any shape and dtype.
+        source: sends.
+        target: receives.
+        group: a process group; ranks other than these two do nothing.
+
+    Returns:
+        On ``target`` the object, its tensors on the same kind of device as before but that of this
+        rank; elsewhere ``results``.
+    """
+    if source == target or group.rank() not in (source, target):
+        return results
+    if dist.get_backend(group) == "fake":  # a modelled step, whose losses nobody reads
+        return results
+    if group.rank() == source:
+        buffer = io.BytesIO()
+        packer = _Packer(buffer)
+        packer.dump(results)
+        dist.send_object_list([buffer.getvalue(), packer.found], group=group, group_dst=target)
+        return results
+    message: list[Any] = [None, None]
+    dist.recv_object_list(message, group=group, group_src=source)
+    content, found = message
+    return _Unpacker(io.BytesIO(content), found).load()
+
+
+class _Packer(pickle.Pickler):
+    """Collects tensors on the host: a pickled one would name the device of the rank it is from."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.found: list[tuple[torch.Tensor, str]] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.found.append((value.detach().cpu(), value.device.type))
+        return len(self.found) - 1
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, tensors: list[tuple[torch.Tensor, str]]) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        tensor, kind = self._tensors[number]
+        return tensor.to(kind)

@@ -10,12 +10,7 @@ as a token.
 
 from __future__ import annotations
 
-from math import comb
-
-
-def chance(experts: int, topk: int, owners: int) -> float:
-    """That one of ``owners`` equal parts of the experts holds one of a token's ``topk``."""
-    return 1 - comb(experts - experts // owners, topk) / comb(experts, topk)
+from mindspeed.moe.sizes import chance
 
 
 def flat_rows(experts: int, topk: int, owners: int) -> float:

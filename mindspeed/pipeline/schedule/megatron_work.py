@@ -8,23 +8,79 @@ runs under ``no_sync``; the reduction of a chunk starts where the plan has its `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 
 from mindspeed import device
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.pipeline.megatron_v_shape import finalized_groups, move_results
 from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, FORWARD_INPUT_ONLY, Action
 from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.headers import check_tensors, made_here
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.work.arguments import StepArguments
-from mindspeed.pipeline.v_shape.megatron import finalized_groups
-from mindspeed.pipeline.v_shape.results import move_results
+
+if TYPE_CHECKING:
+    from mindspeed.pipeline.schedule.megatron_weights import MicroBatchWeights
+
+
+class Recomputation(Protocol):
+    """The layers of one chunk; :mod:`mindspeed.memory.scheduled` has them.
+
+    A micro-batch is any key.
+    """
+
+    def stored(self) -> AbstractContextManager[object]:
+        """Around ``F``: the activations are stored."""
+        ...
+
+    def dropped(self, microbatch: Any) -> AbstractContextManager[object]:
+        """Around ``Fc``: only inputs are."""
+        ...
+
+    def recompute(self, microbatch: Any) -> None:
+        """``R``: everything that backward needs is there when it returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The arguments of ``forward_backward_func`` that concern what is computed.
+
+    Attributes:
+        forward_step_func: computes one micro-batch.
+        readers: a data iterator, or None, for each chunk.
+        chunks: this rank's model chunks.
+        config: the model's configuration.
+        groups: Megatron's ``ProcessGroupCollection`` with tp, cp, pp, embd, pos_embd and dp_cp.
+        num_microbatches: of the step.
+        forward_only: no backward follows.
+        collect_non_loss_data: keep what the loss function returns for ``non_loss_data=True``.
+        first_val_step: of fp8 weights: whether this is the first step of a validation.
+        force_all_reduce: reduce gradients with an all-reduce in this step.
+        recomputations: for each chunk what drops and recomputes its activations, if anything does.
+        weights: what each micro-batch counts.
+        several_tensors: a stage may return several tensors, some without gradients.
+    """
+
+    forward_step_func: Callable[..., Any]
+    readers: list[Any]
+    chunks: list[Any]
+    config: Any
+    groups: Any
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+    recomputations: Sequence[Recomputation | None]
+    weights: MicroBatchWeights
+    several_tensors: bool = False
 
 
 class MegatronWork:

@@ -1,1 +1,0 @@
-"""What stages of Megatron's models send each other (:mod:`.megatron`)."""

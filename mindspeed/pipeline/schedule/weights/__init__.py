@@ -1,1 +1,0 @@
-"""What micro-batches of different sizes count in Megatron's losses (:mod:`.megatron`)."""

@@ -1,1 +1,0 @@
-"""What the actions of a plan do with Megatron's model chunks (:mod:`.megatron`)."""
