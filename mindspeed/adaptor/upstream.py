@@ -37,7 +37,7 @@ class Report:
         state: ``repaired``; ``refused``: an error by name before or at the first use;
             ``not applicable``: the release does not have it where this library runs, or it is no
             wrong result; ``open``: not repaired, or not tried.
-        by: the repair (``repair NAME``, a module of ``adaptor/repairs``), the feature, or the
+        by: the repair (``repair NAME``, a module below ``adaptor/repairs``), the feature, or the
             module that computes it here.
         test: it fails without the repair or the refusal.
         why: of what is not applicable or open.

@@ -6,7 +6,7 @@ gpt_model             the same with the interface of transformers (hf_generate, 
 generate, decoder     the decoding loop; forward passes with a KV cache, through all stages
 sampling, beam_search next tokens from logits
 text_stream           tokens -> text, incrementally, with stop strings
-continuous_batching   requests that enter and leave a running batch (ragged_batch)
+continuous_batching   requests that enter and leave a running batch
 loglikelihood         log-probabilities of given continuations
 chat, conversation    chat on a terminal
 server                OpenAI-compatible HTTP server

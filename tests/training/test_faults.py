@@ -9,11 +9,12 @@ import torch
 
 from mindspeed.errors import TrainingError
 from mindspeed.training.forward_step import MicroBatchLoss
-from mindspeed.training.step import SkippedSteps
 from tests.support import fault
 from tests.support.forked import run_all
+from tests.support.lazy import Lazy
 from tests.support.trainer_job import SETUP, command, metrics, train
 
+SkippedSteps = Lazy("mindspeed.training.step", "SkippedSteps")
 PP2 = ["--pipeline-model-parallel-size", "2"]
 
 
