@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from mindspeed.ops._registry import Operator
 from mindspeed.ops.catalog import operators
+from mindspeed.ops.registry import Operator
 
 Call = Callable[[], Any]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

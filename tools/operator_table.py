@@ -11,8 +11,8 @@ import sys
 
 from feature_table import ROOT, insert
 
-from mindspeed.ops._registry import DEVICES, Operator
 from mindspeed.ops.catalog import operators
+from mindspeed.ops.registry import DEVICES, Operator
 
 PAGE = ROOT / "docs" / "operators.md"
 

@@ -14,10 +14,10 @@ from mindspeed.attention.mask import INF
 from mindspeed.attention.varlen_batches import CAUSAL as CAUSAL_BAND
 from mindspeed.attention.varlen_batches import FULL, VarlenBatch
 from mindspeed.errors import ConfigError
-from mindspeed.ops import _philox
-from mindspeed.ops._attention_problem import ALIBI, Problem
-from mindspeed.ops._visibility import BAND, CAUSAL, EVERYTHING, MASK_ONLY
+from mindspeed.ops import philox
 from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from mindspeed.ops.attention_problem import ALIBI, Problem
+from mindspeed.ops.visibility import BAND, CAUSAL, EVERYTHING, MASK_ONLY
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def forward(
         for fp64), -inf where a query sees no key.
     """
     if softmax.dropout:
-        softmax.draws[batch] = _philox.reserve(q, q.shape[1] * batch.probabilities)
+        softmax.draws[batch] = philox.reserve(q, q.shape[1] * batch.probabilities)
     if len(batch.sequences) > 1:
         out, lse = ATTENTION(q, k, v, *_options(batch, softmax))
         return out, lse

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from mindspeed import device
 from mindspeed.errors import ConfigError
-from mindspeed.ops._registry import DEVICES, Operator
 from mindspeed.ops.catalog import operators
+from mindspeed.ops.registry import DEVICES, Operator
 
 HELP = "list the fused operators: implementation on this device, why not others"
 

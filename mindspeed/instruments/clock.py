@@ -44,7 +44,7 @@ from mindspeed.instruments.ledger import NAMESPACES, Communication, Communicatio
 from mindspeed.instruments.live_memory import kinds_of
 from mindspeed.instruments.phase import PhaseTracker
 from mindspeed.journal import Journal
-from mindspeed.ops import _registry
+from mindspeed.ops import registry
 
 __all__ = ["Call", "Interval", "Link", "Rates", "VirtualClock"]
 
@@ -221,7 +221,7 @@ class _Mode(CommunicationMode):
             self._clock._wait_for(storage_of(args[0]))
             return func(*args, **kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        operator = _registry.find(func)
+        operator = registry.find(func)
         formula = formula_of(func._overloadpacket)
         if formula is None or operator is None or not operator.communicates:
             # The kernel of an operator that communicates ran in this mode, so it is timed already.

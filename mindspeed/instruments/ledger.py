@@ -50,8 +50,8 @@ from torch.utils._pytree import tree_leaves
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments.instrument import Instrument
 from mindspeed.instruments.phase import PhaseTracker
-from mindspeed.ops import _registry
-from mindspeed.ops._process_groups import resolve
+from mindspeed.ops import registry
+from mindspeed.ops.process_groups import resolve
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "npu", "symm_mem")
 
@@ -162,7 +162,7 @@ class CommunicationMode(TorchDispatchMode):
         kwargs = kwargs or {}
         for event in self.communications(func, args, kwargs):
             self._record(event)
-        operator = _registry.find(func)
+        operator = registry.find(func)
         if operator is not None and operator.communicates:
             return self._inside(operator, args)
         return func(*args, **kwargs)
@@ -178,7 +178,7 @@ class CommunicationMode(TorchDispatchMode):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         return list(_communications(name, given, self._phase.current()))
 
-    def _inside(self, operator: _registry.Operator, args: tuple[Any, ...]) -> Any:
+    def _inside(self, operator: registry.Operator, args: tuple[Any, ...]) -> Any:
         # Below autograd only the kernel of the operator is left; calling it directly with this mode
         # enabled shows its communication.
         device: Any = next(x.device.type for x in tree_leaves(args) if isinstance(x, torch.Tensor))

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.ops import _attention_tiles as tiles
-from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops._attention_tiles import Fused, Tensors
 from mindspeed.ops._numerics import accumulation_dtype
+from mindspeed.ops.attention_problem import Problem
 
 _LONG = 2048  # queries
 

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.ops import _attention_tiles as tiles
-from mindspeed.ops._attention_problem import Piece, Problem
 from mindspeed.ops._attention_tiles import Fused, Tensors
 from mindspeed.ops._layout import bnsd
-from mindspeed.ops._philox import default_generator_at
-from mindspeed.ops._visibility import EVERYTHING, Sight
+from mindspeed.ops.attention_problem import Piece, Problem
+from mindspeed.ops.philox import default_generator_at
+from mindspeed.ops.visibility import EVERYTHING, Sight
 
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed.ops._attention_problem import BIAS_BEFORE_SCALE, Problem
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops._philox import draws, kept
+from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, Problem
+from mindspeed.ops.philox import draws, kept
 
 ELEMENTS = 1 << 19
 """Scores to compute at a time on the CPU."""

@@ -16,11 +16,12 @@ import torch
 
 from mindspeed.ops import _attention_squares as squares
 from mindspeed.ops import _attention_tiles as tiles
-from mindspeed.ops._attention_problem import BIAS_BEFORE_SCALE, Problem
 from mindspeed.ops._layout import axis, bnsd
-from mindspeed.ops._philox import default_generator_at
-from mindspeed.ops._registry import note_fallback
-from mindspeed.ops._visibility import (
+from mindspeed.ops.attention_mask import causal_mask, prefix_mask
+from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, Problem
+from mindspeed.ops.philox import default_generator_at
+from mindspeed.ops.registry import note_fallback
+from mindspeed.ops.visibility import (
     BAND,
     CAUSAL,
     EVERYTHING,
@@ -30,7 +31,6 @@ from mindspeed.ops._visibility import (
     TOP_LEFT_CAUSAL,
     UNCUT,
 )
-from mindspeed.ops.attention_mask import causal_mask, prefix_mask
 
 LANES = 8
 _BEYOND_ALL_SCORES = 1e30

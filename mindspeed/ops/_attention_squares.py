@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from mindspeed.ops._attention_problem import Piece, Problem
 from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view, merge
 from mindspeed.ops._layout import bnsd
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops._visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
+from mindspeed.ops.attention_problem import Piece, Problem
+from mindspeed.ops.visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
 
 MOST = 32
 """Most squares of a sequence that are computed by separate calls."""

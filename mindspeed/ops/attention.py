@@ -2,9 +2,9 @@
 
     out, lse = attention(q, k, v, layout="SBND", scale=d**-0.5, mode=CAUSAL)
 
-:mod:`mindspeed.ops.fusion_attention_v2` has the documented functions, the features of this library
-and its context parallelism call this one. Rules decide what a query sees
-(:mod:`mindspeed.ops._visibility`); neither they nor the scores ever become a matrix of all queries
+:mod:`mindspeed.ops.compat.fusion_attention_v2` has the documented functions, the features of this
+library and its context parallelism call this one. Rules decide what a query sees
+(:mod:`mindspeed.ops.visibility`); neither they nor the scores ever become a matrix of all queries
 and keys. Kept for the backward: q, k, v, out, and lse (4 bytes per query and head); a dropout mask
 is drawn again from its seed.
 
@@ -26,12 +26,12 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from mindspeed.ops import _attention_cpu, _attention_cuda, _attention_npu, _attention_tiles
-from mindspeed.ops._attention_problem import SCHEMA, Problem
 from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops._numerics import WORKLOAD_ROWS, random
-from mindspeed.ops._philox import reserve
-from mindspeed.ops._registry import Operator, plain_torch, torch_npu
-from mindspeed.ops._visibility import (
+from mindspeed.ops.attention_problem import SCHEMA, Problem
+from mindspeed.ops.philox import reserve
+from mindspeed.ops.registry import Operator, plain_torch, torch_npu
+from mindspeed.ops.visibility import (
     BAND,
     CAUSAL,
     CUT_BEHIND,
@@ -53,7 +53,7 @@ def attention(
         q: queries, ``[s, b, n, d]`` and so on as ``layout`` says.
         k: keys; the query heads are a multiple of theirs.
         v: values, head size at most that of the keys.
-        **options: fields of :class:`mindspeed.ops._attention_problem.Problem`; the random numbers
+        **options: fields of :class:`mindspeed.ops.attention_problem.Problem`; the random numbers
             for dropout are drawn here unless given.
 
     Returns:

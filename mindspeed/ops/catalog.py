@@ -5,28 +5,28 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from mindspeed.ops import _registry
-from mindspeed.ops._registry import Operator
+from mindspeed.ops import registry
+from mindspeed.ops.registry import Operator
 
 FILES = (
-    "_dropout_add_norm",
-    "_expert_exchange",
-    "_mm_all_reduce",
     "attention",
-    "ffn",
+    "compat._dropout_add_norm",
+    "compat._expert_exchange",
+    "compat.ffn",
+    "compat.lcal_functional",
+    "compat.mm_all_reduce",
+    "compat.npu_grouped_mat_mul_all_reduce",
+    "compat.quant_gmm",
+    "compat.weight_quant_gmm",
     "grouped_matmul",
-    "lcal_functional",
     "moe_permutation",
-    "npu_grouped_mat_mul_all_reduce",
     "npu_groupmatmul_add",
     "npu_matmul_add",
     "npu_ring_attention_update",
     "npu_rotary_position_embedding",
-    "quant_gmm",
     "rms_norm",
     "scaled_masked_softmax",
     "swiglu",
-    "weight_quant_gmm",
 )
 """Files of this package that define operators."""
 
@@ -35,4 +35,4 @@ def operators() -> Iterator[Operator]:
     """Every operator of the library, by name."""
     for file in FILES:
         importlib.import_module(f"mindspeed.ops.{file}")
-    return _registry.operators()
+    return registry.operators()

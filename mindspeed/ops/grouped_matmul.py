@@ -6,7 +6,7 @@
 
 ``ends`` is the row after the last of each group, int64 on the rows' device, so that nothing waits
 for the host. Three launches instead of three per group; 6 T K N FLOPs. The two operators are each
-other's gradients. Public functions: :mod:`mindspeed.ops.gmm`.
+other's gradients. Public functions: :mod:`mindspeed.ops.compat.gmm`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from mindspeed.ops._group_list import sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
-from mindspeed.ops._registry import Operator, plain_torch, torch_npu
+from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 
 
 def product(

@@ -10,7 +10,7 @@ are copies that are dropped.
 
 Each is the gradient of the other; both move every byte once, sum in fp32 in a fixed order (no
 atomics), and keep no fp32 copy of ``[T k, H]``. The maps: ``sorted_indices`` of
-:mod:`mindspeed.ops.npu_moe_token_permute` (W = k), Megatron's routing map (:func:`map_rows`,
+:mod:`mindspeed.ops.compat.moe_token_permute` (W = k), Megatron's routing map (:func:`map_rows`,
 W = experts) and the order of chunks (:func:`chunk_rows`, W = 1).
 
 Bytes per element of ``[T, H]`` in bf16 with k = 2: permute 6 and 6 for its gradient (eager torch 6
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
-from mindspeed.ops._registry import Operator, note_fallback, torch_npu, triton
+from mindspeed.ops.registry import Operator, note_fallback, torch_npu, triton
 
 _AT_ONCE = 64
 """Tokens or rows whose fp32 copies the CPU kernels hold at a time."""

@@ -15,8 +15,8 @@ import torch
 from mindspeed.ops._check import Check
 from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
-from mindspeed.ops._registry import Operator, torch_npu, triton
 from mindspeed.ops.npu_matmul_add import MATMUL_ADD
+from mindspeed.ops.registry import Operator, torch_npu, triton
 
 __all__ = ["npu_groupmatmul_add_fp32"]
 

@@ -17,7 +17,7 @@ import torch
 
 from mindspeed.ops._check import Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
-from mindspeed.ops._registry import Operator, plain_torch, torch_npu
+from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 
 __all__ = ["npu_matmul_add_fp16", "npu_matmul_add_fp32"]
 

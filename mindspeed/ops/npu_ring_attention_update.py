@@ -22,7 +22,7 @@ import torch
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
-from mindspeed.ops._registry import Operator, torch_npu, triton
+from mindspeed.ops.registry import Operator, torch_npu, triton
 
 __all__ = ["npu_ring_attention_update"]
 

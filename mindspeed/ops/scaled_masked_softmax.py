@@ -18,7 +18,7 @@ import torch
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import accumulation_dtype, random, row_blocks
-from mindspeed.ops._registry import Operator, torch_npu
+from mindspeed.ops.registry import Operator, torch_npu
 
 __all__ = ["scaled_masked_softmax"]
 

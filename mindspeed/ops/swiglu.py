@@ -26,7 +26,7 @@ from mindspeed.ops._numerics import (
     row_blocks,
     store,
 )
-from mindspeed.ops._registry import Operator, torch_npu, triton
+from mindspeed.ops.registry import Operator, torch_npu, triton
 
 __all__ = ["swiglu", "weighted_swiglu"]
 

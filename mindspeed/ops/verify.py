@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.ops._registry import Operator
 from mindspeed.ops.catalog import operators
+from mindspeed.ops.registry import Operator
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.attention.alibi import alibi_bias
 from mindspeed.device.host_values import numbers, with_values
-from mindspeed.ops._attention_problem import ALIBI, BIAS_AFTER_SCALE
-from mindspeed.ops._visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
 from mindspeed.ops.attention import attention
+from mindspeed.ops.attention_problem import ALIBI, BIAS_AFTER_SCALE
+from mindspeed.ops.visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
 from mindspeed.te.attention import Documents, inside_document
 from mindspeed.te.masks import Visibility, Window, visibility
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed.attention.triangle import blocks
-from mindspeed.ops._visibility import tile_of
+from mindspeed.ops.visibility import tile_of
 from mindspeed.te.attention import attend as attend_at_once
 from mindspeed.te.masks import Visibility, visibility
 

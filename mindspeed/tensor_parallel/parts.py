@@ -12,7 +12,7 @@ reduce_scatter    own rows of the sum of f(x)      f(own rows of the sum of x)  
 ================  ===============================  ============================  =================
 
 The bytes are those of one collective of f(x), or of x; the calls are as many as the parts. Linear
-layers use :mod:`mindspeed.ops._overlap`, which writes into given memory.
+layers use :mod:`mindspeed.ops.overlap`, which writes into given memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
-from mindspeed.ops._overlap import pipeline
+from mindspeed.ops.overlap import pipeline
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Compute = Callable[[torch.Tensor], torch.Tensor]

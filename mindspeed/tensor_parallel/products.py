@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed.errors import TrainingError
-from mindspeed.ops import _fused_collectives, _overlap
+from mindspeed.ops import fused_collectives, overlap
 from mindspeed.tensor_parallel.strategy import Operation, Overlap, Product, Strategy, choose
 
 logger = logging.getLogger("mindspeed")
@@ -85,13 +85,13 @@ class OverlappedProducts:
         shape = (x.shape[0] * group.size(), *x.shape[1:-1], -1)
         if strategy.kind == "fused":
             mode = self._overlap.comm_mode
-            out, gathered = _fused_collectives.all_gather_matmul(a, b, group, keep, mode)
+            out, gathered = fused_collectives.all_gather_matmul(a, b, group, keep, mode)
             out = out if bias is None else out.add_(bias)
         else:
             out = a.new_empty(product.m, product.n)
             gathered = a.new_empty(product.m, product.k) if keep else None
             b = self._aligned(product, strategy, b)
-            _overlap.all_gather_matmul(a, b, out, gathered, group, strategy.parts, bias)
+            overlap.all_gather_matmul(a, b, out, gathered, group, strategy.parts, bias)
         return out.view(shape), None if gathered is None else gathered.view(shape)
 
     def matmul_scatter(
@@ -116,11 +116,11 @@ class OverlappedProducts:
             )
         if strategy.kind == "fused":
             mode = self._overlap.comm_mode
-            out = _fused_collectives.matmul_reduce_scatter(a, b, group, mode)
+            out = fused_collectives.matmul_reduce_scatter(a, b, group, mode)
         else:
             out = a.new_empty(product.rows, product.n)
             b, added = self._aligned(product, strategy, b), _optional_rows(addend)
-            _overlap.matmul_reduce_scatter(a, b, out, group, strategy.parts, added)
+            overlap.matmul_reduce_scatter(a, b, out, group, strategy.parts, added)
         return out.view(x.shape[0] // group.size(), *x.shape[1:-1], -1), None
 
     def matmul_reduce(
@@ -145,12 +145,12 @@ class OverlappedProducts:
             )
         if strategy.kind == "fused":
             mode = self._overlap.comm_mode
-            out = _fused_collectives.matmul_all_reduce(a, b, group, mode)
+            out = fused_collectives.matmul_all_reduce(a, b, group, mode)
         else:
             added = _optional_rows(addend)
             out = a.new_empty(product.m, product.n) if added is None else added
             b = self._aligned(product, strategy, b)
-            _overlap.matmul_all_reduce(a, b, out, group, strategy.parts, added)
+            overlap.matmul_all_reduce(a, b, out, group, strategy.parts, added)
         return out.view(*x.shape[:-1], -1), None
 
     def _is_chosen(self, column_backward: bool, wgrad_follows: bool) -> bool:
@@ -175,7 +175,7 @@ class OverlappedProducts:
         if key not in self._chosen:
             unfit = "a correction is added before the reduction (LoRA)" if has_addend else None
             if self._overlap.fused and unfit is None:
-                unfit = _fused_collectives.why_not_fused(_OPERATORS[product.operation], a, group)
+                unfit = fused_collectives.why_not_fused(_OPERATORS[product.operation], a, group)
             self._chosen[key] = choose(self._overlap, product, unfit)
             self._say(product, self._chosen[key])
         return self._chosen[key]
@@ -238,7 +238,7 @@ def aligned_right(
         k_max: nor a longer one.
 
     Returns:
-        ``[k, n]``, or ``[k', n]`` with zeros at the end of k; ``mindspeed.ops._overlap`` pads the
+        ``[k, n]``, or ``[k', n]`` with zeros at the end of k; ``mindspeed.ops.overlap`` pads the
         left matrix to match.
     """
     k, n = b.shape

@@ -65,7 +65,7 @@ class Overlap:
     Attributes:
         parts: into how many the rows are divided.
         fused: fused kernels first.
-        comm_mode: how fused kernels of an NPU communicate (``mindspeed.ops._fused_collectives``).
+        comm_mode: how fused kernels of an NPU communicate (``mindspeed.ops.fused_collectives``).
         parts_of: shapes with another number of parts; they are never fused.
         column_backward: also the input gradient of a column-parallel layer, whose collective is
             hidden by the weight gradient otherwise.

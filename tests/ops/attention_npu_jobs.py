@@ -57,7 +57,7 @@ def calls(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from mindspeed.ops import _attention_npu
-    from mindspeed.ops._attention_problem import Problem
+    from mindspeed.ops.attention_problem import Problem
 
     seen: list[tuple[str, int, Any]] = []
 

@@ -6,18 +6,18 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _symmetric_memory
-from torch.utils.flop_counter import FlopCounterMode
-
-from mindspeed.instruments import CommLedger
-from mindspeed.ops import _fused_collectives, lcal_functional
-from mindspeed.ops._process_groups import comm_name, resolve
-from mindspeed.ops.catalog import operators
 from mindspeed.ops.lcal_functional import CocOps
 from mindspeed.ops.npu_grouped_mat_mul_all_reduce import (
     GROUPED_MAT_MUL_ALL_REDUCE,
     npu_grouped_mat_mul_all_reduce,
 )
+from torch.distributed import _symmetric_memory
+from torch.utils.flop_counter import FlopCounterMode
+
+from mindspeed.instruments import CommLedger
+from mindspeed.ops import fused_collectives, lcal_functional
+from mindspeed.ops.catalog import operators
+from mindspeed.ops.process_groups import comm_name, resolve
 
 
 def run_coc(method, arguments, outputs, chunks, device="cpu", group=None):
@@ -88,13 +88,13 @@ def symmetric_memory(arguments, shapes, machines):
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
     results = {}
-    for name, implementation in _fused_collectives.SYMMETRIC_MEMORY.items():
+    for name, implementation in fused_collectives.SYMMETRIC_MEMORY.items():
         tensors = arguments[name][dist.get_rank()]
         outputs = [torch.full(shape, 7.0).to(tensors[0].dtype) for shape in shapes[name]]
         with CommLedger() as ledger:
             implementation.load()(*tensors, *outputs, 2, dist.group.WORLD.group_name)
         results[name] = outputs, [(event.op, event.payload) for event in ledger.events]
-    reasons = {one.refused() for one in _fused_collectives.SYMMETRIC_MEMORY.values()}
+    reasons = {one.refused() for one in fused_collectives.SYMMETRIC_MEMORY.values()}
     return results, reasons
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-
-from mindspeed.instruments import CommLedger
-from mindspeed.ops import _process_groups
-from mindspeed.ops._check import Check
-from mindspeed.ops._mm_all_reduce import MM_ALL_REDUCE
-from mindspeed.ops._process_groups import comm_name, group_name, resolve, tensor_parallel
 from mindspeed.ops.npu_mm_all_reduce_add_rms_norm import npu_mm_all_reduce_add_rms_norm
 from mindspeed.ops.npu_mm_all_reduce_add_rms_norm_ import npu_mm_all_reduce_add_rms_norm_
+
+from mindspeed.instruments import CommLedger
+from mindspeed.ops import process_groups
+from mindspeed.ops._check import Check
+from mindspeed.ops.compat.mm_all_reduce import MM_ALL_REDUCE
+from mindspeed.ops.process_groups import comm_name, group_name, resolve, tensor_parallel
 
 
 def names_of_groups():
@@ -55,7 +55,7 @@ def names_of_communicators():
     """Groups with an HCCL backend go by its name, which does not exist before it is used."""
     first, second = dist.new_group(), dist.new_group()
     backends = {first: HcclBackend("hccl_1"), second: HcclBackend("hccl_2")}
-    _process_groups._hccl = backends.get
+    process_groups._hccl = backends.get
     try:
         resolve("hccl_2")
         early = "found"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mindspeed.ops._registry import Operator
+from mindspeed.ops.registry import Operator
 
 
 def poison(x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:

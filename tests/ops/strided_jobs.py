@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import Mask, context_parallel_attention, plan
-from mindspeed.ops._process_groups import comm_name
 from mindspeed.ops.catalog import operators
+from mindspeed.ops.process_groups import comm_name
 from tests.ops import strided, triton_jobs
 
 

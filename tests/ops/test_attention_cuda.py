@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from mindspeed.ops import _attention_cuda, _attention_tiles
-from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops.attention import attention
+from mindspeed.ops.attention_problem import Problem
 from tests.ops import exact_attention, strided
 
 

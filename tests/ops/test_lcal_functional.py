@@ -9,9 +9,9 @@ import re
 
 import pytest
 import torch
-
-from mindspeed.ops import _overlap
 from mindspeed.ops.lcal_functional import CocOps
+
+from mindspeed.ops import overlap
 from mindspeed.testing import RankError
 from tests.ops import coc_ranks
 
@@ -145,7 +145,7 @@ def test_the_next_chunk_starts_before_the_previous_is_awaited():
         events.append(f"start {i}")
         return Work(i)
 
-    _overlap.pipeline(3, start, lambda i: events.append(f"finish {i}"))
+    overlap.pipeline(3, start, lambda i: events.append(f"finish {i}"))
     assert events == [
         *("start 0", "start 1", "wait 0", "finish 0"),
         *("start 2", "wait 1", "finish 1", "wait 2", "finish 2"),

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.ops._registry import Kernel, Operator
 from mindspeed.ops.catalog import operators
+from mindspeed.ops.registry import Kernel, Operator
 from mindspeed.ops.verify import compare, outputs
 
 TRITON = "3.9.0"

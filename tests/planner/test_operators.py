@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import mindspeed
 from mindspeed.instruments.flop_formulas import formula_of
 from mindspeed.instruments.flops import FlopCounter
-from mindspeed.ops import _registry
-from mindspeed.ops._attention_problem import Problem
+from mindspeed.ops import registry
 from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from mindspeed.ops.attention_problem import Problem
 from mindspeed.ops.catalog import operators
 
 ALONE = [one for one in operators() if not one.communicates]
@@ -104,15 +104,15 @@ def test_every_operator_has_a_fake_kernel():
 def test_operators_are_defined_in_the_files_of_the_catalogue_and_nowhere_else():
     """So the tests above see every operator of the package, whatever its namespace."""
     list(operators())  # imports the catalogue
-    registry = Path(_registry.__file__)
+    definition = Path(registry.__file__)
     for path in sorted(PACKAGE.rglob("*.py")):
         made = made_in(ast.parse(path.read_text()))
-        if path != registry:
+        if path != definition:
             assert not made - {"Operator"}, f"{path} registers an operator by itself: {made}"
             module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
             assert not made or module in sys.modules, f"{path} is not in the catalogue"
     assert {"Library", "register_fake", "register_autograd"} <= made_in(
-        ast.parse(registry.read_text())
+        ast.parse(definition.read_text())
     )
 
 
@@ -160,4 +160,4 @@ def test_lengths_without_values_are_refused_by_torch():
 
 def test_an_operator_cannot_be_defined_without_a_fake_kernel():
     with pytest.raises(TypeError, match="fake"):
-        _registry.Operator("no_fake(Tensor x) -> Tensor", reference=torch.clone, samples=samples)
+        registry.Operator("no_fake(Tensor x) -> Tensor", reference=torch.clone, samples=samples)

@@ -41,7 +41,7 @@ def forward(
     residual_in_fp32: bool,
     want_mask: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``(out, pre, mean, rstd, mask)``; see :mod:`mindspeed.ops._dropout_add_norm`.
+    """Return ``(out, pre, mean, rstd, mask)``; see :mod:`mindspeed.ops.compat._dropout_add_norm`.
 
     Args:
         x0: ``[..., H]``, fp32, bf16 or fp16.

@@ -42,7 +42,7 @@ from mindspeed.instruments.flop_formulas import formula_of, repeated_in
 from mindspeed.instruments.flops import FlopCount
 from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
 from mindspeed.instruments.live_memory import LiveMemory, tensors_of
-from mindspeed.ops import _registry
+from mindspeed.ops import registry
 from mindspeed.planner.cluster.rates import Product, product_of
 
 WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER = "weights", "gradients", "main weights", "optimizer"
@@ -237,7 +237,7 @@ def _rule(func: Any) -> _Rule:
         return _Rule(str(func), func, formula_of(func), False, False, False, False)
     packet = func._overloadpacket
     collective = func.namespace in NAMESPACES
-    operator = _registry.find(func)
+    operator = registry.find(func)
     inside = operator is not None and operator.communicates
     moves = not collective and func.namespace != "prim" and not func.is_view
     formula, plain = formula_of(packet), func.namespace == "c10d"

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.ops import _overlap
+from mindspeed.ops import overlap
 
 
 @dataclass(frozen=True)
@@ -217,5 +217,5 @@ def matmul_scatter(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGro
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:-1], weight.shape[0]))
     rows = out.view(-1, out.shape[-1])
     chunks = math.gcd(rows.shape[0], ranks)
-    _overlap.matmul_reduce_scatter(x.reshape(-1, x.shape[-1]), weight.t(), rows, group, chunks)
+    overlap.matmul_reduce_scatter(x.reshape(-1, x.shape[-1]), weight.t(), rows, group, chunks)
     return out

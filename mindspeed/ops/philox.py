@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mindspeed.ops._registry import Operator, plain_torch
+from mindspeed.ops.registry import Operator, plain_torch
 
 
 def reserve(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from mindspeed.device.host_values import numbers
-from mindspeed.ops import _visibility as seen
+from mindspeed.ops import visibility as seen
 from mindspeed.ops._layout import axis, bnsd
-from mindspeed.ops._visibility import EVERYTHING, Sight
+from mindspeed.ops.visibility import EVERYTHING, Sight
 
 SCHEMA = (
     "Tensor? mask, Tensor? pse, Tensor? sink, Tensor? rng, Tensor? cu_q, Tensor? cu_k, "
@@ -42,14 +42,14 @@ class Problem:
             scaled): broadcastable to ``[b, n, s_q, s_k]``. 2 and 3: fp32 slopes ``[n]`` or
             ``[b, n]``, the bias is ``-slope * |i + q_start - j - k_start|``, or its square root.
         sink: ``[n]`` score of the column without a value.
-        rng: the pair of :func:`mindspeed.ops._philox.reserve` for dropout, on the CPU.
+        rng: the pair of :func:`mindspeed.ops.philox.reserve` for dropout, on the CPU.
         cu_q: TND only: running sums of the query lengths with a leading 0, on the CPU.
         cu_k: the same for keys.
         prefix: ``[b]``, for modes 5 and 6.
         layout: one of :data:`mindspeed.ops._layout.LAYOUTS`.
         scale: factor on the scores.
         dropout: probability of dropping a probability.
-        mode: sparse mode, see :mod:`mindspeed.ops._visibility`.
+        mode: sparse mode, see :mod:`mindspeed.ops.visibility`.
         pre: reach of the band to the left.
         next: reach of the band to the right.
         pse_type: 0 to 3.

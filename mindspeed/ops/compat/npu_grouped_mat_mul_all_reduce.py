@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._process_groups import group_name, resolve
-from mindspeed.ops._registry import Operator, torch_npu
+from mindspeed.ops.process_groups import group_name, resolve
+from mindspeed.ops.registry import Operator, torch_npu
 
 __all__ = ["npu_grouped_mat_mul_all_reduce"]
 

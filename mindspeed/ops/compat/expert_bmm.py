@@ -1,7 +1,11 @@
-"""The first product of experts: exchange tokens, gather them, multiply, activate.
+"""The products of experts with their exchanges.
 
-Backward in one all-to-all and one reduce-scatter. Source: the operator that CANN calls
-AlltoAllAllGatherBatchMatMul; torch_npu has it no more, so every device runs the composition.
+    first     exchange tokens, gather them, multiply, activate
+    second    multiply, sum over TP, exchange the tokens back
+
+Backward is one all-to-all and one reduce-scatter, or one all-gather. Source: the operators that
+CANN calls AlltoAllAllGatherBatchMatMul and BatchMatMulReduceScatterAlltoAll; torch_npu has them no
+more, so every device runs the composition.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from mindspeed.ops._activations import PLAIN, Activation
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._expert_exchange import ALL_TO_ALL_ALL_GATHER_BMM
-from mindspeed.ops._process_groups import group_name, resolve
+from mindspeed.ops.compat._activations import PLAIN, Activation
+from mindspeed.ops.compat._expert_exchange import (
+    ALL_TO_ALL_ALL_GATHER_BMM,
+    BMM_REDUCE_SCATTER_ALL_TO_ALL,
+)
+from mindspeed.ops.process_groups import group_name, resolve
 
-__all__ = ["npu_all_to_all_all_gather_bmm"]
+__all__ = ["npu_all_to_all_all_gather_bmm", "npu_bmm_reduce_scatter_all_to_all"]
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "None": lambda x: x,
@@ -126,3 +133,53 @@ def checked_bias(
     shapes = ((experts, features), (experts, 1, features))
     expected = f"shape {shapes[0]} or {shapes[1]}"
     check.require(tuple(bias.shape) in shapes, "bias", expected, tuple(bias.shape))
+
+
+def npu_bmm_reduce_scatter_all_to_all(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_ep: dist.ProcessGroup | str,
+    group_ep_worldsize: int,
+    group_tp: dist.ProcessGroup | str,
+    group_tp_worldsize: int,
+    *,
+    bias: torch.Tensor | None = None,
+    shard_type: int = 0,
+) -> torch.Tensor:
+    """Batched product, reduce-scatter over TP, bias, all-to-all over EP.
+
+    Args:
+        x: ``[E / ep, ep * C, M / tp]``: fp16, bf16 or fp32.
+        weight: ``[E / ep, M / tp, H]``, dtype of x.
+        group_ep: the expert-parallel group, its name, or the name of its HCCL communicator.
+        group_ep_worldsize: its number of ranks.
+        group_tp: the tensor-parallel group, likewise.
+        group_tp_worldsize: its number of ranks.
+        bias: ``[E / ep, H / tp]`` (shard_type 0) or ``[E / ep, H]`` (1), or the same with a 1
+            between; dtype of x or fp32. It is added after the sum over TP.
+        shard_type: 0 scatters along H, 1 along C.
+
+    Returns:
+        ``[E, C, H / tp]`` (shard_type 0) or ``[E, C / tp, H]`` (1), dtype of x.
+
+    Raises:
+        OperatorError: shapes that the groups do not divide, wrong dtypes, options or groups.
+    """
+    check = Check("npu_bmm_reduce_scatter_all_to_all")
+    names = checked_groups(check, group_ep, group_ep_worldsize, group_tp, group_tp_worldsize)
+    check.choice((0, 1), shard_type=shard_type)
+    check.rank(3, x=x, weight=weight)
+    check.floating(x=x, weight=weight)
+    fits = x.size(0) == weight.size(0) and x.size(2) == weight.size(1)
+    expected = f"shape ({x.size(0)}, {x.size(2)}, H), from the shape of x"
+    check.require(fits, "weight", expected, tuple(weight.shape))
+    rows, hidden = x.size(1), weight.size(2)
+    divisor = group_ep_worldsize * (group_tp_worldsize if shard_type == 1 else 1)
+    expected = f"a number of rows that {divisor} divides"
+    check.require(rows % divisor == 0, "x", expected, tuple(x.shape))
+    if shard_type == 0:
+        expected = f"a hidden size that {group_tp_worldsize} divides"
+        check.require(hidden % group_tp_worldsize == 0, "weight", expected, tuple(weight.shape))
+        hidden //= group_tp_worldsize
+    checked_bias(check, bias, x, weight.size(0), hidden)
+    return BMM_REDUCE_SCATTER_ALL_TO_ALL(x, weight, bias, *names, shard_type)

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from mindspeed.ops import _philox
+from mindspeed.ops import philox
 from mindspeed.ops._check import Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks, store
-from mindspeed.ops._registry import Operator, torch_npu, triton
+from mindspeed.ops.registry import Operator, torch_npu, triton
 from mindspeed.ops.rms_norm import _reference as rms_norm_reference
 from mindspeed.ops.rms_norm import _reference_backward as rms_norm_reference_backward
 
@@ -91,7 +91,7 @@ def dropout_add_norm(
         x0, mask = _drop_on_npu(x0, rowscale, layerscale, dropout_p, return_dropout_mask)
         rowscale, layerscale, dropout_p = None, None, 0.0
     elif dropout_p:
-        rng = _philox.reserve(x0, x0.numel())
+        rng = philox.reserve(x0, x0.numel())
     out, pre, _, _, kept = DROPOUT_ADD_NORM(
         x0, residual, weight, bias, rowscale, layerscale, rng, dropout_p, epsilon, rms,
         residual_in_fp32, return_dropout_mask,
@@ -165,7 +165,7 @@ def _reference(
     want_mask: bool,
 ) -> tuple[torch.Tensor, ...]:
     exact, size = accumulation_dtype(x0), x0.shape[-1:]
-    draws = None if rng is None else _philox.draws(rng, x0.shape)
+    draws = None if rng is None else philox.draws(rng, x0.shape)
     out = x0.new_empty(x0.shape)
     pre = x0.new_empty(x0.shape, dtype=_pre_dtype(x0, residual, residual_in_fp32))
     rstd = x0.new_empty((*x0.shape[:-1], 1), dtype=exact)
@@ -175,7 +175,7 @@ def _reference(
     for block in row_blocks(matrices[0]):
         parts: list[Any] = [None if m is None else m[block] for m in matrices]
         x, stream, drawn, y, h = parts
-        keep = None if drawn is None else _philox.kept(drawn, p, exact)
+        keep = None if drawn is None else philox.kept(drawn, p, exact)
         scales = (None if rowscale is None else rowscale.reshape(-1)[block], layerscale)
         _sum(h, x, stream, scales, keep, p)
         rounded = h.to(exact)
@@ -191,7 +191,7 @@ def _reference(
     if want_mask:
         mask = torch.ones_like(x0, dtype=torch.bool)
         if draws is not None:
-            mask = _philox.kept(draws, p, torch.bool)
+            mask = philox.kept(draws, p, torch.bool)
     return out, pre, mean, rstd, mask
 
 
@@ -216,7 +216,7 @@ def _reference_backward(
 ) -> tuple[torch.Tensor, ...]:
     exact, size = accumulation_dtype(pre), pre.shape[-1:]
     gamma, zero = weight.to(exact), pre.new_zeros((), dtype=exact)
-    draws = None if rng is None else _philox.draws(rng, pre.shape)
+    draws = None if rng is None else philox.draws(rng, pre.shape)
     dx0 = dout.new_empty(pre.shape)
     dresidual = pre.new_empty(pre.shape if separate else 0)
     sums = [pre.new_zeros(size, dtype=exact) for _ in range(3)]  # dweight, dbias, dlayerscale
@@ -241,7 +241,7 @@ def _reference_backward(
         if separate:
             _rows(dresidual, size)[block] = g
         if drawn is not None:
-            g = torch.addcmul(zero, g, _philox.kept(drawn, p, exact), value=1 / (1 - p))
+            g = torch.addcmul(zero, g, philox.kept(drawn, p, exact), value=1 / (1 - p))
         row = None if rowscale is None else rowscale.reshape(-1)[block]
         dx.copy_(_scaled(g, (row, layerscale)))
         if x is not None:

@@ -11,6 +11,15 @@ int8           int8        int8        ``(x1 @ x2 + bias) * dequant_scale``, bia
 The bias is inside the sum: given on all W ranks it counts W times, so one rank passes it, or each
 passes bias / W. Terms are rounded to the output's dtype before they travel: ``[m, n]`` of it in one
 all-reduce. Source: the formulas of torch_npu's ``npu_mm_all_reduce_base``.
+
+``npu_mm_all_reduce_add_rms_norm`` is the end of a row-parallel linear in inference; its twin with a
+final underscore works in its residual:
+
+    y = all_reduce(x1 @ x2 + bias) + residual
+    norm_out = y / sqrt(mean(y^2) + epsilon) * gamma
+
+Source: the operator of the same name in CANN. torch_npu has it no more, so the product with its
+all-reduce is one fused kernel there and the norm another.
 """
 
 from __future__ import annotations
@@ -23,11 +32,18 @@ import torch.distributed as dist
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import accumulation_dtype, product_flops
-from mindspeed.ops._process_groups import comm_name, group_name, resolve
-from mindspeed.ops._registry import Operator, note_fallback, torch_npu
-from mindspeed.ops.quant_gmm import int_product, unpacked_scale
+from mindspeed.ops.compat.quant_gmm import int_product, unpacked_scale
+from mindspeed.ops.process_groups import comm_name, group_name, resolve
+from mindspeed.ops.registry import Operator, note_fallback, torch_npu
+from mindspeed.ops.rms_norm import rms_norm
 
-__all__ = ["MM_ALL_REDUCE", "check_weight_int8", "checked_arguments"]
+__all__ = [
+    "MM_ALL_REDUCE",
+    "check_weight_int8",
+    "checked_arguments",
+    "npu_mm_all_reduce_add_rms_norm",
+    "npu_mm_all_reduce_add_rms_norm_",
+]
 
 
 def checked_arguments(
@@ -256,3 +272,88 @@ MM_ALL_REDUCE = Operator(
     samples=lambda dtype: (),  # without a group there is nothing to run
     public="mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm",
 )
+
+
+def npu_mm_all_reduce_add_rms_norm(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    hcom: dist.ProcessGroup | str,
+    reduce_op: str = "sum",
+    epsilon: float = 1e-06,
+    bias: torch.Tensor | None = None,
+    antiquant_scale: torch.Tensor | None = None,
+    antiquant_offset: torch.Tensor | None = None,
+    dequant_scale: torch.Tensor | None = None,
+    antiquant_group_size: int = 0,
+    comm_turn: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply, sum over the group, add the residual and normalise.
+
+    Args:
+        x1: ``[b, s, k]`` or ``[s, k]``: fp16, bf16, fp32, or int8 with ``dequant_scale``.
+        x2: ``[k, n]``, also as the transposed view of ``[n, k]``: dtype of x1, or int8 with
+            ``antiquant_scale``.
+        residual: ``[b, s, n]`` or, where x1 has two dimensions, any shape of s rows of n; dtype of
+            the output.
+        gamma: ``[n]``, dtype of residual or fp32.
+        hcom: the group, its name, or the name of its HCCL communicator; each rank holds a slice
+            of k.
+        reduce_op: "sum".
+        epsilon: added to the mean square.
+        bias: ``[n]``; it is inside the sum over ranks: pass it on one rank, or bias / W on each.
+        antiquant_scale: scale of an int8 x2, for the whole (``[1]``), by column (``[n]``) or by
+            rows (``[ceil(k / antiquant_group_size), n]``): ``(x2 + offset) * scale``.
+        antiquant_offset: as antiquant_scale.
+        dequant_scale: scale of the int8 product, ``[1]`` or ``[n]``: bf16 for a bf16 output, fp32
+            or int64 (as npu_trans_quant_param makes it) for fp16.
+        antiquant_group_size: rows of x2 that share a scale, or 0.
+        comm_turn: 0.
+
+    Returns:
+        y and norm_out, both with the shape and dtype of residual.
+
+    Raises:
+        OperatorError: wrong dtypes, shapes or options, an unknown group, a gradient is required.
+    """
+    operands = checked_arguments(
+        Check("npu_mm_all_reduce_add_rms_norm"), x1, x2, residual, gamma, hcom, reduce_op, epsilon,
+        bias, antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size, comm_turn,
+    )  # fmt: skip
+    product = MM_ALL_REDUCE(*operands).view_as(residual)
+    y = product.add_(residual)
+    return y, rms_norm(y, gamma, epsilon)
+
+
+def npu_mm_all_reduce_add_rms_norm_(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    hcom: dist.ProcessGroup | str,
+    reduce_op: str = "sum",
+    epsilon: float = 1e-06,
+    bias: torch.Tensor | None = None,
+    antiquant_scale: torch.Tensor | None = None,
+    antiquant_offset: torch.Tensor | None = None,
+    dequant_scale: torch.Tensor | None = None,
+    antiquant_group_size: int = 0,
+    comm_turn: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply, sum over the group, add to the residual in place, and normalise.
+
+    Arguments and errors are those of
+    :func:`~mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm`: x1
+    ``[b, s, k]`` or ``[s, k]``, x2 ``[k, n]``, residual ``[b, s, n]``, gamma ``[n]``.
+
+    Returns:
+        ``residual`` itself, which now holds y, and norm_out, both with its shape and dtype.
+    """
+    operands = checked_arguments(
+        Check("npu_mm_all_reduce_add_rms_norm_"), x1, x2, residual, gamma, hcom, reduce_op, epsilon,
+        bias, antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size, comm_turn,
+    )  # fmt: skip
+    product = MM_ALL_REDUCE(*operands).view_as(residual)
+    residual.add_(product)
+    return residual, rms_norm(residual, gamma, epsilon)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mindspeed.ops._attention_problem import ALIBI, ALIBI_SQRT
 from mindspeed.ops._check import Check
 from mindspeed.ops._layout import axis
-from mindspeed.ops._visibility import (
+from mindspeed.ops.attention_problem import ALIBI, ALIBI_SQRT
+from mindspeed.ops.visibility import (
     CUT_BEHIND,
     CUT_IN_FRONT,
     MASK_ONLY,

@@ -1,6 +1,6 @@
 """Matrix products with the collective of a tensor-parallel linear, into given tensors.
 
-    from mindspeed.ops.lcal_functional import coc_ops
+    from mindspeed.ops.compat.lcal_functional import coc_ops
     coc_ops.matmul_reduce_scatter(x, weight.t(), output)           # Megatron's group, one chunk
 
     four = CocOps(group, chunks=4)                                  # any group, overlapped
@@ -18,8 +18,9 @@ all_gather_matmul_v2     the same, and the rows of all ranks      ``[m / p, k]``
 =======================  =======================================  ==============  ==============
 
 The bias, ``[1, n]`` or ``[n]``, is added once, after the communication. On every device the
-collectives of one chunk of rows overlap with the product of the next (:mod:`_overlap`); fused
-kernels of torch_npu, and of torch for GPUs that share memory, go before that where they fit.
+collectives of one chunk of rows overlap with the product of the next
+(:mod:`~mindspeed.ops.overlap`); fused kernels of torch_npu, and of torch for GPUs that share
+memory, go before that where they fit.
 Source: the operators that the original library calls LCAL, here for any number of ranks.
 """
 
@@ -30,13 +31,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mindspeed.ops import _overlap
+from mindspeed.ops import overlap
 from mindspeed.ops._check import Check
-from mindspeed.ops._fused_collectives import NPU, SYMMETRIC_MEMORY
-from mindspeed.ops._mm_all_reduce import MM_ALL_REDUCE, check_weight_int8
 from mindspeed.ops._numerics import product_flops
-from mindspeed.ops._process_groups import group_name, resolve, tensor_parallel
-from mindspeed.ops._registry import Kernel, Operator
+from mindspeed.ops.compat.mm_all_reduce import MM_ALL_REDUCE, check_weight_int8
+from mindspeed.ops.fused_collectives import NPU, SYMMETRIC_MEMORY
+from mindspeed.ops.process_groups import group_name, resolve, tensor_parallel
+from mindspeed.ops.registry import Kernel, Operator
 
 __all__ = ["CocOps", "coc_ops"]
 
@@ -282,19 +283,19 @@ def _add(output: torch.Tensor, bias: torch.Tensor | None) -> None:
 def _all_reduce(
     a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
 ) -> None:
-    _overlap.matmul_all_reduce(a, b, output, resolve(group), chunks)
+    overlap.matmul_all_reduce(a, b, output, resolve(group), chunks)
 
 
 def _reduce_scatter(
     a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
 ) -> None:
-    _overlap.matmul_reduce_scatter(a, b, output, resolve(group), chunks)
+    overlap.matmul_reduce_scatter(a, b, output, resolve(group), chunks)
 
 
 def _gather(
     a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
 ) -> None:
-    _overlap.all_gather_matmul(a, b, output, None, resolve(group), chunks)
+    overlap.all_gather_matmul(a, b, output, None, resolve(group), chunks)
 
 
 def _gather_v2(
@@ -305,7 +306,7 @@ def _gather_v2(
     chunks: int,
     group: str,
 ) -> None:
-    _overlap.all_gather_matmul(a, b, output, comm_output, resolve(group), chunks)
+    overlap.all_gather_matmul(a, b, output, comm_output, resolve(group), chunks)
 
 
 def _gathered_flops(

@@ -1,10 +1,10 @@
-"""Fused kernels of :mod:`mindspeed.ops.lcal_functional`, and their limits.
+"""Fused kernels of :mod:`mindspeed.ops.compat.lcal_functional`, and their limits.
 
 torch_npu's kernels take 16-bit matrices with an inner length in [256, 65535) and 2, 4, 8 or 16
 ranks; on Atlas A2 all fused kernels of a model must use one communicator. torch's kernels for
 symmetric memory take bf16 or fp16 on GPUs that can read each other's memory; torch sets that
 memory up at the first call. :func:`why_not_fused` says which of these keeps a product from them.
-As kernels of the operators they leave everything else to the chunks of ``_overlap``, and say so
+As kernels of the operators they leave everything else to the chunks of ``overlap``, and say so
 once.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mindspeed.ops import _overlap
-from mindspeed.ops._process_groups import comm_name, resolve
-from mindspeed.ops._registry import (
+from mindspeed.ops import overlap
+from mindspeed.ops.process_groups import comm_name, resolve
+from mindspeed.ops.registry import (
     Implementation,
     Kernel,
     note_fallback,
@@ -171,7 +171,7 @@ def _kernels(unfit: Callable[[torch.Tensor, dist.ProcessGroup], str | None]) -> 
         if fits("matmul_all_reduce", a, ranks):
             output.copy_(matmul_all_reduce(a, b, ranks))
         else:
-            _overlap.matmul_all_reduce(a, b, output, ranks, chunks)
+            overlap.matmul_all_reduce(a, b, output, ranks, chunks)
 
     def reduce_scatter(
         a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
@@ -180,7 +180,7 @@ def _kernels(unfit: Callable[[torch.Tensor, dist.ProcessGroup], str | None]) -> 
         if fits("matmul_reduce_scatter", a, ranks):
             output.copy_(matmul_reduce_scatter(a, b, ranks))
         else:
-            _overlap.matmul_reduce_scatter(a, b, output, ranks, chunks)
+            overlap.matmul_reduce_scatter(a, b, output, ranks, chunks)
 
     def gather_into(
         a: torch.Tensor,
@@ -192,7 +192,7 @@ def _kernels(unfit: Callable[[torch.Tensor, dist.ProcessGroup], str | None]) -> 
     ) -> None:
         ranks = resolve(group)
         if not fits("all_gather_matmul", a, ranks):
-            return _overlap.all_gather_matmul(a, b, output, comm_output, ranks, chunks)
+            return overlap.all_gather_matmul(a, b, output, comm_output, ranks, chunks)
         product, gathered = all_gather_matmul(a, b, ranks, comm_output is not None)
         output.copy_(product)
         if comm_output is not None and gathered is not None:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from mindspeed.ops._attention_arguments import MERGED_HEADS, Arguments, Lengths
-from mindspeed.ops._attention_problem import Problem
 from mindspeed.ops._check import Check
-from mindspeed.ops._philox import reserve
-from mindspeed.ops._visibility import EVERYTHING
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
+from mindspeed.ops.attention_problem import Problem
+from mindspeed.ops.compat._attention_arguments import MERGED_HEADS, Arguments, Lengths
+from mindspeed.ops.philox import reserve
+from mindspeed.ops.visibility import EVERYTHING
 
 __all__ = ["npu_fusion_attention", "npu_fusion_attention_grad"]
 
@@ -84,7 +84,7 @@ def npu_fusion_attention(
         actual_seq_qlen: TND: ends of the sequences, as a list or tensor without a leading 0;
             trailing zeros are sequences that are not there.
         actual_seq_kvlen: Same for the keys.
-        sparse_mode: 0 to 8, see :mod:`mindspeed.ops._visibility`. 5 not with TND, 7 and 8 only.
+        sparse_mode: 0 to 8, see :mod:`mindspeed.ops.visibility`. 5 not with TND, 7 and 8 only.
         gen_mask_parallel: Without effect.
         sync: Without effect.
         pse_type: 0: ``scale * q k^T + pse``; 1: ``scale * (q k^T + pse)``; 2: ``scale * q k^T -

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.ops._process_groups import resolve
-from mindspeed.ops._registry import Operator
+from mindspeed.ops.process_groups import resolve
+from mindspeed.ops.registry import Operator
 
 __all__ = ["ALL_TO_ALL_ALL_GATHER_BMM", "BMM_REDUCE_SCATTER_ALL_TO_ALL"]
 
