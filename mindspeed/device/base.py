@@ -121,7 +121,7 @@ class Device(ABC):
         """Wait until all work of this device is complete."""
 
     def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory, any shape and dtype, that kernels of this device address.
+        """Uninitialised host memory that kernels of this device address.
 
         Raises:
             NotImplementedError: the device has no ``host_mapped_memory``.

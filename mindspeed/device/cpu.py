@@ -66,7 +66,7 @@ class CpuDevice(Device):
         """No-op: operators are synchronous."""
 
     def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory, any shape and dtype: all memory of the CPU is host memory."""
+        """Memory: all memory of the CPU is host memory."""
         return torch.empty(shape, dtype=dtype)
 
     def memory_stats(self) -> MemoryStats:

@@ -28,5 +28,5 @@ def empty(
 def host_tensor(
     shape: Sequence[int] | int, dtype: torch.dtype, *, pinned: bool | None = None
 ) -> torch.Tensor:
-    """:func:`empty` of any shape, as instruments see it."""
+    """:func:`empty`, as instruments see it."""
     return empty(shape, dtype, pinned=pinned)

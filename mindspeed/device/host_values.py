@@ -30,7 +30,7 @@ def with_values(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @with_values
 def numbers(tensor: torch.Tensor) -> list[Any]:
-    """Values of a tensor of any shape and dtype on the host, as ``tolist`` gives them.
+    """Values of a tensor on the host, as ``tolist`` gives them.
 
     Raises:
         torch._subclasses.fake_tensor.DataDependentOutputException: it is a FakeTensor.

@@ -29,7 +29,7 @@ class NpuDevice(Accelerator):
         self.torch_npu = torch_npu
 
     def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Swapped memory, any shape and dtype: kernels may use it, copies may not."""
+        """Swapped memory: kernels may use it, copies may not."""
         empty = torch.ops.npu.empty_with_swapped_memory
         return empty(list(shape), dtype=dtype, device=self.torch_device())
 

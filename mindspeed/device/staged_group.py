@@ -84,7 +84,7 @@ class StagedGroup(ProcessGroup):
     def broadcast(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any
     ) -> Work:
-        """Broadcast host tensors of any shape and dtype."""
+        """Broadcast host tensors, any shape and dtype."""
         root = self._global(opts.rootRank)
         for tensor in tensors:
             flat = tensor.view(-1)

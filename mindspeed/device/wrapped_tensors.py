@@ -28,7 +28,7 @@ def any_wraps(types: tuple[type, ...]) -> bool:
 
 
 def held(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory: those that ``tensor`` (any shape and dtype) holds, or itself."""
+    """The tensors with memory: those that ``tensor`` holds, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

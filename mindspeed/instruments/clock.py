@@ -264,5 +264,5 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Key of the storage of a tensor of any shape, as long as that lives."""
+    """Key of the storage of a tensor, as long as that lives."""
     return tensor.untyped_storage()._cdata

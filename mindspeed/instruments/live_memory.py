@@ -104,7 +104,7 @@ class LiveMemory(Instrument):
         return self.kind
 
     def claim(self, tensor: torch.Tensor, kind: str) -> None:
-        """The storage of a tensor (any shape and dtype) is of this kind; host memory stays it."""
+        """The storage of a tensor is of this kind; host memory stays it."""
         for one in held(tensor):
             key = one.untyped_storage()._cdata
             nbytes, before = self._storages.get(key, (0, HOST))
@@ -114,7 +114,7 @@ class LiveMemory(Instrument):
                 self.now[kind] += nbytes
 
     def see(self, tensor: torch.Tensor) -> None:
-        """A tensor of any shape and dtype that exists; its storage may be new."""
+        """A tensor that exists; its storage may be new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._storages.get(key)
@@ -210,7 +210,7 @@ class _Mode(TorchDispatchMode):
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
-    """Tensors of any shape that an operator returned: one, or those in lists and tuples of it."""
+    """Tensors that an operator returned: one, or those in lists and tuples of it."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, list | tuple):

@@ -109,7 +109,7 @@ class Storages:
         self._contiguous: dict[int, tuple[StorageWeakRef, Saved]] = {}
 
     def hold(self, tensor: torch.Tensor, module: str, site: str) -> Saved | None:
-        """Count a tensor (any shape and dtype) that autograd saves; None if it does not count."""
+        """Count a tensor that autograd saves; None if it does not count."""
         saved = self._of(tensor.untyped_storage(), module, site)
         if saved is not None:
             saved.holders += 1
@@ -124,7 +124,7 @@ class Storages:
     def pack(
         self, tensor: torch.Tensor, packed: Any, module: str, site: str, *, again: bool = False
     ) -> tuple[Saved, bool, list[Saved]] | None:
-        """Count a tensor (any shape and dtype) that inner hooks turned into ``packed``.
+        """Count a tensor that inner hooks turned into ``packed``.
 
         Args:
             tensor: The tensor.
@@ -157,7 +157,7 @@ class Storages:
         return saved, kept, copies
 
     def watch(self, tensor: torch.Tensor, module: str, site: str) -> None:
-        """Count a tensor (any shape and dtype) that is kept for the backward, until it is freed."""
+        """Count a tensor that is kept for the backward, until it is freed."""
         storage = tensor.untyped_storage()
         saved = self._of(storage, module, site)
         if saved is not None and not saved.needed:
@@ -183,14 +183,14 @@ class Storages:
             self._count(saved)
 
     def made_contiguous(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """A tensor (any shape and dtype) was copied on its way to the host."""
+        """A tensor was copied on its way to the host."""
         saved = self._saved.get(source.untyped_storage()._cdata)
         if saved is not None and saved.packs and source is not result:
             storage = result.untyped_storage()
             self._contiguous[storage._cdata] = StorageWeakRef(storage), saved
 
     def copied(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """``target.copy_(source)`` of any shape and dtype: to the host, or back from it."""
+        """``target.copy_(source)``: to the host, or back from it."""
         key = source.untyped_storage()._cdata
         saved = self._saved.get(_host_key(source)) or self._saved.get(key)
         if saved is None and key in self._contiguous:

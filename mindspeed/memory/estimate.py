@@ -84,7 +84,7 @@ def _materialize(segments: list[Segment]) -> None:
 def like_activations(arguments: Any) -> Any:
     """Arguments of a layer for a trial: the same values, apart from the graph they came from.
 
-    Tensors of any shape and dtype; as the output of a layer, one with a gradient is no leaf.
+    As the output of a layer, a tensor with a gradient is no leaf.
     """
 
     def detached(tensor: torch.Tensor) -> torch.Tensor:

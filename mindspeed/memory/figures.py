@@ -110,7 +110,7 @@ class CountedStorages:
     def count(
         self, tensor: torch.Tensor, figures: SiteFigures, kind: Literal["kept", "dropped"]
     ) -> None:
-        """Count the storage of a tensor (any shape and dtype) unless it is counted.
+        """Count the storage of a tensor unless it is counted.
 
         One that was to be dropped and is kept by a later site counts as kept.
         """

@@ -90,7 +90,7 @@ def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
 
 
 def dropped_output(call: LayerCall, tensor: torch.Tensor) -> DroppedOutput | None:
-    """The output that a tensor (any shape and dtype) is, or a view of; None: it is none."""
+    """The output that a tensor is, or a view of; None: it is none."""
     output = call.outputs.get(key_of(tensor))
     if output is None or output.alive.expired():
         return None
@@ -99,5 +99,5 @@ def dropped_output(call: LayerCall, tensor: torch.Tensor) -> DroppedOutput | Non
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """Key of the storage of a tensor (any shape and dtype)."""
+    """Key of the storage of a tensor."""
     return tensor.untyped_storage()._cdata

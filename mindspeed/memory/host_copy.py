@@ -149,7 +149,7 @@ class HostCopy:
         self._figures.copied_in += self.nbytes
 
     def get(self, size: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
-        """The elements on their device, as they were when they were saved, any shape and dtype.
+        """The elements on their device, as they were when they were saved.
 
         Args:
             size: Of a view of them.
@@ -197,12 +197,12 @@ class OnHost:
         self._size, self._strides = tensor.size(), tensor.stride()
 
     def get(self) -> torch.Tensor:
-        """The tensor on its device, any shape and dtype, as it was when it was saved."""
+        """The tensor on its device, as it was when it was saved."""
         return self.copy.get(self._size, self._strides)
 
 
 def elements_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors (any shape and dtype) of one storage that have the same elements.
+    """Equal for two tensors of one storage that have the same elements.
 
     Tensors without gaps have if they begin at the same place and are as long: reshaped, transposed.
     """
@@ -212,7 +212,7 @@ def elements_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides in the same order without gaps, for a tensor of any shape and dtype."""
+    """Strides in the same order without gaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

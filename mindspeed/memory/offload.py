@@ -111,7 +111,7 @@ class Offload:
                 self._check(group.nbytes)
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of any shape and dtype is worth a copy."""
+        """Whether a tensor is worth a copy."""
         return can_offload(tensor, self.min_bytes, self._device.name)
 
     def save(

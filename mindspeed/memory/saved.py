@@ -41,7 +41,7 @@ class Kept:
         return InPlaceChange(self._site, self._tensor) if changed else None
 
     def get(self) -> torch.Tensor:
-        """The tensor, any shape and dtype."""
+        """The tensor."""
         if (problem := self.problem()) is not None:
             raise problem
         return self._tensor
@@ -51,7 +51,7 @@ class Recomputed:
     """A tensor that a segment computes again.
 
     Args:
-        tensor: What was saved, any shape and dtype; only its shape and dtype are remembered.
+        tensor: What was saved; only its shape and dtype are remembered.
         compute: Gives this object its ``value``.
     """
 
@@ -63,7 +63,7 @@ class Recomputed:
         self._compute = compute
 
     def get(self) -> torch.Tensor:
-        """The tensor, any shape and dtype, as it was when it was saved."""
+        """The tensor, as it was when it was saved."""
         if self.value is None:
             self._compute()
         assert self.value is not None
@@ -85,5 +85,5 @@ class ViewOf:
         self._geometry = view.size(), view.stride(), view.storage_offset()
 
     def get(self) -> torch.Tensor:
-        """The view, any shape and dtype, as it was when it was saved."""
+        """The view, as it was when it was saved."""
         return self._output.get().as_strided(*self._geometry)

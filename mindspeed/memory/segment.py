@@ -65,13 +65,13 @@ class Segment:
         self._outputs: dict[int, weakref.ref[Recomputed]] = {}
 
     def save(self, tensor: torch.Tensor) -> Recomputed:
-        """Stand for a tensor (any shape and dtype) that the call saves."""
+        """Stand for a tensor that the call saves."""
         saved = Recomputed(tensor, self.materialize)
         self._saved.append(weakref.ref(saved))
         return saved
 
     def save_output(self, number: int, tensor: torch.Tensor) -> Recomputed:
-        """Stand for output ``number`` of the call, a tensor of any shape and dtype."""
+        """Stand for output ``number`` of the call."""
         known = self._outputs.get(number)
         saved = known() if known is not None else None
         if saved is None:

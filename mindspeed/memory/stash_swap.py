@@ -57,11 +57,11 @@ class StashSwap:
         return self._means()[1]
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of any shape and dtype is worth a copy."""
+        """Whether a tensor is worth a copy."""
         return can_copy(tensor, 1, self._device.name)
 
     def out(self, key: Key, tensor: torch.Tensor) -> OnHost:
-        """Start to copy a tensor (any shape and dtype); equal elements of a key are copied once."""
+        """Start to copy a tensor; equal elements of a key are copied once."""
         copies = self._copies.setdefault(key, {})
         elements = (tensor.untyped_storage()._cdata, *elements_of(tensor))
         if elements not in copies:

@@ -39,7 +39,7 @@ class Anchor:
         """Choose the place, before the experts run; None if no gradient is wanted.
 
         Args:
-            weights: Of all experts of the layer, any shape; frozen ones are left out.
+            weights: Of all experts of the layer; frozen ones are left out.
         """
         self._weights = tuple(weight for weight in weights if weight.requires_grad)
         if not self._weights or not torch.is_grad_enabled():
@@ -47,20 +47,20 @@ class Anchor:
         return _Place.apply(self, *self._weights)  # type: ignore[no-any-return]
 
     def join(self, x: torch.Tensor, token: torch.Tensor | None) -> torch.Tensor:
-        """Tie the place to the input of the experts ``x``, of any shape, which is returned."""
+        """Tie the place to the input of the experts ``x``, which is returned."""
         return x if token is None else _Join.apply(x, token)  # type: ignore[no-any-return]
 
     def put(self, weights: Sequence[torch.Tensor], compute: Computation) -> None:
         """Take the computation of the gradients of some weights.
 
         Args:
-            weights: Parameters that were placed, or frozen ones, any shape.
+            weights: Parameters that were placed, or frozen ones.
             compute: Returns a gradient, a placeholder or None for each.
         """
         self._waiting.append((weights, compute))
 
     def compute(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the placed weights, in their order; of any shape."""
+        """The gradients of the placed weights, in their order."""
         if self._log is not None:
             self._log.add("backward", Kind.COMPUTE, "weight_gradients")
         found: dict[int, torch.Tensor] = {}

@@ -98,7 +98,7 @@ class _Mark(torch.autograd.Function):
 
 
 def mark(x: torch.Tensor, log: EventLog | None, name: str, chunk: int) -> torch.Tensor:
-    """Let the backward of the computation that made ``x``, of any shape, appear in the log."""
+    """Let the backward of the computation that made ``x`` appear in the log."""
     if log is None or not x.requires_grad:
         return x
     return _Mark.apply(x, log, name, chunk)  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ class HostCopy:
         self._event: Any = None
 
     def start(self, x: torch.Tensor, work: Work | None = None, sent: Any = None) -> None:
-        """Start to copy ``x``, of any shape, when ``work`` has filled it from ``sent``."""
+        """Start to copy ``x`` when ``work`` has filled it from ``sent``."""
         here = device.current()
         if _on_host(x) or not here.has("streams"):
             if work is not None:
@@ -47,7 +47,7 @@ class HostCopy:
             self._event.record(stream)
 
     def get(self) -> torch.Tensor:
-        """The tensor on the host, of any shape."""
+        """The tensor on the host."""
         assert self._host is not None, "the copy has not been started"
         if self._event is not None:
             self._event.synchronize()
@@ -67,12 +67,12 @@ class ToHost:
         self._collective, self._copy = collective, copy
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
-        """Start it on ``x``, of any shape; waiting starts the copy and waits no longer."""
+        """Start it on ``x``; waiting starts the copy and waits no longer."""
         y, work = self._collective.launch(x)
         return y, _Start(self._copy, y, work, x)
 
     def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
-        """There is none, for gradients ``grad`` of any shape."""
+        """There is none, for gradients ``grad``."""
         raise NotImplementedError
 
 

@@ -36,7 +36,7 @@ class Link:
     def start(
         self, group: str, launch: Callable[[], tuple[torch.Tensor, Work | None]]
     ) -> tuple[torch.Tensor, Work | None]:
-        """Call ``launch`` for a group; returns its tensor, of any shape, and its work."""
+        """Call ``launch`` for a group; returns its tensor and its work."""
         others = [work for name, work in self.last.items() if name != group]
         out, work = _after(others, launch)
         if others:

@@ -35,7 +35,7 @@ class Packing:
 
     @classmethod
     def of(cls, rows: torch.Tensor, probs: torch.Tensor) -> Packing:
-        """For ``rows [n, h]`` and ``probs`` of any shape, floating dtypes."""
+        """For ``rows [n, h]`` and ``probs``, floating dtypes."""
         return cls(rows.shape[-1], rows.dtype, probs.dtype)
 
     @property

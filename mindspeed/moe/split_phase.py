@@ -108,7 +108,7 @@ class Ticket:
 
 
 def start(x: torch.Tensor, ticket: Ticket) -> torch.Tensor:
-    """Launch the ticket's collective on ``x``, of any shape and dtype; :func:`finish` waits."""
+    """Launch the ticket's collective on ``x``; :func:`finish` waits."""
     return _Start.apply(x, ticket)  # type: ignore[no-any-return]
 
 

@@ -49,13 +49,13 @@ class Check:
             self.fail(argument, expected, got)
 
     def floating(self, **tensors: torch.Tensor | None) -> None:
-        """Require one floating dtype and one device of all given tensors, of any shape."""
+        """Require one floating dtype and one device of all given tensors."""
         self.dtype(FLOATS, **tensors)
         self.same("dtype", **tensors)
         self.same("device", **tensors)
 
     def dtype(self, allowed: Sequence[torch.dtype], **tensors: torch.Tensor | None) -> None:
-        """Require an allowed dtype of every given tensor, of any shape.
+        """Require an allowed dtype of every given tensor.
 
         float64 is accepted where fp32 is.
         """
@@ -85,7 +85,7 @@ class Check:
             self.require(whole, name, "a whole number", value)
 
     def same(self, what: str, **tensors: torch.Tensor | None) -> None:
-        """Require that all given tensors, of any shape, agree in the attribute ``what``.
+        """Require that all given tensors agree in the attribute ``what``.
 
         Args:
             what: ``dtype``, ``device`` or ``shape``.
@@ -100,7 +100,7 @@ class Check:
             self.require(given[name] == given[names[0]], name, expected, given[name])
 
     def rank(self, *ranks: int, **tensors: torch.Tensor) -> None:
-        """Require one of these numbers of dimensions of every tensor, of any shape and dtype."""
+        """Require one of these numbers of dimensions of every tensor, of any shape."""
         for name, x in tensors.items():
             self.tensor(**{name: x})
             expected = f"{' or '.join(map(str, ranks))} dimensions"
@@ -125,7 +125,7 @@ class Check:
             self.require(known, name, f"one of {_list(allowed)}", value)
 
     def forward_only(self, **tensors: torch.Tensor | None) -> None:
-        """Refuse arguments (any shape and dtype) that require a gradient: the operator has none."""
+        """Refuse arguments that require a gradient: the operator has none."""
         for name, x in tensors.items():
             if x is not None and x.requires_grad and torch.is_grad_enabled():
                 raise OperatorError(
@@ -134,7 +134,7 @@ class Check:
                 )
 
     def values_known(self, x: torch.Tensor) -> bool:
-        """Whether reading ``x`` (any shape and dtype) is free, or requested by the user."""
+        """Whether reading ``x`` is free, or requested by the user."""
         if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
             return False
         return x.device.type == "cpu" or os.environ.get("MINDSPEED_OPS_DEBUG") == "1"

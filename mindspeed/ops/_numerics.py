@@ -16,7 +16,7 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype to compute in for ``x`` of any shape: fp32, or fp64 for fp64."""
+    """Return the dtype to compute in for ``x``: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -51,7 +51,7 @@ def kept(numbers: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
     """1 where a number of :func:`draws` keeps an element and 0 where it drops it, elementwise.
 
     Args:
-        numbers: int16, any shape.
+        numbers: int16.
         p: probability of dropping, met to 2^-17.
         dtype: of the result; a factor of the dtype of what it multiplies is much faster than a
             bool, which is converted first.
@@ -78,7 +78,7 @@ def default_generator_at(x: torch.Tensor, rng: torch.Tensor | None) -> Iterator[
     """Let a kernel that draws from the default generator of ``x``'s device draw a pair's numbers.
 
     Args:
-        x: a tensor of any shape on CUDA or NPU.
+        x: a tensor on CUDA or NPU.
         rng: the pair of :func:`reserve`, int64 ``[2]``; None when nothing is drawn.
     """
     if rng is None:

@@ -90,7 +90,7 @@ def compare(
 
 
 def outputs(operator: Operator, function: Any, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Return the results of ``function`` and the tensors it wrote to, of any shape and dtype.
+    """Return the results of ``function`` and the tensors it wrote to.
 
     Args:
         operator: says which arguments are written to.

@@ -62,14 +62,14 @@ class BlockFp8(Codec):
         return type(self)(occasion)
 
     def allocate_extra(self, param: torch.Tensor) -> torch.Tensor:
-        """The scales, fp32 ``[ceil(n / 256)]`` for a parameter (any shape) of n elements."""
+        """The scales, fp32 ``[ceil(n / 256)]`` for a parameter of n elements."""
         blocks = -(-param.numel() // BLOCK)
         return torch.zeros(blocks, dtype=torch.float32, device=param.device)
 
     def decode(
         self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Widen E4M3 (any shape) to fp32 and multiply each block by its scale."""
+        """Widen E4M3 to fp32 and multiply each block by its scale."""
         assert extra is not None
         value = stored.to(torch.float32, memory_format=torch.contiguous_format)
         for blocks, scales in _blocks(value, extra):
@@ -102,7 +102,7 @@ class RootBlockFp8(BlockFp8):
     def decode(
         self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Widen E4M3 (any shape) to fp32, multiply each block by its scale, and square."""
+        """Widen E4M3 to fp32, multiply each block by its scale, and square."""
         return super().decode(stored, extra, param).square_()
 
     def encode(

@@ -82,7 +82,7 @@ class Rows:
 
 
 def rows_of(tensor: torch.Tensor) -> Rows:
-    """The rows of a parameter, any shape and dtype, or of a flat shard ``[n]`` of one.
+    """The rows of a parameter, or of a flat shard ``[n]`` of one.
 
     A shard says in ``parameter_shape`` and ``parameter_start`` what it is a shard of, and which of
     its elements is the first one here.
@@ -98,7 +98,7 @@ class RowScaled(Codec):
     dtype = torch.float16
 
     def allocate_extra(self, param: torch.Tensor) -> torch.Tensor:
-        """fp32 ``[rows]`` for ``param``, any shape."""
+        """fp32 ``[rows]`` for ``param``."""
         rows = rows_of(param).count(param.numel())
         return torch.ones(rows, dtype=torch.float32, device=param.device)
 
@@ -131,7 +131,7 @@ class RowScaled(Codec):
 
 
 def _power_of_two(peak: torch.Tensor) -> torch.Tensor:
-    """``2^e`` with ``peak / 2^e``, rounded to fp16, in [2^14, 2^15): fp32 in and out, any shape.
+    """``2^e`` with ``peak / 2^e``, rounded to fp16, in [2^14, 2^15): fp32 in and out.
 
     A peak that fp16 rounds up to a power of two counts as that one: what is read again has it as
     its peak, and must get the same scale.

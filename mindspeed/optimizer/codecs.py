@@ -51,7 +51,7 @@ class Codec:
         return self
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised storage in ``dtype`` for a state of ``param``, any shape."""
+        """Return uninitialised storage in ``dtype`` for a state of ``param``."""
         return torch.empty_like(param, dtype=self.dtype, requires_grad=False)
 
     def allocate_extra(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -94,7 +94,7 @@ class Full(Codec):
     block = 1
 
     def allocate(self, param: torch.Tensor) -> torch.Tensor:
-        """A tensor like the parameter, any shape: fp32, or fp64 for fp64."""
+        """A tensor like the parameter: fp32, or fp64 for fp64."""
         dtype = torch.promote_types(param.dtype, torch.float32)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
@@ -109,7 +109,7 @@ class Absent(Codec):
     def decode(
         self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Zeros of the parameter's shape (any shape), fp32."""
+        """Zeros of the parameter's shape, fp32."""
         return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
 
     def encode(
@@ -119,7 +119,7 @@ class Absent(Codec):
         extra: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Do nothing, for any shape and dtype: no state is stored."""
+        """No-op: no state is stored."""
 
 
 class BFloat16(Codec):

@@ -35,11 +35,11 @@ class Placement(ABC):
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, place: torch.device
     ) -> torch.Tensor:
-        """Uninitialised storage, any shape and dtype, for a parameter on ``place``."""
+        """Uninitialised storage for a parameter on ``place``."""
 
     @abstractmethod
     def read(self, stored: torch.Tensor) -> torch.Tensor:
-        """The state, any shape, as an ordinary tensor in the dtype of ``stored``."""
+        """The state as an ordinary tensor in the dtype of ``stored``."""
 
     @abstractmethod
     def write(self, stored: torch.Tensor, value: torch.Tensor) -> None:
@@ -107,11 +107,11 @@ class HostSwap(Placement):
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, place: torch.device
     ) -> torch.Tensor:
-        """Uninitialised host memory, any shape and dtype, pinned where the device uses that."""
+        """Uninitialised host memory, pinned where the device uses that."""
         return device.host_tensor(shape, dtype)
 
     def read(self, stored: torch.Tensor) -> torch.Tensor:
-        """The host tensor itself, any shape and dtype, once the last step has written it."""
+        """The host tensor itself, once the last step has written it."""
         if self._complete is not None:
             self._complete.synchronize()
         return stored
@@ -130,7 +130,7 @@ class HostSwap(Placement):
         """Bring the states to the device window by window, update them and bring them back.
 
         Args:
-            states: of each parameter, name -> host tensor, any shape, contiguous; equal names.
+            states: of each parameter, name -> contiguous host tensor; equal names.
             place: the device of the parameters.
             total: elements of all parameters of the optimizer, of which these may be a part.
             update: changes the states of a window in place: name -> one flat device tensor for
@@ -223,7 +223,7 @@ class HostMapped(Placement):
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, place: torch.device
     ) -> torch.Tensor:
-        """Uninitialised memory, any shape and dtype: mapped, or on ``place`` past the limit."""
+        """Uninitialised memory: mapped, or on ``place`` past the limit."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes or (self.limit is not None and self.mapped + nbytes > self.limit):
             return torch.empty(shape, dtype=dtype, device=place)
@@ -235,5 +235,5 @@ class HostMapped(Placement):
         return torch.ones_like(stored).mul_(stored)
 
     def write(self, stored: torch.Tensor, value: torch.Tensor) -> None:
-        """Overwrite ``stored``, any shape; ``value`` has it, too, any floating dtype and device."""
+        """Overwrite ``stored``; ``value`` has it, too, any floating dtype and device."""
         stored.fill_(1).mul_(value.to(stored.device, stored.dtype))

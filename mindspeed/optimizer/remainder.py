@@ -37,7 +37,7 @@ class Remainder(Codec):
         self.block = 8 if exact else 1
 
     def allocate_extra(self, param: torch.Tensor) -> torch.Tensor | None:
-        """With ``exact`` uint8 ``[ceil(n / 8)]`` for a parameter (any shape) of n elements."""
+        """With ``exact`` uint8 ``[ceil(n / 8)]`` for a parameter of n elements."""
         if not self.exact:
             return None
         return torch.zeros(-(-param.numel() // 8), dtype=torch.uint8, device=param.device)
@@ -79,7 +79,7 @@ def packed(flags: torch.Tensor) -> torch.Tensor:
     """Eight flags a byte, the first in the lowest bit.
 
     Args:
-        flags: bool, any shape, n elements.
+        flags: bool, n elements.
 
     Returns:
         uint8 ``[ceil(n / 8)]``.

@@ -71,7 +71,7 @@ def write_item(request: AsyncRequest, file: Any, data: torch.Tensor, item: Any, 
     Args:
         request: The plan, from ``dist_checkpointing.save(async_sharded_save=True)``.
         file: Open for writing.
-        data: The tensor, any shape and dtype, or bytes of an object.
+        data: The tensor, or bytes of an object.
         item: Its entry in the plan.
         name: Of the file, for the index.
 

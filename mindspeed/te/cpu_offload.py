@@ -26,7 +26,7 @@ MIN_ELEMENTS = 1 << 14
 
 
 def worth_moving(x: torch.Tensor) -> bool:
-    """Whether a saved tensor (any shape and dtype) is a large activation in device memory."""
+    """Whether a saved tensor is a large activation in device memory."""
     weight = isinstance(x, torch.nn.Parameter)
     return x.device.type != "cpu" and not weight and x.numel() >= MIN_ELEMENTS
 

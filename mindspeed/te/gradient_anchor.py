@@ -27,7 +27,7 @@ def convert_experts(experts: torch.nn.Module) -> None:
 
 
 def anchored_weights(experts: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights of any shape, frozen ones too, whose gradients an anchor can take now."""
+    """The weights, frozen ones too, whose gradients an anchor can take now."""
     return [
         parameter
         for module in _takers(experts)

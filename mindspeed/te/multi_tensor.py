@@ -26,7 +26,7 @@ def multi_tensor_applier(
     Args:
         operation: ``(chunk, overflow, lists, *arguments)``.
         overflow: int32 ``[1]``.
-        lists: Tensors of any shape and dtype, as the operation requires.
+        lists: Tensors, as the operation requires.
         *arguments: Of the operation.
     """
     return operation(CHUNK, overflow, lists, *arguments)

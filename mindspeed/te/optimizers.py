@@ -234,7 +234,7 @@ class FusedAdam(StoredStates):
             param.copy_(weight)
 
     def _wide_grad(self, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-        """The gradient (any shape and dtype) times ``grad_factors``, in the wide dtype."""
+        """The gradient times ``grad_factors``, in the wide dtype."""
         grad = grad.to(wide, copy=bool(self.grad_factors))
         for factor in self.grad_factors:
             grad.mul_(factor)

@@ -132,7 +132,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """Return the factors that bring maxima to the largest number of ``dtype``; fp32.
 
     Args:
-        amax: Maxima of any shape.
+        amax: Maxima.
         dtype: An fp8 dtype.
         power_of_two: Round factors down to powers of two.
     """
@@ -153,7 +153,7 @@ def mx_scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def round_trip(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantise ``x`` of any shape to an fp8 ``dtype`` and dequantise it to fp32.
+    """Quantise ``x`` to an fp8 ``dtype`` and dequantise it to fp32.
 
     ``scale`` is an fp32 scalar, or broadcastable to ``x``.
     """
@@ -162,7 +162,7 @@ def round_trip(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def per_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Quantise ``x`` (any shape) with one factor, from its own maximum, and dequantise it; fp32."""
+    """Quantise ``x`` with one factor, from its own maximum, and dequantise it; fp32."""
     return round_trip(x, scale_of(amax_of(x), dtype), dtype)
 
 
@@ -183,7 +183,7 @@ def per_block(
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of ``x`` (any shape), 0 of an empty tensor; fp32 scalar."""
+    """Return the largest magnitude of ``x``, 0 of an empty tensor; fp32 scalar."""
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 

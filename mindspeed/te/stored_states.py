@@ -100,7 +100,7 @@ class StoredStates(torch.optim.Optimizer):
     ) -> None:
         """Create the states of ``param``: those of the rule, master equal to the parameter.
 
-        Each has the shape of ``param``, any shape, in its storage dtype.
+        Each has the shape of ``param`` in its storage dtype.
         """
         for name in self.names(param):
             self.set_scaled_state(param, name, self._initial(param, name))

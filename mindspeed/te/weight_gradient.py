@@ -35,7 +35,7 @@ class GradientAnchor(Protocol):
         weights: Sequence[torch.Tensor],
         compute: Callable[[], Sequence[torch.Tensor | None]],
     ) -> None:
-        """Take the computation of the gradients of ``weights``, any shape."""
+        """Take the computation of the gradients of ``weights``."""
         ...
 
 
@@ -59,8 +59,8 @@ class WgradOptions:
         """Hide the weights of a layer from autograd if the store takes their gradients.
 
         Args:
-            x: Input of the layer, any shape.
-            *weights: Of the layer, or the parameter that it views, any shape.
+            x: Input of the layer.
+            *weights: Of the layer, or the parameter that it views.
         """
         if self.store is None or not self.store.takes(x, weights):
             return None
@@ -161,7 +161,7 @@ def add_product(weight: torch.Tensor, wgrad: torch.Tensor) -> None:
     """Add the gradient of a weight that autograd does not see, as the hook of its owner would.
 
     Args:
-        weight: The parameter, any shape.
+        weight: The parameter.
         wgrad: Its gradient, of the same shape and dtype.
     """
     main_grad = getattr(weight, "main_grad", None)

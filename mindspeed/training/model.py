@@ -174,7 +174,7 @@ def _never_whole(args: argparse.Namespace) -> bool:
 
 
 def _replicas(parameter: torch.Tensor) -> Any:
-    """The ranks that have the same parameter, any shape and dtype."""
+    """The ranks that have the same parameter."""
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()

@@ -31,7 +31,7 @@ class Shard:
     """What a rank keeps of a parameter that is on the meta device.
 
     Attributes:
-        parameter: it, any shape and dtype, with its attributes.
+        parameter: it, with its attributes.
         flat: this rank's elements ``[ceil(numel / ranks)]``, padded with zeros.
         group: the ranks that share it.
     """

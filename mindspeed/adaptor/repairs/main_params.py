@@ -89,7 +89,7 @@ def _states(state_dict: Mapping[str, Any], chunks: int) -> list[Mapping[str, Any
 
 
 def _adds_digits(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a value, any shape, is more precise than the parameter of this shape."""
+    """Whether a value is more precise than the parameter of this shape."""
     from megatron.core.fp8_utils import is_float8tensor
 
     return value.dtype != parameter.dtype or bool(is_float8tensor(parameter))

@@ -91,7 +91,7 @@ def on_gradient(tensors: Any, call: Callable[[], None]) -> bool:
     """Call once the gradient of the first tensor is there; False if it gets none.
 
     Args:
-        tensors: a tensor of any shape and dtype, or a sequence that begins with one.
+        tensors: a tensor, or a sequence that begins with one.
         call: is called.
     """
     tensor = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors

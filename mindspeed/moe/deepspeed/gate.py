@@ -84,7 +84,7 @@ def gumbel(uniform: torch.Tensor) -> torch.Tensor:
     """Noise that makes the largest of ``logits + noise`` a draw from their softmax.
 
     Args:
-        uniform: from 0 to 1, any shape, fp32 or fp64.
+        uniform: from 0 to 1, fp32 or fp64.
     """
     exponential = -torch.log(uniform.clamp(min=torch.finfo(uniform.dtype).tiny))
     return -torch.log(exponential.clamp(min=torch.finfo(uniform.dtype).tiny))

@@ -102,7 +102,7 @@ class Arguments:
         """Refuse a padding mask, which no device supports, and probabilities outside their range.
 
         Args:
-            padding_mask: must be None; a tensor of any shape and dtype is refused.
+            padding_mask: must be None.
             keep_prob: probability to keep, in (0, 1].
             **numbers: other arguments that must be numbers.
         """

@@ -63,7 +63,7 @@ def launch(
     Args:
         kernel: a Triton kernel.
         grid: numbers of programs.
-        first: its first argument, any shape and dtype.
+        first: its first argument.
         *args: its other arguments.
         **meta: its compile-time constants.
     """

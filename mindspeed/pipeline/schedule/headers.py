@@ -64,7 +64,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorInfo:
-        """What there is to know of a tensor ``[...]`` of any shape."""
+        """What there is to know of a tensor ``[...]``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self) -> torch.Tensor:

@@ -38,11 +38,11 @@ class Swap(Protocol):
     """Copies to the host and back; :class:`mindspeed.memory.stash_swap.StashSwap`."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor, of any shape and dtype, is worth a copy."""
+        """Whether a tensor is worth a copy."""
         ...
 
     def out(self, key: Key, tensor: torch.Tensor) -> Any:
-        """Start to copy a tensor, of any shape and dtype; ``get()`` of the result has it again."""
+        """Start to copy a tensor; ``get()`` of the result has it again."""
         ...
 
     def back(self, key: Key) -> int:
@@ -140,7 +140,7 @@ class WeightGradients:
         """Whether a layer is to hide its weights from autograd and to call :meth:`put` in backward.
 
         Args:
-            x: input of the layer, any shape. If it needs no gradient, autograd would not call the
+            x: input of the layer. If it needs no gradient, autograd would not call the
                 backward of a layer that hides its weights.
             weights: of the layer, any shapes; frozen ones get no gradient.
         """
@@ -156,7 +156,7 @@ class WeightGradients:
 
         Args:
             run: gets the tensors, and adds the gradient where it belongs.
-            *tensors: all activations and gradients that it needs, any shape and dtype.
+            *tensors: all activations and gradients that it needs.
         """
         if self._key is None:
             with torch.no_grad():

@@ -93,7 +93,7 @@ class KnownValues(TorchDispatchMode):
         super().__exit__(*error)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of ``tensor`` (any shape and dtype), or None."""
+        """The values of ``tensor``, of any shape, or None."""
         if not isinstance(tensor, FakeTensor):
             return None if tensor.device.type == "meta" else tensor
         values: torch.Tensor | None = tensor.__dict__.get(_NAME)
