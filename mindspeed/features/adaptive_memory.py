@@ -94,8 +94,8 @@ class AdaptiveMemory(Feature, level=2, seams=("chunk", "schedule")):
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed import device
-        from mindspeed.memory.adaptive.megatron import Controller
         from mindspeed.memory.adaptive import Settings
+        from mindspeed.memory.adaptive.megatron import Controller
 
         here = device.current()
         settings = Settings(

@@ -31,7 +31,7 @@ from mindspeed.moe.expert_groups import GROUPS
 from mindspeed.moe.messages import Message, exchange, gathering
 from mindspeed.moe.pipe_experts import PIECES
 from mindspeed.moe.simulate import Inner
-from mindspeed.moe.sizes import Load, Sizes
+from mindspeed.moe.sizes import Load, Sizes, chance
 
 Parts = dict[str, Inner]
 

@@ -7,7 +7,6 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.moe_alltoall_exchange import MoeAlltoallExchange
-from tests.moe import expected_rows as expected
 from mindspeed.moe.dispatch.compact import ID_DTYPE
 from mindspeed.moe.dispatch.level import join, metadata_bytes, sum_rows, take_apart
 from mindspeed.moe.nodes import divided
