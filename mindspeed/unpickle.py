@@ -11,7 +11,7 @@ checkpoints hold pickles in three places, and each has an allow-list here:
 | fp8 state of an engine, as a byte tensor       | :func:`read_state`  | tensors, fp8 recipes |
 
 torch reads the first two without a list and NVIDIA's engine the third.
-:mod:`mindspeed.adaptor.repairs.checkpoint_pickles` puts these functions in their place.
+:mod:`mindspeed.adaptor.repairs.checkpoints.checkpoint_pickles` puts these functions in their place.
 """
 
 from __future__ import annotations

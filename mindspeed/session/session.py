@@ -31,15 +31,10 @@ from mindspeed.adaptor.importing import (
     refuse_late_import,
 )
 from mindspeed.adaptor.patch import Patch, PatchEngine
-from mindspeed.adaptor.repairs import (
-    absent_triton,
-    checkpoint_pickles,
-    enumerations,
-    failed_exit,
-    repairs_for,
-    repairs_for_arguments,
-)
-from mindspeed.adaptor.repairs.mla_rope_fusion import corrected_arguments
+from mindspeed.adaptor.repairs import repairs_for, repairs_for_arguments
+from mindspeed.adaptor.repairs.attention.mla_rope_fusion import corrected_arguments
+from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles, enumerations
+from mindspeed.adaptor.repairs.scripts import absent_triton, failed_exit
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError

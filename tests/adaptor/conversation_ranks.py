@@ -45,7 +45,7 @@ def documents_of_stages(checkout: str, repaired: bool) -> list[int]:
     from megatron.training import global_vars, utils
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import packed_conversations
+    from mindspeed.adaptor.repairs.data import packed_conversations
 
     if not repaired:
         session.current().engine.remove(packed_conversations.OWNER)

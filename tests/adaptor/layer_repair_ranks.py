@@ -36,7 +36,7 @@ def residual_streams(repaired: bool, cases: list[tuple[str, str, bool]]) -> list
         By case the dtype of messages, and of each layer: its input, what it adds twice, its output,
         the gradient of that.
     """
-    from mindspeed.adaptor.repairs import fp32_residual
+    from mindspeed.adaptor.repairs.layers import fp32_residual
 
     configured(fp32_residual, {"bf16": True, "fp32_residual_connection": True}, repaired)
     one_rank()
@@ -90,7 +90,7 @@ def gated_attention(spec: str, repaired: bool) -> dict[str, torch.Tensor]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
 
-    from mindspeed.adaptor.repairs import gated_attention
+    from mindspeed.adaptor.repairs.attention import gated_attention
     from tests.support import gpt_ranks
 
     configured(gated_attention, {"attention_output_gate": True}, repaired)
@@ -194,7 +194,7 @@ def split_of_muon(repaired: bool) -> tuple[torch.Tensor, int]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, muon
 
-    from mindspeed.adaptor.repairs import muon_gate
+    from mindspeed.adaptor.repairs.optimizer import muon_gate
     from tests.support import gpt_ranks
 
     configured(muon_gate, {"attention_output_gate": True, "optimizer": "muon"}, repaired)
@@ -214,7 +214,7 @@ def logged_logits(repaired: bool) -> list[float]:
     """What is logged of three steps whose queries have these sizes: 1, 3, 2."""
     from megatron.core.optimizer import qk_clip
 
-    from mindspeed.adaptor.repairs import logged_logits
+    from mindspeed.adaptor.repairs.attention import logged_logits
     from tests.support import gpt_ranks
 
     configured(logged_logits, {"log_max_attention_logit": True}, repaired)
@@ -238,7 +238,7 @@ def clipped_heads(name: str, repaired: bool) -> list[torch.Tensor]:
     Returns:
         Those of the queries' projection (joint where there is one) and of the keys'; ``[2, rows]``.
     """
-    from mindspeed.adaptor.repairs import clipped_heads
+    from mindspeed.adaptor.repairs.attention import clipped_heads
     from tests.support import gpt_ranks
 
     configured(clipped_heads, {"qk_clip": True}, repaired)
@@ -275,7 +275,7 @@ def activation_classes(repaired: bool) -> list[str]:
     """The activations that a dense layer spec builds for a gated and a plain MLP."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from mindspeed.adaptor.repairs import te_activation
+    from mindspeed.adaptor.repairs.layers import te_activation
     from tests.support import gpt_ranks
 
     flag = {"use_te_activation_func": True}
@@ -294,7 +294,7 @@ def activation_of_silu_without_gate() -> None:
     """Megatron's wrapper builds ReLU for it."""
     from megatron.core.extensions.transformer_engine import TEActivationOp
 
-    from mindspeed.adaptor.repairs import te_activation
+    from mindspeed.adaptor.repairs.layers import te_activation
     from tests.support import gpt_ranks
 
     configured(te_activation, {"use_te_activation_func": True}, True)
@@ -328,7 +328,7 @@ def upcycled(repaired: bool) -> list[float]:
     """Differences between chunks of a dense model and what they are turned into."""
     from megatron.core.transformer.moe import upcycling_utils
 
-    from mindspeed.adaptor.repairs import upcycling
+    from mindspeed.adaptor.repairs.experts import upcycling
     from tests.support import gpt_ranks
 
     configured(upcycling, {"moe_use_upcycling": True}, repaired)
@@ -367,7 +367,7 @@ def frequencies(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    from mindspeed.adaptor.repairs import rope_flags
+    from mindspeed.adaptor.repairs.attention import rope_flags
     from tests.support import gpt_ranks
 
     flags = {"rope_scaling_factor": 32.0, "rotary_seq_len_interpolation_factor": 2}

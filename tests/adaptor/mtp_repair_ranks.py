@@ -16,7 +16,7 @@ def learning_rates_of_embeddings(repaired: bool, tied: bool) -> float:
     from megatron.core.optimizer import get_standard_config_overrides as overrides_of
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mindspeed.adaptor.repairs import parameter_marks
+    from mindspeed.adaptor.repairs.parallel import parameter_marks
 
     arguments = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2}
     configured(parameter_marks, arguments, repaired)
@@ -58,7 +58,7 @@ def without_targets(repaired: bool) -> tuple[float, bool]:
     """The prediction loss of a micro-batch whose mask is zero; whether all gradients are zero."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from mindspeed.adaptor.repairs import mtp_token_count
+    from mindspeed.adaptor.repairs.layers import mtp_token_count
     from tests.support import gpt_ranks
 
     configured(mtp_token_count, {"mtp_num_layers": 1}, repaired)
@@ -83,7 +83,7 @@ def gradients_of_four_tokens(
         per_token: The loss is a sum, and gradients are divided by the tokens.
         masked: The model gets the loss mask; else the labels alone.
     """
-    from mindspeed.adaptor.repairs import mtp_token_count
+    from mindspeed.adaptor.repairs.layers import mtp_token_count
     from tests.support import gpt_ranks
 
     configured(mtp_token_count, {"mtp_num_layers": 2}, repaired)
@@ -108,7 +108,7 @@ def packed_gradients(repaired: bool, recompute: dict[str, Any]) -> dict[str, tor
     """Gradients of a model with a prediction layer, of two packed documents."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from mindspeed.adaptor.repairs import mtp_recompute
+    from mindspeed.adaptor.repairs.layers import mtp_recompute
     from tests.support import gpt_ranks
 
     configured(mtp_recompute, {"mtp_num_layers": 1, **recompute}, repaired)
@@ -128,7 +128,7 @@ def attention_of_layers(repaired: bool) -> list[str]:
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import TransformerConfig
 
-    from mindspeed.adaptor.repairs import mtp_layer_spec
+    from mindspeed.adaptor.repairs.layers import mtp_layer_spec
 
     variant = {"experimental_attention_variant": "gated_delta_net", "mtp_num_layers": 1}
     configured(mtp_layer_spec, variant, repaired)

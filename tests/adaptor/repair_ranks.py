@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.repairs import packed_batch, process_groups
+from mindspeed.adaptor.repairs.data import packed_batch
+from mindspeed.adaptor.repairs.parallel import process_groups
 from mindspeed.journal import Journal
 from tests.support.enumerations import Attribute
 from tests.support.installed_repair import with_repair
@@ -100,7 +101,7 @@ def yarn_frequencies() -> tuple[str, torch.Tensor]:
     te.install(Journal())
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 
-    from mindspeed.adaptor.repairs import yarn
+    from mindspeed.adaptor.repairs.attention import yarn
 
     embedding = yarn_rotary_pos_embedding.YarnRotaryEmbedding
     error = ""
@@ -115,7 +116,7 @@ def yarn_frequencies() -> tuple[str, torch.Tensor]:
 def partial_yarn(repaired: bool) -> torch.Tensor:
     """Frequencies of YaRN, factor 4 of 64 positions, for half of the 64 channels of a head."""
     from mindspeed import session
-    from mindspeed.adaptor.repairs import partial_yarn
+    from mindspeed.adaptor.repairs.attention import partial_yarn
 
     session.current().configure({"position_embedding_type": "yarn"})
     if not repaired:
@@ -138,7 +139,7 @@ def latent_attention(impl: str, sequence_parallel: bool, repaired: bool) -> dict
     from megatron.core.transformer.spec_utils import build_module
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import latent_key_gradient
+    from mindspeed.adaptor.repairs.attention import latent_key_gradient
 
     if not repaired:
         session.current().engine.remove(latent_key_gradient.OWNER)
@@ -192,7 +193,7 @@ def comm_types_of_layers(repaired: bool) -> list[list[str]]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import layer_comm_types
+    from mindspeed.adaptor.repairs.attention import layer_comm_types
     from tests.support import gpt_ranks
 
     types = ["p2p", "all_gather", "a2a"]
@@ -333,7 +334,7 @@ def offloaded_steps(repaired: bool) -> list[list[list[float]]]:
     names = ("bf16", "optimizer_cpu_offload", "use_precision_aware_optimizer")
     session.current().configure(dict.fromkeys(names, True))
     if not repaired:
-        from mindspeed.adaptor.repairs import optimizer_offload
+        from mindspeed.adaptor.repairs.optimizer import optimizer_offload
 
         engine = session.current().engine
         engine.remove(optimizer_offload.OWNER)
@@ -404,7 +405,7 @@ def checkpointed_bias(repaired: bool) -> tuple[bool, list[torch.Tensor]]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import checkpointed_parameters
+    from mindspeed.adaptor.repairs.layers import checkpointed_parameters
 
     if not repaired:
         session.current().engine.remove(checkpointed_parameters.OWNER)
@@ -674,7 +675,7 @@ def steps_after_a_transient_fault(saved: bool, loaded: bool) -> tuple[bool, int]
     device.install(Journal())
     from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
-    from mindspeed.adaptor.repairs import rerun_checkpoints as repair
+    from mindspeed.adaptor.repairs.checkpoints import rerun_checkpoints as repair
 
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     losses = iter((1.0, float("nan"), 1.0))  # those of the first step are not checked
@@ -706,7 +707,7 @@ def rerun_state_of_a_constant_structure(folder: str, repaired: bool) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
-    from mindspeed.adaptor.repairs import rerun_checkpoints
+    from mindspeed.adaptor.repairs.checkpoints import rerun_checkpoints
 
     def state(pending):
         key = "rerun_state_machine_state"

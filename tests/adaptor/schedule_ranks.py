@@ -46,7 +46,7 @@ _isend = dist.isend
 def late_sends(repaired: bool) -> dict[str, tuple[int, int]]:
     """Two stages of two chunks: sends that lost their memory and that nobody waited for."""
     from mindspeed import session
-    from mindspeed.adaptor.repairs import pipeline_sends
+    from mindspeed.adaptor.repairs.parallel import pipeline_sends
 
     if not repaired:
         session.current().engine.remove(pipeline_sends.OWNER)
@@ -71,7 +71,7 @@ def late_sends(repaired: bool) -> dict[str, tuple[int, int]]:
 def uneven_recomputation(repaired: bool) -> tuple[bool, bool]:
     """Three layers, two a checkpoint: whether losses and gradients are those without."""
     from mindspeed import session
-    from mindspeed.adaptor.repairs import uniform_recompute
+    from mindspeed.adaptor.repairs.layers import uniform_recompute
 
     if not repaired:
         session.current().engine.remove(uniform_recompute.OWNER)
@@ -93,7 +93,7 @@ def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import expert_overlap
+    from mindspeed.adaptor.repairs.experts import expert_overlap
 
     if not repaired:
         session.current().engine.remove(expert_overlap.OWNER)
@@ -139,7 +139,7 @@ def rows_of_one_expert(repaired: bool) -> tuple[bool, list[torch.Tensor | None]]
 def latent_projections(repaired: bool) -> dict[str, tuple[torch.Tensor | None, torch.Tensor]]:
     """Experts with a latent size: delayed weight gradients, and those of the same layer at once."""
     from mindspeed import session
-    from mindspeed.adaptor.repairs import expert_overlap
+    from mindspeed.adaptor.repairs.experts import expert_overlap
 
     if not repaired:
         session.current().engine.remove(expert_overlap.OWNER)
@@ -192,7 +192,7 @@ def no_prediction(repaired: bool) -> int | None:
     from megatron.core.transformer import TransformerConfig
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import expert_overlap
+    from mindspeed.adaptor.repairs.experts import expert_overlap
 
     if not repaired:
         session.current().engine.remove(expert_overlap.OWNER)
@@ -210,7 +210,7 @@ def streams_of_a_reduction(repaired: bool) -> tuple[bool, bool]:
     from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import reduction_stream
+    from mindspeed.adaptor.repairs.parallel import reduction_stream
 
     if not repaired:
         session.current().engine.remove(reduction_stream.OWNER)
@@ -241,7 +241,7 @@ def scores_of_16_bits(repaired: bool) -> tuple[torch.Tensor, ...]:
     from megatron.core.transformer.moe import router
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs import router_loss_scale
+    from mindspeed.adaptor.repairs.experts import router_loss_scale
 
     if not repaired:
         session.current().engine.remove(router_loss_scale.OWNER)

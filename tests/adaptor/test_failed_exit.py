@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def at_exit(monkeypatch):
     """What would run at the end of this process, and what it has begun to end."""
-    from mindspeed.adaptor.repairs import failed_exit
+    from mindspeed.adaptor.repairs.scripts import failed_exit
 
     registered, ended = [], []
     monkeypatch.setattr(atexit, "register", registered.append)

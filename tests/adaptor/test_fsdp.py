@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed.adaptor.repairs import fsdp_swiglu
+from mindspeed.adaptor.repairs.checkpoints import fsdp_swiglu
 from tests.adaptor import fsdp_ranks
 from tests.adaptor.fsdp_ranks import Case
 from tests.te.marks_ranks import Layout

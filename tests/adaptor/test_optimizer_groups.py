@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed.adaptor.repairs.optimizer_groups import with_param_groups
+from mindspeed.adaptor.repairs.optimizer.optimizer_groups import with_param_groups
 from mindspeed.errors import CheckpointError
 
 FLAT = {"lr_mult": 1.0, "is_decoupled_lr": False}

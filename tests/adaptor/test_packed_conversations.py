@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from mindspeed.adaptor.repairs import packed_conversations as repair
+from mindspeed.adaptor.repairs.data import packed_conversations as repair
 from tests.adaptor import conversation_ranks
 
 

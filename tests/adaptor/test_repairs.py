@@ -15,11 +15,8 @@ import pytest
 import torch
 
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.repairs import (
-    absent_triton,
-    dataset_helpers,
-    first_report,
-)
+from mindspeed.adaptor.repairs.data import dataset_helpers
+from mindspeed.adaptor.repairs.scripts import absent_triton, first_report
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
@@ -171,8 +168,8 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
 
 
 WITHOUT_TRITON = {
-    "fusions/fused_pad_routing_map.py": "repairs/fused_routing_map.py",
-    "fusions/fused_mla_yarn_rope_apply.py": "repairs/mla_rope_fusion.py",
+    "fusions/fused_pad_routing_map.py": "repairs/experts/fused_routing_map.py",
+    "fusions/fused_mla_yarn_rope_apply.py": "repairs/attention/mla_rope_fusion.py",
     "fusions/fused_indices_converter.py": "refused: --moe-token-dispatcher-type flex",
     "transformer/custom_layers/batch_invariant_kernels.py": "refused: --batch-invariant-mode",
     "inference/contexts/attention_context/triton/tensor_ops.py": "kernels of Mamba's inference",

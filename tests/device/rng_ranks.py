@@ -9,7 +9,7 @@ import logging
 import torch
 
 from mindspeed import device
-from mindspeed.adaptor.repairs import rng_tracker
+from mindspeed.adaptor.repairs.layers import rng_tracker
 from mindspeed.journal import Journal
 
 _journal = Journal()

@@ -44,7 +44,8 @@ def megatron_formula(checkout: str, variants: dict[str, dict[str, Any]]) -> dict
     sys.path.append(checkout)
     from megatron.training.training import num_floating_point_operations
 
-    from mindspeed.adaptor.repairs import latent_expert_flops, window_flops
+    from mindspeed.adaptor.repairs.experts import latent_expert_flops
+    from mindspeed.adaptor.repairs.scripts import window_flops
 
     formula = latent_expert_flops.count_latent_experts(num_floating_point_operations)
     formula = window_flops.count_windows(formula)

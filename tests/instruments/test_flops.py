@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed.adaptor.repairs import repairs_for_arguments, window_flops
+from mindspeed.adaptor.repairs import repairs_for_arguments
+from mindspeed.adaptor.repairs.scripts import window_flops
 from mindspeed.instruments import FlopCounter
 from mindspeed.instruments.flops import add
 from mindspeed.profiling import ModelShape, model_flops

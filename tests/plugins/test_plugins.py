@@ -11,7 +11,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from mindspeed import device, plugins
-from mindspeed.adaptor.repairs import repairs_for, rng_tracker
+from mindspeed.adaptor.repairs import repairs_for
+from mindspeed.adaptor.repairs.layers import rng_tracker
 from mindspeed.cli import features as features_command
 from mindspeed.cli.main import main
 from mindspeed.device import MemoryStats, Properties

@@ -122,7 +122,7 @@ def state_of_an_engine(folder: Path) -> tuple[bool, str, bool]:
     """Extra state of a module that unpickles it, with and without a payload."""
     import types
 
-    from mindspeed.adaptor.repairs import checkpoint_pickles
+    from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles
     from mindspeed.journal import Journal
 
     module = types.ModuleType("engine")

@@ -86,7 +86,7 @@ RULES: dict[str, tuple[Rule, dict[str, str]]] = {
             "checkpoint/weights/": "into files of atomic_writer and secure_open",
             "storage/directory.py": "inside a directory that is hardened, synced and renamed",
             "testing/": "temporary files of one test run",
-            "adaptor/repairs/failed_exit.py": "to the null device, where a dying rank's stacks go",
+            "adaptor/repairs/scripts/failed_exit.py": "to the null device: stacks of a dying rank",
             "device/host_memory.py": "asks the kernel, in /proc, to forget its peak",
         },
     ),

@@ -29,7 +29,7 @@ class Job:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
 
-        from mindspeed.adaptor.repairs.optimizer_resume import load_without_gradients
+        from mindspeed.adaptor.repairs.optimizer.optimizer_resume import load_without_gradients
 
         half = {"bf16": True, "params_dtype": torch.bfloat16} if options.get("bf16") else {}
         cfg = gpt_ranks.config("rmsnorm-swiglu-gqa", gradient_accumulation_fusion=True, **half)

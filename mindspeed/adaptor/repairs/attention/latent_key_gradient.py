@@ -1,0 +1,68 @@
+"""Defect: MLA loses the gradient of its shared positional key under tensor parallelism.
+
+Where: ``megatron.core.transformer.multi_latent_attention.MLASelfAttention``. All heads share one
+positional key, so its gradient is a sum over the tensor-parallel ranks. Megatron reduces it only
+for Transformer Engine's duplicated projection with sequence parallelism; not without sequence
+parallelism, and never in the local layer spec, whose projection is column-parallel and gathered.
+Symptom: silent; each rank trains with the gradient of its own heads only, and the loss still falls.
+Fix: a forward hook brings the output of the projection into the form for which Megatron's own path
+is correct: full hidden size, sharded by sequence under sequence parallelism, with an all-reduce in
+the backward.
+Versions: all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed.adaptor.patch import Patch
+
+OWNER = "repair:latent-key-gradient"
+
+
+def sum_key_gradients(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``MLASelfAttention.__init__``: a hook on the projection to latent keys and values."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.config.tensor_model_parallel_size > 1:
+            self.linear_kv_down_proj.register_forward_hook(_full_output(self.config, self.tp_group))
+
+    return __init__
+
+
+def _full_output(config: Any, group: Any) -> Callable[..., Any]:
+    from megatron.core import tensor_parallel
+
+    sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+
+    def hook(module: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[Any, Any]:
+        full, bias = output
+        sharded = full.size(-1) != sum(sizes)
+        if sharded:
+            full = tensor_parallel.gather_from_tensor_model_parallel_region(full, group=group)
+        if not config.sequence_parallel:
+            latent, key = full.split(sizes, dim=-1)
+            # Its gradient is a slice: repairs/parallel/strided_reduce.py reduces it.
+            key = tensor_parallel.copy_to_tensor_model_parallel_region(key, group=group)
+            full = torch.cat([latent, key], dim=-1)
+        elif sharded:
+            # Megatron gathers the keys along the sequence; the backward of that gather reduces.
+            full = tensor_parallel.scatter_to_sequence_parallel_region(full, group=group)
+        return full, bias
+
+    return hook
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
+        sum_key_gradients,
+        OWNER,
+        "the gradient of latent attention's positional keys is summed over the tensor ranks",
+        expects="(self, config, submodules, layer_number, attn_mask_type, ...)",
+    ),
+)

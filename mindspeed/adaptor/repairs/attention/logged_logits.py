@@ -1,0 +1,70 @@
+"""Defect: the logged largest attention logit is that of the whole run, and keeps its graphs.
+
+Where: ``megatron.core.optimizer.qk_clip.clip_qk`` starts the maximum anew only where it clips;
+``TEDotProductAttention.forward`` keeps the autograd graph of each maximum (Megatron-LM PR 5067).
+Symptom: silent; with ``--log-max-attention-logit`` and without ``--qk-clip`` the logged value never
+falls, and with a native Transformer Engine memory grows with every micro-batch.
+Fix: the maximum starts anew after it is logged, and has no graph.
+Versions: >=0.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mindspeed.adaptor.patch import Patch
+
+OWNER = "repair:logged-logits"
+
+
+def needed(values: Mapping[str, Any]) -> bool:
+    """Whether the largest attention logits are known."""
+    return bool(values.get("log_max_attention_logit") or values.get("qk_clip"))
+
+
+def start_anew(original: Callable[..., float]) -> Callable[..., float]:
+    """Wrap ``clip_qk``."""
+
+    def clip_qk(model: Any, log_max_only: bool = False) -> float:
+        largest = original(model, log_max_only)
+        if log_max_only:
+            for chunk in model:
+                for layer in chunk.module.module.decoder.layers:
+                    if hasattr(layer.self_attention, "clip_qk"):  # the layers that it asks
+                        layer.self_attention.core_attention.current_max_attn_logits = None
+        return largest
+
+    return clip_qk
+
+
+def drop_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``TEDotProductAttention.forward``."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        largest = getattr(self, "current_max_attn_logits", None)
+        if largest is not None:
+            self.current_max_attn_logits = largest.detach()
+        return output
+
+    return forward
+
+
+PATCHES = (
+    Patch(
+        "megatron.core.optimizer.qk_clip:clip_qk",
+        start_anew,
+        OWNER,
+        "the logged largest attention logit is that of the step",
+        expects="(model, log_max_only)",
+        versions=">=0.16",
+    ),
+    Patch(
+        "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
+        drop_graph,
+        OWNER,
+        "the largest attention logit keeps no graph",
+        expects="(self, query, key, value, ...)",
+    ),
+)

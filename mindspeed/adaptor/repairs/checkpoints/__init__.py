@@ -1,0 +1,1 @@
+"""Repairs of what is written to checkpoints and read from them."""

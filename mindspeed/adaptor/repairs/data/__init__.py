@@ -1,0 +1,1 @@
+"""Repairs of data sets, samplers and batches."""

@@ -1,0 +1,143 @@
+"""Defect: packed conversations (``--sft``) of Megatron-LM: errors, lost borders, NaN.
+
+Where: ``megatron.training.datasets.sft_dataset.SFTDataset.__getitem__`` extends a list by a number
+where a conversation fills the sequence (Megatron-LM PR 3185);
+``megatron.training.utils.is_first_or_last_pipeline_stage`` lets the ends of the pipeline read data
+only, ``get_thd_batch_on_this_cp_rank`` of ``megatron.core.utils`` gets borders of the shape
+``[1, n]``, and ``megatron.training.training.evaluate`` divides by the targets of each micro-batch
+(PR 3564).
+Symptom: errors; silently, conversations see each other in the layers of inner stages; a
+validation loss that is NaN because of one micro-batch without targets.
+Fix: the padding can be iterated; every stage reads the borders, ``[n]``; a loss of no targets is
+zero.
+Versions: >=0.16.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspeed.adaptor.patch import Patch
+
+OWNER = "repair:packed-conversations"
+NEEDED_WITH = ("sft",)
+
+
+class _Padding(int):
+    """A token that is also the sequence of itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield int(self)
+
+
+class _Tokenizer:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.pad = tokenizer, _Padding(tokenizer.pad)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def truncate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``SFTDataset.__getitem__``."""
+
+    def __getitem__(self: Any, idx: int) -> dict[str, Any]:
+        view = copy.copy(self)
+        view.config = copy.copy(self.config)
+        view.config.tokenizer = _Tokenizer(self.config.tokenizer)
+        return original(view, idx)  # type: ignore[no-any-return]
+
+    return __getitem__
+
+
+def read_on_every_stage(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Wrap ``is_first_or_last_pipeline_stage``, which says who reads data."""
+
+    def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
+        return True
+
+    return is_first_or_last_pipeline_stage
+
+
+def flatten_borders(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_thd_batch_on_this_cp_rank``."""
+
+    def get_thd_batch_on_this_cp_rank(
+        batch: Any, cu_seqlens: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(batch, cu_seqlens.flatten(), *args, **kwargs)
+
+    return get_thd_batch_on_this_cp_rank
+
+
+def divide_by_one_at_least(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``evaluate``."""
+
+    def evaluate(forward_step_func: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(_with_targets(forward_step_func), *args, **kwargs)
+
+    return evaluate
+
+
+def _with_targets(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        output, loss_function = forward_step(*args, **kwargs)
+
+        def counted(*inputs: Any, **options: Any) -> Any:
+            returned = loss_function(*inputs, **options)
+            if not isinstance(returned, tuple) or not isinstance(returned[-1], dict):
+                return returned
+            *losses, reports = returned
+            return (*losses, {name: _counted(value) for name, value in reports.items()})
+
+        return output, counted
+
+    return step
+
+
+def _counted(report: Any) -> Any:
+    """``[sum, number]`` with a number of 1 at least; anything else as it is."""
+    if getattr(report, "shape", None) != (2,):
+        return report
+    report = report.clone()
+    report[1].clamp_(min=1)
+    return report
+
+
+PATCHES = (
+    Patch(
+        "megatron.training.datasets.sft_dataset:SFTDataset.__getitem__",
+        truncate,
+        OWNER,
+        "a conversation may fill the sequence",
+        expects="(self, idx)",
+        versions=">=0.16",
+    ),
+    Patch(
+        "megatron.training.utils:is_first_or_last_pipeline_stage",
+        read_on_every_stage,
+        OWNER,
+        "inner pipeline stages know the borders of conversations",
+        expects="(vp_stage)",
+        versions=">=0.16",
+    ),
+    Patch(
+        "megatron.core.utils:get_thd_batch_on_this_cp_rank",
+        flatten_borders,
+        OWNER,
+        "borders of conversations have one dimension",
+        expects="(batch, cu_seqlens, ...)",
+        versions=">=0.16",
+    ),
+    Patch(
+        "megatron.training.training:evaluate",
+        divide_by_one_at_least,
+        OWNER,
+        "the loss of a micro-batch without targets is zero",
+        expects="(forward_step_func, ...)",
+    ),
+)

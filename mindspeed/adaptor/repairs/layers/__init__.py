@@ -1,0 +1,1 @@
+"""Repairs of transformer layers, multi-token prediction and recomputation."""

@@ -1,0 +1,1 @@
+"""Repairs of optimizers, their states and schedules."""

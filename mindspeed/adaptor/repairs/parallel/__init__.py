@@ -1,0 +1,1 @@
+"""Repairs of process groups, losses and gradients over several ranks."""

@@ -1,0 +1,1 @@
+"""Repairs of how Megatron-LM starts, logs and ends."""
