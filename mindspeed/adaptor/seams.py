@@ -68,6 +68,7 @@ from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.pipeline_ends import readers_patch
+from mindspeed.adaptor.printing import print_rank_last
 from mindspeed.adaptor.seam import Seam, SeamTable, owner_of
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
@@ -297,7 +298,7 @@ def _log(seams: SeamTable) -> tuple[Patch, ...]:
             iteration = bind(original, args, kwargs)["iteration"]
             texts = [text for text in seams.log.run_all(iteration) if text]
             if texts:
-                _print_on_last_rank(" | ".join(texts))
+                print_rank_last(" | ".join(texts))
             return result
 
         return training_log
@@ -326,13 +327,6 @@ def _arguments_changed(values: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         vars(args).update(before)
-
-
-def _print_on_last_rank(text: str) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
-        print(text, flush=True)
 
 
 def _pipeline_ends(seams: SeamTable) -> tuple[Patch, ...]:

@@ -18,6 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
 
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
 from mindspeed.checkpoint.architecture import check_architecture
@@ -59,21 +60,20 @@ def load(args: argparse.Namespace, model: BuiltModel, *, adapter: bool = False) 
             return Loaded(weights, TrainState())
     tried: dict[Path, str] = {}
     candidates, doubt = _agreed_candidates(args)
-    if doubt is not None and dist.get_rank() == 0:
-        print(f" WARNING {doubt}", flush=True)
+    if doubt is not None:
+        print_rank_0(f" WARNING {doubt}")
     for place, path in enumerate(candidates, start=1):
         try:
             return _load_one(args, model, path, adapter)
         except DamagedCheckpoint as error:
             tried[path] = str(error).removeprefix(f"{path}: ")
-        if dist.get_rank() == 0:
-            more = "; trying the one before" if place < len(candidates) else ""
-            print(f" WARNING {path} cannot be loaded ({tried[path]}){more}", flush=True)
+        more = "; trying the one before" if place < len(candidates) else ""
+        print_rank_0(f" WARNING {path} cannot be loaded ({tried[path]}){more}")
     directory.require_some(args.load, tried)
     if args.exit_on_missing_checkpoint or args.ckpt_step is not None:
         raise CheckpointError(f"--load {args.load}: there is no checkpoint")
-    if dist.get_rank() == 0 and args.load != args.save:
-        print(f" WARNING --load {args.load}: there is no checkpoint, starting fresh", flush=True)
+    if args.load != args.save:
+        print_rank_0(f" WARNING --load {args.load}: there is no checkpoint, starting fresh")
     return None
 
 

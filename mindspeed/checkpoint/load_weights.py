@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.architecture import check_architecture
 from mindspeed.checkpoint.contents import model_at
@@ -51,9 +51,8 @@ def load_weights(args: argparse.Namespace, model: BuiltModel) -> Path | None:
 def _load_hf(args: argparse.Namespace, model: BuiltModel) -> Path:
     folder = folder_of(args.load)
     unused = load_hf(args, model.modules, folder)
-    if dist.get_rank() == 0:
-        note = f"; not used: {', '.join(unused[:5])}" if unused else ""
-        print(f" loaded {folder} (Hugging Face){note}", flush=True)
+    note = f"; not used: {', '.join(unused[:5])}" if unused else ""
+    print_rank_0(f" loaded {folder} (Hugging Face){note}")
     return Path(folder)
 
 
@@ -72,6 +71,5 @@ def _load_whole_weights(args: argparse.Namespace, model: BuiltModel, checkpoint:
         whole = weights.read(table[part.parameter.name])
         bounds = zip(part.start, part.data.shape, strict=True)
         part.data.copy_(whole[tuple(slice(first, first + size) for first, size in bounds)])
-    if dist.get_rank() == 0:
-        print(f" loaded {checkpoint} (weights only)", flush=True)
+    print_rank_0(f" loaded {checkpoint} (weights only)")
     return checkpoint

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 import mindspeed
 from mindspeed import device
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
 from mindspeed.checkpoint.writer import Writing
@@ -196,8 +197,8 @@ class Saver:
             shutil.rmtree(directory.unfinished_path_of(root, iteration), ignore_errors=True)
 
     def _say_failure(self) -> None:
-        if self._failure is not None and dist.get_rank() == 0:
-            print(f" WARNING {self._failure}; training continues", flush=True)
+        if self._failure is not None:
+            print_rank_0(f" WARNING {self._failure}; training continues")
         self._failure = None
 
     def _position(self, state: TrainState) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.features._activation_memory import common_problems, convert_linears
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
@@ -107,7 +108,7 @@ class AdaptiveMemory(Feature, level=2, seams=("chunk", "schedule")):
             offload=self.adaptive_memory_optimization,
             rescue=self.adaptive_recompute_device_swap,
         )
-        controller = Controller(settings, here, seams.journal, _print_on_the_first_rank)
+        controller = Controller(settings, here, seams.journal, print_rank_0)
         seams.schedule.add(controller.with_schedule, owner=self.name)
         if megatron.get("overlap_grad_reduce"):
             seams.chunk.add(convert_linears, owner=self.name)
@@ -117,7 +118,7 @@ class AdaptiveMemory(Feature, level=2, seams=("chunk", "schedule")):
         if size == -1:
             return int(_OF_DEVICE * total)
         if size * 2**20 > total:
-            _print_on_the_first_rank(
+            print_rank_0(
                 f"{_SIZE} {size}: the {here.name} has {total / 2**20:,.0f} MiB, which is the budget"
             )
         return min(size * 2**20, total)
@@ -149,10 +150,3 @@ def _available_on_host() -> int:
     from mindspeed.device import host_memory
 
     return host_memory.available()
-
-
-def _print_on_the_first_rank(text: str) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, flush=True)

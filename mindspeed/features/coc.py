@@ -11,9 +11,9 @@ priority; where they cannot run, the product runs in parts.
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING, Literal
 
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.errors import ConfigError
 from mindspeed.features import _overlapped_products as shared
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -188,8 +188,7 @@ class Coc(Feature, level=2, seams=("kernels",)):
 
 @functools.cache
 def _say_once(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"CoC: {text}", flush=True)
+    print_rank_0(f"CoC: {text}")
 
 
 def _kept() -> bool:

@@ -19,11 +19,11 @@ place in fp32 (``--use-fused-ring-attention-update``), tensors are taken in the 
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed import device
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.features._context_parallel_checks import indivisible as indivisible
 from mindspeed.features._context_parallel_checks import problems, uneven_heads
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -215,5 +215,4 @@ def _ranks(megatron: Megatron) -> int:
 
 
 def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"context parallel: {text}", flush=True)
+    print_rank_0(f"context parallel: {text}")

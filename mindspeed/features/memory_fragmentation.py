@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -70,13 +71,10 @@ class MemoryFragmentation(Feature, level=2, seams=("model_arguments", "optimizer
                 return
             seams.journal.call_on_undo(allocator.use_expandable_segments(here))
         if self.policy == "auto":
-            report = fragmentation.Report(_print_on_the_first_rank)
+            report = fragmentation.Report(_print)
             seams.optimizer.add(report.with_optimizer, owner=self.name)
             seams.schedule.add(report.with_schedule, owner=self.name)
 
 
-def _print_on_the_first_rank(text: str) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"memory fragmentation of two steps, simulated\n{text}", flush=True)
+def _print(text: str) -> None:
+    print_rank_0(f"memory fragmentation of two steps, simulated\n{text}")

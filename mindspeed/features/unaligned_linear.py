@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
+from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -83,7 +84,7 @@ class UnalignedLinear(
             if uneven_rows:
                 layers.shard_rows_unevenly(model, uneven_rows, group[0])
             if not vp_stage:
-                _print_once(f"{NAME}: {'; '.join(sizes.report(ranks))}")
+                print_rank_0(f"{NAME}: {'; '.join(sizes.report(ranks))}")
 
         seams.show_arguments(owner=self.name, **sizes.counts(ranks))
         seams.model_arguments.add(arguments, owner=self.name)
@@ -211,10 +212,3 @@ def _attach_rows(seams: Seams, seq_length: int) -> None:
         owner=UnalignedLinear.name, all_gather_first_dim=gather, reduce_scatter_first_dim=scatter
     )
     seams.schedule.add(schedule, owner=UnalignedLinear.name)
-
-
-def _print_once(text: str) -> None:
-    import torch.distributed as dist
-
-    if dist.get_rank() == 0:
-        print(text, flush=True)

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from mindspeed import session
 from mindspeed.checkpoint.architecture import take_architecture
 from mindspeed.checkpoint.find import saved_args
@@ -158,18 +156,6 @@ def get_tokenizer() -> TextTokenizer:
 def core_transformer_config_from_args(args: argparse.Namespace) -> Any:
     """Megatron Core's model configuration."""
     return transformer_config(args)
-
-
-def print_rank_0(message: object) -> None:
-    """Print on rank 0 only; everywhere before the job is joined."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(message, flush=True)
-
-
-def print_rank_last(message: object) -> None:
-    """Print on the last rank only; everywhere before the job is joined."""
-    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
-        print(message, flush=True)
 
 
 def _remember(args: argparse.Namespace, tokenizer: TextTokenizer | None) -> None:
