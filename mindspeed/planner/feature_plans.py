@@ -42,8 +42,7 @@ from mindspeed.files import atomic_write_text
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
-from mindspeed.memory.adaptive import SHARES
-from mindspeed.memory.adaptive import Settings
+from mindspeed.memory.adaptive import SHARES, Settings
 from mindspeed.memory.estimate import Clock
 from mindspeed.memory.plan import LayerPlan
 from mindspeed.pipeline.automated.profile import Profile

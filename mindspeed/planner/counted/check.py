@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mindspeed.adaptor.repairs.memory_estimate import has_unknown_experts
+from mindspeed.adaptor.repairs.experts.memory_estimate import has_unknown_experts
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner import isolated
 from mindspeed.planner.counted.counted_step import CountedStep, count_step
