@@ -10,7 +10,7 @@ from pathlib import Path
 import mindspeed
 
 PACKAGE = Path(mindspeed.__file__).parent
-SHAPE = re.compile(r"\[[^\]]*\]|scalar|[Aa]ny shapes?|elementwise")
+SHAPE = re.compile(r"\[[^\]]*\]|scalar|[Aa]ny shapes?|same shape|elementwise")
 # "of a tensor (any shape and dtype)": a function that takes any tensor need not say so.
 NOISE = re.compile(r"\(any shape and dtype\)|(?:of|for) any shape and dtype")
 READS_SHAPE = {
