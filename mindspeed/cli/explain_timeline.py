@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed.cli.plan_check import layout_of
-from mindspeed.cli.plan_progress import progress
+from mindspeed.cli.plan_run import progress
 from mindspeed.errors import ConfigError
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.counted.layer_costs import (

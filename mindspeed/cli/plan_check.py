@@ -1,4 +1,12 @@
-"""``mindspeed plan --check``: the counted figures of one configuration, and whether it fits."""
+"""``mindspeed plan`` of one configuration, with ``--check`` or ``--plan-*``.
+
+    mindspeed plan --check --cluster h100 -- --model llama3-8b ...
+    mindspeed plan --plan-activations 60GiB --out plan -- --model llama3-8b ...
+    mindspeed plan --plan-pipeline -- --automated-pipeline --model llama3-8b ...
+
+``--check`` counts bytes, FLOPs and messages, and says whether the job fits. The other two compute
+offline what features otherwise measure in the first steps of a job.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +14,25 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli.plan_program import job_of
-from mindspeed.cli.plan_progress import progress
-from mindspeed.cli.plan_units import bytes_unit, flops_unit, new_table, print_whole, ranges
+from mindspeed.cli.dry_run import settings_of
+from mindspeed.cli.plan_output import bytes_unit, flops_unit, new_table, print_whole, ranges
+from mindspeed.cli.plan_run import job_of, progress
+from mindspeed.errors import MindSpeedError
 
 if TYPE_CHECKING:
+    from mindspeed.planner.cluster import Cluster
     from mindspeed.planner.composed.compose import Composed
     from mindspeed.planner.composed.price import Prediction
     from mindspeed.planner.counted.check import Check, Traffic
+    from mindspeed.planner.feature_plans import ActivationPlan
     from mindspeed.planner.job import Job
+
 
 DOES_NOT_FIT = 3
 """Exit status."""
@@ -51,7 +64,7 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
             text = f"the time of a step is not modelled: {counted.untimed}"
             console.print(text, highlight=False, markup=False)
     if own.plot is not None:
-        from mindspeed.cli.plan_picture import draw_memory
+        from mindspeed.cli.plan_output import draw_memory
 
         draw_memory(found, own.plot, layout_of(args))
     return DOES_NOT_FIT if found.fits is False else 0
@@ -239,3 +252,91 @@ def traffic_table(found: Check) -> Table:
 def group_name(description: str) -> str:
     """Megatron's name of a process group in short."""
     return description.lower().removesuffix("_group").replace("_", " ")
+
+
+FILE = "activations.json"
+_FEATURE = ["--adaptive-recompute-device-size", "1", "--adaptive-recompute-profiling-step", "1"]
+_DURATION = ("--train-iters", "--train-samples", "--config")
+
+
+def run_activations(own: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Choose what is kept and recomputed within ``--plan-activations``; print and write it.
+
+    Args:
+        own: flags of the command.
+        flags: of the job.
+    """
+    duration = [] if set(_DURATION) & set(flags) else ["--train-iters", "1000"]
+    args = settings_of([*flags, *_FEATURE, *duration], "plan", _ranks(own)).args
+    from mindspeed.planner import isolated
+    from mindspeed.planner.feature_plans import ActivationPlan, plan_stage
+
+    budget, cluster = own.plan_activations, _cluster(own)
+    stages = range(args.pipeline_model_parallel_size)
+    calls = [(args, budget, cluster, stage) for stage in stages]
+    chosen = []
+    for found in isolated.map(plan_stage, calls, jobs=own.jobs):
+        if isinstance(found, MindSpeedError):
+            raise found
+        chosen.append(found)
+    plan = ActivationPlan(budget, tuple(chosen))
+    written = []
+    if own.out is not None:
+        own.out.mkdir(parents=True, exist_ok=True)
+        written = plan.write(Path(own.out) / FILE)
+    if own.json:
+        print(json.dumps(_data(plan, written), indent=2))
+    else:
+        print(_text(plan, written))
+    return 0 if plan.fits else 3
+
+
+def run_pipeline(own: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Write the result of ``--automated-pipeline``, which is among the flags of the job."""
+    args = settings_of(flags, "plan", _ranks(own)).args
+    from mindspeed.planner import isolated
+    from mindspeed.planner.feature_plans import plan_pipeline
+
+    print(isolated.call(plan_pipeline, args, _cluster(own)))
+    return 0
+
+
+def _ranks(own: argparse.Namespace) -> int | None:
+    return own.devices[0] if own.devices else None
+
+
+def _cluster(own: argparse.Namespace) -> Cluster:
+    from mindspeed.planner.cluster import load_cluster
+
+    return load_cluster(own.cluster or "generic")
+
+
+def _data(plan: ActivationPlan, flags: Sequence[str]) -> dict[str, object]:
+    return {
+        "budget": plan.budget,
+        "fits": plan.fits,
+        "peaks": [stage.peak for stage in plan.stages],
+        "seconds": [stage.seconds for stage in plan.stages],
+        "activation_plan": plan.rules(),
+        "flags": list(flags),
+    }
+
+
+def _text(plan: ActivationPlan, flags: Sequence[str]) -> str:
+    lines = [
+        f"pipeline rank {number}: {stage.peak / 2**20:,.1f} MiB of {plan.budget / 2**20:,.1f}, "
+        f"least {stage.least / 2**20:,.1f}; recomputation adds "
+        f"{1e3 * stage.seconds:,.3f} ms to a micro-batch (modelled)"
+        for number, stage in enumerate(plan.stages)
+    ]
+    rules = plan.rules()
+    lines += [f"layers {layers}: {_words(sites)}" for layers, sites in rules.items()]
+    if not rules:
+        lines.append("all activations are kept")
+    elif not flags:
+        lines.append("--out DIR writes the file for --activation-plan")
+    return "\n".join([*lines, *([" ".join(flags)] if flags else [])])
+
+
+def _words(sites: dict[str, str]) -> str:
+    return ", ".join(f"{action} {site}" for site, action in sites.items())

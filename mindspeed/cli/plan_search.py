@@ -1,4 +1,7 @@
-"""``mindspeed plan``: the best layouts of a job on a cluster, as tables, JSON, pictures, flags."""
+"""``mindspeed plan``: the best layouts of a job as tables, JSON, pictures and flags.
+
+With ``--measure`` candidates are then started here for a few steps each.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,26 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mindspeed.cli import plan_program
-from mindspeed.cli.plan_interrupt import interruptible
-from mindspeed.cli.plan_program import command, is_script, launch_words
-from mindspeed.cli.plan_progress import progress
-from mindspeed.cli.plan_units import Unit, bytes_unit, new_table, print_whole
+from mindspeed.cli import plan_run
+from mindspeed.cli.plan_output import Unit, bytes_unit, new_table, print_whole
+from mindspeed.cli.plan_run import (
+    command,
+    interruptible,
+    is_script,
+    job_of,
+    launch_words,
+    program,
+    progress,
+)
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mindspeed.planner.measure import Measurements
+    from mindspeed.planner.measure import Measured, Measurements
     from mindspeed.planner.search.result import Candidate, Closest, Plan
+
 
 MANY = 1000
 """Candidates that are measured at most."""
@@ -47,8 +57,7 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
     if own.measure and len(own.devices or ()) > 1:
         raise ConfigError("--measure starts what is planned for one number of --devices")
     if own.measure and own.devices:
-        plan_program.install_adaptor()
-        from mindspeed.cli.plan_measure import check_devices
+        plan_run.install_adaptor()
 
         check_devices(own.devices[0])
     if own.out is not None:
@@ -67,13 +76,11 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
     if own.out is not None:
         write_plans(plans, own.out, flags, launches)
     if own.plot is not None:
-        from mindspeed.cli.plan_picture import draw_plans
+        from mindspeed.cli.plan_output import draw_plans
 
         draw_plans(plans, own.plot)
     interrupted = plans[-1].interrupted
     if own.measure and plans[0].candidates and not interrupted:
-        from mindspeed.cli.plan_measure import measure_plan
-
         with interruptible() as stop:
             measured = measure_plan(own, flags, plans[0])
         interrupted = measured.interrupted
@@ -93,7 +100,7 @@ def _data(plans: Sequence[Plan], measured: Measurements | None, several: bool) -
 
 
 def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> Plan:
-    plan_program.install_adaptor()
+    plan_run.install_adaptor()
     from mindspeed.planner.search.plan import plan
 
     with progress("measuring signatures") as tell:
@@ -243,3 +250,79 @@ def _recipe(one: Candidate, flags: Sequence[str]) -> str:
     parser = build_parser(with_help=False)
     head = f"# {one.layout}\n# {shlex.join(flags)}\n"
     return head + dump(parse_with_recipe(one.flags, parser), parser)
+
+
+_DATA = ("data_path", "train_data_path", "data_args_path", "mock_data")
+
+
+def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> Measurements:
+    """Measure candidates of a plan and, without ``--json``, print them and the fastest's command.
+
+    Args:
+        own: flags of the command.
+        flags: of the job as the user gave them.
+        plan: its candidates.
+
+    Raises:
+        ConfigError: this machine has fewer devices than are planned for.
+        PlanError: none of the candidates ran.
+    """
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.measure import OF_A_MEASUREMENT, Launcher, measure
+
+    check_devices(plan.devices)
+    job = job_of(flags)
+    out = own.out or Path()
+    launcher = Launcher(program(flags), plan.devices, out / "measured", {})
+    overrides: dict[str, Any] = dict(OF_A_MEASUREMENT)
+    if not any(map(job.gives, _DATA)):
+        overrides["mock_data"] = True
+
+    def run(number: int, candidate: Any) -> float:
+        words = job.flags({**candidate.layout.overrides(), **overrides})
+        return launcher.seconds(f"candidate-{number}", words)
+
+    def tell(one: Measured) -> None:
+        seconds = one.error if one.seconds is None else f"{one.seconds:.4g} s a step"
+        print(f"candidate {one.number}: {seconds}", file=sys.stderr, flush=True)
+
+    node = load_cluster(own.cluster).levels[0].size or plan.devices
+    found = measure(
+        plan.candidates, run, node_size=node, all_of_them=own.measure == "black", tell=tell
+    )
+    _write(found, out)
+    if found.interrupted and all(run.seconds is None for run in found.runs):
+        print("interrupted before a candidate ran", file=sys.stderr)
+        return found
+    best = found.best
+    if not own.json:
+        print(found.table())
+        print(f"\nmeasured best: candidate {best.number}, {best.candidate.layout}")
+        launch = launch_words(own.launch, own.cluster, plan.devices)
+        print(f"\n{command(flags, best.candidate.flags, launch)}")
+    return found
+
+
+def _write(found: Measurements, out: Path) -> None:
+    make_dirs(out)
+    text = json.dumps(found.to_json(), indent=2) + "\n"
+    atomic_write_text(out / "measured.json", text)
+
+
+def check_devices(wanted: int) -> None:
+    """Refuse to measure on more devices than this machine has.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    from mindspeed import device
+    from mindspeed.training.resolve_parallel import check_fits_here
+
+    here = device.current()
+    if here.on_host:
+        check_fits_here(wanted)
+    elif here.count() < wanted:
+        raise ConfigError(
+            f"--measure starts {wanted} ranks and this machine has {here.count()} devices: plan "
+            f"with --devices {here.count()}, or without --measure"
+        )

@@ -16,9 +16,9 @@ from tests.support.lazy import needs
 needs("megatron.core", "matplotlib")
 
 from mindspeed.cli import plan as command
-from mindspeed.cli import plan_program
+from mindspeed.cli import plan_run
 from mindspeed.cli.main import main
-from mindspeed.cli.plan_values import dimensions, fixed
+from mindspeed.cli.plan import dimensions, fixed
 from mindspeed.planner.layout import Recompute
 from mindspeed.planner.search.result import Closest, Help
 from tests.cli import plan_search_job
@@ -31,7 +31,7 @@ def plan(monkeypatch, capsys):
     def run(*words, found=FOUND):
         module, calls = invented(found)
         monkeypatch.setitem(sys.modules, "mindspeed.planner.search.plan", module)
-        monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
+        monkeypatch.setattr(plan_run, "install_adaptor", lambda: None)
         status = main(["plan", *map(str, words), *FLAGS])
         return status, capsys.readouterr(), calls
 
@@ -107,15 +107,15 @@ def test_interrupted(plan):
 def test_the_command_starts_all_ranks():
     """On one node by our launcher, on several by torchrun, with what the user has said."""
     flags, more = ["--bf16"], ["--lr", "1"]
-    words = plan_program.launch_words
+    words = plan_run.launch_words
     assert words("--nnodes=3", "h100", 24) == "--nnodes=3" and words(None, "h100", 1) is None
     assert words(None, "h100", 12) is None  # no whole nodes
     one, two = words(None, "h100", 4), words(None, "h100", 16)
-    assert plan_program.command(flags, more, one) == "mindspeed pretrain --lr 1 --nproc 4"
-    assert plan_program.command(["x.py"], more, one).startswith("torchrun --nproc-per-node=4 /")
+    assert plan_run.command(flags, more, one) == "mindspeed pretrain --lr 1 --nproc 4"
+    assert plan_run.command(["x.py"], more, one).startswith("torchrun --nproc-per-node=4 /")
     start = "torchrun --nnodes=2 --nproc-per-node=8 -m mindspeed pretrain --lr 1"
-    assert plan_program.command(flags, more, two) == start
-    given = plan_program.command(flags, ["--nproc", "16"], two)
+    assert plan_run.command(flags, more, two) == start
+    given = plan_run.command(flags, ["--nproc", "16"], two)
     assert given == "mindspeed pretrain --nproc 16"
 
 
@@ -132,7 +132,7 @@ def test_sigterm_is_ctrl_c_with_another_status(monkeypatch, capsys):
 
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setitem(sys.modules, "mindspeed.planner.search.plan", SimpleNamespace(plan=search))
-    monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
+    monkeypatch.setattr(plan_run, "install_adaptor", lambda: None)
     words = ["--cluster", "h100", "--devices", "8,16", "--json", "--", *FLAGS]
     assert main(["plan", *words]) == 143
     assert begun == [8] and signal.getsignal(signal.SIGTERM) is handler
@@ -145,7 +145,7 @@ def test_sigterm_before_a_result_has_its_status(monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setitem(sys.modules, "mindspeed.planner.search.plan", SimpleNamespace(plan=search))
-    monkeypatch.setattr(plan_program, "install_adaptor", lambda: None)
+    monkeypatch.setattr(plan_run, "install_adaptor", lambda: None)
     with pytest.raises(SystemExit) as end:
         main(["plan", "--cluster", "h100", "--devices", "8", "--", *FLAGS])
     assert end.value.code == 143
@@ -194,10 +194,10 @@ def test_values():
 def test_a_script_has_its_command_and_words_of_torchrun(plan):
     script = ["pretrain_gpt.py", "--num-layers", "2"]
     launch = "--nnodes=2 --nproc-per-node=8"
-    words = plan_program.command(script, ["--lr", "1"], launch).split()
+    words = plan_run.command(script, ["--lr", "1"], launch).split()
     assert words[:3] == ["torchrun", *launch.split()] and words[-2:] == ["--lr", "1"]
     assert words[3].endswith("/pretrain_gpt.py")
-    words = plan_program.command(script, ["--lr", "1"], None).split()
+    words = plan_run.command(script, ["--lr", "1"], None).split()
     assert words[0] == "python" and words[-2:] == ["--lr", "1"]
     _, printed, _ = plan("--cluster", "h100", "--launch", launch)
     assert f"torchrun {launch} -m mindspeed pretrain --model" in printed.out

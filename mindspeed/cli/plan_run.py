@@ -1,11 +1,24 @@
-"""What a planned job starts: our trainer or a script of Megatron-LM, with which words."""
+"""How planning commands run: the job to plan, their progress bar, and SIGTERM like Ctrl-C.
+
+with interruptible() as stop, progress("counting") as tell:
+    found = search(...)            # KeyboardInterrupt at either signal
+return stop.status if found.interrupted else 0
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from mindspeed.planner.job import Job
@@ -83,3 +96,72 @@ def launch_words(given: str | None, cluster: str | None, devices: int) -> str | 
     if devices % node:
         return None
     return f"--nnodes={devices // node} {_ON_A_NODE}{node}"
+
+
+CTRL_C, TERMINATED = 130, 143
+"""Exit statuses."""
+
+
+@dataclass
+class Stop:
+    """How a plan was ended.
+
+    Attributes:
+        status: exit status of the command if it was.
+    """
+
+    status: int = CTRL_C
+
+
+@contextmanager
+def interruptible() -> Iterator[Stop]:
+    """SIGTERM raises KeyboardInterrupt, once; further ones wait for the result to be printed.
+
+    Raises:
+        SystemExit: SIGTERM came before there was a result.
+    """
+    stop = Stop()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        first, stop.status = stop.status != TERMINATED, TERMINATED
+        if first:
+            raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield stop
+        return
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        if stop.status == TERMINATED:
+            print("interrupted: nothing was found until then", file=sys.stderr)
+            raise SystemExit(TERMINATED) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function that is told how many parts are done, and how many there are."""
+    with named_progress() as tell:
+        yield lambda done, of: tell(title, done, of)
+
+
+@contextmanager
+def named_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields a function that is told what is done, how much of it, and how much there is."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, of: bar.update(task, description=what, completed=done, total=of)
