@@ -230,7 +230,7 @@ def _options(args: argparse.Namespace) -> Strategy:
 def as_data(
     name: str, mask: Mask, sizes: Sizes, found: Sequence[AlgorithmCosts]
 ) -> dict[str, object]:
-    """Everything as plain data."""
+    """Plain data for JSON."""
     ranks = found[0].sharding.ranks
     return {
         "mask": name,

@@ -142,7 +142,7 @@ _SECONDS_OF = {"forward": "forward", "backward": "backward", "recompute": "again
 
 @dataclass(frozen=True)
 class Commands:
-    """What is started after a change.
+    """Command lines of changed jobs.
 
     Attributes:
         job: as the user has it.
@@ -232,7 +232,7 @@ def _tried(tried: Sequence[Effect]) -> str:
 
 
 def as_data(args: argparse.Namespace, found: Explanation, commands: Commands) -> dict[str, Any]:
-    """Everything as plain data; bytes and seconds."""
+    """Plain data for JSON: bytes and seconds."""
     prediction = found.prediction
     time = None
     if prediction is not None:

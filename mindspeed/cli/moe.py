@@ -178,7 +178,7 @@ def _stage(one: Interval) -> str:
 
 
 def _visible(line: Timeline) -> Timeline:
-    """Without lanes on which nothing can be seen."""
+    """Drop lanes on which nothing is visible."""
     shortest = _VISIBLE * line.end
     found = {one.lane for one in line.intervals if one.seconds > shortest}
     return replace(line, lanes=[lane for lane in line.lanes if lane in found] or line.lanes[:1])
@@ -203,7 +203,7 @@ def tokens(text: str) -> int:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """What the options of ``mindspeed moe plan`` describe.
+    """The layer that the options of ``mindspeed moe plan`` describe.
 
     Raises:
         ConfigError: Sizes are missing, or do not suit each other.

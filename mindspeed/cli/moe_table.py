@@ -1,4 +1,4 @@
-"""What ``mindspeed moe plan`` prints: a table, or plain data for JSON."""
+"""Output of ``mindspeed moe plan``: a table, or plain data for JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed.moe.costs import BACKWARD, FORWARD
 
 
 def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
-    """Everything as plain data; bytes, and seconds from the start of forward."""
+    """Plain data for JSON: bytes, and seconds from the start of forward."""
     return {
         "sizes": asdict(job.sizes),
         "tp": job.tp,

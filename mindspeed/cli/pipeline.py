@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_files(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """What cannot be written is refused before anything is computed."""
+    """Refuse outputs that cannot be written, before anything is computed."""
     if args.plot:
         check_format("--plot", args.plot)
     if args.trace and args.trace.suffix != ".json":
@@ -245,7 +245,7 @@ def _names(args: argparse.Namespace) -> list[str]:
 
 
 def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
-    """Everything as plain data; times in the unit of the costs, memory in A."""
+    """Plain data for JSON: times in the unit of the costs, memory in A."""
     return {
         "ranks": job.ranks,
         "chunks": job.chunks,

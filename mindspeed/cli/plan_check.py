@@ -116,7 +116,7 @@ def other_figures(args: argparse.Namespace, found: Check) -> dict[str, float | N
 def as_data(
     args: argparse.Namespace, counted: Composed, others: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """Everything as plain data; bytes, and modelled seconds of a step."""
+    """Plain data for JSON: bytes, and modelled seconds of a step."""
     found, prediction = counted.check, counted.prediction
     return {
         "composed": found.composed,
@@ -171,7 +171,7 @@ def print_check(
 
 
 def composed_within(error: float) -> str:
-    """How exact composed bytes are, if that has to be said; empty otherwise."""
+    """The error of composed bytes, if it is large enough to report; empty otherwise."""
     from mindspeed.planner.composed.signature import TOLERANCE
 
     if error <= TOLERANCE:

@@ -1,4 +1,4 @@
-"""How planning commands run: the job to plan, their progress bar, and SIGTERM like Ctrl-C.
+"""Run planning commands: the job to plan, their progress bar, and SIGTERM like Ctrl-C.
 
 with interruptible() as stop, progress("counting") as tell:
     found = search(...)            # KeyboardInterrupt at either signal
@@ -104,7 +104,7 @@ CTRL_C, TERMINATED = 130, 143
 
 @dataclass
 class Stop:
-    """How a plan was ended.
+    """Signal that ended a plan.
 
     Attributes:
         status: exit status of the command if it was.

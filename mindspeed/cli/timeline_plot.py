@@ -27,7 +27,7 @@ _IDLE, _DARK = "#eef1f5", "#0f172a"
 
 @dataclass(frozen=True)
 class Style:
-    """How intervals look.
+    """Style of intervals.
 
     Attributes:
         colors: by what the legend says, in its order.
@@ -46,7 +46,7 @@ class Style:
     unit: str = "ms"
 
     def label_of(self, one: Interval) -> str:
-        """What the legend says of an interval."""
+        """Legend entry of an interval."""
         if one.kind == "wait":
             return WAITING
         label = self.label(one)
