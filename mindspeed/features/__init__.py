@@ -1,1 +1,1 @@
-"""One module per feature: its flags, its level, its checks, and what it attaches to which seam."""
+"""One class per feature: its flags, its level, its checks, and what it attaches to which seam."""

@@ -20,7 +20,7 @@ knows no flags.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import dataclass_transform  # in typing since Python 3.11
@@ -92,14 +92,15 @@ class Feature:
         devices: tuple[str, ...] = (),
     ) -> None:
         super().__init_subclass__()
+        flags = vars(cls).get("__annotations__", {}).keys()
+        taken = (vars(cls).keys() & Feature.__annotations__.keys()) | (flags & vars(Feature).keys())
+        if taken:
+            raise TypeError(f"{cls.__name__}: {', '.join(sorted(taken))} mean something else here")
         dataclass(frozen=True)(cls)
         cls.name = name or cls.__module__.rpartition(".")[2].replace("_", "-")
         cls.summary = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
         cls.level, cls.stage, cls.devices = level, stage, devices
         cls.seams, cls.conflicts, cls.requires, cls.after = seams, conflicts, requires, after
-        for field in fields(cls):  # type: ignore[arg-type]  # it is a dataclass now
-            if hasattr(Feature, field.name) or field.name in Feature.__annotations__:
-                raise TypeError(f"{cls.__name__}: a flag cannot have the name {field.name!r}")
 
     def enabled(self, megatron: Megatron) -> bool:
         """Whether it is on; by default when any of its flags is not at its default."""

@@ -28,7 +28,7 @@ F = TypeVar("F", bound="Feature | type[Feature]")
 
 @lru_cache(maxsize=1)
 def all_features() -> tuple[type[Feature], ...]:
-    """Every feature, by name: one per module of this package, and those of installed plug-ins.
+    """Every feature, by name: those of the rooms of this package, and of installed plug-ins.
 
     Raises:
         ConfigError: a plug-in cannot be used; two features share a name or a flag, or name an
@@ -52,8 +52,8 @@ def origin_of(feature: str) -> str:
 def _built_in() -> Iterator[type[Feature]]:
     import mindspeed.features as package
 
-    for name in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-        module = importlib.import_module(f"{package.__name__}.{name}")
+    names = (info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+    for module in map(importlib.import_module, names):
         for value in vars(module).values():
             if _is_feature(value) and value.__module__ == module.__name__:
                 yield value

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.features.noop_layers import indices_of
+from mindspeed.features.pipeline.noop_layers import indices_of
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.load import config_of
 from mindspeed.storage.directory import tracked

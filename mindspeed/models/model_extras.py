@@ -10,7 +10,8 @@
 
 The first changes the layer spec (:func:`change_spec`), the others a built model
 (:func:`change_model`), through PyTorch's hooks, so that Megatron's modules keep their classes,
-parameter names and sharding. ALiBi of BLOOM and Baichuan 13B is :mod:`mindspeed.features.alibi`.
+parameter names and sharding. ALiBi of BLOOM and Baichuan 13B is a feature
+(:mod:`mindspeed.features.attention.alibi`).
 """
 
 from __future__ import annotations

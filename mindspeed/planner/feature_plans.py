@@ -36,8 +36,8 @@ from mindspeed.adaptor.pipeline_profile import (
 from mindspeed.device import Device
 from mindspeed.device.base import MemoryStats
 from mindspeed.errors import ConfigError
-from mindspeed.features.adaptive_memory import AdaptiveMemory
-from mindspeed.features.automated_pipeline import AutomatedPipeline
+from mindspeed.features.memory.adaptive_memory import AdaptiveMemory
+from mindspeed.features.pipeline.automated_pipeline import AutomatedPipeline
 from mindspeed.files import atomic_write_text
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory

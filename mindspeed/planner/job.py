@@ -20,7 +20,7 @@ from typing import Any
 
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 from mindspeed.errors import ConfigError
-from mindspeed.features.auto_tuning import AutoTuning
+from mindspeed.features.compatibility.auto_tuning import AutoTuning
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.resolve import Settings

@@ -38,7 +38,7 @@ from mindspeed.adaptor.repairs.scripts import absent_triton, failed_exit
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError
-from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN
+from mindspeed.features.attention.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.registry import (
     Configuration,
     add_arguments,

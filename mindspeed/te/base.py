@@ -73,7 +73,7 @@ class UserBufferQuantizationMode(enum.Enum):
 def initialize_ub(*args: Any, ub_cfgs: Any = None, **kwargs: Any) -> None:
     """Nothing to set up: without userbuffers the products of linear layers are overlapped.
 
-    See :mod:`mindspeed.features.tp_comm_overlap`. Megatron-LM calls this with
+    See :mod:`mindspeed.features.tensor_parallel.tp_comm_overlap`. Megatron-LM calls this with
     ``--tp-comm-overlap``.
 
     Args:

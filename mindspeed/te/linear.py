@@ -44,7 +44,8 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         delay_wgrad_compute: Compute weight gradients only in :meth:`backward_dw`.
         ub_name: Name of the layer for communication overlap (kept, not used).
         **userbuffers: ``ub_*``: what ``--tp-comm-overlap`` asks for, refused without that feature
-            (:mod:`mindspeed.features.tp_comm_overlap`); ``symmetric_ar_type`` must be None.
+            (:mod:`mindspeed.features.tensor_parallel.tp_comm_overlap`); ``symmetric_ar_type`` must
+            be None.
 
     Attributes:
         overlap_communication: Features may overlap its products with their collectives.

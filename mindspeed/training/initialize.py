@@ -19,8 +19,8 @@ from mindspeed.checkpoint.architecture import take_architecture
 from mindspeed.checkpoint.find import saved_args
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import ConfigError
-from mindspeed.features import auto_tuning
-from mindspeed.features._auto_tuning_command import WORDS
+from mindspeed.features.compatibility import auto_tuning
+from mindspeed.features.compatibility.auto_tuning import WORDS
 from mindspeed.files import make_dirs
 from mindspeed.training import configs, setup
 from mindspeed.training.arguments import Parser, build_parser

@@ -19,7 +19,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
-from mindspeed.features.dynamic_pipeline import sizes_of_arguments
+from mindspeed.features.pipeline.dynamic_pipeline import sizes_of_arguments
 from mindspeed.job import TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags

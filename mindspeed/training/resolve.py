@@ -17,8 +17,8 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from mindspeed.features.context_parallel import indivisible
-from mindspeed.features.fused_adam import NAMES
+from mindspeed.features.attention.context_parallel import indivisible
+from mindspeed.features.optimizer.fused_adam import NAMES
 from mindspeed.training.resolve_parallel import parallel
 from mindspeed.training.resolve_run import data, duration, iterations_of, output
 

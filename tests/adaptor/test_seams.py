@@ -72,7 +72,9 @@ def test_attention_kernels_and_policy_are_replaced_through_one_seam():
 def _shared_code(module):
     """Source of the shared functions that a feature hands its seams to, and of those they call."""
     text, seen = inspect.getsource(module), {}
-    helpers = [m for name, m in sys.modules.items() if name.startswith("mindspeed.features._")]
+    own = {feature.__module__ for feature in all_features()}
+    names = {name for name in sys.modules if name.startswith("mindspeed.features.")} - own
+    helpers = [sys.modules[name] for name in names]
     while True:
         called = {
             (helper, name): inspect.getsource(f)

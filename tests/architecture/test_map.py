@@ -21,8 +21,9 @@ def test_every_file_of_the_map_exists() -> None:
 
 
 def test_every_feature_is_on_the_map() -> None:
-    files = {feature.__module__.rpartition(".")[2] for feature in all_features()}
-    assert {name for name in files if f"`features/{name}.py`" not in MAP} == set()
+    modules = (feature.__module__.removeprefix("mindspeed.") for feature in all_features())
+    files = {module.replace(".", "/") + ".py" for module in modules}
+    assert {file for file in files if f"`{file}`" not in MAP} == set()
 
 
 def test_the_layers_name_every_room_in_the_order_of_the_contract() -> None:

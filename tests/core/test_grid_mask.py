@@ -11,7 +11,7 @@ from mindspeed.attention import Mask
 from mindspeed.attention.shared_mask import mask_of_batch
 from mindspeed.core.context_parallel import utils
 from mindspeed.errors import ConfigError
-from mindspeed.features.context_parallel import ContextParallel
+from mindspeed.features.attention.context_parallel import ContextParallel
 from mindspeed.journal import Journal
 
 

@@ -13,16 +13,16 @@ import time
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import _auto_tuning_command as command
 from mindspeed.features import registry
-from mindspeed.features.auto_tuning import AutoTuning, asked
+from mindspeed.features.compatibility import auto_tuning as command
+from mindspeed.features.compatibility.auto_tuning import AutoTuning, asked
 from mindspeed.processes import free_port
 
 JOB = ["--num-layers", "4", "--bf16"]
 
 
 def started(device_name="", job=JOB, **options):
-    words = command.plan_command(AutoTuning(**options), job, device_name)
+    words = AutoTuning(**options).plan_command(job, device_name)
     assert words[:4] == [sys.executable, "-m", "mindspeed", "plan"]
     middle = words.index("--")
     return dict(zip(words[4:middle:2], words[5:middle:2], strict=True)), words[middle + 1 :]
@@ -111,17 +111,17 @@ def test_only_the_first_rank_plans(monkeypatch, capsys):
     for rank, status in (("1", 0), ("0", 3)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end:
-            command.plan_and_end(options, {"save": "checkpoints"})
+            options.plan_and_end({"save": "checkpoints"})
         assert end.value.code == status
     [(words, env, quiet)] = calls
     assert words[-2:] == [os.path.abspath("pretrain_gpt.py"), "--bf16"]
     assert "RANK" not in env and "MASTER_ADDR" not in env and quiet
     monkeypatch.setenv("MINDSPEED_PLANNING", env["MINDSPEED_PLANNING"])
-    assert command.plan_and_end(options, {}) is None
+    assert options.plan_and_end({}) is None
     assert "--save is ignored: nothing is trained" in capsys.readouterr().err
     monkeypatch.delenv("MINDSPEED_PLANNING")
     with pytest.raises(SystemExit):
-        command.plan_and_end(AutoTuning(auto_parallel=True), {"command_words": ("--x", "1")})
+        AutoTuning(auto_parallel=True).plan_and_end({"command_words": ("--x", "1")})
     assert calls[1][0][-2:] == ["--x", "1"] and not calls[1][2]
     assert asked({"auto_parallel": True}) and not asked({"nnodes": 2})
 

@@ -10,8 +10,8 @@ import pytest
 
 from mindspeed.attention.strategy import Strategy
 from mindspeed.errors import ConfigError
-from mindspeed.features import context_parallel as feature
-from mindspeed.features.context_parallel import COMM_TYPE_NOT_GIVEN, ContextParallel
+from mindspeed.features.attention import context_parallel as feature
+from mindspeed.features.attention.context_parallel import COMM_TYPE_NOT_GIVEN, ContextParallel
 from mindspeed.features.registry import resolve
 from mindspeed.training.arguments import build_parser, parse
 
@@ -255,10 +255,10 @@ def test_any_length_with_an_adaptive_layout_or_packed_documents():
 
 def test_uneven_heads_are_reported():
     options, _ = resolved(num_attention_heads=56)
-    (text,) = feature.uneven_heads(options, MODEL | {"num_attention_heads": 56}, None)
+    (text,) = options.uneven_heads(MODEL | {"num_attention_heads": 56}, None)
     uneven = "ulysses: 28 query heads per TP rank over CP=8: uneven split, balance 0.875"
     assert text == f"{uneven}; a ring attends to 4 of them instead"
-    assert not list(feature.uneven_heads(options, MODEL, None))
+    assert not list(options.uneven_heads(MODEL, None))
 
 
 def test_without_context_parallelism_nothing_is_on():

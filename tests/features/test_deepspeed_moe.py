@@ -113,7 +113,7 @@ def test_without_the_model_type_its_flags_are_refused(change, said):
 def test_a_framework_that_builds_the_configuration_is_told_what_it_must_contain():
     from types import SimpleNamespace
 
-    from mindspeed.features.deepspeed_moe import _check
+    from mindspeed.features.experts.deepspeed_moe import _check
 
     _check(SimpleNamespace(moe_router_topk=2, moe_token_dispatcher_type="alltoall"))
     for topk, dispatcher in ((4, "alltoall"), (2, "allgather")):

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed import device
 from mindspeed.adaptor import arguments
-from mindspeed.features.unsupported_combinations import UnsupportedCombinations
+from mindspeed.features.compatibility.unsupported_combinations import UnsupportedCombinations
 
 FSDP = {"use_megatron_fsdp": True}
 OFF = {

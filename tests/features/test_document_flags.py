@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import packed_documents, variable_lengths
+from mindspeed.features.attention import packed_documents
+from mindspeed.features.pipeline import variable_lengths
 from mindspeed.features.registry import resolve
 
 PACKED, LENGTHS = packed_documents.PackedDocuments, variable_lengths.VariableLengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features._v_shape import corrects, layout_of
+from mindspeed.features.pipeline.v_shape import corrects, layout_of
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.layout import even_layout
 from mindspeed.pipeline.schedule.costs import Costs

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.dynamic_pipeline import sizes_of_arguments
+from mindspeed.features.pipeline.dynamic_pipeline import sizes_of_arguments
 from mindspeed.features.registry import resolve
 
 JOB = {

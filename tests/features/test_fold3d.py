@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from mindspeed.features.fold3d import Fold3D
+from mindspeed.features.pipeline.fold3d import Fold3D
 
 JOB = {
     "pipeline_model_parallel_size": 4,

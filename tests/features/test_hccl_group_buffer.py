@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.hccl_group_buffer import HcclGroupBuffer
+from mindspeed.features.platform.hccl_group_buffer import HcclGroupBuffer
 from mindspeed.features.registry import resolve
 
 LLAMA = {

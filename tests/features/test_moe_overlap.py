@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed.features.moe_overlap import ASYNC, OVERLAP, MoeOverlap
+from mindspeed.features.experts.moe_overlap import ASYNC, OVERLAP, MoeOverlap
 
 LAYER = {
     "num_experts": 8,

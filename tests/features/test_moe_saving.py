@@ -6,9 +6,9 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
+from mindspeed.features.experts.moe_adaptive_recompute import MoeAdaptiveRecompute as ADAPTIVE
+from mindspeed.features.experts.moe_zero_memory import MoeZeroMemory as ZERO
 from mindspeed.features.feature import Problem
-from mindspeed.features.moe_adaptive_recompute import MoeAdaptiveRecompute as ADAPTIVE
-from mindspeed.features.moe_zero_memory import MoeZeroMemory as ZERO
 from tests.features.test_expert_flags import JOB, TP
 
 MEGATRON = {"num_experts": 8, "num_layers": 8, "moe_token_dispatcher_type": "alltoall"}

@@ -8,8 +8,8 @@ import pytest
 
 from mindspeed import te
 from mindspeed.errors import ConfigError
-from mindspeed.features._divided_backward import costs_of
-from mindspeed.features.nanopipe import Nanopipe, _host_check
+from mindspeed.features.pipeline.divided_backward import costs_of
+from mindspeed.features.pipeline.nanopipe import Nanopipe, _host_check
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan

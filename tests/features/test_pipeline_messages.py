@@ -7,10 +7,10 @@ import re
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.multiparameter_pipeline import MultiparameterPipeline
-from mindspeed.features.optimized_send_recv import OptimizedSendRecv
+from mindspeed.features.pipeline.multiparameter_pipeline import MultiparameterPipeline
+from mindspeed.features.pipeline.optimized_send_recv import OptimizedSendRecv
+from mindspeed.features.pipeline.variable_lengths import VariableLengths
 from mindspeed.features.registry import resolve
-from mindspeed.features.variable_lengths import VariableLengths
 
 JOB = {
     "pipeline_model_parallel_size": 4,

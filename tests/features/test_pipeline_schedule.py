@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features._pipeline_plan import limit_of
-from mindspeed.features.pipeline_schedule import PipelineSchedule
+from mindspeed.features.pipeline.pipeline_schedule import PipelineSchedule
+from mindspeed.features.pipeline.plans import limit_of
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 

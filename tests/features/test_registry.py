@@ -164,6 +164,17 @@ def test_changed_values_are_what_differs_from_the_defaults():
     assert configuration.changed_values() == {"swap_attention": True, "swap_modules": ("a",)}
 
 
+def test_names_of_the_base_class_are_refused_as_flags_and_methods():
+    for body in ({"level": flag(1, "x"), "__annotations__": {"level": int}}, {"devices": print}):
+        with pytest.raises(TypeError, match=r"Odd: (level|devices) mean something else here"):
+            types.new_class("Odd", (Feature,), {"level": 2}, lambda ns, body=body: ns.update(body))
+
+
+def test_every_module_declares_one_feature_or_none():
+    modules = [feature.__module__ for feature in all_features()]
+    assert len(set(modules)) == len(modules) > 60
+
+
 def test_every_feature_of_the_library_is_declared_soundly():
     for feature in all_features():
         assert feature.summary

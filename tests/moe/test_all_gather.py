@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.features.moe_allgather_overlap import MoeAllgatherOverlap
+from mindspeed.features.experts.moe_allgather_overlap import MoeAllgatherOverlap
 from mindspeed.moe.dispatch import all_gather
 from tests.moe import dispatch_ranks as jobs
 from tests.moe.dispatch_ranks import Case

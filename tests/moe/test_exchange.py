@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.moe_alltoall_exchange import MoeAlltoallExchange
+from mindspeed.features.experts.moe_alltoall_exchange import MoeAlltoallExchange
 from mindspeed.moe.dispatch.compact import ID_DTYPE
 from mindspeed.moe.dispatch.level import join, metadata_bytes, sum_rows, take_apart
 from mindspeed.moe.nodes import divided

@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from mindspeed.features.moe_tp_extend_ep import given_expert_parallel_size
+from mindspeed.features.experts.moe_tp_extend_ep import given_expert_parallel_size
 from tests.moe import layout_ranks as jobs
 from tests.support.lazy import needs
 

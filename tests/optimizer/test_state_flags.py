@@ -7,9 +7,10 @@ import logging
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import registry, virtual_optimizer
-from mindspeed.features.cadam import Cadam
-from mindspeed.features.virtual_optimizer import VirtualOptimizer
+from mindspeed.features import registry
+from mindspeed.features.optimizer import virtual_optimizer
+from mindspeed.features.optimizer.cadam import Cadam
+from mindspeed.features.optimizer.virtual_optimizer import VirtualOptimizer
 
 BF16 = {"bf16": True, "fp16": False}
 CADAM = {"optimizer": "cadam"}

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import coc, registry
-from mindspeed.features.coc import Coc
+from mindspeed.features import registry
+from mindspeed.features.tensor_parallel import coc
+from mindspeed.features.tensor_parallel.coc import Coc
 from mindspeed.tensor_parallel.coc_settings import coc_cfgs, read_settings
 
 TP = {"tensor_model_parallel_size": 4, "seq_length": 96, "micro_batch_size": 1}

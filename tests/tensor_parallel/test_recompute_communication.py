@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from mindspeed.features.recompute_communication import RecomputeCommunication
+from mindspeed.features.memory.recompute_communication import RecomputeCommunication
 from tests.memory import memory_ranks
 from tests.support.lazy import needs
 from tests.tensor_parallel import region_ranks

@@ -27,7 +27,7 @@ import torch
 
 from mindspeed.built_model import TrainedModel, unwrap
 from mindspeed.device.wrapped_tensors import held
-from mindspeed.features._v_shape import flag_of
+from mindspeed.features.pipeline.v_shape import flag_of
 from mindspeed.instruments.clock import Interval
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.cluster import Cluster

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features._automated_result import job_of
+from mindspeed.features.pipeline.automated_pipeline import job_of
 from mindspeed.features.registry import derived, resolve
 from mindspeed.pipeline.automated.result import write_result
 from mindspeed.pipeline.automated.search import search

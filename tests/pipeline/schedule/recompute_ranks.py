@@ -111,7 +111,7 @@ def _installed(model: Model, number: int | None, journal: Journal) -> tuple[dict
     """The runtimes of the model's chunks, and the layers of each that may be recomputed."""
     from megatron.core.utils import unwrap_model
 
-    from mindspeed.features._activation_memory import convert_linears
+    from mindspeed.features.memory.activation_memory import convert_linears
     from mindspeed.memory import plan as plans
     from mindspeed.memory.megatron import install, layers_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features import tensor_parallel_2d
 from mindspeed.features.registry import resolve
+from mindspeed.features.tensor_parallel import tensor_parallel_2d
 
 SIZES = {
     "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 176, "num_attention_heads": 8,

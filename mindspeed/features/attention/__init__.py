@@ -1,0 +1,1 @@
+"""Attention: masks, positions, kernels, and sequences over several ranks."""

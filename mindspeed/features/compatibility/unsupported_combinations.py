@@ -1,0 +1,432 @@
+"""Combinations of Megatron's own flags that cannot train, refused before training begins.
+
+Megatron does not check these: they end in a wrong result, a traceback or a hang after the model has
+been built. One entry of :data:`RULES` per combination; the modules ``experts``,
+``optimizer_instances`` and ``fsdp`` next to this one check sizes and Megatron-FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed import device, te
+from mindspeed.features.attention.packed_documents import adaptive, resets
+from mindspeed.features.compatibility import experts, fsdp, optimizer_instances
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.optimizer.fused_adam import chosen
+
+
+class UnsupportedCombinations(Feature, level=0):
+    """Refuses combinations of Megatron's flags that cannot train.
+
+    Nothing is attached: when one of the rules applies, validation has raised.
+    """
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return bool(self.problems(megatron))
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        found = [rule.problem for rule in RULES if rule.applies(megatron)]
+        checks = (experts, fsdp, optimizer_instances)
+        return [*found, *(problem for check in checks for problem in check.problems(megatron))]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination.
+
+    Attributes:
+        applies: whether the arguments have the combination.
+        problem: what is wrong with it.
+    """
+
+    applies: Callable[[Megatron], Any]
+    problem: Problem
+
+
+def _context_parallel(megatron: Megatron) -> bool:
+    return (megatron.get("context_parallel_size") or 1) > 1
+
+
+def _has_documents(megatron: Megatron) -> bool:
+    packs = resets(megatron) or adaptive(megatron) or bool(megatron.get("sft"))
+    return packs or (megatron.get("fix_sub_seq_length") or -1) > 0
+
+
+def _on_host(megatron: Megatron) -> bool:
+    return device.current().on_host
+
+
+def _without_cuda(megatron: Megatron) -> bool:
+    return device.current().name != "cuda"
+
+
+def _captures_graphs(megatron: Megatron) -> bool:
+    old_names = megatron.get("enable_cuda_graph") or megatron.get("external_cuda_graph")
+    return bool(old_names) or megatron.get("cuda_graph_impl") not in (None, "none")
+
+
+def _recomputes_experts(megatron: Megatron) -> bool:
+    modules = megatron.get("recompute_modules") or ()
+    selected = megatron.get("recompute_granularity") == "selective" and "moe" in modules
+    return selected or bool(megatron.get("moe_layer_recompute"))
+
+
+def _renormalised_top_1(megatron: Megatron) -> bool:
+    return (
+        megatron.get("moe_router_topk") == 1
+        and megatron.get("moe_router_score_function", "softmax") == "softmax"
+        and not megatron.get("moe_router_pre_softmax")
+        and megatron.get("moe_router_load_balancing_type") != "sinkhorn"
+    )
+
+
+def _with(flag: str, *conditions: Callable[[Megatron], Any]) -> Callable[[Megatron], bool]:
+    return lambda megatron: bool(megatron.get(flag)) and all(c(megatron) for c in conditions)
+
+
+def _is_sgd(megatron: Megatron) -> bool:
+    return chosen(megatron) == "sgd"
+
+
+def _is_adam(megatron: Megatron) -> bool:
+    return chosen(megatron) in ("adam", "fused_adam", "cadam")
+
+
+def _shards_states(megatron: Megatron) -> bool:
+    return bool(megatron.get("use_distributed_optimizer") or megatron.get("use_megatron_fsdp"))
+
+
+def _off(megatron: Megatron, name: str) -> bool:
+    """Whether a flag is off, and not just unknown because a framework does not say it."""
+    return name in megatron and not megatron[name]
+
+
+def _is_narrow(megatron: Megatron) -> bool:
+    return bool(megatron.get("bf16") or megatron.get("fp16"))
+
+
+def _shares_names_of_shards(megatron: Megatron) -> bool:
+    tensor = megatron.get("tensor_model_parallel_size") or 1
+    shards = megatron.get("expert_tensor_parallel_size") or tensor
+    files = megatron.get("save") or megatron.get("load")
+    return bool(files and megatron.get("ckpt_format") == "torch" and tensor % shards)
+
+
+def _splits_parts_of_groups(megatron: Megatron) -> bool:
+    groups: int = megatron.get("num_query_groups") or 0
+    grouped = groups and megatron.get("group_query_attention", True)
+    joint = not megatron.get("multi_latent_attention") and megatron.get("muon_split_qkv", True)
+    muon = "muon" in str(megatron.get("optimizer"))
+    ranks: int = megatron.get("tensor_model_parallel_size") or 1
+    return bool(muon and joint and grouped and groups < ranks)
+
+
+def _joint_projection_in_parts(megatron: Megatron) -> bool:
+    parts = (megatron.get("tensor_model_parallel_size") or 1) > 1
+    gated = megatron.get("attention_output_gate")
+    return bool((parts or gated) and not megatron.get("multi_latent_attention"))
+
+
+def _ignores_main_params(megatron: Megatron) -> bool:
+    native = te.choose(device.current().name)[0] == "native"
+    return bool(
+        megatron.get("optimizer_cpu_offload")
+        or megatron.get("use_megatron_fsdp")
+        or (megatron.get("use_precision_aware_optimizer") and native)
+    )
+
+
+_STORE_STATES = ("quant_states", "reuse_fp32_param", "swap_optimizer", "virtual_optimizer")
+
+
+def _stored_narrow(name: str) -> Rule:
+    """A dtype of ``OptimizerConfig`` that only the precision-aware optimizer reads."""
+
+    def applies(megatron: Megatron) -> bool:
+        other = str(megatron.get(name) or "fp32") not in ("fp32", "torch.float32")
+        plain = _off(megatron, "use_precision_aware_optimizer")
+        # These features say themselves that they exclude it.
+        own = chosen(megatron) == "cadam" or any(map(megatron.get, _STORE_STATES))
+        return other and plain and not own
+
+    return Rule(
+        applies,
+        Problem(
+            "--" + name.replace("_", "-"),
+            "no other optimizer stores it in that format",
+            "add --use-precision-aware-optimizer, or drop it",
+        ),
+    )
+
+
+RULES = (
+    Rule(
+        _with("softmax_scale", lambda m: m.get("multi_latent_attention")),
+        Problem(
+            "--softmax-scale",
+            "multi-latent attention computes its own scale and does not read it",
+            "drop it; --mscale-all-dim and --rotary-scaling-factor change that scale",
+        ),
+    ),
+    Rule(
+        lambda m: _is_sgd(m) and _shards_states(m),
+        Problem(
+            "--optimizer sgd",
+            "the distributed optimizer (--use-distributed-optimizer, --zero-stage 1 to 3) saves "
+            "the two moments of Adam, and SGD has one",
+            "use --optimizer adam, or drop --use-distributed-optimizer",
+        ),
+    ),
+    Rule(
+        _with("use_precision_aware_optimizer", lambda m: not _is_adam(m)),
+        Problem(
+            "--use-precision-aware-optimizer",
+            "only Adam stores its states in other formats",
+            "use --optimizer adam, or drop it",
+        ),
+    ),
+    Rule(
+        _with(
+            "use_precision_aware_optimizer",
+            _is_adam,
+            lambda m: _off(m, "use_distributed_optimizer") and not _shards_states(m),
+        ),
+        Problem(
+            "--use-precision-aware-optimizer",
+            "Megatron's is part of the distributed optimizer",
+            "add --use-distributed-optimizer; without it there are --reuse-fp32-param, "
+            "--release-fp32-grad and --quant-states",
+        ),
+    ),
+    *(
+        _stored_narrow(name)
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Rule(
+        _with("optimizer_cpu_offload", lambda m: m.get("decoupled_weight_decay", True) is False),
+        Problem(
+            "--optimizer-cpu-offload",
+            "the Adam on the host decays weights apart from the gradient (AdamW)",
+            "leave decoupled_weight_decay True, or drop it",
+        ),
+    ),
+    Rule(
+        _with(
+            "load_main_params_from_ckpt",
+            _is_narrow,
+            lambda m: _off(m, "use_distributed_optimizer"),
+        ),
+        Problem(
+            "--load-main-params-from-ckpt",
+            "only the distributed optimizer takes its main parameters from a checkpoint",
+            "add --use-distributed-optimizer, or drop it",
+        ),
+    ),
+    Rule(
+        _with("qk_clip", _is_narrow, lambda m: m.get("use_distributed_optimizer")),
+        Problem(
+            "--qk-clip",
+            "the distributed optimizer has no whole main weights, and the first clipping ends in "
+            "a traceback",
+            "use --optimizer muon or dist_muon, or drop --use-distributed-optimizer",
+        ),
+    ),
+    Rule(
+        _with("qk_clip", _joint_projection_in_parts),
+        Problem(
+            "--qk-clip",
+            "takes the joint weight of queries, keys and values for that of one tensor-parallel "
+            "rank without a gate, and the first clipping ends in a traceback",
+            "use --multi-latent-attention, or --tensor-model-parallel-size 1 without "
+            "--attention-output-gate",
+        ),
+    ),
+    Rule(
+        _splits_parts_of_groups,
+        Problem(
+            "--optimizer muon (dist_muon)",
+            "splits the joint weight into the queries, keys and values of whole groups, and with "
+            "more tensor-parallel ranks than --num-query-groups a rank has a part of one",
+            "use a --tensor-model-parallel-size up to --num-query-groups, or --muon-no-split-qkv",
+        ),
+    ),
+    Rule(
+        _with("hybrid_context_parallel", lambda m: m.get("mtp_num_layers")),
+        Problem(
+            "--hybrid-context-parallel",
+            "multi-token prediction shifts tokens among the ranks of the largest group, and the "
+            "groups change with every batch",
+            "drop it, or --mtp-num-layers",
+        ),
+    ),
+    Rule(
+        _with("init_method_xavier_uniform"),
+        Problem(
+            "--init-method-xavier-uniform",
+            "does not reach the output layers of attention and MLP (Megatron-LM's script ends in a "
+            "TypeError for it), and with tensor parallelism its bounds are those of a shard",
+            "drop it; --init-method-std scales the normal distribution",
+        ),
+    ),
+    Rule(
+        _with("full_validation"),
+        Problem(
+            "--full-validation",
+            "runs one iteration a sample instead of one a global batch (with "
+            "--multiple-validation-sets), or ends in a TypeError after the first interval",
+            "drop it, and give --eval-iters: the samples of the set / --global-batch-size",
+        ),
+    ),
+    Rule(
+        _with("num_experts", _shares_names_of_shards),
+        Problem(
+            "--ckpt-format torch",
+            "has one file for a tensor-, pipeline- and expert-parallel rank, and with this "
+            "--expert-tensor-parallel-size several ranks with other shards of experts share it",
+            "use --ckpt-format torch_dist, or an --expert-tensor-parallel-size that divides "
+            "--tensor-model-parallel-size",
+        ),
+    ),
+    Rule(
+        _with("load_main_params_from_ckpt", _ignores_main_params),
+        Problem(
+            "--load-main-params-from-ckpt",
+            "this optimizer takes its main parameters from the 16-bit weights all the same",
+            "drop it, or use the distributed optimizer without --optimizer-cpu-offload, "
+            "--use-megatron-fsdp and the precision-aware one of native Transformer Engine",
+        ),
+    ),
+    Rule(
+        _with("optimizer_cpu_offload", lambda m: not m.get("use_precision_aware_optimizer")),
+        Problem(
+            "--optimizer-cpu-offload",
+            "needs the optimizer that keeps gradients and main parameters apart",
+            "add --use-precision-aware-optimizer and --use-distributed-optimizer",
+        ),
+    ),
+    Rule(
+        _with("optimizer_cpu_offload", lambda m: not (m.get("bf16") or m.get("fp16"))),
+        Problem(
+            "--optimizer-cpu-offload",
+            "needs 16-bit parameters: fp32 ones are views into the gradient buffer's layout, "
+            "which no optimizer on the host can own",
+            "add --bf16 or --fp16, or drop it",
+        ),
+    ),
+    Rule(
+        _with("delay_wgrad_compute", lambda m: m.get("transformer_impl") == "local"),
+        Problem(
+            "--delay-wgrad-compute",
+            "the linear layers of the local layer spec cannot compute weight gradients apart",
+            "use --transformer-impl transformer_engine",
+        ),
+    ),
+    Rule(
+        _with("overlap_moe_expert_parallel_comm", _has_documents),
+        Problem(
+            "--overlap-moe-expert-parallel-comm",
+            "the schedule plan of a micro-batch does not say where its documents begin",
+            "drop it, or train without packed documents",
+        ),
+    ),
+    Rule(
+        _with("overlap_moe_expert_parallel_comm", _recomputes_experts),
+        Problem(
+            "--recompute-modules moe (--moe-layer-recompute)",
+            "--overlap-moe-expert-parallel-comm and --moe-fb-overlap run the parts of a mixture of "
+            "experts one by one, so the layer as a whole is not recomputed",
+            "leave moe out; moe_act recomputes the activations of experts",
+        ),
+    ),
+    Rule(
+        _with("eod_mask_loss", _context_parallel, lambda m: not m.get("calculate_per_token_loss")),
+        Problem(
+            "--eod-mask-loss",
+            "with context parallelism the ranks have different numbers of tokens with a loss, and "
+            "the mean of their means is not the mean of the sequence",
+            "add --calculate-per-token-loss",
+        ),
+    ),
+    Rule(
+        _with("num_experts", _renormalised_top_1),
+        Problem(
+            "--moe-router-topk 1",
+            "the renormalised probability of a single expert is always 1, which Megatron refuses: "
+            "the router would never learn",
+            "add --moe-router-pre-softmax, or choose more experts",
+        ),
+    ),
+    Rule(
+        _with("cpu_offloading", lambda m: not m.get("cpu_offloading_num_layers")),
+        Problem(
+            "--cpu-offloading",
+            "no layer is offloaded",
+            "add --cpu-offloading-num-layers",
+        ),
+    ),
+    Rule(
+        _with("cpu_offloading", lambda m: m.get("cpu_offloading_weights")),
+        Problem(
+            "--cpu-offloading-weights",
+            "only activations can be kept in host memory",
+            "drop it (--optimizer-cpu-offload keeps optimizer states there)",
+        ),
+    ),
+    Rule(
+        _with("record_memory_history", _on_host),
+        Problem(
+            "--record-memory-history",
+            "PyTorch records the history of device memory only, and the CPU has none",
+            "drop it, or run on a GPU or NPU",
+        ),
+    ),
+    Rule(
+        lambda m: m.get("moe_token_dispatcher_type") == "flex" and _without_cuda(m),
+        Problem(
+            "--moe-token-dispatcher-type flex",
+            "its backends, DeepEP and HybridEP, need NVIDIA GPUs",
+            "use alltoall",
+        ),
+    ),
+    Rule(
+        _with("batch_invariant_mode", _without_cuda),
+        Problem(
+            "--batch-invariant-mode",
+            "its kernels need Triton on an NVIDIA GPU",
+            "drop it; --npu-deterministic makes runs repeat",
+        ),
+    ),
+    Rule(
+        lambda m: _captures_graphs(m) and _without_cuda(m),
+        Problem(
+            "--cuda-graph-impl (--enable-cuda-graph, --external-cuda-graph)",
+            "CUDA graphs need an NVIDIA GPU",
+            "drop it",
+        ),
+    ),
+    Rule(
+        _with("use_torch_fsdp2"),
+        Problem(
+            "--use-torch-fsdp2 (and --ckpt-format torch_dcp, which goes with it alone)",
+            "Megatron's wrapper of torch's FSDP2 ends in a TypeError in the first step of 0.16.1, "
+            "on every device (finish_grad_sync has no force_all_reduce)",
+            "use --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+            "--ckpt-format fsdp_dtensor",
+        ),
+    ),
+    Rule(
+        _with("nccl_ub", _without_cuda),
+        Problem("--use-nccl-ub", "it registers buffers with NCCL, on NVIDIA GPUs", "drop it"),
+    ),
+    Rule(
+        _with("nccl_communicator_config_path", lambda m: device.current().name == "npu"),
+        Problem(
+            "--nccl-communicator-config-path",
+            "it describes communicators of NCCL, and an NPU has none",
+            "drop it",
+        ),
+    ),
+)

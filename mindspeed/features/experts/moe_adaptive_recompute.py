@@ -1,0 +1,73 @@
+"""``--moe-adaptive-recompute-activation``: ranks with too many tokens keep less of each.
+
+A rank whose experts get more than ``scale`` times the balanced number of rows keeps their inputs
+only, for this layer and micro-batch, and computes the rest again in backward. It decides alone,
+from the counts of the dispatch that is under way: nothing is communicated or predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.experts.saving import problems_of
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME = "--moe-adaptive-recompute-activation"
+SCALE = f"{NAME}-scale"
+DEFAULT = 2.0
+
+
+class MoeAdaptiveRecompute(Feature, level=2, seams=("chunk",)):
+    """Ranks with too many tokens keep only the inputs of their experts."""
+
+    moe_adaptive_recompute_activation: bool = flag(
+        False, "ranks with too many tokens keep the inputs of their experts only"
+    )
+    moe_adaptive_recompute_activation_scale: float = flag(
+        DEFAULT,
+        "too many: more than this many times the balanced number",
+        range=Range(0.0, above=True),
+    )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return (
+            self.moe_adaptive_recompute_activation
+            or self.moe_adaptive_recompute_activation_scale != DEFAULT
+        )
+
+    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if not self.moe_adaptive_recompute_activation:
+            scale = self.moe_adaptive_recompute_activation_scale
+            yield Problem(f"{SCALE} {scale:g}", f"has no effect without {NAME}", f"add {NAME}")
+            return
+        yield from problems_of(NAME, megatron)
+        if megatron.get("moe_zero_memory") == "level1" and (
+            megatron.get("moe_zero_memory_num_layers") is None
+        ):
+            yield Problem(
+                NAME,
+                "has no effect with --moe-zero-memory level1: every rank computes everything again",
+                "use level0, or remove one",
+            )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(self._problems(megatron))
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
+
+        def watch(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                scale = self.moe_adaptive_recompute_activation_scale
+                change(layer, seams.journal, recompute_above=scale)
+
+        seams.chunk.add(watch, owner=self.name)

@@ -1,0 +1,79 @@
+"""``--moe-allgather-overlap-comm``: the gathers and the reduce-scatter of experts are hidden.
+
+    --moe-token-dispatcher-type allgather --moe-allgather-overlap-comm
+
+In forward behind the shared experts, in backward behind the weight gradients of the experts and the
+shared experts. Where the tokens of this rank's experts are is computed while the tokens travel, as
+``--moe-permutation-async-comm`` does alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.experts.layer_programs import expert_ranks, layer_problems
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME = "--moe-allgather-overlap-comm"
+
+
+class MoeAllgatherOverlap(Feature, level=2, seams=("chunk",), after=("moe-overlap",)):
+    """The experts' all-gather is hidden by shared experts and weight gradients."""
+
+    moe_allgather_overlap_comm: bool = flag(
+        False, "hide the experts' all-gather behind shared experts and weight gradients"
+    )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(_problems(megatron))
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
+
+        def overlap(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                change(layer, seams.journal, overlap=True)
+
+        seams.chunk.add(overlap, owner=self.name)
+
+
+def _problems(megatron: Megatron) -> Iterator[Problem]:
+    if not megatron["num_experts"]:
+        yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
+        return
+    dispatcher = megatron.get("moe_token_dispatcher_type")
+    if megatron.get("moe_alltoall_overlap_comm"):
+        yield Problem(
+            NAME,
+            "and --moe-alltoall-overlap-comm are for different dispatchers",
+            f"--moe-token-dispatcher-type is {dispatcher}: keep the flag of that one",
+        )
+    elif dispatcher != "allgather":
+        yield Problem(
+            NAME,
+            f"hides the collectives of the all-gather dispatcher, and the dispatcher is "
+            f"{dispatcher}",
+            "add --moe-token-dispatcher-type allgather, or take --moe-alltoall-overlap-comm",
+        )
+    if megatron.get("moe_model_type") == "deepspeed_moe":
+        yield Problem(
+            NAME,
+            "--moe-model-type deepspeed_moe exchanges tokens by all-to-all",
+            "remove the flag, or take --moe-model-type megatron_moe",
+        )
+    if expert_ranks(megatron) == 1:
+        yield Problem(
+            NAME,
+            "there is nothing to overlap: --expert-model-parallel-size 1 and no tensor-parallel "
+            "experts",
+            "remove the flag",
+        )
+    yield from layer_problems(NAME, megatron)

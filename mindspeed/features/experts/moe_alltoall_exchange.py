@@ -1,0 +1,178 @@
+"""``--moe-alltoall-exchange``, ``--moe-hierarchical-alltoallv``: tokens are not sent twice.
+
+    --moe-alltoall-exchange flat             a token goes once to each of its experts
+    --moe-alltoall-exchange dedup            once to each rank that owns experts of it
+    --moe-alltoall-exchange hierarchical     once to each node, and there once to each rank
+    --moe-tp-extend-ep --moe-hierarchical-alltoallv     hierarchical, the original's flag
+
+Experts whole on a rank weight their results themselves, so the results of one rank are summed there
+and come back as one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.features.experts.deepspeed_moe import sends_equally
+from mindspeed.features.experts.layer_programs import layer_problems
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.moe.nodes import NodeGroups
+
+EXCHANGE, HIERARCHICAL = "--moe-alltoall-exchange", "--moe-hierarchical-alltoallv"
+
+
+class MoeAlltoallExchange(Feature, level=2, seams=("chunk",)):
+    """Tokens are sent once to each rank or node that owns experts of them."""
+
+    moe_alltoall_exchange: Literal["flat", "dedup", "hierarchical"] = flag(
+        "flat",
+        "send a token once to each of its experts (flat), to each rank of them (dedup), or to each "
+        "node and there to each rank (hierarchical)",
+    )
+    moe_hierarchical_alltoallv: bool = flag(
+        False, "send tokens of experts over tensor and expert ranks once to each node"
+    )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.exchange_of() != "flat"
+
+    def exchange_of(self) -> str:
+        """The exchange that is asked for."""
+        return "hierarchical" if self.moe_hierarchical_alltoallv else self.moe_alltoall_exchange
+
+    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+        named = self.moe_alltoall_exchange
+        name = HIERARCHICAL if self.moe_hierarchical_alltoallv else f"{EXCHANGE} {named}"
+        if not megatron["num_experts"]:
+            yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
+            return
+        if self.moe_hierarchical_alltoallv and named == "dedup":
+            yield Problem(name, f"and {EXCHANGE} dedup are different exchanges", "keep one")
+        dispatcher = megatron.get("moe_token_dispatcher_type")
+        if dispatcher != "alltoall":
+            yield Problem(
+                name,
+                f"is an exchange of the all-to-all dispatcher, and the dispatcher is {dispatcher}",
+                "add --moe-token-dispatcher-type alltoall",
+            )
+        if sends_equally(megatron):
+            yield Problem(
+                name,
+                "sends counted rows, and with --moe-model-type deepspeed_moe experts get equal "
+                "numbers",
+                "remove it, or add --moe-no-drop (without --moe-dynamic-padding)",
+            )
+        for other, values in _OTHERS.items():
+            if (value := megatron.get(other)) and (not values or value in values):
+                given = "" if value is True else f" {value}"
+                yield Problem(
+                    name,
+                    f"--{other.replace('_', '-')}{given} has an exchange of its own",
+                    "remove one of the two",
+                )
+        if (megatron.get("ampipe_degree") or 1) > 1:
+            yield Problem(
+                name, "--ampipe-degree has an exchange of its own", "remove one of the two"
+            )
+        yield from layer_problems(name, megatron)
+        yield from self._sizes(name, megatron)
+
+    def _sizes(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        tp = megatron.get("tensor_model_parallel_size") or 1
+        ep = megatron.get("expert_model_parallel_size") or 1
+        slices = megatron.get("expert_tensor_parallel_size") or tp
+        if self.moe_hierarchical_alltoallv and not megatron.get("moe_tp_extend_ep"):
+            yield Problem(
+                name,
+                "is for experts spread over tensor-parallel ranks",
+                f"add --moe-tp-extend-ep, or take {EXCHANGE} hierarchical",
+            )
+        elif slices > 1:
+            yield Problem(
+                name,
+                f"sends tokens to ranks with whole experts, and they are cut in {slices}",
+                "add --moe-tp-extend-ep, or --expert-tensor-parallel-size 1",
+            )
+        if self.moe_hierarchical_alltoallv and tp == 1:
+            yield Problem(
+                name,
+                "--tensor-model-parallel-size is 1",
+                f"use more tensor-parallel ranks, or take {EXCHANGE} hierarchical",
+            )
+        if ep == 1:
+            yield Problem(
+                name, "--expert-model-parallel-size is 1: nothing is sent", "remove the flag"
+            )
+        elif self.exchange_of() == "hierarchical":
+            yield from _nodes(name, ep, megatron)
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(self._problems(megatron))
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.adaptor.moe import moe_layers
+        from mindspeed.moe.layer.megatron import change
+        from mindspeed.moe.nodes import node_groups, ranks_per_node
+
+        exchange = self.exchange_of()
+        made: list[tuple[dist.ProcessGroup, NodeGroups]] = []
+
+        def nodes_of(group: dist.ProcessGroup) -> NodeGroups | None:
+            if exchange != "hierarchical":
+                return None
+            for known, nodes in made:
+                if known is group:
+                    return nodes
+            made.append((group, node_groups(group, ranks_per_node())))
+            return made[-1][1]
+
+        def exchanged(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer in moe_layers(model):
+                nodes = nodes_of(layer.token_dispatcher.ep_group)
+                change(layer, seams.journal, exchange=exchange, nodes=nodes)
+
+        def destroy() -> None:
+            while made:
+                made.pop()[1].destroy()
+
+        seams.chunk.add(exchanged, owner=self.name)
+        seams.journal.call_on_undo(destroy)
+
+
+# Schedules that call Megatron's dispatcher, and pieces with an exchange of their own.
+_OTHERS: dict[str, tuple[str, ...]] = {
+    "overlap_moe_expert_parallel_comm": (),
+    "moe_fb_overlap": (),
+    "use_pipe_experts": (),
+}
+
+
+def _nodes(name: str, ranks: int, megatron: Megatron) -> Iterator[Problem]:
+    from mindspeed.moe.nodes import ranks_per_node
+
+    if not megatron.get("world_size"):
+        return
+    node = ranks_per_node()
+    if ranks <= node:
+        yield Problem(
+            name,
+            f"the experts' {ranks} ranks fit into a node of {node}",
+            f"remove the flag, or take {EXCHANGE} dedup",
+        )
+    elif ranks % node:
+        yield Problem(
+            name,
+            f"the experts' {ranks} ranks cannot be spread evenly over nodes of {node} ranks",
+            f"choose --expert-model-parallel-size accordingly, or take {EXCHANGE} dedup",
+        )
+    elif node == 1:
+        yield Problem(name, "nodes have one rank each", f"take {EXCHANGE} dedup: it is the same")

@@ -1,0 +1,96 @@
+"""``--moe-zero-memory``: experts keep (next to) nothing for backward.
+
+    level0   drops the rows that experts get and their activations: backward dispatches the tokens
+             again, hidden behind the return of the gradients, and applies the activation function
+    level1   drops the output of the first linear layer, too, and what shared experts keep: backward
+             computes them again
+
+``M (H + F) e`` and ``M (H + 3 F) e`` bytes less for ``M`` rows, one all-to-all of tokens more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.features.experts.saving import chunk_policies, problems_of
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME, NUMBER = "--moe-zero-memory", "--moe-zero-memory-num-layers"
+
+
+class MoeZeroMemory(Feature, level=2, seams=("chunk",)):
+    """Experts keep next to nothing for backward."""
+
+    moe_zero_memory: Literal["disable", "level0", "level1"] = flag(
+        "disable", "what experts do not keep: inputs and activations (level0), nothing (level1)"
+    )
+    moe_zero_memory_num_layers: int | None = flag(
+        None,
+        "only this many layers of a pipeline stage have level1, the others level0",
+        range=Range(0, 100_000),
+    )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.moe_zero_memory != "disable" or self.moe_zero_memory_num_layers is not None
+
+    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+        level, number = self.moe_zero_memory, self.moe_zero_memory_num_layers
+        if number is not None and level != "level1":
+            yield Problem(
+                f"{NUMBER} {number}", f"has no effect with {NAME} {level}", f"add {NAME} level1"
+            )
+        if level == "disable":
+            return
+        flag = f"{NAME} {level}"
+        stages = megatron.get("pipeline_model_parallel_size") or 1
+        if (
+            number is not None
+            and (layers := megatron.get("num_layers"))
+            and number * stages > layers
+        ):
+            yield Problem(
+                f"{NUMBER} {number}",
+                f"a pipeline stage has {layers // stages} layers (--num-layers {layers}, "
+                f"--pipeline-model-parallel-size {stages})",
+                f"give 0 to {layers // stages}",
+            )
+        yield from problems_of(flag, megatron)
+        if level == "level1":
+            modules = megatron.get("recompute_modules") or ()
+            if megatron.get("recompute_granularity") == "selective" and "shared_experts" in modules:
+                yield Problem(
+                    flag,
+                    "and --recompute-modules shared_experts recompute the same: redundant",
+                    "remove shared_experts",
+                )
+        elif megatron.get("moe_apply_probs_on_input"):
+            yield Problem(
+                flag,
+                "has no effect with --moe-apply-probs-on-input: the product of rows and "
+                "probabilities is kept",
+                f"use {NAME} level1",
+            )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return []
+        return list(self._problems(megatron))
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.moe.layer.megatron import change
+        from mindspeed.moe.save.policy import LEVEL0, LEVEL1, LEVELS
+
+        level, number = LEVELS[self.moe_zero_memory], self.moe_zero_memory_num_layers
+
+        def drop(model: Any, config: Any, vp_stage: int | None) -> None:
+            for layer, first in chunk_policies(model, config, vp_stage, number):
+                policy = LEVEL0 if level is LEVEL1 and not first else level
+                change(layer, seams.journal, save=policy)
+
+        seams.chunk.add(drop, owner=self.name)

@@ -1,0 +1,1 @@
+"""Activations: kept, computed again, or in host memory; the allocator."""

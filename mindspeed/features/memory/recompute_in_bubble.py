@@ -1,0 +1,60 @@
+"""``--recompute-in-bubble``: interleaved 1F1B that stores no more than 1F1B without chunks.
+
+With v model chunks on each of p ranks the first rank stores up to 2 (p - 1) + (v - 1) p + 1 chunks.
+Here no rank stores more than p v: the rest is recomputed, while the rank would be idle wherever
+that is possible (:mod:`mindspeed.pipeline.schedule.recompute`). With m = 2 p micro-batches this
+takes no time; the more there are, the less of it hides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.memory import scheduled_recomputation as shared
+from mindspeed.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+_FLAG = "--recompute-in-bubble"
+
+
+class RecomputeInBubble(
+    Feature,
+    level=2,
+    seams=("chunk", "schedule"),
+    conflicts=("recompute-in-advance",),
+    after=("pipeline-schedule", "nanopipe"),
+):
+    """What interleaved schedules store in excess is recomputed while ranks are idle."""
+
+    recompute_in_bubble: bool = flag(
+        False, "recompute what interleaving stores in excess while the pipeline is idle"
+    )
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        chunks = "in-bubble recomputation reorders them"
+        problems = list(shared.problems_of(_FLAG, "bubble", megatron, chunks=chunks))
+        if granularity := megatron.get("recompute_granularity"):
+            problems.append(
+                Problem(
+                    _FLAG,
+                    f"cannot be combined with --recompute-granularity {granularity}: it chooses by "
+                    "itself what is recomputed",
+                    "remove one",
+                )
+            )
+        elif number := megatron.get("recompute_num_layers"):
+            problems.append(
+                Problem(
+                    _FLAG,
+                    f"cannot be combined with --recompute-num-layers {number}: all layers of a "
+                    "chunk are stored, or none",
+                    "remove it, or give 0",
+                )
+            )
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        shared.attach_recomputation(seams, self.name, _FLAG, megatron, "bubble", None)

@@ -1,0 +1,73 @@
+"""``--enable-recompute-layers-per-pp-rank``: ``--recompute-num-layers`` counts layers of a rank.
+
+Megatron's ``--recompute-method block`` recomputes the first N layers of every model chunk. With
+virtual pipeline stages a rank has several chunks, so N can only grow by as many layers at once.
+With this flag N counts over all chunks of the pipeline rank, shared evenly among them
+(:mod:`mindspeed.memory.presets`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.memory.activation_memory import attach_plan, common_problems
+from mindspeed.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+
+class RecomputeLayersPerRank(Feature, level=2, seams=("chunk",)):
+    """--recompute-num-layers counts layers of a pipeline rank, not of a model chunk."""
+
+    enable_recompute_layers_per_pp_rank: bool = flag(
+        False, "--recompute-num-layers counts layers of a pipeline rank, not of a model chunk"
+    )
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"recompute_granularity": None}
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        name = "--enable-recompute-layers-per-pp-rank"
+        problems = list(common_problems(name, megatron))
+        if megatron.get("recompute_granularity") != "full" or (
+            megatron.get("recompute_method") != "block"
+        ):
+            problems.append(
+                Problem(
+                    name,
+                    "counts the layers of --recompute-granularity full --recompute-method block, "
+                    "which are not given",
+                    "add them, or remove it",
+                )
+            )
+        if (megatron.get("virtual_pipeline_model_parallel_size") or 1) == 1:
+            problems.append(
+                Problem(
+                    name,
+                    "has no effect without virtual pipeline stages: a rank has one model chunk",
+                    "add --num-layers-per-virtual-pipeline-stage, or remove it",
+                )
+            )
+        for other, flag_name in (
+            ("fp8", "--fp8-format"),
+            ("distribute_saved_activations", "--distribute-saved-activations"),
+        ):
+            if megatron.get(other):
+                problems.append(Problem(name, f"cannot be combined with {flag_name}", "remove one"))
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        if megatron.get("optimize_recomp_communication_level"):
+            return  # that feature divides the same layers into its regions
+        number = megatron.get("recompute_num_layers") or 0
+
+        def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
+            from mindspeed.memory.plan import LAYER, Action
+            from mindspeed.memory.presets import plan_of
+
+            chosen = layers.first(number, of_rank=True)
+            return plan_of(chosen, lambda layer: (LAYER,), Action.RECOMPUTE)
+
+        attach_plan(seams, self.name, "--enable-recompute-layers-per-pp-rank", megatron, plan)

@@ -1,0 +1,195 @@
+"""What ``--recompute-in-bubble`` and ``--recompute-in-advance`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.memory.activation_memory import attach_plan, common_problems
+from mindspeed.features.pipeline import plans
+from mindspeed.features.pipeline.noop_layers import indices_of
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.presets import ChunkLayers
+
+When = Literal["bubble", "advance"]
+
+_BOTH = "both decide which layers are recomputed"
+_AGAIN = "a second run would change scaling factors"
+_CONFLICTS = {
+    "activation_plan": ("--activation-plan", _BOTH),
+    "optimize_recomp_communication_level": ("--optimize-recomp-communication-level", _BOTH),
+    "adaptive_recompute_device_swap": ("--adaptive-recompute-device-swap", _BOTH),
+    "adaptive_memory_optimization": ("--adaptive-memory-optimization", _BOTH),
+    "moe_layer_recompute": ("--moe-layer-recompute", _BOTH),
+    "swap_attention": (
+        "--swap-attention",
+        "layers that are recomputed leave nothing to swap",
+    ),
+    "distribute_saved_activations": (
+        "--distribute-saved-activations",
+        "inputs of layers stay where they are",
+    ),
+    "fp8": ("--fp8-format", _AGAIN),
+    "fp4": ("--fp4-format", _AGAIN),
+}
+
+
+def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> Iterator[Problem]:
+    """What neither flag can run with.
+
+    Args:
+        flag: Of the feature.
+        when: What it asks of the schedule.
+        megatron: Megatron's arguments.
+        chunks: What it needs several model chunks of a rank for.
+    """
+    problems = [*plans.problems_of(flag, megatron), *layer_problems(flag, megatron)]
+    said = set()
+    for problem in problems:
+        combination, _, _ = problem.message.partition(":")
+        if combination not in said:
+            yield problem
+        said.add(combination)
+    if plans.chunks_of(megatron) == 1:
+        yield Problem(
+            flag,
+            f"needs several model chunks on each pipeline rank: {chunks}",
+            "add --num-layers-per-virtual-pipeline-stage, or remove it",
+        )
+    elif not said:
+        from mindspeed.pipeline.schedule.costs import Costs
+        from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+        costs = Costs(**_costs(None, megatron, per_rank=False))
+        found = plans.plan_of(flag, megatron, ScheduleRequest(recompute=when, costs=costs))
+        if isinstance(found, Problem):
+            yield found
+
+
+def layer_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
+    """What layers that a schedule recomputes can not be combined with.
+
+    Args:
+        flag: That asks for it.
+        megatron: Megatron's arguments.
+    """
+    yield from common_problems(flag, megatron)
+    for name, (other, why) in _CONFLICTS.items():
+        if megatron.get(name):
+            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
+    if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
+        other = "--adaptive-recompute-device-size"
+        yield Problem(flag, f"cannot be combined with {other}: {_BOTH}", "remove one")
+
+
+def attach_recomputation(
+    seams: Seams,
+    feature: str,
+    flag: str,
+    megatron: Megatron,
+    when: When,
+    number: int | None,
+) -> None:
+    """Let a schedule decide when the layers of every model chunk are recomputed.
+
+    Args:
+        seams: The feature's.
+        feature: Its name.
+        flag: Its flag, for messages.
+        megatron: Megatron's arguments.
+        when: What it asks of the schedule.
+        number: How many layers of every chunk; None: all.
+    """
+    per_rank = number is not None and bool(megatron.get("enable_recompute_layers_per_pp_rank"))
+    changes = _costs(number, megatron, per_rank=per_rank)
+
+    def schedule(previous: Any) -> Any:
+        from mindspeed.pipeline.schedule.megatron import scheduled
+
+        pipeline = scheduled(previous, recompute=when)
+        costs = replace(pipeline.request.costs, **changes)
+        return recomputing(scheduled(pipeline, costs=costs))
+
+    drop_layers(seams, feature, flag, megatron, number, per_rank=per_rank)
+    seams.schedule.add(schedule, owner=feature)
+
+
+def drop_layers(
+    seams: Seams,
+    feature: str,
+    flag: str,
+    megatron: Megatron,
+    number: int | None = None,
+    *,
+    per_rank: bool = False,
+) -> None:
+    """Let layers of every model chunk be recomputed where a schedule says so.
+
+    Args:
+        seams: The feature's.
+        feature: Its name.
+        flag: Its flag, for messages.
+        megatron: Megatron's arguments.
+        number: How many layers; None: all.
+        per_rank: Count them over the chunks of a rank.
+    """
+
+    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
+        from mindspeed.memory.plan import LAYER, Action
+        from mindspeed.memory.presets import plan_of
+
+        chosen = layers.first(number, of_rank=per_rank)
+        return plan_of(chosen, lambda layer: (LAYER,), Action.RECOMPUTE)
+
+    attach_plan(seams, feature, flag, megatron, plan)
+
+
+def recomputing(pipeline: Any) -> Any:
+    """A ``ScheduledPipeline`` that runs plans with ``Fc`` and ``R``; see :func:`drop_layers`."""
+    return replace(pipeline, recomputation=_of_chunk)
+
+
+def _costs(number: int | None, megatron: Megatron, *, per_rank: bool) -> dict[str, Any]:
+    """Fields of ``Costs``: how much of a chunk is recomputed, and how large each stage is."""
+    counts = _layers_of_stages(megatron)
+    mean = sum(counts) / (megatron.get("pipeline_model_parallel_size") or 1)
+    changes: dict[str, Any] = {}
+    if len(set(counts)) > 1:
+        changes["stage_shares"] = tuple(count / mean for count in counts)
+    if number is not None:
+        chunks = 1 if per_rank else plans.chunks_of(megatron)
+        part = min(1.0, number * chunks / mean)
+        changes |= {"recompute": part, "input_share": 1 - part}
+    return changes
+
+
+def _layers_of_stages(megatron: Megatron) -> tuple[int, ...]:
+    """Layers that compute, of each stage in the order in which a micro-batch passes them."""
+    from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
+
+    ranks, chunks = megatron["pipeline_model_parallel_size"], plans.chunks_of(megatron)
+    if (layout := megatron.get("pipeline_model_parallel_layout")) is not None:
+        counts = stage_counts(str(layout))
+    else:
+        counts = stage_layers(evenly(megatron.get("num_layers") or 1, ranks, chunks))
+    noop = indices_of(megatron.get("noop_layers"))
+    ends = tuple(accumulate(counts))
+    return tuple(
+        count - sum(end - count <= layer < end for layer in noop)
+        for count, end in zip(counts, ends, strict=True)
+    )
+
+
+def _of_chunk(model: Any) -> Any:
+    """What drops and recomputes the layers of a model chunk; None: it has no such layers."""
+    from mindspeed.memory.megatron import runtime_of
+    from mindspeed.memory.scheduled import ScheduledRecomputation
+
+    runtime = runtime_of(model)
+    return None if runtime is None else ScheduledRecomputation(runtime)

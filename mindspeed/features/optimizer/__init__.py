@@ -1,0 +1,1 @@
+"""Update rules, and how and where their states are stored."""

@@ -1,0 +1,68 @@
+"""AdamW with an average of the weights: ``--optimizer-selection fused_ema_adamw``, ``--ema-decay``.
+
+The exponential moving average is a third state of every parameter, in fp32: 4 bytes each, shared by
+data-parallel ranks like the moments (6 + 16/d bytes per parameter on d ranks with the distributed
+optimizer). It is part of the optimizer in checkpoints (``optimizer.state.ema_params.NAME`` with
+``--ckpt-format torch_dist``) and does not change training. Use it for models that are evaluated
+with averaged weights, such as diffusion models.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.optimizer.fused_adam import chosen
+from mindspeed.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+FLAG = "--optimizer-selection fused_ema_adamw"
+DECAY = 0.9999
+_EXCLUDED = {
+    "reuse_fp32_param": "the average needs whole fp32 weights",
+    "swap_optimizer": "the average stays on the device",
+    "virtual_optimizer": "the average stays on the device",
+    "optimizer_cpu_offload": "the optimizer on the host is plain AdamW",
+    "use_megatron_fsdp": "ZeRO 2 and 3 store Adam's two moments",
+}
+
+
+class EmaAdamW(Feature, level=2, seams=("kernels",)):
+    """AdamW that also keeps an average of the weights."""
+
+    ema_decay: float = flag(DECAY, "largest decay of the average of the weights", range=Range(0, 1))
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return _selected(megatron) or self.ema_decay != DECAY
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if not _selected(megatron):
+            return [Problem("--ema-decay", "has no effect alone", f"add {FLAG}")]
+        problems = [
+            Problem(
+                "--" + name.replace("_", "-"),
+                f"cannot be combined with {FLAG}: {why}",
+                "remove one",
+            )
+            for name, why in _EXCLUDED.items()
+            if megatron.get(name)
+        ]
+        name = chosen(megatron)
+        if name not in ("adam", "fused_adam"):
+            problems.append(
+                Problem(FLAG, f"cannot be combined with --optimizer {name}", "remove one")
+            )
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.optimizer.ema import ema_adamw
+
+        rule = ema_adamw(self.ema_decay)
+        seams.use_kernels(owner=self.name, update_rule=lambda: rule)
+
+
+def _selected(megatron: Megatron) -> bool:
+    return megatron.get("optimizer_selection") == "fused_ema_adamw"

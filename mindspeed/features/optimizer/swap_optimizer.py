@@ -1,0 +1,59 @@
+"""Swap optimizer: ``--swap-optimizer``, ``--swap-optimizer-times``.
+
+Main weights and both moments are in host memory, pinned where the device can copy from it while it
+computes. A step streams them through two buffers of ``1/times`` of them each: between steps a rank
+keeps 6 bytes per parameter (weights and gradients) on the device, during a step ``24 / (d times)``
+bytes more on d ranks, and 12/d bytes move in each direction. The update is bit for bit that of Adam
+on the device. Use it when optimizer states do not fit, and a step is long compared with two copies
+of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.optimizer import host_states, precision_aware
+from mindspeed.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+FLAG = "--swap-optimizer"
+TIMES = 16
+
+
+class SwapOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels")):
+    """Optimizer states in host memory, streamed through the device in every step."""
+
+    swap_optimizer: bool = flag(False, "optimizer states in host memory, streamed in every step")
+    swap_optimizer_times: int = flag(
+        TIMES, "windows in which a step streams the states", range=Range(1, 2**20)
+    )
+
+    def enabled(self, megatron: Megatron) -> bool:
+        return self.swap_optimizer or self.swap_optimizer_times != TIMES
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        return {"store_param_remainders": False}
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        if not self.swap_optimizer:
+            return [Problem("--swap-optimizer-times", "has no effect alone", f"add {FLAG}")]
+        problems = host_states.problems(FLAG, megatron)
+        if not megatron.get("use_distributed_optimizer"):
+            what = "needs main weights that the optimizer owns"
+            problems.append(Problem(FLAG, what, "add --use-distributed-optimizer"))
+        if megatron.get("virtual_optimizer"):
+            what = f"cannot be combined with {FLAG}: both move the moments to the host"
+            problems.append(Problem("--virtual-optimizer", what, "remove one"))
+        return problems
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.optimizer.placement import HostSwap
+
+        if megatron.get("bf16") or megatron.get("fp16"):  # else the parameter is the main weight
+            precision_aware.attach(seams, self.name)
+        space = HostSwap(self.swap_optimizer_times)
+        seams.use_kernels(owner=self.name, state_placement=lambda name: space)

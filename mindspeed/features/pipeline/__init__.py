@@ -1,0 +1,1 @@
+"""Pipeline stages, their schedules and messages."""

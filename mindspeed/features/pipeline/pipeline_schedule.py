@@ -1,0 +1,222 @@
+"""``--pipeline-schedule``: in which order a pipeline runs its forwards and backwards.
+
+    --pipeline-schedule zb-h1            a schedule by its name
+    --pipeline-schedule auto             the fastest candidate within the memory limit
+    --pipeline-schedule FILE.csv         one row per rank, as torch.distributed.pipelining writes it
+    --pipeline-memory-limit FACTOR       activations, relative to Megatron's own schedule
+    --pipeline-schedule-dump FILE        write the schedule that runs
+
+Without any of them Megatron's own 1F1B or interleaved schedule runs. The schedule is made and
+checked before training starts (:mod:`mindspeed.pipeline.schedule`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.memory.scheduled_recomputation import (
+    drop_layers,
+    layer_problems,
+    recomputing,
+)
+from mindspeed.features.pipeline import plans as shared
+from mindspeed.features.pipeline.divided_backward import (
+    costs_of,
+    divide_backward,
+    divided_backward_problems,
+)
+from mindspeed.features.pipeline.v_shape import flag_of
+from mindspeed.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+    from mindspeed.pipeline.schedule.plan import Plan
+
+_SCHEDULE = "--pipeline-schedule"
+_LIMIT = "--pipeline-memory-limit"
+_DUMP = "--pipeline-schedule-dump"
+_OTHER_SCHEDULES = {
+    "use_nanopipe": "--use-nanopipe",
+    "fold_mode": "--fold-mode",
+    "recompute_in_bubble": "--recompute-in-bubble",
+    "recompute_in_advance": "--recompute-in-advance",
+    "optimized_pipeline": "--optimized-pipeline",
+    "optimize_send_recv_comm": "--optimize-send-recv-comm",
+    "optimize_vpp_send_recv_comm": "--optimize-vpp-send-recv-comm",
+    "schedules_method": "--schedules-method",
+}
+"""Flags of ours that run a plan, too."""
+_WHOLE_BACKWARDS = ("1f1b", "interleaved", "aiao")
+_GROUPED = ("1f1b", "interleaved", "nanopipe", "zb-h1")
+_GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule")):
+    """The order of forwards and backwards in a pipeline, by name or from a file."""
+
+    pipeline_schedule: str | None = flag(
+        None,
+        "pipeline schedule: auto, 1f1b, interleaved, nanopipe, zb-h1, zb-v, dualpipev, aiao or "
+        "FILE.csv",
+    )
+    pipeline_schedule_dump: str | None = flag(None, "write the pipeline schedule to this csv file")
+    pipeline_memory_limit: float | None = flag(
+        None,
+        "most activations of a rank, relative to the fullest rank of Megatron's own schedule",
+        range=Range(0, above=True),
+    )
+
+    def _is_file(self) -> bool:
+        return (self.pipeline_schedule or "").endswith(".csv")
+
+    def problems(self, megatron: Megatron) -> list[Problem]:
+        others = [other for name, other in _OTHER_SCHEDULES.items() if megatron.get(name)]
+        schedule = self.pipeline_schedule
+        if schedule is None:
+            without = f"has no effect on Megatron's own schedules; add {_SCHEDULE}"
+            given = {_LIMIT: self.pipeline_memory_limit, _DUMP: self.pipeline_schedule_dump}
+            if others:
+                return []
+            return [
+                Problem(name, without, "or remove it")
+                for name, value in given.items()
+                if value is not None
+            ]
+        name = f"{_SCHEDULE} {schedule}"
+        problems = list(shared.problems_of(name, megatron))
+        if schedule not in _WHOLE_BACKWARDS:
+            problems += divided_backward_problems(name, megatron)
+        if problems:
+            return problems
+        return [*self._schedule_problems(name, megatron)]
+
+    def _schedule_problems(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        from mindspeed.pipeline.schedule.schedules import KINDS
+
+        if not self._is_file() and self.pipeline_schedule not in KINDS:
+            yield Problem(
+                name, "no such schedule", f"choose one of {', '.join(KINDS)}, or FILE.csv"
+            )
+            return
+        if self._is_file():
+            for other in (key for key in _OTHER_SCHEDULES if megatron.get(key)):
+                yield Problem(
+                    name, f"and {_OTHER_SCHEDULES[other]} are two schedules", "remove one of them"
+                )
+            if megatron.get("rampup_batch_size"):
+                yield Problem(
+                    name,
+                    "is for one number of micro-batches, which --rampup-batch-size changes",
+                    "remove one of them",
+                )
+        else:
+            yield from self._two_schedules(name, megatron)
+        group = megatron.get("microbatch_group_size_per_vp_stage")
+        if group is not None and self.pipeline_schedule not in _GROUPED:
+            yield Problem(
+                name,
+                f"decides itself what {_GROUP_SIZE} {group} says",
+                f"remove {_GROUP_SIZE}, or take one of {', '.join(_GROUPED)}",
+            )
+        try:
+            changes = self._changes(megatron)
+        except ConfigError as error:
+            yield Problem(name, str(error))
+            return
+        from mindspeed.pipeline.schedule.placement import Placement
+        from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+
+        ranks, chunks = megatron["pipeline_model_parallel_size"], shared.chunks_of(megatron)
+        plan = changes.get("plan")
+        placements = (Placement.loop(ranks, chunks), Placement.v_shape(ranks))
+        if plan is not None and plan.placement not in placements:
+            yield Problem(
+                name,
+                "places stage s neither on rank s mod p nor in a V (s and 2 p - 1 - s on one rank)",
+                "take another file, or a schedule by name",
+            )
+            return
+        if plan is not None and _recomputes(plan):
+            yield from layer_problems(name, megatron)
+            if granularity := megatron.get("recompute_granularity"):
+                yield Problem(
+                    name,
+                    f"says what is recomputed, as --recompute-granularity {granularity} does",
+                    "remove one of them",
+                )
+        found = shared.plan_of(name, megatron, ScheduleRequest(**changes))
+        if isinstance(found, Problem):
+            yield found
+
+    def _two_schedules(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        """Flags that choose another order; the others change the chosen one."""
+        chosen = {"use_nanopipe": "nanopipe", "fold_mode": "aiao", "schedules_method": "dualpipev"}
+        for key, kind in chosen.items():
+            if megatron.get(key) and self.pipeline_schedule != kind:
+                yield Problem(
+                    name, f"and {_OTHER_SCHEDULES[key]} are two schedules", "remove one of them"
+                )
+
+    def _changes(self, megatron: Megatron) -> dict[str, Any]:
+        """The fields of ``ScheduleRequest`` that the flags give.
+
+        Raises:
+            ConfigError: the file is no schedule of this job.
+        """
+        ranks, chunks = (
+            megatron.get("pipeline_model_parallel_size") or 1,
+            shared.chunks_of(megatron),
+        )
+        v_shape = flag_of(megatron) is not None
+        changes: dict[str, Any] = {}
+        if self._is_file():
+            from mindspeed.pipeline.schedule.csv_file import read_plan
+
+            changes["plan"] = read_plan(
+                Path(str(self.pipeline_schedule)),
+                ranks=ranks,
+                chunks=2 if v_shape else chunks,
+                num_microbatches=shared.num_microbatches(megatron),
+            )
+        elif self.pipeline_schedule is not None:
+            changes["kind"] = self.pipeline_schedule
+            if self.pipeline_schedule in _GROUPED:
+                changes["group_size"] = megatron.get("microbatch_group_size_per_vp_stage")
+            if self.pipeline_schedule not in _WHOLE_BACKWARDS:
+                changes["costs"] = costs_of(megatron)
+        if self.pipeline_memory_limit is not None:
+            # A V-shape is compared with 1F1B, as it has no chunks without it.
+            changes["memory_limit"] = shared.limit_of(
+                self.pipeline_memory_limit, ranks, 1 if v_shape else chunks
+            )
+        return changes
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        changes = self._changes(megatron)
+        is_first = os.environ.get("RANK", "0") == "0"
+        dump = self.pipeline_schedule_dump if is_first else None
+
+        recomputes = "plan" in changes and _recomputes(changes["plan"])
+
+        def schedule(previous: Any) -> Any:
+            from mindspeed.pipeline.schedule.megatron import scheduled, written_to
+
+            pipeline = written_to(scheduled(previous, **changes), dump)
+            return recomputing(pipeline) if recomputes else pipeline
+
+        if recomputes:
+            name = f"{_SCHEDULE} {self.pipeline_schedule}"
+            drop_layers(seams, self.name, name, megatron)
+        if self.pipeline_schedule not in (None, *_WHOLE_BACKWARDS):
+            divide_backward(seams, self.name)
+        seams.schedule.add(schedule, owner=self.name)
+
+
+def _recomputes(plan: Plan) -> bool:
+    return any(action.op == "R" for _, action in plan)

@@ -1,0 +1,1 @@
+"""Device, operators, precision and observation."""

@@ -1,0 +1,301 @@
+"""2D tensor parallelism: ``--tp-2d --tp-x X --tp-y Y``, X Y = ``--tensor-model-parallel-size``.
+
+Hidden states, weights and activations are sharded over a grid of ranks: collectives of X and Y
+ranks instead of one of p, and fewer bytes where X is large (docs/tensor-parallel.md has the table).
+Losses, gradients and checkpoints are those of any other layout. Activations are sharded like those
+of --sequence-parallel, which is switched on.
+
+    --enable-overlap-ag-with-matmul            hides the forward all-gather of proj and fc2 (ring)
+    --enable-overlap-matmul-with-rs            the forward reduce-scatter of qkv and fc1 (chunks)
+    --enable-backward-overlap-ag-with-matmul   the backward all-gather of gradients (ring)
+
+``--use-nd-matmul --nd1-dim1-size X --nd2-dim1-size Y`` is an older spelling of the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
+from mindspeed.ranges import RANKS
+from mindspeed.tensor_parallel.two_dimensional import cost
+from mindspeed.tensor_parallel.two_dimensional.cost import Widths
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+
+_OVERLAP = (
+    "enable_overlap_ag_with_matmul",
+    "enable_overlap_matmul_with_rs",
+    "enable_backward_overlap_ag_with_matmul",
+)
+_TP = "--tensor-model-parallel-size"
+
+_UNAVAILABLE = {
+    "num_experts": "mixture of experts (--num-experts)",
+    "multi_latent_attention": "latent attention (--multi-latent-attention)",
+    "mtp_num_layers": "multi-token prediction (--mtp-num-layers)",
+    "reset_attention_mask": "packed documents (--reset-attention-mask)",
+    "reset_position_ids": "packed documents (--reset-position-ids)",
+    "sft": "packed documents (--sft)",
+    "variable_seq_lengths": "--variable-seq-lengths",
+    "lora_target_modules": "adapters (--lora-target-modules)",
+    "lora_modules_to_save": "adapters (--lora-modules-to-save)",
+    "lora_load": "adapters (--lora-load)",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "coc_fused_kernel": "--coc-fused-kernel: one kernel cannot use the communicators of two groups",
+    "noop_layers": "--noop-layers",
+    "recompute_norm": "--recompute-norm",
+    "recompute_activation_function": "--recompute-activation-function",
+    "swap_attention": "--swap-attention",
+    "optimize_recomp_communication_level": "--optimize-recomp-communication-level",
+    "unaligned_linear": "--unaligned-linear",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "cpu_offloading": "--cpu-offloading",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+    "use_legacy_models": "--use-legacy-models",
+    "is_hybrid_model": "--hybrid-override-pattern",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_te_activation_func": "--use-te-activation-func",
+    "attention_output_gate": "--attention-output-gate",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+}
+_CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo")
+
+
+class TensorParallel2D(
+    Feature,
+    level=2,
+    seams=("parallel_groups", "layer_spec", "chunk"),
+    conflicts=(
+        "activation-plan",
+        "adaptive-memory",
+        "coc",
+        "mc2",
+        "tp-comm-overlap",
+    ),
+):
+    """Tensor parallelism on a grid of ranks: hidden size and sequence are sharded."""
+
+    tp_2d: bool = flag(False, "shard weights and activations over a grid of ranks")
+    tp_x: int = flag(1, "ranks that share the rows (tokens) of hidden states", range=RANKS)
+    tp_y: int = flag(1, "ranks that share the columns of hidden states", range=RANKS)
+    enable_overlap_ag_with_matmul: bool = flag(
+        False, "2D: multiply while the input of proj and fc2 is gathered"
+    )
+    enable_overlap_matmul_with_rs: bool = flag(
+        False, "2D: multiply while the output of qkv and fc1 is reduced"
+    )
+    enable_backward_overlap_ag_with_matmul: bool = flag(
+        False, "2D: multiply while output gradients are gathered"
+    )
+    use_nd_matmul: bool = flag(False, "older name of --tp-2d")
+    nd1_dim1_size: int = flag(1, "older name of --tp-x", range=RANKS)
+    nd2_dim1_size: int = flag(1, "older name of --tp-y", range=RANKS)
+
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        """Everything that is wrong with the flags, or does not go together with a grid."""
+        own = "--use-nd-matmul" if self.use_nd_matmul else "--tp-2d"
+        if not (self.tp_2d or self.use_nd_matmul):
+            given = [name for name, value in vars(self).items() if value != vars(type(self))[name]]
+            spelt = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            yield Problem(spelt, "has no effect without --tp-2d", "add --tp-2d or remove it")
+            return
+        if self.tp_2d and self.use_nd_matmul:
+            yield Problem("--use-nd-matmul", "is an older name of --tp-2d", "give one of them")
+            return
+        x_flag, y_flag = ("--nd1-dim1-size", "--nd2-dim1-size") if self.use_nd_matmul else (
+            "--tp-x", "--tp-y")  # fmt: skip
+        other = (self.tp_x, self.tp_y) if self.use_nd_matmul else (
+            self.nd1_dim1_size, self.nd2_dim1_size)  # fmt: skip
+        if other != (1, 1):
+            yield Problem(
+                own, "takes its sizes from its own flags", f"give {x_flag} and {y_flag} only"
+            )
+        x, y = self.grid_of()
+        # Frameworks give it to Megatron only, where it is checked again.
+        tp = megatron.get("tensor_model_parallel_size") or x * y
+        if x < 2 or y < 2 or x * y != tp:
+            yield Problem(
+                own,
+                f"{x_flag} {x} * {y_flag} {y} = {x * y} must be {_TP} {tp}, and both must be > 1",
+                _possible_grids(tp, x_flag, y_flag),
+            )
+            return
+        yield from _sizes(megatron, x, y, x_flag, y_flag)
+        forward = [name for name in _OVERLAP[:2] if getattr(self, name)]
+        if len(forward) > 1:
+            spelt = " and ".join(f"--{name.replace('_', '-')}" for name in forward)
+            yield Problem(spelt, "each hide a collective of the forward pass", "choose one of them")
+        for name, text in _UNAVAILABLE.items():
+            if megatron.get(name):
+                yield Problem(own, f"does not work with {text}", "remove one of them")
+        yield from _context_parallel(own, megatron)
+
+    def corrects(self, megatron: Megatron) -> dict[str, Any]:
+        """Activations are sharded like sequence parallelism's; of the causal mask only the name."""
+        values: dict[str, Any] = {"sequence_parallel": True}
+        if megatron.get("attention_mask_type") != "general":
+            values["create_attention_mask_in_dataloader"] = False
+        return values
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        x, y = self.grid_of()
+        fuse = bool(megatron.get("gradient_accumulation_fusion"))
+        grids: list[Any] = []
+        report(megatron, x, y)
+
+        def create() -> None:
+            from mindspeed.tensor_parallel.two_dimensional.megatron import create_grid
+
+            destroy()
+            grids.append(create_grid(x, y))
+
+        def destroy() -> None:
+            from mindspeed.tensor_parallel.two_dimensional.megatron import destroy_grid
+
+            while grids:
+                destroy_grid(grids.pop())
+
+        def on_grid(block: Any, config: Any, first_layer: int) -> Any:
+            from mindspeed.tensor_parallel.two_dimensional import megatron as layers
+
+            return layers.on_grid(
+                block,
+                config,
+                layers.Layers(
+                    grids[0],
+                    _products(fuse),
+                    self.enable_overlap_ag_with_matmul,
+                    self.enable_overlap_matmul_with_rs,
+                    self.enable_backward_overlap_ag_with_matmul,
+                ),
+            )
+
+        def finish(model: Any, config: Any, vp_stage: int | None) -> None:
+            from mindspeed.tensor_parallel.two_dimensional.megatron import finish_chunk
+
+            finish_chunk(model, grids[0])
+
+        seams.journal.call_on_undo(destroy)
+        seams.parallel_groups.add(create, owner=self.name)
+        seams.layer_spec.add(on_grid, owner=self.name)
+        seams.chunk.add(finish, owner=self.name)
+
+    def grid_of(self) -> tuple[int, int]:
+        """X and Y."""
+        if self.use_nd_matmul:
+            return self.nd1_dim1_size, self.nd2_dim1_size
+        return self.tp_x, self.tp_y
+
+
+def _products(fuse: bool) -> Any:
+    """What every linear layer of this library computes and sends; features may replace it."""
+    from mindspeed.te import comm, kernels
+    from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
+    from mindspeed.tensor_parallel.two_dimensional.linear import Products
+
+    options = WgradOptions(fuse)
+    return Products(
+        gather=comm.all_gather_first_dim,
+        scatter=comm.reduce_scatter_first_dim,
+        gather_matmul=lambda *args, **kwargs: kernels.gather_matmul(*args, **kwargs),
+        weight_gradient=lambda weight, x, grad: weight_gradient(weight, x, grad, options),
+    )
+
+
+def report(megatron: Megatron, x: int, y: int) -> None:
+    """Say which grid is used, and warn where one dimension would send less."""
+    widths = widths_of(megatron)
+    if os.environ.get("RANK", "0") != "0" or widths is None:
+        return
+    print(f"2D tensor parallel: grid {x} x {y}, hidden states [s/{x}, b, h/{y}]", flush=True)
+    plain, chosen = cost.one_dimensional(widths, x * y), cost.two_dimensional(widths, x, y)
+    if chosen.total <= plain.total:
+        return
+    best = cost.best_tp_2d(widths, x * y)
+    advice = "--sequence-parallel without --tp-2d" if best is None else f"{best.x} x {best.y}"
+    print(
+        f"2D tensor parallel: warning: {x} x {y} sends {chosen.total / plain.total:.3f} "
+        f"of the bytes of one dimension; {advice} sends least. Bytes of one dimension = 1:\n"
+        f"{cost.table(widths, x * y)}",
+        flush=True,
+    )
+
+
+def widths_of(megatron: Megatron) -> Widths | None:
+    """Widths of the linear layers, where the arguments say them."""
+    hidden, heads = megatron.get("hidden_size"), megatron.get("num_attention_heads")
+    if not hidden or not heads:
+        return None
+    ffn = megatron.get("ffn_hidden_size") or 4 * hidden
+    channels = megatron.get("kv_channels") or hidden // heads
+    proj = channels * heads
+    return Widths(
+        hidden,
+        proj + 2 * channels * _query_groups(megatron),
+        proj,
+        (2 if megatron.get("swiglu") else 1) * ffn,
+        ffn,
+    )
+
+
+def _query_groups(megatron: Megatron) -> int:
+    groups = megatron.get("num_query_groups") if megatron.get("group_query_attention") else None
+    return groups or megatron["num_attention_heads"]
+
+
+def _possible_grids(tp: int, x_flag: str, y_flag: str) -> str:
+    pairs = [(tp // y, y) for y in range(2, tp) if tp % y == 0 and tp // y > 1]
+    if not pairs:
+        return f"{_TP} must be a product of two numbers > 1"
+    return "choose " + " or ".join(f"{x_flag} {x} {y_flag} {y}" for x, y in pairs)
+
+
+def _sizes(megatron: Megatron, x: int, y: int, x_flag: str, y_flag: str) -> Iterator[Problem]:
+    widths = widths_of(megatron)
+    if widths is None:  # frameworks give sizes to the model only
+        return
+    checks = [
+        ("--num-attention-heads", megatron["num_attention_heads"], x_flag, x),
+        ("--num-query-groups", _query_groups(megatron), x_flag, x),
+        ("--hidden-size", widths.hidden, y_flag, y),
+        ("--ffn-hidden-size", widths.fc2, x_flag, x),
+        ("--hidden-size", widths.hidden, x_flag, 1),
+    ]
+    for name, size, divisor_flag, divisor in checks:
+        if size % divisor:
+            yield Problem(
+                f"{name} {size}",
+                f"must be divisible by {divisor_flag} {divisor}",
+                "choose another grid",
+            )
+    length, context = megatron.get("seq_length"), megatron.get("context_parallel_size") or 1
+    for divisor, product in ((x * y, f"{x_flag} * {y_flag}"), (2 * y, f"2 * {y_flag}")):
+        if length and length % (divisor * context):
+            ranks = f" * --context-parallel-size {context}" if context > 1 else ""
+            yield Problem(
+                f"--seq-length {length}",
+                f"must be divisible by {product} = {divisor}{ranks}",
+                "choose another length or another grid",
+            )
+
+
+def _context_parallel(own: str, megatron: Megatron) -> Iterator[Problem]:
+    types = megatron.get("cp_comm_type") or ["p2p"]
+    types = [types] if isinstance(types, str) else types
+    if "a2a+p2p" in types:
+        yield Problem("--cp-comm-type a2a+p2p", f"its groups do not fit {own}", "choose p2p or a2a")
+    algorithm = megatron.get("context_parallel_algo") or _CONTEXT_ALGORITHMS[0]
+    if (megatron.get("context_parallel_size") or 1) > 1 and algorithm not in _CONTEXT_ALGORITHMS:
+        yield Problem(
+            f"--context-parallel-algo {algorithm}",
+            f"does not work with {own}",
+            f"choose {' or '.join(_CONTEXT_ALGORITHMS)}",
+        )
