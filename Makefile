@@ -1,7 +1,8 @@
 # Everything on a bare machine, in a virtual environment of its own (.venv):
 #
 #   make quickstart   install, then the whole story here: text, LLaMA, LoRA, exam, pictures
-#   make test         install and run all tests (make test-fast leaves out the slow ones)
+#   make test         install and run the tests (make test-fast leaves out the slow ones)
+#   make test-weekly  further rows of the large matrices, whose kind a row of make test covers
 #   make test-avx2    the tests that notice the processor, as on one without AVX-512
 #   make fresh        install what the README says into an empty environment and train there
 #   make mutants      break the code at more than 450 places and see that tests notice (weekly)
@@ -31,7 +32,7 @@ OTHER_PROCESSOR := tests/ops/test_quant_gmm.py tests/training/test_parity.py \
 	tests/moe/test_deepspeed_figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-avx2 fresh mutants lint docs clean
+.PHONY: help install quickstart test test-fast test-weekly test-avx2 fresh mutants lint docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -46,6 +47,9 @@ test: $(VENV)/.test
 
 test-fast: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(ARGS)
+
+test-weekly: $(VENV)/.test
+	$(PYTEST) --weekly $(ARGS)
 
 # The same on an older processor, without VNNI and AVX-512.
 test-avx2: $(VENV)/.test

@@ -34,11 +34,17 @@ def pytest_collection_finish() -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what ``quick_cases`` leaves to the slow tests, and put files with slow tests first.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--weekly``: the tests of this mark instead of all others."""
+    parser.addoption("--weekly", action="store_true", help="the tests that are marked weekly")
 
-    None of these files then keeps one worker busy alone at the end: pytest-xdist hands out files in
-    this order with ``--no-loadscope-reorder``.
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose weekly tests or the others, mark slow cases, and put files with slow tests first.
+
+    ``quick_cases`` says which cases are slow. A weekly test that is named on the command line runs
+    without ``--weekly``. Files with slow tests first: none of them then keeps one worker busy alone
+    at the end, as pytest-xdist hands out files in this order with ``--no-loadscope-reorder``.
     """
     cases: Counter[str] = Counter()
     for item in items:
@@ -48,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[test] += 1
             if cases[test] > limit.args[0]:
                 item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args):
+        weekly = config.getoption("weekly")
+        other = [item for item in items if bool(item.get_closest_marker("weekly")) != weekly]
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if bool(item.get_closest_marker("weekly")) == weekly]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

@@ -180,6 +180,18 @@ LAYOUTS = {
 }
 
 SLOW = {"tensor-2d-pipeline", "tensor-2d-context"}  # eight ranks
+# Layouts that another row has with more beside.
+WEEKLY = {
+    *("full-recompute", "mtp-context", "mtp-tied-pipeline", "local-tensor-parallel", "tensor-8"),
+    *("context-ulysses", "context-adaptive", "moe-expert-parallel", "tensor-2d-4-by-2"),
+}
+
+
+def marks(layout):
+    """Those of a row of the matrix."""
+    given = ((pytest.mark.slow, SLOW), (pytest.mark.weekly, WEEKLY))
+    return [mark for mark, names in given if layout in names]
+
 
 SIZES = "--ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe"  # that fp8 takes when cut in two
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -208,9 +220,7 @@ FP8_LAYOUTS = {
 
 
 @pytest.mark.quick_cases(6)
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=marks(name)) for name in LAYOUTS])
 def test_layout_trains_like_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]
     reference = one_rank(model)
