@@ -6,12 +6,16 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from mindspeed.processes import free_port
+from mindspeed.testing import RankError, RankPool
+from tests.megatron_lm.script_ranks import SETUP, run_script
 
 ADAPTOR_LINE = "import mindspeed.megatron_adaptor\n"
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+)", re.S)
@@ -43,14 +47,19 @@ def script_with_adaptor(checkout: Path, directory: Path) -> Path:
     return script
 
 
+pools: list[RankPool] = []  # the last one runs scripts: `forked_scripts` of conftest.py
+
+
 def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Run:
-    """Train with ``nproc`` ranks on this machine.
+    """Train with ``nproc`` ranks on this machine, under torchrun unless there is a pool.
 
     Raises:
         AssertionError: the run failed; carries the end of its output.
     """
     checkout = megatron_checkout()
     script = script_with_adaptor(checkout, directory)
+    if pools:
+        return _read(_forked(script, nproc, flags, timeout))
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", str(script), *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MINDSPEED_DEVICE": "cpu"}
@@ -62,6 +71,23 @@ def pretrain(directory: Path, nproc: int, *flags: str, timeout: int = 300) -> Ru
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return _read(output)
+
+
+def _forked(script: Path, nproc: int, flags: Sequence[str], timeout: int) -> str:
+    """What the ranks print."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(folder, "rank")
+        request = (run_script, str(script), flags, str(logs))
+        try:
+            pools[-1].run(nproc, *request, setup=SETUP, backend=None, timeout=timeout)
+        except RankError as error:
+            raise AssertionError(f"{_text(logs, nproc)[-6000:]}\n{error}") from error
+        return _text(logs, nproc)
+
+
+def _text(logs: Path, nproc: int) -> str:
+    files = [Path(f"{logs}{rank}") for rank in range(nproc)]
+    return "".join(file.read_text() for file in files if file.exists())
 
 
 def _read(output: str) -> Run:

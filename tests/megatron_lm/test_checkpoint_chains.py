@@ -17,7 +17,11 @@ import pytest
 from tests.megatron_lm.launch import Run, pretrain
 from tests.megatron_lm.test_matrix import MLA, MODEL, MOE, TRAINING
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.megatron_lm,
+    pytest.mark.usefixtures("forked_scripts"),
+]
 
 DEEPSEEK = (
     f"{MLA} {MOE.removeprefix(MODEL)} --moe-layer-freq ([0]*1+[1]*3) "

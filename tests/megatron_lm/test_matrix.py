@@ -13,7 +13,11 @@ import pytest
 
 from tests.megatron_lm.launch import Run, pretrain
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.megatron_lm,
+    pytest.mark.usefixtures("forked_scripts"),
+]
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 8 "
@@ -144,6 +148,13 @@ LAYOUTS = {
 }
 
 
+# Layouts that another row has with more beside; tests/training/test_layouts.py has most of them.
+WEEKLY = (
+    *("data-parallel", "tensor-parallel", "sequence-parallel", "pipeline", "virtual-pipeline"),
+    *("overlap-grad-reduce", "selective-recompute", "local-spec", "context-ulysses"),
+)
+
+
 class Reference:
     """A model's initial weights, saved by one rank, and the one-rank run that starts from them.
 
@@ -177,7 +188,10 @@ def reference(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.weekly] * (name in WEEKLY)) for name in LAYOUTS],
+)
 def test_layout_equals_the_one_rank_run(layout, reference, tmp_path):
     nproc, model, flags = LAYOUTS[layout]
     one_rank = reference(model)

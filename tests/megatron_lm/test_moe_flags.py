@@ -8,7 +8,11 @@ from tests.megatron_lm.launch import pretrain
 from tests.megatron_lm.test_matrix import MOE, TRAINING
 from tests.support import trainer_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.megatron_lm,
+    pytest.mark.usefixtures("forked_scripts"),
+]
 
 
 def test_hidden_all_to_all_prints_the_digits_of_the_plain_schedule(tmp_path):
