@@ -65,7 +65,7 @@ def problems(reports: Sequence[Report]) -> list[str]:
     found = []
     for one in reports:
         kind, _, name = one.by.partition(" ")
-        folder = {"repair": "adaptor/repairs/*", "feature": "features"}.get(kind, "")
+        folder = {"repair": "adaptor/repairs/*", "feature": "features/*"}.get(kind, "")
         if one.by and not any((ROOT / "mindspeed").glob(f"{folder}/{name}.py".lstrip("/"))):
             found.append(f"{one.report}: there is no {one.by}")
         if one.test and not node_exists(one.test):
