@@ -9,18 +9,18 @@ Versions: all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mindspeed.adaptor.patch import Patch
-from mindspeed.profiling.model_flops import ModelShape, model_flops, window_of
 
 OWNER = "repair:window-flops"
 
 
 def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``num_floating_point_operations``."""
+    from mindspeed.profiling.model_flops import ModelShape, model_flops
 
     def num_floating_point_operations(args: Any, batch_size: int, *rest: Any) -> Any:
         total = original(args, batch_size, *rest)
@@ -33,7 +33,12 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     return num_floating_point_operations
 
 
-needed = window_of
+def needed(values: Mapping[str, Any]) -> bool:
+    """Whether attention has a window."""
+    from mindspeed.profiling.model_flops import window_of
+
+    return window_of(values) is not None
+
 
 PATCHES = (
     Patch(
