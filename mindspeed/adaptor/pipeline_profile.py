@@ -25,14 +25,14 @@ from mindspeed.memory import agreement
 from mindspeed.memory.adaptive.profile import Kind
 from mindspeed.memory.candidates import KEEP_ALL
 from mindspeed.memory.estimate import Clock, device_clock
-from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
+from mindspeed.memory.plan import LAYER, ChunkPlan, LayerPlan, SiteAction
 from mindspeed.pipeline.automated.profile import MODULES, Layer, Part, Profile, Recompute
 from mindspeed.pipeline.automated.task import Task, report
 
 SITES = {"mlp": "mlp", "attention": "self_attention", "layer": LAYER}
 """Module of a profile -> site of a layer."""
 BYTES, RECOMPUTE, FIRST_TIMED, STEPS = 1, 2, 3, 5
-_PLANS: list[LayerPlan] = [KEEP_ALL, *({SITES[name]: Action.RECOMPUTE} for name in MODULES)]
+_PLANS: list[LayerPlan] = [KEEP_ALL, *({SITES[name]: SiteAction.RECOMPUTE} for name in MODULES)]
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Profiler:
             layers = {
                 name: layer for name, layer in layers_of(chunk).items() if name.startswith("decod")
             }
-            runtime = install(chunk, Plan(dict.fromkeys(layers, KEEP_ALL)), self._journal)
+            runtime = install(chunk, ChunkPlan(dict.fromkeys(layers, KEEP_ALL)), self._journal)
             for name, layer in layers.items():
                 kind = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
                 new = kind not in kinds

@@ -21,7 +21,7 @@ from mindspeed.cli.training_plot import COLORS, GREY, figure_class, write_figure
 
 if TYPE_CHECKING:
     from mindspeed.planner.counted.check import Check
-    from mindspeed.planner.search.result import Plan
+    from mindspeed.planner.search.result import SearchResult
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def draw_memory(found: Check, output: Path, title: str) -> None:
     write_figure(figure, output)
 
 
-def draw_plans(plans: Sequence[Plan], output: Path) -> None:
+def draw_plans(plans: Sequence[SearchResult], output: Path) -> None:
     """Draw for each plan the front of time and memory, and the memory of the best layout's ranks.
 
     Args:
@@ -139,7 +139,7 @@ def draw_plans(plans: Sequence[Plan], output: Path) -> None:
     write_figure(figure, output)
 
 
-def _front(axes: Any, plan: Plan) -> None:
+def _front(axes: Any, plan: SearchResult) -> None:
     sizes = [one.prediction.peak_bytes for one in (*plan.pareto(), *plan.candidates)]
     if not sizes:
         axes.set_axis_off()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mindspeed.planner.measure import Measured, Measurements
-    from mindspeed.planner.search.result import Candidate, Closest, Plan
+    from mindspeed.planner.search.result import Candidate, Closest, SearchResult
 
 
 MANY = 1000
@@ -62,7 +62,7 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         check_devices(own.devices[0])
     if own.out is not None:
         make_dirs(own.out)
-    plans: list[Plan] = []
+    plans: list[SearchResult] = []
     with interruptible() as stop:
         for devices in own.devices or (None,):
             plans.append(_search(own, flags, devices))
@@ -91,7 +91,7 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0 if all(plan.candidates for plan in plans) else NOTHING_FITS
 
 
-def _data(plans: Sequence[Plan], measured: Measurements | None, several: bool) -> Any:
+def _data(plans: Sequence[SearchResult], measured: Measurements | None, several: bool) -> Any:
     """A plan, or a list of them if several numbers of devices were asked for."""
     found = [plan.to_json() for plan in plans]
     if measured is not None:
@@ -99,7 +99,7 @@ def _data(plans: Sequence[Plan], measured: Measurements | None, several: bool) -
     return found if several else found[0]
 
 
-def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> Plan:
+def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> SearchResult:
     plan_run.install_adaptor()
     from mindspeed.planner.search.plan import plan
 
@@ -118,7 +118,7 @@ def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) 
         )
 
 
-def print_plan(plan: Plan, flags: Sequence[str] = (), launch: str | None = None) -> None:
+def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None = None) -> None:
     """Print the candidates, what removed the others, and the flags to copy.
 
     Args:
@@ -167,7 +167,7 @@ def print_plan(plan: Plan, flags: Sequence[str] = (), launch: str | None = None)
         line(f"\n{command(flags, plan.best.flags, launch)}")
 
 
-def _candidates(plan: Plan, unit: Unit) -> Table:
+def _candidates(plan: SearchResult, unit: Unit) -> Table:
     table = new_table(
         f"modelled seconds of a step, {unit.name} at the peak of the fullest rank",
         ["", "layout"],
@@ -190,7 +190,7 @@ def _candidates(plan: Plan, unit: Unit) -> Table:
     return table
 
 
-def _front(plan: Plan, unit: Unit) -> Table:
+def _front(plan: SearchResult, unit: Unit) -> Table:
     table = new_table(
         "front of time and memory: nothing is both faster and smaller",
         ["layout"],
@@ -219,7 +219,7 @@ def _optional(found: Any, name: str, form: str) -> str:
 
 
 def write_plans(
-    plans: Sequence[Plan], out: Path, flags: Sequence[str], launches: Sequence[str | None]
+    plans: Sequence[SearchResult], out: Path, flags: Sequence[str], launches: Sequence[str | None]
 ) -> None:
     """Write the result, and the flags and recipe of every candidate, each file in one step.
 
@@ -255,7 +255,7 @@ def _recipe(one: Candidate, flags: Sequence[str]) -> str:
 _DATA = ("data_path", "train_data_path", "data_args_path", "mock_data")
 
 
-def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: Plan) -> Measurements:
+def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: SearchResult) -> Measurements:
     """Measure candidates of a plan and, without ``--json``, print them and the fastest's command.
 
     Args:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 
-from mindspeed.memory.plan import LAYER, Action, LayerPlan
+from mindspeed.memory.plan import LAYER, LayerPlan, SiteAction
 
-KEEP_ALL: LayerPlan = {LAYER: Action.KEEP}
-LEAST: LayerPlan = {LAYER: Action.RECOMPUTE}
+KEEP_ALL: LayerPlan = {LAYER: SiteAction.KEEP}
+LEAST: LayerPlan = {LAYER: SiteAction.RECOMPUTE}
 """Keeps nothing but the layer's input: training is possible with it if it is at all."""
-ALL_ON_HOST: LayerPlan = {LAYER: Action.OFFLOAD}
+ALL_ON_HOST: LayerPlan = {LAYER: SiteAction.OFFLOAD}
 _ATTENTION, _MLP = "self_attention", "mlp"
 _NORMS = ("input_layernorm", "pre_mlp_layernorm")
 _INSIDE_ATTENTION = f"{_ATTENTION}.core_attention"
@@ -30,11 +30,11 @@ def plans_for(sites: Collection[str], *, offload: bool, rescue: bool) -> list[La
         offload: whether attention and MLP may wait in host memory.
         rescue: whether the whole layer may.
     """
-    wholes = [Action.RECOMPUTE, Action.OFFLOAD] if offload else [Action.RECOMPUTE]
-    inside = [(site, Action.RECOMPUTE_OUTPUT) for site in _INSIDE_MLP]
-    attention = [(_INSIDE_ATTENTION, Action.RECOMPUTE), *((_ATTENTION, one) for one in wholes)]
+    wholes = [SiteAction.RECOMPUTE, SiteAction.OFFLOAD] if offload else [SiteAction.RECOMPUTE]
+    inside = [(site, SiteAction.RECOMPUTE_OUTPUT) for site in _INSIDE_MLP]
+    attention = [(_INSIDE_ATTENTION, SiteAction.RECOMPUTE), *((_ATTENTION, one) for one in wholes)]
     mlp = [*inside, *((_MLP, one) for one in wholes)]
-    norms = [[(norm, Action.RECOMPUTE_OUTPUT)] for norm in _NORMS]
+    norms = [[(norm, SiteAction.RECOMPUTE_OUTPUT)] for norm in _NORMS]
     choices = [_optional(options, sites) for options in (attention, mlp, *norms)]
     found = [dict(filter(None, chosen)) for chosen in itertools.product(*choices)]
     extra = [ALL_ON_HOST] if offload or rescue else []
@@ -47,6 +47,6 @@ def name_of(plan: LayerPlan) -> str:
 
 
 def _optional(
-    options: Iterable[tuple[str, Action]], sites: Collection[str]
-) -> list[tuple[str, Action] | None]:
+    options: Iterable[tuple[str, SiteAction]], sites: Collection[str]
+) -> list[tuple[str, SiteAction] | None]:
     return [None, *(option for option in options if option[0] in sites)]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed.memory.host_copy import HostCopy
 from mindspeed.memory.offload import Group
-from mindspeed.memory.plan import Action, LayerPlan
+from mindspeed.memory.plan import LayerPlan, SiteAction
 from mindspeed.memory.segment import Segment
 
 
@@ -60,7 +60,7 @@ class Frame:
 
     call: LayerCall
     site: str
-    action: Action
+    action: SiteAction
     segment: Segment | None = None
     region: Region | None = None
 
@@ -76,7 +76,7 @@ def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
         inputs: Its inputs; outputs that share their storage exist anyway.
     """
     call, segment = frame.call, frame.segment
-    if frame.action is not Action.RECOMPUTE_OUTPUT or segment is None:
+    if frame.action is not SiteAction.RECOMPUTE_OUTPUT or segment is None:
         return
     kept = {key_of(x) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)} | call.parameters
     for number, output in enumerate(tree_leaves(outputs)):

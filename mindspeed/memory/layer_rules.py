@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.memory.plan import LayerPlan, Plan, layer_plan
+from mindspeed.memory.plan import ChunkPlan, LayerPlan, layer_plan
 
 ALL, MTP = "all", "mtp"
 
@@ -61,7 +61,7 @@ def largest(rules: tuple[LayerRule, ...]) -> int:
     return max((max(rule.numbers) for rule in rules if rule.numbers), default=-1)
 
 
-def plan_for(rules: tuple[LayerRule, ...], layers: Mapping[str, int | None]) -> Plan:
+def plan_for(rules: tuple[LayerRule, ...], layers: Mapping[str, int | None]) -> ChunkPlan:
     """The plan of a model chunk.
 
     Args:
@@ -75,7 +75,7 @@ def plan_for(rules: tuple[LayerRule, ...], layers: Mapping[str, int | None]) -> 
             sites |= rule.sites if rule.selects(number) else {}
         if sites:
             found[path] = sites
-    return Plan(found)
+    return ChunkPlan(found)
 
 
 def _rule(selector: str, sites: Any) -> LayerRule:

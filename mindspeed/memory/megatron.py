@@ -1,6 +1,6 @@
 """Plans on the layers of a Megatron model chunk: which sites a layer has, and how they are wrapped.
 
-    plan = Plan({"decoder.layers.0": {"input_layernorm": Action.RECOMPUTE_OUTPUT}})
+    plan = ChunkPlan({"decoder.layers.0": {"input_layernorm": SiteAction.RECOMPUTE_OUTPUT}})
     install(model, plan, journal)
 
 Sites of a layer are ``layer``, its halves ``attention_sublayer`` and ``mlp_sublayer``, its modules
@@ -27,7 +27,7 @@ from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.between import BetweenCalls
 from mindspeed.memory.offload import MIN_BYTES, Offload
-from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER, Action, Plan
+from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER, ChunkPlan, SiteAction
 from mindspeed.memory.presets import ChunkLayers
 from mindspeed.memory.runtime import Runtime
 
@@ -111,7 +111,7 @@ def runtime_of(model: torch.nn.Module) -> Runtime | None:
 
 def install(
     model: torch.nn.Module,
-    plan: Plan,
+    plan: ChunkPlan,
     journal: Journal,
     *,
     owner: str = "this plan",
@@ -137,7 +137,7 @@ def install(
     """
     runtime = runtime_of(model)
     if runtime is None:
-        runtime = Runtime(Plan(), environment=_environment(model), min_bytes=min_bytes)
+        runtime = Runtime(ChunkPlan(), environment=_environment(model), min_bytes=min_bytes)
         setattr(model, _RUNTIME, runtime)
         journal.call_on_undo(lambda: _uninstall(model))
     layers = layers_of(model)
@@ -159,7 +159,7 @@ def install(
     return runtime
 
 
-def refuse_different_plans(plan: Plan, owner: str) -> None:
+def refuse_different_plans(plan: ChunkPlan, owner: str) -> None:
     """Refuse a plan that other ranks of the pipeline stage do not have: second runs communicate.
 
     A collective of all ranks of the stage.
@@ -189,7 +189,7 @@ def stage_groups() -> list[Any]:
     ]
 
 
-def check_names(plan: Plan, known: dict[str, Any]) -> None:
+def check_names(plan: ChunkPlan, known: dict[str, Any]) -> None:
     """Refuse layers and sites that do not exist.
 
     Args:
@@ -202,10 +202,10 @@ def check_names(plan: Plan, known: dict[str, Any]) -> None:
     for layer, site, action in plan.actions():
         if layer not in known:
             raise ValueError(f"plan: no layer {layer!r}{_nearest(layer, known)}")
-        if (site, action) == (LAYER, Action.RECOMPUTE_OUTPUT):
+        if (site, action) == (LAYER, SiteAction.RECOMPUTE_OUTPUT):
             raise ValueError(
                 f"plan: {layer}: the output of a whole layer is saved by the next one, outside of "
-                f"the plan; use {Action.RECOMPUTE.value}"
+                f"the plan; use {SiteAction.RECOMPUTE.value}"
             )
         if site not in known[layer]:
             raise ValueError(f"plan: {layer} has no site {site!r}{_nearest(site, known[layer])}")

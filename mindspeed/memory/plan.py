@@ -32,7 +32,7 @@ ATTENTION_SUBLAYER, MLP_SUBLAYER = "attention_sublayer", "mlp_sublayer"
 """The sites that are its two halves: norm, attention or MLP, and the residual connection."""
 
 
-class Action(str, Enum):
+class SiteAction(str, Enum):
     """What happens to the tensors that autograd saves."""
 
     KEEP = "keep"
@@ -43,15 +43,15 @@ class Action(str, Enum):
     @property
     def recomputes(self) -> bool:
         """Whether the site runs again in backward."""
-        return self in (Action.RECOMPUTE, Action.RECOMPUTE_OUTPUT)
+        return self in (SiteAction.RECOMPUTE, SiteAction.RECOMPUTE_OUTPUT)
 
 
-LayerPlan = Mapping[str, Action]
+LayerPlan = Mapping[str, SiteAction]
 """Site -> action."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChunkPlan:
     """The plan of one model chunk.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
     def __bool__(self) -> bool:
         return any(self.layers.values())
 
-    def actions(self) -> Iterator[tuple[str, str, Action]]:
+    def actions(self) -> Iterator[tuple[str, str, SiteAction]]:
         """Layer, site and action of everything that is planned."""
         for layer, sites in self.layers.items():
             for site, action in sites.items():
@@ -72,14 +72,14 @@ class Plan:
 
     def offloading_layers(self) -> list[str]:
         """Layers of which something is offloaded."""
-        return [name for name, sites in self.layers.items() if Action.OFFLOAD in sites.values()]
+        return [name for name, sites in self.layers.items() if SiteAction.OFFLOAD in sites.values()]
 
-    def joined(self, other: Plan) -> Plan:
+    def joined(self, other: ChunkPlan) -> ChunkPlan:
         """Both plans; where both have an action for a site, that of ``other``."""
         layers = {layer: dict(sites) for layer, sites in self.layers.items()}
         for layer, site, action in other.actions():
             layers.setdefault(layer, {})[site] = action
-        return Plan(layers)
+        return ChunkPlan(layers)
 
     def to_json(self) -> str:
         """The plan as JSON, with sorted keys: equal plans give equal texts."""
@@ -91,13 +91,13 @@ class Plan:
         return json.dumps(layers, sort_keys=True)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str) -> ChunkPlan:
         """The plan of :meth:`to_json`.
 
         Raises:
             ValueError: It is not an object of objects of actions; says where.
         """
-        return Plan({layer: layer_plan(sites, layer) for layer, sites in _items(text)})
+        return ChunkPlan({layer: layer_plan(sites, layer) for layer, sites in _items(text)})
 
     def digest(self) -> str:
         """SHA-256 of the JSON: ranks that communicate inside a layer need equal plans."""
@@ -112,11 +112,11 @@ def layer_plan(sites: Any, where: str) -> LayerPlan:
     """
     if not isinstance(sites, dict):
         raise ValueError(f"{where}: an object of site: action is needed, not {sites!r}")
-    known = [action.value for action in Action]
+    known = [action.value for action in SiteAction]
     for site, action in sites.items():
         if action not in known:
             raise ValueError(f"{where}, {site}: {action!r} is none of {', '.join(known)}")
-    return {site: Action(action) for site, action in sites.items()}
+    return {site: SiteAction(action) for site, action in sites.items()}
 
 
 def _items(text: str) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER, Action, Plan
+from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER, ChunkPlan, SiteAction
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ChunkLayers:
 
 def swap_plan(
     sites: Mapping[str, Container[str]], layers: ChunkLayers, swapped: Sequence[str]
-) -> Plan:
+) -> ChunkPlan:
     """Sites of every layer in host memory, and MLPs of the first layers computed again.
 
     The last layer before the loss is kept: its copies would be fetched at once. While its backward
@@ -73,14 +73,14 @@ def swap_plan(
         swapped: Sites that are offloaded, where a layer has them.
     """
     plan = {
-        layer: {site: Action.OFFLOAD for site in swapped if site in known}
+        layer: {site: SiteAction.OFFLOAD for site in swapped if site in known}
         for layer, known in sites.items()
     }
     if layers.post_process and plan:
-        plan[list(plan)[-1]] = {LAYER: Action.KEEP}
+        plan[list(plan)[-1]] = {LAYER: SiteAction.KEEP}
     for layer in layers.first(layers.recomputed_mlps, of_rank=True):
-        plan[layer] = {**plan[layer], "mlp": Action.RECOMPUTE}
-    return Plan({layer: actions for layer, actions in plan.items() if actions})
+        plan[layer] = {**plan[layer], "mlp": SiteAction.RECOMPUTE}
+    return ChunkPlan({layer: actions for layer, actions in plan.items() if actions})
 
 
 def regions_of(sites: Container[str], level: int) -> tuple[str, ...]:
@@ -97,8 +97,8 @@ def regions_of(sites: Container[str], level: int) -> tuple[str, ...]:
 def plan_of(
     layers: tuple[str, ...],
     sites: Callable[[str], tuple[str, ...]],
-    action: Action,
-) -> Plan:
+    action: SiteAction,
+) -> ChunkPlan:
     """One action for the same sites of several layers.
 
     Args:
@@ -106,4 +106,4 @@ def plan_of(
         sites: The sites of a layer by its path.
         action: What happens to them.
     """
-    return Plan({layer: dict.fromkeys(sites(layer), action) for layer in layers})
+    return ChunkPlan({layer: dict.fromkeys(sites(layer), action) for layer in layers})

@@ -30,7 +30,7 @@ from mindspeed.memory.figures import CountedStorages, Figures, SiteFigures
 from mindspeed.memory.frames import Frame, LayerCall, Region, drop_outputs, dropped_output, key_of
 from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
 from mindspeed.memory.offload import MIN_BYTES, Offload
-from mindspeed.memory.plan import LAYER, Action, LayerPlan, Plan
+from mindspeed.memory.plan import LAYER, ChunkPlan, LayerPlan, SiteAction
 from mindspeed.memory.saved import Kept, ViewOf
 from mindspeed.memory.segment import Segment
 
@@ -65,7 +65,7 @@ class Runtime:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ChunkPlan,
         environment: Callable[[str], Callable[[], AbstractContextManager[object]]] | None = None,
         min_bytes: int = MIN_BYTES,
         offload: Offload | None = None,
@@ -97,9 +97,9 @@ class Runtime:
             if not plan or not self._active():
                 return forward(*args, **kwargs)
             call = LayerCall(name, plan, {key_of(p) for p in parameters()})
-            if Action.OFFLOAD in plan.values() or self.offload.live:
+            if SiteAction.OFFLOAD in plan.values() or self.offload.live:
                 call.group = self.offload.begin(id(self), name)
-            frame = Frame(call, LAYER, Action.KEEP)
+            frame = Frame(call, LAYER, SiteAction.KEEP)
             self._state.frames.append(frame)
             try:
                 with _hooks(self._pack):
@@ -144,7 +144,7 @@ class Runtime:
         Storages that are counted already do not count: they exist whatever the layer does.
         """
         before = self.plan, self.figures, self._storages, self.offload
-        self.plan = Plan({**self.plan.layers, layer: plan})
+        self.plan = ChunkPlan({**self.plan.layers, layer: plan})
         self.figures, self._storages = Figures(), self._storages.copy()
         self.offload = self._trial_offload = self._trial_offload or Offload(
             min_bytes=self.offload.min_bytes
@@ -263,7 +263,7 @@ class Runtime:
         if (output := dropped_output(call, tensor)) is not None:
             self._storages.count(tensor, figures, "dropped")
             return ViewOf(output.segment.save_output(output.number, tensor), tensor)
-        if frame.action is Action.OFFLOAD and self.offload.takes(tensor):
+        if frame.action is SiteAction.OFFLOAD and self.offload.takes(tensor):
             return OnHost(self._host_copy(call, tensor, where, figures), tensor)
         self._storages.count(tensor, figures, "kept")
         return Kept(tensor, where)

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed.memory.plan import LAYER, Action, Plan
+from mindspeed.memory.plan import LAYER, ChunkPlan, SiteAction
 from mindspeed.memory.runtime import Runtime
 
 
@@ -62,13 +62,13 @@ class ScheduledRecomputation:
             segment.materialize()
 
 
-def _without_layers(plan: Plan) -> Plan:
-    return Plan(
+def _without_layers(plan: ChunkPlan) -> ChunkPlan:
+    return ChunkPlan(
         {
             layer: {
                 site: action
                 for site, action in sites.items()
-                if (site, action) != (LAYER, Action.RECOMPUTE)
+                if (site, action) != (LAYER, SiteAction.RECOMPUTE)
             }
             for layer, sites in plan.layers.items()
         }

@@ -16,7 +16,6 @@ gradients are the same to the bit. The weights stay parameters of one module
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +23,7 @@ import torch
 
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.events import EventLog
+from mindspeed.moe.host_copy import HostValue
 from mindspeed.moe.interpreter import Chunk, Compute, Stages, execute
 from mindspeed.moe.program import Program
 from mindspeed.te import kernels
@@ -86,7 +86,7 @@ class PipelinedGroups:
             part.values |= {
                 "first": i * self.size,
                 "packing": chunk.values["packing"],
-                "host_counts": _Counts(partial(self._of_group, chunk, i)),
+                "host_counts": HostValue(partial(self._of_group, chunk, i)),
             }
             found.append(part)
         return found
@@ -115,10 +115,3 @@ class PipelinedGroups:
             return tensors
         order = torch.arange(sizes.numel()).view(sizes.shape).t().reshape(-1)
         return kernels.moe_sort_chunks(tensors, sizes.reshape(-1), order)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Some of the counts on the host."""
-
-    get: Callable[[], torch.Tensor]

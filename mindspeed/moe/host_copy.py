@@ -10,6 +10,8 @@ for what the device computes meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,6 +55,13 @@ class HostCopy:
             self._event.synchronize()
             self._source = self._event = None
         return self._host
+
+
+@dataclass(frozen=True)
+class HostValue:
+    """A tensor that is on the host already, or made of one, in the place of its copy."""
+
+    get: Callable[[], torch.Tensor]
 
 
 class ToHost:

@@ -14,7 +14,7 @@ follows the loads of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 
 from mindspeed.moe.collectives import GatherRows
 from mindspeed.moe.dispatch.all_to_all import ExpertGroups
+from mindspeed.moe.host_copy import HostValue
 from mindspeed.moe.interpreter import Chunk, Communicate, Compute
 from mindspeed.moe.split_phase import Collective
 from mindspeed.te import kernels
@@ -106,7 +107,7 @@ class HotExperts:
         self._hot, self._counts = choose(counts, self.most), counts
         sent = counts.clone()
         sent[:, self._hot] = 0
-        chunk.values["host_counts"] = _Counts(lambda: sent)
+        chunk.values["host_counts"] = HostValue(lambda: sent)
         tensors = chunk.tensors
         routing_map = tensors["routing_map"]
         tensors["hot_map"] = routing_map[:, self._hot]
@@ -167,13 +168,6 @@ class HotExperts:
             name: [one.view(shape) for one in part.unbind(0)]
             for part, (name, shape) in zip(parts, shapes.items(), strict=True)
         }
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Counts on the host."""
-
-    get: Callable[[], torch.Tensor]
 
 
 class _OwnWeights(torch.autograd.Function):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mindspeed.planner.layout import Layout, Recompute
-from mindspeed.planner.search.result import Candidate, Plan
+from mindspeed.planner.search.result import Candidate, SearchResult
 from tests.support import commands_job
 
 GIB = 2**30
@@ -41,15 +41,15 @@ CANDIDATES = (
     Candidate(SLOW, Priced(1.53, 31 * GIB), FLAGS),
     Candidate(replace(BEST, pp=4), Priced(1.9, 20 * GIB), FLAGS),
 )
-FOUND = Plan("h100", 16, 77 * GIB, 1000, {"need more": 600, "no divisor": 300}, 100, 7,
+FOUND = SearchResult("h100", 16, 77 * GIB, 1000, {"need more": 600, "no divisor": 300}, 100, 7,
              CANDIDATES, (CANDIDATES[0], CANDIDATES[2]), wall_seconds=12.3)  # fmt: skip
 
 
-def invented(found: Plan = FOUND) -> tuple[Any, list[Any]]:
+def invented(found: SearchResult = FOUND) -> tuple[Any, list[Any]]:
     """A module in the place of the search, and what it is called with."""
     calls: list[Any] = []
 
-    def plan(flags: list[str], cluster: str, **options: Any) -> Plan:
+    def plan(flags: list[str], cluster: str, **options: Any) -> SearchResult:
         calls.append((flags, cluster, options))
         return replace(found, devices=options["devices"] or found.devices)
 

@@ -7,7 +7,7 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.memory.host_limit import HostLimit
-from mindspeed.memory.plan import LAYER, Action
+from mindspeed.memory.plan import LAYER, SiteAction
 from mindspeed.memory.presets import ChunkLayers, swap_plan
 
 SIZES = {
@@ -93,9 +93,9 @@ def test_the_last_layer_before_the_loss_stays_and_the_first_mlps_are_computed_ag
         return [dict(actions) for actions in swap_plan(sites, layers, swapped).layers.values()]
 
     swapped = ["input_layernorm", "self_attention"]
-    swap = dict.fromkeys(swapped, Action.OFFLOAD)
-    keep, again = {LAYER: Action.KEEP}, {"mlp": Action.RECOMPUTE}
-    attention = {"self_attention": Action.OFFLOAD}
+    swap = dict.fromkeys(swapped, SiteAction.OFFLOAD)
+    keep, again = {LAYER: SiteAction.KEEP}, {"mlp": SiteAction.RECOMPUTE}
+    attention = {"self_attention": SiteAction.OFFLOAD}
     assert plan() == [swap, swap, swap, keep]
     assert plan(post_process=False) == [swap, swap, swap, attention]
     assert plan(recomputed_mlps=2) == [swap | again, swap | again, swap, keep]

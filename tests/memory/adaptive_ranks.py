@@ -18,7 +18,7 @@ def predicted_and_executed(name, spec, count):
     from mindspeed.journal import Journal
     from mindspeed.memory.adaptive import Settings
     from mindspeed.memory.adaptive.megatron import Controller
-    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.plan import ChunkPlan
 
     gpt_ranks.start()
     model = gpt_ranks.build(gpt_ranks.config(name, num_layers=4), spec)
@@ -44,7 +44,7 @@ def predicted_and_executed(name, spec, count):
     for _ in range(count):
         chosen = [draw.choice(layer.candidates) for layer in adaptation.layers]
         plans = zip(layers, chosen, strict=True)
-        layers[0].runtime.plan = Plan({a.name: controller._plans[b.plan] for a, b in plans})
+        layers[0].runtime.plan = ChunkPlan({a.name: controller._plans[b.plan] for a, b in plans})
         expected = base[0] - kept + sum(b.kept for b in chosen), sum(b.host for b in chosen)
         runs_again = ("recompute layer", "recompute self_attention")
         takes_table = any(again in b.plan.split(" + ") for b in chosen for again in runs_again)
@@ -68,10 +68,10 @@ def every_plan(name, spec, layers):
     from mindspeed.journal import Journal
     from mindspeed.memory.adaptive import Settings, megatron
     from mindspeed.memory.candidates import KEEP_ALL, LEAST
-    from mindspeed.memory.plan import Action, Plan
+    from mindspeed.memory.plan import ChunkPlan, SiteAction
     from mindspeed.memory.solver import peak, smallest_peak
 
-    again = [{site: Action.RECOMPUTE} for site in ("mlp", "self_attention")]
+    again = [{site: SiteAction.RECOMPUTE} for site in ("mlp", "self_attention")]
     plans, plain = [KEEP_ALL, *again, LEAST], megatron.plans_for
     megatron.plans_for = lambda sites, **options: plans
     gpt_ranks.start()
@@ -102,7 +102,9 @@ def every_plan(name, spec, layers):
 
         def measured(chosen):
             actions = zip(known, chosen, strict=True)
-            known[0].runtime.plan = Plan({a.name: controller._plans[b.plan] for a, b in actions})
+            known[0].runtime.plan = ChunkPlan(
+                {a.name: controller._plans[b.plan] for a, b in actions}
+            )
             return step()
 
         pairs = [
@@ -252,7 +254,7 @@ def costs(name, spec, fake):
     from mindspeed.memory.candidates import LEAST, name_of, plans_for
     from mindspeed.memory.estimate import Rates, roofline_clock
     from mindspeed.memory.megatron import install, layers_of, sites_of, wrap
-    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.plan import ChunkPlan
 
     gpt_ranks.start()
     journal, clock = Journal(), roofline_clock(Rates(flops=1e9, bandwidth=1e9))
@@ -260,7 +262,7 @@ def costs(name, spec, fake):
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext():
         model = gpt_ranks.build(config, spec)
         layers = layers_of(model)
-        runtime = install(model, Plan({one: LEAST for one in layers}), journal, min_bytes=0)
+        runtime = install(model, ChunkPlan({one: LEAST for one in layers}), journal, min_bytes=0)
         # FakeTensors have no random states; copies of real ones would count.
         runtime.environment = lambda layer: contextlib.nullcontext
         (layer_name, layer) = list(layers.items())[1]

@@ -13,7 +13,7 @@ from mindspeed.instruments import saved_for_backward
 from mindspeed.journal import Journal
 from mindspeed.memory import segment
 from mindspeed.memory.megatron import install, layers_of, sites_of
-from mindspeed.memory.plan import LAYER, Action, Plan
+from mindspeed.memory.plan import LAYER, ChunkPlan, SiteAction
 from tests.support import gpt_ranks
 
 
@@ -92,9 +92,9 @@ def under_plans(
     found: dict[str, Any] = {"no plan": plain["bytes"]}
     for title, sites in plans.items():
         journal = Journal()
-        actions = {site: Action(action) for site, action in sites.items()}
+        actions = {site: SiteAction(action) for site, action in sites.items()}
         layers = layers_of(model)
-        plan = Plan(
+        plan = ChunkPlan(
             {
                 path: {site: act for site, act in actions.items() if site in sites_of(layer)}
                 for path, layer in layers.items()
@@ -133,11 +133,11 @@ def under_random_plans(
     draw, found = random.Random(seed), {}
     for _ in range(number):
         share, journal = draw.choice((0.1, 0.3, 0.7)), Journal()
-        plan = Plan(
+        plan = ChunkPlan(
             {
                 path: {
                     site: draw.choice(
-                        [a for a in Action if site != LAYER or a.value != "recompute_output"]
+                        [a for a in SiteAction if site != LAYER or a.value != "recompute_output"]
                     )
                     for site in sites_of(layer)
                     if draw.random() < share
@@ -157,13 +157,13 @@ def under_random_plans(
     return found
 
 
-def _halves(plan: Plan, draw: Any) -> tuple[Plan, Plan]:
+def _halves(plan: ChunkPlan, draw: Any) -> tuple[ChunkPlan, ChunkPlan]:
     """The plan as two flags would give it."""
-    first: dict[str, dict[str, Action]] = {}
-    second: dict[str, dict[str, Action]] = {}
+    first: dict[str, dict[str, SiteAction]] = {}
+    second: dict[str, dict[str, SiteAction]] = {}
     for layer, site, action in plan.actions():
         draw.choice((first, second)).setdefault(layer, {})[site] = action
-    return Plan(first), Plan(second)
+    return ChunkPlan(first), ChunkPlan(second)
 
 
 def trained(flags: list[str]) -> dict[str, Any]:
@@ -331,11 +331,11 @@ def conflict() -> str:
     gpt_ranks.start()
     model = gpt_ranks.build(gpt_ranks.config("rmsnorm-swiglu-gqa"), "te")
     journal = Journal()
-    first = Plan({"decoder.layers.0": {"mlp": Action.OFFLOAD}})
+    first = ChunkPlan({"decoder.layers.0": {"mlp": SiteAction.OFFLOAD}})
     install(model, first, journal, owner="--first")
     install(model, first, journal, owner="--again")
     try:
-        second = Plan({"decoder.layers.0": {"mlp": Action.RECOMPUTE}})
+        second = ChunkPlan({"decoder.layers.0": {"mlp": SiteAction.RECOMPUTE}})
         install(model, second, journal, owner="--second")
     except ValueError as error:
         return str(error).replace("--again", "--first")
@@ -352,10 +352,10 @@ def disagreement() -> str:
     from mindspeed.memory.megatron import refuse_different_plans
 
     gpt_ranks.start(dist.get_world_size())
-    same = Plan({"decoder.layers.0": {"mlp": Action.RECOMPUTE}})
+    same = ChunkPlan({"decoder.layers.0": {"mlp": SiteAction.RECOMPUTE}})
     refuse_different_plans(same, "--activation-plan")
     try:
-        refuse_different_plans(same if dist.get_rank() else Plan(), "--activation-plan")
+        refuse_different_plans(same if dist.get_rank() else ChunkPlan(), "--activation-plan")
     except TrainingError as error:
         return str(error)
     return ""

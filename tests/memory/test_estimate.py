@@ -7,7 +7,7 @@ import torch
 
 from mindspeed.memory.candidates import KEEP_ALL, LEAST, name_of, plans_for
 from mindspeed.memory.estimate import Rates, like_activations, roofline_clock
-from mindspeed.memory.plan import Action
+from mindspeed.memory.plan import SiteAction
 from tests.memory import adaptive_ranks as jobs
 from tests.support import gpt_ranks
 from tests.support.trainer_job import SETUP
@@ -60,5 +60,5 @@ def test_candidates_have_sites_that_exist_and_names_that_differ():
     assert plans[0] == KEEP_ALL and plans[-1] == LEAST
     assert all(set(plan) <= set(sites) for plan in plans)
     assert len({name_of(plan) for plan in plans}) == len(plans) == 2 * 3 + 2
-    assert {"layer": Action.OFFLOAD} in plans
+    assert {"layer": SiteAction.OFFLOAD} in plans
     assert len(plans_for([*sites, "input_layernorm"], offload=True, rescue=False)) == 3 * 4 * 2 + 2

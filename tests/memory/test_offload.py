@@ -13,7 +13,7 @@ from mindspeed.memory.figures import SiteFigures
 from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
 from mindspeed.memory.host_pool import HostPool, size_class
 from mindspeed.memory.offload import Offload
-from mindspeed.memory.plan import Action, Plan
+from mindspeed.memory.plan import ChunkPlan, SiteAction
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.saved import InPlaceChange
 from tests.memory.fake_device import FakeDevice, Races, Stream
@@ -32,7 +32,7 @@ def saved(engine: Offload, x: torch.Tensor, layer: str = "0") -> OnHost:
 def swapped(device: FakeDevice, count: int = 3, **options) -> tuple[list[Layer], Runtime]:
     """Layers whose saved tensors all go to the host."""
     layers = model(count)
-    runtime = planned(layers, plan_of({"layer": Action.OFFLOAD}, count))
+    runtime = planned(layers, plan_of({"layer": SiteAction.OFFLOAD}, count))
     runtime.offload = Offload(device, min_bytes=0, **options)
     return layers, runtime
 
@@ -185,7 +185,7 @@ def test_a_change_after_the_copy_is_complete_does_no_harm():
             return out
 
     layer = Careless()
-    runtime = planned([layer], plan_of({"first": Action.OFFLOAD}, 1))
+    runtime = planned([layer], plan_of({"first": SiteAction.OFFLOAD}, 1))
     x = torch.randn(ROWS, SIZE)
     out = layer(x)
     assert runtime.offload.live == 1
@@ -380,7 +380,7 @@ def test_the_largest_layer_call_is_checked():
 
 def test_plans_without_offload_make_no_groups():
     layers = model(2)
-    runtime = planned(layers, plan_of({"layer": Action.RECOMPUTE}))
+    runtime = planned(layers, plan_of({"layer": SiteAction.RECOMPUTE}))
     step(layers)
     assert runtime.offload.pool.slabs == 0
     assert not runtime.offload._calls
@@ -392,7 +392,7 @@ def test_gradients_on_a_gpu_are_those_without_a_plan():
     """Large enough that copies and kernels overlap; memory is reused between the steps."""
     from mindspeed import device
 
-    def run(plan: Plan) -> tuple[list[torch.Tensor], int]:
+    def run(plan: ChunkPlan) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
         layers = [Layer().cuda() for _ in range(6)]
         runtime = planned(layers, plan)
@@ -408,7 +408,7 @@ def test_gradients_on_a_gpu_are_those_without_a_plan():
         return grads, runtime.figures.total().copied_out
 
     assert device.current().name == "cuda"
-    expected, _ = run(Plan())
-    found, copied = run(plan_of({"layer": Action.OFFLOAD}, 6))
+    expected, _ = run(ChunkPlan())
+    found, copied = run(plan_of({"layer": SiteAction.OFFLOAD}, 6))
     assert copied > 0
     assert all(map(torch.equal, found, expected))

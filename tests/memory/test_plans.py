@@ -13,24 +13,24 @@ from mindspeed.errors import ConfigError
 from mindspeed.features import registry
 from mindspeed.journal import Journal
 from mindspeed.memory.layer_rules import largest, plan_for, rules_of
-from mindspeed.memory.plan import Action, Plan
+from mindspeed.memory.plan import ChunkPlan, SiteAction
 from mindspeed.memory.presets import ChunkLayers
 from tests.support.lazy import needs
 
 SITES = st.sampled_from(["layer", "mlp", "self_attention", "mlp.activation"])
 PLANS = st.dictionaries(
     st.from_regex(r"decoder\.layers\.[0-9]", fullmatch=True),
-    st.dictionaries(SITES, st.sampled_from(Action), max_size=3),
+    st.dictionaries(SITES, st.sampled_from(SiteAction), max_size=3),
     max_size=4,
-).map(Plan)
+).map(ChunkPlan)
 
 
 @given(PLANS)
 def test_a_plan_is_what_its_json_says(plan):
-    again = Plan.from_json(plan.to_json())
+    again = ChunkPlan.from_json(plan.to_json())
     assert list(again.actions()) == sorted(plan.actions())
     assert again.digest() == plan.digest()
-    shuffled = Plan(dict(reversed(list(plan.layers.items()))))
+    shuffled = ChunkPlan(dict(reversed(list(plan.layers.items()))))
     assert shuffled.digest() == plan.digest()
 
 
@@ -44,9 +44,12 @@ def test_joined_plans_have_the_actions_of_both(one, other):
 
 
 def test_different_plans_have_different_digests():
-    plans = [Plan({"a": {"mlp": action}}) for action in Action] + [Plan(), Plan({"b": {}})]
+    plans = [ChunkPlan({"a": {"mlp": action}}) for action in SiteAction] + [
+        ChunkPlan(),
+        ChunkPlan({"b": {}}),
+    ]
     digests = [plan.digest() for plan in plans]
-    assert len(set(digests)) == len(Action) + 1 and digests[-1] == digests[-2]
+    assert len(set(digests)) == len(SiteAction) + 1 and digests[-1] == digests[-2]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +63,7 @@ def test_different_plans_have_different_digests():
 )
 def test_json_that_is_no_plan_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
-        Plan.from_json(text)
+        ChunkPlan.from_json(text)
 
 
 def test_later_rules_win_and_layers_are_those_of_the_model():
@@ -73,13 +76,13 @@ def test_later_rules_win_and_layers_are_those_of_the_model():
     )
     assert largest(rules) == 7
     plan = plan_for(rules, {"decoder.layers.0": 1, "decoder.layers.1": 2, "mtp.layers.0": None})
-    norm = {"input_layernorm": Action.RECOMPUTE_OUTPUT}
+    norm = {"input_layernorm": SiteAction.RECOMPUTE_OUTPUT}
     assert plan.layers == {
-        "decoder.layers.0": {"mlp": Action.RECOMPUTE, **norm},
-        "decoder.layers.1": {"mlp": Action.KEEP, **norm},
-        "mtp.layers.0": {"mlp": Action.RECOMPUTE, **norm, "layer": Action.OFFLOAD},
+        "decoder.layers.0": {"mlp": SiteAction.RECOMPUTE, **norm},
+        "decoder.layers.1": {"mlp": SiteAction.KEEP, **norm},
+        "mtp.layers.0": {"mlp": SiteAction.RECOMPUTE, **norm, "layer": SiteAction.OFFLOAD},
     }
-    assert plan_for(rules_of({"3": {"mlp": "keep"}}), {"a": 0, "b": None}) == Plan()
+    assert plan_for(rules_of({"3": {"mlp": "keep"}}), {"a": 0, "b": None}) == ChunkPlan()
 
 
 @pytest.mark.parametrize("selector", ["", "first", "3-", "-3", "5-3", "1,,2", "1-2-3", "0-9999999"])
@@ -192,15 +195,15 @@ def test_names_that_do_not_exist_are_refused_with_the_nearest():
 
     known = {"decoder.layers.0": {"layer": 0, "self_attention": 0, "self_attention.linear_qkv": 0}}
     with pytest.raises(ValueError, match="no site 'attention'; there are self_attention"):
-        check_names(Plan({"decoder.layers.0": {"attention": Action.KEEP}}), known)
+        check_names(ChunkPlan({"decoder.layers.0": {"attention": SiteAction.KEEP}}), known)
     with pytest.raises(
         ValueError, match=r"no layer 'decoder.layers.1'; there are decoder.layers.0"
     ):
-        check_names(Plan({"decoder.layers.1": {"layer": Action.KEEP}}), known)
+        check_names(ChunkPlan({"decoder.layers.1": {"layer": SiteAction.KEEP}}), known)
     with pytest.raises(ValueError, match="use recompute"):
-        check_names(Plan({"decoder.layers.0": {"layer": Action.RECOMPUTE_OUTPUT}}), known)
+        check_names(ChunkPlan({"decoder.layers.0": {"layer": SiteAction.RECOMPUTE_OUTPUT}}), known)
     with pytest.raises(ValueError, match="no layer"):
-        install(torch.nn.Identity(), Plan({"layers.0": {"mlp": Action.KEEP}}), Journal())
+        install(torch.nn.Identity(), ChunkPlan({"layers.0": {"mlp": SiteAction.KEEP}}), Journal())
 
 
 def test_two_flags_with_different_actions_for_a_site_are_named(ranks):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mindspeed.instruments import saved_for_backward
-from mindspeed.memory.plan import Action, Plan
+from mindspeed.memory.plan import ChunkPlan, SiteAction
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.saved import InPlaceChange
 from mindspeed.memory.segment import RecomputationError
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         return x + scale * self.dropout(self.second(self.act(self.first(self.norm(x)))))
 
 
-def planned(layers: list[Layer], plan: Plan, min_bytes: int = 0) -> Runtime:
+def planned(layers: list[Layer], plan: ChunkPlan, min_bytes: int = 0) -> Runtime:
     """Put a runtime on the layers."""
     runtime = Runtime(plan, min_bytes=min_bytes)
     for i, layer in enumerate(layers):
@@ -59,20 +59,32 @@ def step(layers: list[Layer], dtype: torch.dtype = torch.float64) -> list[torch.
     return [hidden.detach(), x.grad, *grads, torch.rand(1)]
 
 
-def plan_of(actions: dict[str, Action], count: int = 2) -> Plan:
-    return Plan({str(i): actions for i in range(count)})
+def plan_of(actions: dict[str, SiteAction], count: int = 2) -> ChunkPlan:
+    return ChunkPlan({str(i): actions for i in range(count)})
 
 
 EVERY = [
     {name: action}
-    for name, action in itertools.product(("layer", *SITES), Action)
-    if (name, action) != ("layer", Action.RECOMPUTE_OUTPUT)
+    for name, action in itertools.product(("layer", *SITES), SiteAction)
+    if (name, action) != ("layer", SiteAction.RECOMPUTE_OUTPUT)
 ] + [
-    {"norm": Action.RECOMPUTE_OUTPUT, "first": Action.RECOMPUTE},
-    {"norm": Action.RECOMPUTE_OUTPUT, "act": Action.RECOMPUTE_OUTPUT, "first": Action.OFFLOAD},
-    {"layer": Action.OFFLOAD, "norm": Action.RECOMPUTE_OUTPUT, "act": Action.RECOMPUTE_OUTPUT},
-    {"layer": Action.RECOMPUTE, "norm": Action.RECOMPUTE_OUTPUT, "second": Action.OFFLOAD},
-    {"first": Action.RECOMPUTE_OUTPUT, "act": Action.RECOMPUTE_OUTPUT},
+    {"norm": SiteAction.RECOMPUTE_OUTPUT, "first": SiteAction.RECOMPUTE},
+    {
+        "norm": SiteAction.RECOMPUTE_OUTPUT,
+        "act": SiteAction.RECOMPUTE_OUTPUT,
+        "first": SiteAction.OFFLOAD,
+    },
+    {
+        "layer": SiteAction.OFFLOAD,
+        "norm": SiteAction.RECOMPUTE_OUTPUT,
+        "act": SiteAction.RECOMPUTE_OUTPUT,
+    },
+    {
+        "layer": SiteAction.RECOMPUTE,
+        "norm": SiteAction.RECOMPUTE_OUTPUT,
+        "second": SiteAction.OFFLOAD,
+    },
+    {"first": SiteAction.RECOMPUTE_OUTPUT, "act": SiteAction.RECOMPUTE_OUTPUT},
 ]
 
 
@@ -94,10 +106,10 @@ def test_frozen_parameters_and_inputs_without_gradient():
         return layers
 
     expected, layers = step(frozen()), frozen()
-    planned(layers, plan_of({"layer": Action.RECOMPUTE}))
+    planned(layers, plan_of({"layer": SiteAction.RECOMPUTE}))
     assert all(map(torch.equal, step(layers), expected))
     layers = frozen()
-    planned(layers, plan_of({"norm": Action.RECOMPUTE_OUTPUT}))
+    planned(layers, plan_of({"norm": SiteAction.RECOMPUTE_OUTPUT}))
     out = layers[0](torch.ones(ROWS, SIZE)).sum()
     (grad,) = torch.autograd.grad(out, [layers[0].second.bias])
     assert torch.equal(grad, torch.full((SIZE,), float(ROWS)))
@@ -108,12 +120,12 @@ def test_frozen_parameters_and_inputs_without_gradient():
     [
         # Without a plan: x, mean and rstd of the norm, norm output, first output, activation.
         ({}, 8 * (2 * SIZE + 2 + 2 * WIDTH)),
-        ({"layer": Action.RECOMPUTE}, 8 * SIZE),
-        ({"norm": Action.RECOMPUTE_OUTPUT}, 8 * (SIZE + 2 * WIDTH)),
-        ({"act": Action.RECOMPUTE_OUTPUT}, 8 * (2 * SIZE + 2 + WIDTH)),
-        ({"act": Action.RECOMPUTE}, 8 * (2 * SIZE + 2 + 2 * WIDTH)),
+        ({"layer": SiteAction.RECOMPUTE}, 8 * SIZE),
+        ({"norm": SiteAction.RECOMPUTE_OUTPUT}, 8 * (SIZE + 2 * WIDTH)),
+        ({"act": SiteAction.RECOMPUTE_OUTPUT}, 8 * (2 * SIZE + 2 + WIDTH)),
+        ({"act": SiteAction.RECOMPUTE}, 8 * (2 * SIZE + 2 + 2 * WIDTH)),
         # The input is a leaf, mean and rstd have no gradient history: like masks they stay.
-        ({"layer": Action.OFFLOAD}, 8 * (SIZE + 2)),
+        ({"layer": SiteAction.OFFLOAD}, 8 * (SIZE + 2)),
     ],
     ids=str,
 )
@@ -125,7 +137,7 @@ def test_bytes_kept_on_the_device(actions, expected):
     with saved_for_backward(layer) as saved:
         out = layer(x).sum()
     kept = saved.live_bytes
-    if "layer" in actions and actions["layer"] is Action.OFFLOAD:
+    if "layer" in actions and actions["layer"] is SiteAction.OFFLOAD:
         assert saved.host_bytes == 8 * ROWS * (SIZE + 2 * WIDTH)
     assert kept == ROWS * expected
     if actions:
@@ -157,21 +169,21 @@ def test_the_second_run_stops_at_the_last_tensor_that_is_needed():
 
     counted: list[int] = []
     layer = WithCollective()
-    planned([layer], plan_of({"layer": Action.RECOMPUTE}, 1))
+    planned([layer], plan_of({"layer": SiteAction.RECOMPUTE}, 1))
     layer(torch.randn(ROWS, SIZE)).sum().backward()
     assert len(counted) == 1
 
 
 def test_a_segment_runs_once_however_many_tensors_are_asked_for():
     layers = model()
-    runtime = planned(layers, plan_of({"layer": Action.RECOMPUTE}))
+    runtime = planned(layers, plan_of({"layer": SiteAction.RECOMPUTE}))
     step(layers)
     assert runtime.figures.total().reruns == 2
 
 
 def test_a_graph_may_be_used_twice():
     expected, layers = model(1), model(1)
-    planned(layers, plan_of({"norm": Action.RECOMPUTE_OUTPUT, "act": Action.OFFLOAD}, 1))
+    planned(layers, plan_of({"norm": SiteAction.RECOMPUTE_OUTPUT, "act": SiteAction.OFFLOAD}, 1))
     x = torch.randn(ROWS, SIZE)
     for layer in (expected[0], layers[0]):
         loss = layer(x).square().sum()
@@ -183,7 +195,7 @@ def test_a_graph_may_be_used_twice():
 
 def test_a_module_used_twice_has_two_segments():
     (expected,), (layer,) = model(1), model(1)
-    planned([layer], plan_of({"layer": Action.RECOMPUTE}, 1))
+    planned([layer], plan_of({"layer": SiteAction.RECOMPUTE}, 1))
     x = torch.randn(ROWS, SIZE)
     for module in (expected, layer):
         module(module(x)).square().sum().backward()
@@ -193,13 +205,15 @@ def test_a_module_used_twice_has_two_segments():
 
 def test_without_gradients_nothing_happens():
     layers = model(1)
-    runtime = planned(layers, plan_of({"layer": Action.RECOMPUTE, "act": Action.OFFLOAD}, 1))
+    runtime = planned(
+        layers, plan_of({"layer": SiteAction.RECOMPUTE, "act": SiteAction.OFFLOAD}, 1)
+    )
     with torch.no_grad():
         layers[0](torch.randn(ROWS, SIZE))
     assert runtime.figures.by_site() == {}
 
 
-@pytest.mark.parametrize("action", [Action.KEEP, Action.RECOMPUTE])
+@pytest.mark.parametrize("action", [SiteAction.KEEP, SiteAction.RECOMPUTE])
 def test_a_tensor_changed_in_place_is_refused(action):
     class Careless(Layer):
         def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
@@ -226,7 +240,7 @@ def test_an_output_changed_in_place_is_not_the_one_that_is_computed_again():
     expected = Doubling()
     torch.manual_seed(1)
     layer = Doubling()
-    planned([layer], plan_of({"norm": Action.RECOMPUTE_OUTPUT}, 1))
+    planned([layer], plan_of({"norm": SiteAction.RECOMPUTE_OUTPUT}, 1))
     x = torch.randn(ROWS, SIZE)
     expected(x).sum().backward()
     layer(x).sum().backward()
@@ -242,7 +256,7 @@ def test_what_depends_on_more_than_its_arguments_is_refused():
             return super().forward(x) if self.turns == 1 else x.sin().exp()
 
     layer = Changing()
-    planned([layer], plan_of({"layer": Action.RECOMPUTE}, 1))
+    planned([layer], plan_of({"layer": SiteAction.RECOMPUTE}, 1))
     out = layer(torch.randn(ROWS, SIZE, requires_grad=True))
     with pytest.raises(RecomputationError, match="0, layer: computed again"):
         out.sum().backward()
@@ -260,7 +274,7 @@ def test_freed_storages_do_not_answer_for_new_ones():
                 del del_me
             return x
 
-    for actions in ({"norm": Action.RECOMPUTE_OUTPUT}, {"layer": Action.OFFLOAD}):
+    for actions in ({"norm": SiteAction.RECOMPUTE_OUTPUT}, {"layer": SiteAction.OFFLOAD}):
         (expected, layer) = (Churning(), Churning())
         layer.load_state_dict(expected.state_dict())
         planned([layer], plan_of(actions, 1))
@@ -273,7 +287,7 @@ def test_freed_storages_do_not_answer_for_new_ones():
 
 def test_pending_segments_are_computed_ahead_and_dropped_again():
     layers = model()
-    runtime = planned(layers, plan_of({"layer": Action.RECOMPUTE}))
+    runtime = planned(layers, plan_of({"layer": SiteAction.RECOMPUTE}))
     expected = step(model())
     torch.manual_seed(2)
     x = torch.randn(ROWS, SIZE, dtype=torch.float64, requires_grad=True)
@@ -298,8 +312,8 @@ def test_pending_segments_are_computed_ahead_and_dropped_again():
 
 def test_a_plan_changes_between_two_steps():
     layers, expected = model(), step(model())
-    runtime = planned(layers, Plan())
-    for actions in ({}, {"layer": Action.RECOMPUTE}, {"act": Action.OFFLOAD}):
+    runtime = planned(layers, ChunkPlan())
+    for actions in ({}, {"layer": SiteAction.RECOMPUTE}, {"act": SiteAction.OFFLOAD}):
         runtime.plan = plan_of(actions)
         for layer in layers:
             layer.zero_grad()
@@ -308,7 +322,7 @@ def test_a_plan_changes_between_two_steps():
 
 def test_everything_is_kept_in_a_block():
     layers = model()
-    runtime = planned(layers, plan_of({"layer": Action.RECOMPUTE}))
+    runtime = planned(layers, plan_of({"layer": SiteAction.RECOMPUTE}))
     with runtime.keep_everything():
         step(layers)
     assert runtime.figures.total().reruns == 0
@@ -316,7 +330,9 @@ def test_everything_is_kept_in_a_block():
 
 def test_the_report_has_a_line_for_each_site_and_their_sum():
     layers = model()
-    runtime = planned(layers, plan_of({"act": Action.RECOMPUTE_OUTPUT, "first": Action.OFFLOAD}))
+    runtime = planned(
+        layers, plan_of({"act": SiteAction.RECOMPUTE_OUTPUT, "first": SiteAction.OFFLOAD})
+    )
     step(layers)
     head, *lines, total = runtime.figures.report().splitlines()
     assert head.split() == [

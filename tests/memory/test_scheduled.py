@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mindspeed.instruments import saved_for_backward
-from mindspeed.memory.plan import Action
+from mindspeed.memory.plan import SiteAction
 from mindspeed.memory.scheduled import ScheduledRecomputation
 from tests.memory.test_runtime import ROWS, SIZE, Layer, model, plan_of, planned
 
 MICROBATCHES = 4
-WHOLE = {"layer": Action.RECOMPUTE}
+WHOLE = {"layer": SiteAction.RECOMPUTE}
 
 
 def forward(layers: list[Layer], microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +36,7 @@ def plain(layers: list[Layer]) -> list[torch.Tensor]:
     return results(layers, [x for x, _ in passes])
 
 
-@pytest.mark.parametrize("others", [{}, {"norm": Action.RECOMPUTE_OUTPUT}], ids=["", "norm"])
+@pytest.mark.parametrize("others", [{}, {"norm": SiteAction.RECOMPUTE_OUTPUT}], ids=["", "norm"])
 def test_stored_and_dropped_micro_batches_give_the_same_gradients(others):
     """0 and 3 are stored; 1 is recomputed ahead, 2 as soon as its backward asks for it."""
     expected, layers = plain(model(dropout=0.3)), model(dropout=0.3)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mindspeed.cli.quickstart.plan import Plan
+from mindspeed.cli.quickstart.plan import Quickstart
 from mindspeed.cli.quickstart.running import INDENT, run_step, show
 from mindspeed.cli.quickstart.step import typed
 from mindspeed.cli.quickstart.summary import print_summary
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> Quickstart:
     """The plan that the flags describe.
 
     Raises:
@@ -96,10 +96,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
             f"{args.tp * args.pp}"
         )
     iterations = args.iters or (FAST_ITERATIONS if args.fast else ITERATIONS)
-    return Plan(args.workdir, ranks, args.tp, args.pp, iterations)
+    return Quickstart(args.workdir, ranks, args.tp, args.pp, iterations)
 
 
-def _one_device_per_rank(plan: Plan, console: Console) -> None:
+def _one_device_per_rank(plan: Quickstart, console: Console) -> None:
     """Use the CPU for everything if there are fewer accelerators than processes.
 
     NCCL and HCCL need one device per rank. A device chosen with MINDSPEED_DEVICE is kept.

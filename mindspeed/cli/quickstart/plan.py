@@ -78,7 +78,7 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class Plan(Paths):
+class Quickstart(Paths):
     """All steps with their files, parallel sizes and iterations."""
 
     ranks: int

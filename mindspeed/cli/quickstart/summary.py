@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mindspeed.cli.metrics import LOSS, VALIDATION_LOSS, read_run
-from mindspeed.cli.quickstart.plan import QUESTIONS, Plan
+from mindspeed.cli.quickstart.plan import QUESTIONS, Quickstart
 from mindspeed.parsing import decode_json
 
 
-def print_summary(plan: Plan, console: Console, seconds: float) -> None:
+def print_summary(plan: Quickstart, console: Console, seconds: float) -> None:
     """Print the table of results."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

@@ -11,7 +11,7 @@ from mindspeed.features.feature import Megatron, Problem
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
     from mindspeed.memory.offload import Offload
-    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.plan import ChunkPlan
     from mindspeed.memory.presets import ChunkLayers
 
 _INCOMPATIBLE = {
@@ -123,12 +123,12 @@ def attach_recomputed_outputs(
     after = recomputed_layers(megatron)
     per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
 
-    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
-        from mindspeed.memory.plan import Action
+    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
+        from mindspeed.memory.plan import SiteAction
         from mindspeed.memory.presets import plan_of
 
         first = layers.first(number, after=after, of_rank=per_rank)
-        return plan_of(first, lambda layer: chosen(sites[layer]), Action.RECOMPUTE_OUTPUT)
+        return plan_of(first, lambda layer: chosen(sites[layer]), SiteAction.RECOMPUTE_OUTPUT)
 
     attach_plan(seams, feature, flag, megatron, plan)
 
@@ -138,7 +138,7 @@ def attach_plan(
     feature: str,
     flag: str,
     megatron: Megatron,
-    make: Callable[[dict[str, dict[str, Any]], ChunkLayers], Plan],
+    make: Callable[[dict[str, dict[str, Any]], ChunkLayers], ChunkPlan],
     offload: Offload | None = None,
 ) -> None:
     """Install a plan on every model chunk.

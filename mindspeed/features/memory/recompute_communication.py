@@ -24,7 +24,7 @@ from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.plan import ChunkPlan
     from mindspeed.memory.presets import ChunkLayers
 
 _FLAG = "--optimize-recomp-communication-level"
@@ -94,16 +94,18 @@ class RecomputeCommunication(
         number = megatron.get("recompute_num_layers") if block else None
         per_rank = bool(megatron.get("enable_recompute_layers_per_pp_rank"))
 
-        def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
-            from mindspeed.memory.plan import Action
+        def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
+            from mindspeed.memory.plan import SiteAction
             from mindspeed.memory.presets import plan_of, regions_of
 
             if not full:
                 dense = tuple(path for path in sites if f"{_MLP}.linear_fc2" in sites[path])
-                return plan_of(dense, lambda layer: (_MLP,), Action.RECOMPUTE)
+                return plan_of(dense, lambda layer: (_MLP,), SiteAction.RECOMPUTE)
             chosen = layers.first(number, of_rank=per_rank)
             level = self.optimize_recomp_communication_level
-            return plan_of(chosen, lambda layer: regions_of(sites[layer], level), Action.RECOMPUTE)
+            return plan_of(
+                chosen, lambda layer: regions_of(sites[layer], level), SiteAction.RECOMPUTE
+            )
 
         attach_plan(seams, self.name, _FLAG, megatron, plan)
         seams.chunk.add(_enter_regions, owner=self.name)

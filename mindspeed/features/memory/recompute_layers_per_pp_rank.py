@@ -64,10 +64,10 @@ class RecomputeLayersPerRank(Feature, level=2, seams=("chunk",)):
         number = megatron.get("recompute_num_layers") or 0
 
         def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
-            from mindspeed.memory.plan import LAYER, Action
+            from mindspeed.memory.plan import LAYER, SiteAction
             from mindspeed.memory.presets import plan_of
 
             chosen = layers.first(number, of_rank=True)
-            return plan_of(chosen, lambda layer: (LAYER,), Action.RECOMPUTE)
+            return plan_of(chosen, lambda layer: (LAYER,), SiteAction.RECOMPUTE)
 
         attach_plan(seams, self.name, "--enable-recompute-layers-per-pp-rank", megatron, plan)

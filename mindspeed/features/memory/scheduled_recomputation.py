@@ -14,7 +14,7 @@ from mindspeed.features.pipeline.noop_layers import indices_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.plan import ChunkPlan
     from mindspeed.memory.presets import ChunkLayers
 
 When = Literal["bubble", "advance"]
@@ -140,12 +140,12 @@ def drop_layers(
         per_rank: Count them over the chunks of a rank.
     """
 
-    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
-        from mindspeed.memory.plan import LAYER, Action
+    def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
+        from mindspeed.memory.plan import LAYER, SiteAction
         from mindspeed.memory.presets import plan_of
 
         chosen = layers.first(number, of_rank=per_rank)
-        return plan_of(chosen, lambda layer: (LAYER,), Action.RECOMPUTE)
+        return plan_of(chosen, lambda layer: (LAYER,), SiteAction.RECOMPUTE)
 
     attach_plan(seams, feature, flag, megatron, plan)
 

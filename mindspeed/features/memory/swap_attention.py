@@ -22,7 +22,7 @@ from mindspeed.ranges import MAX_COUNT, Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.memory.plan import Plan
+    from mindspeed.memory.plan import ChunkPlan
     from mindspeed.memory.presets import ChunkLayers
 
 MODULES = ("input_norm", "self_attention", "post_attention_norm")
@@ -136,7 +136,7 @@ class SwapAttention(Feature, level=2, seams=("chunk",)):
         limit = HostLimit("--swap-attention", in_flight, ranks_of_host())
         offload = Offload(min_bytes=self.swap_min_bytes, check=limit.check)
 
-        def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> Plan:
+        def plan(sites: dict[str, dict[str, Any]], layers: ChunkLayers) -> ChunkPlan:
             from mindspeed.memory.presets import swap_plan
 
             chosen = [SITES.get(module, module) for module in self.swap_modules]

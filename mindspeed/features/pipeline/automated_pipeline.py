@@ -214,7 +214,7 @@ class AutomatedPipeline(
 
         def plan(sites: dict[str, dict[str, Any]], layers: Any) -> Any:
             from mindspeed.adaptor.pipeline_profile import SITES, pipeline_rank
-            from mindspeed.memory.plan import Action
+            from mindspeed.memory.plan import SiteAction
             from mindspeed.memory.presets import plan_of
             from mindspeed.pipeline.automated.profile import MODULES
 
@@ -224,7 +224,7 @@ class AutomatedPipeline(
             chosen = layers.first(min(left, len(layers.decoder)))
             left -= len(chosen)
             site = SITES[MODULES[self.recompute_type]]
-            return plan_of(chosen, lambda layer: (site,), Action.RECOMPUTE)
+            return plan_of(chosen, lambda layer: (site,), SiteAction.RECOMPUTE)
 
         attach_plan(seams, self.name, AGAIN, megatron, plan)
 

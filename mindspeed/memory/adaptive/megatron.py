@@ -40,7 +40,7 @@ from mindspeed.memory.megatron import (
     stage_groups,
     wrap,
 )
-from mindspeed.memory.plan import LayerPlan, Plan
+from mindspeed.memory.plan import ChunkPlan, LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.solver import (
     Budget,
@@ -151,7 +151,7 @@ class Controller:
         tried: dict[Any, Any] = {}  # the last layer: the first may have an input without gradient
         for index, chunk in enumerate(self._chunks):
             layers = layers_of(chunk)
-            least = Plan({name: LEAST for name in layers})
+            least = ChunkPlan({name: LEAST for name in layers})
             runtime = install(chunk, least, self._journal, min_bytes=self._settings.min_bytes)
             for name, layer in layers.items():
                 sites = list(sites_of(layer))
@@ -252,7 +252,7 @@ class Controller:
         def done() -> None:
             self._measured -= 1
 
-        before, runtime.plan = runtime.plan, Plan({**runtime.plan.layers, layer.name: plan})
+        before, runtime.plan = runtime.plan, ChunkPlan({**runtime.plan.layers, layer.name: plan})
         try:
             yield name_of(plan), done
         finally:
@@ -299,7 +299,9 @@ class Controller:
         elif self._settings.rescue and self._in_force is LEAST:
             self._in_force = ALL_ON_HOST
             for layer in self._layers:
-                layer.runtime.plan = Plan({name: ALL_ON_HOST for name in layer.runtime.plan.layers})
+                layer.runtime.plan = ChunkPlan(
+                    {name: ALL_ON_HOST for name in layer.runtime.plan.layers}
+                )
         else:
             hint = "--adaptive-recompute-device-swap moves activations to the host"
             raise self._exhausted(error, hint) from error
@@ -407,7 +409,7 @@ class Controller:
             plan = self._plans[chosen.plan]
             plans[layer.chunk][layer.name] = {} if plan == KEEP_ALL else plan
         for layer in self._layers:
-            layer.runtime.plan = Plan(plans[layer.chunk])
+            layer.runtime.plan = ChunkPlan(plans[layer.chunk])
         self._solution = solution
         rows = "".join(f"\n  {count:>4} x {plan}" for count, plan in solution.runs())
         self._show(

@@ -23,7 +23,7 @@ from mindspeed.planner.composed.whole_ranks import counted_peak
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
 from mindspeed.planner.search.bounded_search import Evaluator, Found, Outcome, Progress, search
-from mindspeed.planner.search.result import GIB, TOLERANCE, Candidate, Closest, Help, Plan, front_of
+from mindspeed.planner.search.result import GIB, TOLERANCE, Candidate, Closest, Help, SearchResult, front_of
 from mindspeed.planner.search.space import SEARCHED, Sizes, Space
 
 __all__ = ["SEARCHED", "plan", "search"]
@@ -42,7 +42,7 @@ def plan(
     cache: str | Path | None = None,
     progress: Progress = lambda done, of: None,
     prove: int = 1,
-) -> Plan:
+) -> SearchResult:
     """Find the best layouts of a job.
 
     Args:
@@ -95,7 +95,7 @@ def plan(
             except KeyboardInterrupt:
                 outcome.interrupted = True
     counted = {one.layout: one.counted for one in best}
-    return Plan(
+    return SearchResult(
         cluster=machine.name,
         devices=own.devices,
         memory_limit=int(limit),

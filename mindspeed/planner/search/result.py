@@ -160,7 +160,7 @@ class Closest:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -294,7 +294,7 @@ def _largest(counts: Iterable[tuple[str, int]]) -> Sequence[tuple[str, int]]:
     return sorted(counts, key=lambda item: -item[1])
 
 
-def _explain_closest(plan: Plan) -> str:
+def _explain_closest(plan: SearchResult) -> str:
     closest = plan.closest
     assert closest is not None
     lines = [
