@@ -20,7 +20,7 @@ from typing import Any
 
 from mindspeed.errors import PlanError
 from mindspeed.files import atomic_write_bytes
-from mindspeed.instruments.clock import Call, Interval, VirtualClock
+from mindspeed.instruments.clock import Call, TimedCall, VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster.rates import Chain, DeviceRates, Operation, operation_of
@@ -85,13 +85,13 @@ class _RecordingClock(VirtualClock):
             self.things.append(thing)
         self.events.append(self._numbers[thing])
 
-    def _communicate(self, name: str, communication: Communication) -> Interval:
+    def _communicate(self, name: str, communication: Communication) -> TimedCall:
         interval = super()._communicate(name, communication)
         self._event_of[id(interval)] = len(self.events)
         self.add((name, communication))
         return interval
 
-    def _wait(self, interval: Interval) -> None:
+    def _wait(self, interval: TimedCall) -> None:
         self.add(self._event_of[id(interval)])
         super()._wait(interval)
 
@@ -120,7 +120,7 @@ def replay(recording: Recording, rates: DeviceRates) -> TinyRun:
     """The figures of a run with the times of rates."""
     clock = VirtualClock.of(rates)
     seconds: dict[int, float] = {}
-    started: dict[int, Interval] = {}
+    started: dict[int, TimedCall] = {}
     times: list[float] = []
     for index, number in enumerate(recording.events):
         if number is MARK:

@@ -7,7 +7,9 @@ chrome://tracing.
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,14 +17,17 @@ from rich.table import Table
 
 from mindspeed.cli.plan_check import layout_of
 from mindspeed.cli.plan_run import progress
+from mindspeed.cli.training_plot import COLORS, check_format, figure_class
 from mindspeed.errors import ConfigError
+from mindspeed.instruments.clock import TimedCall
+from mindspeed.instruments.timeline import write_trace
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.counted.layer_costs import (
     PHASES,
     Costs,
     alike,
     by_layer,
-    chrome_trace,
+    lanes,
     total,
 )
 from mindspeed.planner.counted.timed_step import TimedStep
@@ -43,8 +48,6 @@ def check(own: argparse.Namespace) -> None:
     Raises:
         ConfigError: names the flag.
     """
-    from mindspeed.cli.training_plot import check_format, figure_class
-
     for name in ("json", "memory_limit", "cache"):
         if getattr(own, name):
             flag = name.replace("_", "-")
@@ -85,18 +88,52 @@ def run_timeline(own: argparse.Namespace, args: argparse.Namespace, cluster: Clu
 
 
 def _write(own: argparse.Namespace, cluster: Cluster, step: TimedStep) -> None:
-    from mindspeed.files import atomic_write_bytes
-
     title = f"modelled step: {rates(cluster)}"
     if own.plot is not None:
-        from mindspeed.cli.timeline_picture import draw
-
-        draw(step, own.plot, title)
+        draw_step(step.intervals, own.plot, title)
         print(f"wrote {own.plot}")
     if own.trace is not None:
-        text = json.dumps(chrome_trace(step.intervals, title))
-        atomic_write_bytes(own.trace, text.encode())
+        write_trace({f"stage {own.stage}": lanes(step.intervals)}, own.trace, title)
         print(f"wrote {own.trace}")
+
+
+def draw_step(intervals: Sequence[TimedCall], output: Path, title: str) -> None:
+    """Draw a step, and enlarged the forward and the backward of a layer in its middle.
+
+    Args:
+        intervals: what happened.
+        output: file to write; its ending chooses the format.
+        title: line above the picture.
+
+    Raises:
+        ConfigError: unknown format, or matplotlib is missing.
+    """
+    from mindspeed.cli.timeline_plot import Style, draw
+
+    visible = [one for one in intervals if one.communication is None or _is_sent(one)]
+    line = lanes(visible)
+    lines = {"whole step": line}
+    for name, window in _enlarged(visible):
+        lines[name] = replace(line, window=window)
+    colors = {"forward": COLORS[0], "recompute": COLORS[3], "backward": COLORS[2]}
+    draw(lines, Style(colors, label=lambda one: one.phase), output, title)
+
+
+def _is_sent(one: TimedCall) -> bool:
+    return one.communication is not None and len(one.communication.ranks) > 1
+
+
+def _enlarged(
+    intervals: Sequence[TimedCall],
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """A layer in the middle: its first forward, and its backward after its recomputation."""
+    names = list(dict.fromkeys(one.scope for one in intervals if ", " in one.scope))
+    layer = names[len(names) // 2] if names else None
+    for title, phases in (("forward", {"forward"}), ("backward", {"recompute", "backward"})):
+        own = [one for one in intervals if one.scope == layer and one.phase in phases]
+        own = [one for one in own if one.kind != "communication"]
+        if own:
+            yield f"{layer}, {title}", (own[0].start, max(one.end for one in own))
 
 
 def rates(cluster: Cluster) -> str:

@@ -6,6 +6,7 @@ shortest is seen. Dotted lines are marks, thin bars at the bottom of a lane belo
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ WAITING = "waiting"
 WAIT_COLOR = "#f87171"
 _OTHER, _OTHER_COLOR = "other", "#cbd5e1"
 _WIDTH, _LANE = 14.0, 0.30  # inches
+_TITLE = 140  # characters of a line
 _DIGIT = 0.0095  # width of a digit in inches, for each point of its font
 _SMALLEST, _LARGEST = 3.5, 7.0  # fonts that can still be read, in points
 _SEPARATE = 0.04  # inches: boxes that are narrower have no edge, which would hide them
@@ -82,7 +84,7 @@ def draw(timelines: Mapping[str, Timeline], style: Style, output: Path, title: s
         if line.window is None and number < len(timelines) - 1:
             axes.tick_params(labelbottom=any(one.window for one in timelines.values()))
     axes.set_xlabel(style.unit, fontsize=8, color=GREY)
-    figure.suptitle(title, fontsize=11, color=_DARK)
+    figure.suptitle(textwrap.fill(title, _TITLE), fontsize=11, color=_DARK)
     used = {
         style.label_of(one) for line in timelines.values() for one in line.intervals if _lasts(one)
     }
@@ -136,7 +138,7 @@ class _Panel:
     def _boxes(self, lane: str, low: float, height: float, shaded: bool = True) -> None:
         """Draw those of equal looks at once: a step has thousands."""
         spans: dict[tuple[str, float, bool], list[tuple[float, float]]] = defaultdict(list)
-        for one in self._line.of_lane(lane):
+        for one in self._line.by_lane[lane]:
             span = self._span(one)
             separate = span[1] * self._inches > _SEPARATE
             shade = self._style.shade(one) if shaded else 1.0
@@ -152,7 +154,7 @@ class _Panel:
             )
 
     def _numbers(self, lane: str, middle: float) -> None:
-        for one in self._line.of_lane(lane):
+        for one in self._line.by_lane[lane]:
             if number := self._style.number(one):
                 start, length = self._span(one)
                 font = min(_LARGEST, length * self._inches / (_DIGIT * len(number)))

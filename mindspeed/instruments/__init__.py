@@ -4,15 +4,17 @@
 * :class:`CommLedger`: collectives and their bytes.
 * :class:`VirtualClock`: how much communication a schedule hides, by a model of time.
 * :func:`saved_for_backward`: bytes that autograd keeps for the backward pass.
+* :class:`Timeline`: intervals on lanes, as text, trace and picture.
 * :mod:`~mindspeed.instruments.live_memory`: bytes of all tensors that are alive.
 """
 
 from __future__ import annotations
 
-from mindspeed.instruments.clock import Interval, Link, VirtualClock
+from mindspeed.instruments.clock import Link, TimedCall, VirtualClock
 from mindspeed.instruments.flops import FlopCount, FlopCounter
 from mindspeed.instruments.ledger import CommLedger, Communication
 from mindspeed.instruments.saved import SavedTensors, saved_for_backward
+from mindspeed.instruments.timeline import Interval, Timeline
 
 __all__ = [
     "CommLedger",
@@ -22,6 +24,8 @@ __all__ = [
     "Interval",
     "Link",
     "SavedTensors",
+    "TimedCall",
+    "Timeline",
     "VirtualClock",
     "saved_for_backward",
 ]

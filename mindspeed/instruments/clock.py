@@ -43,30 +43,28 @@ from mindspeed.instruments.instrument import Instrument
 from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
 from mindspeed.instruments.live_memory import kinds_of
 from mindspeed.instruments.phase import PhaseTracker
+from mindspeed.instruments.timeline import Interval
 from mindspeed.journal import Journal
 from mindspeed.ops import registry
 
-__all__ = ["Call", "Interval", "Link", "Rates", "VirtualClock"]
+__all__ = ["Call", "Link", "Rates", "TimedCall", "VirtualClock"]
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A computation, communication or wait, in seconds from the start of the clock."""
+class TimedCall(Interval):
+    """A computation, communication or wait, in seconds from the start of the clock.
 
-    kind: Literal["compute", "communication", "wait"]
-    name: str  # of the operator
-    start: float
-    end: float
-    phase: str  # "forward", "backward" or "recompute"
+    Attributes:
+        communication: that runs, or is waited for.
+        flops: by the operator's formula.
+        scope: of the clock when it started.
+        memory_bytes: read and written, where there are no FLOPs.
+    """
+
     communication: Communication | None = None
     flops: int = 0
     scope: str = ""
     memory_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end - self.start
 
 
 class VirtualClock(Instrument):
@@ -91,12 +89,12 @@ class VirtualClock(Instrument):
     ) -> None:
         self.now = 0.0
         self.scope = ""
-        self.intervals: list[Interval] = []
+        self.intervals: list[TimedCall] = []
         link_of = link if callable(link) else lambda communication: link
         self._rates: Rates = SimpleRates(flops_per_second, link_of, memory_bytes_per_second)
         self._counts_bytes = memory_bytes_per_second is not None
         self._free_at: dict[str, float] = {}  # stream -> end of its last communication
-        self._pending: dict[int, tuple[Any, Interval]] = {}  # by id; holds the object alive
+        self._pending: dict[int, tuple[Any, TimedCall]] = {}  # by id; holds the object alive
         super().__init__()
         self.mode = _Mode(self, self.phase)
 
@@ -135,7 +133,7 @@ class VirtualClock(Instrument):
 
     def select(
         self, kind: str, *, op: str | None = None, phase: str | None = None
-    ) -> Iterator[Interval]:
+    ) -> Iterator[TimedCall]:
         """Yields the intervals of one kind; of one communication ("all_gather") and phase."""
         for interval in self.intervals:
             found = interval.communication
@@ -166,21 +164,21 @@ class VirtualClock(Instrument):
         busy = max(0.0, max(self._free_at.values(), default=0.0) - self.now)
         return self.now + min(seconds * slowdown, seconds + busy * (1 - 1 / slowdown))
 
-    def _communicate(self, name: str, communication: Communication) -> Interval:
+    def _communicate(self, name: str, communication: Communication) -> TimedCall:
         stream = self._rates.stream(communication)
         start = max(self.now, self._free_at.get(stream, 0.0))
         end = start + self._rates.communication(communication)
         self._free_at[stream] = end
         return self._note("communication", name, start, end, communication)
 
-    def _expect(self, waitable: Any, interval: Interval) -> None:
+    def _expect(self, waitable: Any, interval: TimedCall) -> None:
         self._pending[id(waitable)] = (waitable, interval)
 
     def _wait_for(self, key: int) -> None:
         if (found := self._pending.pop(key, None)) is not None:
             self._wait(found[1])
 
-    def _wait(self, interval: Interval) -> None:
+    def _wait(self, interval: TimedCall) -> None:
         if interval.end > self.now:
             self._note("wait", interval.name, self.now, interval.end, interval.communication)
             self.now = interval.end
@@ -194,10 +192,20 @@ class VirtualClock(Instrument):
         communication: Communication | None = None,
         flops: int = 0,
         memory_bytes: int = 0,
-    ) -> Interval:
+    ) -> TimedCall:
         phase = self.phase.current()
-        interval = Interval(
-            kind, name, start, end, phase, communication, flops, self.scope, memory_bytes
+        interval = TimedCall(
+            _lane(kind, communication),
+            kind,
+            name,
+            start,
+            end,
+            phase,
+            (),
+            communication,
+            flops,
+            self.scope,
+            memory_bytes,
         )
         self.intervals.append(interval)
         return interval
@@ -240,6 +248,16 @@ class _Mode(CommunicationMode):
                     self._clock._pending[storage_of(tensor)] = (tensor, interval)
             else:
                 self._clock._wait(interval)
+
+
+def _lane(kind: str, communication: Communication | None) -> str:
+    """``TENSOR_MODEL_PARALLEL_GROUP`` -> ``tensor model parallel``."""
+    if communication is None:
+        return "operators"
+    if kind == "wait":
+        return "waiting"
+    group = communication.description.removesuffix("_GROUP").replace("_", " ").lower()
+    return group or "default group"
 
 
 def moved_bytes(func: Any, inputs: Any, result: Any) -> int:

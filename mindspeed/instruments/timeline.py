@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,14 @@ class Timeline:
         """Lanes that are not thin."""
         return [lane for lane in self.lanes if lane not in self.thin]
 
-    def of_lane(self, lane: str) -> list[Interval]:
-        """Intervals of a lane that last, by their start."""
-        found = (one for one in self.intervals if one.lane == lane and one.end > one.start)
-        return sorted(found, key=lambda one: one.start)
+    @cached_property
+    def by_lane(self) -> dict[str, list[Interval]]:
+        """For each lane its intervals that last, by their start."""
+        found: dict[str, list[Interval]] = {lane: [] for lane in self.lanes}
+        for one in sorted(self.intervals, key=lambda one: one.start):
+            if one.end > one.start and one.lane in found:
+                found[one.lane].append(one)
+        return found
 
 
 def text(
@@ -112,7 +117,7 @@ def text(
         idle: where nothing runs.
         whole_names: take more columns if names would be cut otherwise.
     """
-    lanes = {lane: line.of_lane(lane) for lane in line.full_lanes}
+    lanes = {lane: line.by_lane[lane] for lane in line.full_lanes}
     label = max(map(len, lanes), default=0) + 1
     scale = (max(width, _NARROWEST) - label) / max(line.end, 1e-12)
     if whole_names:
@@ -157,8 +162,7 @@ def write_trace(timelines: Mapping[str, Timeline], output: Path, title: str) -> 
 
 def _events(process: int, name: str, line: Timeline) -> Iterator[dict[str, Any]]:
     yield _named("process_name", process, 0, name)
-    for thread, lane in enumerate(line.lanes):
-        intervals = line.of_lane(lane)
+    for thread, (lane, intervals) in enumerate(line.by_lane.items()):
         if intervals:
             yield _named("thread_name", process, thread, f"{line.lane_title} {lane}".strip())
         for one in intervals:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from mindspeed.instruments.clock import Interval
+from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.ledger import Communication
+from mindspeed.instruments.timeline import write_trace
 from mindspeed.planner.counted import layer_costs
 from tests.planner import timed_jobs
 from tests.support.lazy import needs
@@ -139,7 +142,10 @@ def test_experts_exchange_their_tokens(found):
 
 def _interval(kind, scope, start, end, phase="forward", op=None, **options):
     call = op and Communication(op, "0", "TENSOR_MODEL_PARALLEL_GROUP", (0, 1), phase, 8, 4)
-    return Interval(kind, op or "mm", start, end, phase, call, scope=scope, **options)
+    lane = {"wait": "waiting", "compute": "operators"}.get(kind, "tensor model parallel")
+    return TimedCall(
+        lane, kind, op or "mm", start, end, phase, communication=call, scope=scope, **options
+    )
 
 
 def test_layers_alike_are_one_row_and_others_are_not():
@@ -152,18 +158,22 @@ def test_layers_alike_are_one_row_and_others_are_not():
     assert names == ["layers 1-2, 5", "layer 3"]
 
 
-def test_a_trace_has_a_lane_for_operators_waits_and_each_group():
+def test_a_trace_has_a_lane_for_operators_waits_and_each_group(tmp_path):
     intervals = [
         _interval("compute", "layer 1", 0.0, 1.0, flops=10),
         _interval("communication", "layer 1", 1.0, 3.0, op="all_gather"),
         _interval("wait", "layer 1", 1.0, 3.0, op="all_gather"),
     ]
-    events = layer_costs.chrome_trace(intervals, "title")["traceEvents"]
-    lanes = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
-    assert list(lanes) == ["operators", "tensor model parallel", "waiting"]
+    write_trace({"step": layer_costs.lanes(intervals)}, tmp_path / "trace.json", "title")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    assert list(lanes) == ["operators", "waiting", "tensor model parallel"]
     spans = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert spans == [
         ("mm", 0, 0.0, 1e6),
         ("all_gather", 1, 1e6, 2e6),
         ("all_gather", 2, 1e6, 2e6),
     ]
+    details = [e["args"] for e in events if e["ph"] == "X"]
+    assert details[0] == {"phase": "forward", "layer": "layer 1", "flops": 10}
+    assert details[2] == {"phase": "forward", "layer": "layer 1", "bytes sent": 4}

@@ -1,13 +1,14 @@
-"""Figures of a modelled step: by layer and phase, and as a Chrome trace."""
+"""Figures of a modelled step: by layer and phase, and as a timeline."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mindspeed.instruments.clock import Interval
+from mindspeed.instruments.clock import TimedCall
+from mindspeed.instruments.timeline import Timeline
 
 PHASES = ("forward", "recompute", "backward")
 NANOSECOND = 1e-9
@@ -31,7 +32,7 @@ class Costs:
     computing: float = 0.0
     exposed: float = 0.0
 
-    def add(self, interval: Interval) -> None:
+    def add(self, interval: TimedCall) -> None:
         """Count one interval."""
         found = interval.communication
         if interval.kind == "compute":
@@ -51,7 +52,7 @@ class Costs:
         return *counted, self.flops, *seconds
 
 
-def by_layer(intervals: Iterable[Interval]) -> dict[str, dict[str, Costs]]:
+def by_layer(intervals: Iterable[TimedCall]) -> dict[str, dict[str, Costs]]:
     """Costs of every layer and phase; layers in the order in which they first run."""
     found: dict[str, dict[str, Costs]] = {}
     for interval in intervals:
@@ -69,7 +70,7 @@ def alike(layers: dict[str, dict[str, Costs]]) -> list[tuple[str, int, dict[str,
     return [(joined_names(names), len(names), layers[names[0]]) for names in groups.values()]
 
 
-def total(intervals: Iterable[Interval]) -> Costs:
+def total(intervals: Iterable[TimedCall]) -> Costs:
     """Costs of everything."""
     costs = Costs()
     for interval in intervals:
@@ -77,49 +78,17 @@ def total(intervals: Iterable[Interval]) -> Costs:
     return costs
 
 
-def chrome_trace(intervals: Iterable[Interval], title: str) -> dict[str, Any]:
-    """Events for chrome://tracing and https://ui.perfetto.dev, in microseconds.
-
-    A lane for operators, one for waits, and one for each process group.
-    """
-    lanes: dict[str, int] = {}
-    events: list[dict[str, Any]] = []
-    for interval in intervals:
-        lane = lane_of(interval)
-        if lane not in lanes:
-            lanes[lane] = len(lanes)
-            events.append(
-                {"ph": "M", "pid": 0, "tid": lanes[lane], "name": "thread_name"}
-                | {"args": {"name": lane}}
-            )
-        found = interval.communication
-        details = {"bytes sent": found.wire} if found is not None else {"flops": interval.flops}
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": lanes[lane],
-                "name": found.op if found is not None else interval.name,
-                "ts": interval.start * 1e6,
-                "dur": interval.seconds * 1e6,
-                "args": {"layer": interval.scope, "phase": interval.phase, **details},
-            }
-        )
-    return {"traceEvents": events, "otherData": {"title": title}}
-
-
-def lane_of(interval: Interval) -> str:
-    """The row of a timeline that an interval belongs to."""
-    if interval.communication is None:
-        return "operators"
-    if interval.kind == "wait":
-        return "waiting"
-    return _plain(interval.communication.description) or "default group"
-
-
-def _plain(description: str) -> str:
-    """``TENSOR_MODEL_PARALLEL_GROUP`` -> ``tensor model parallel``."""
-    return description.removesuffix("_GROUP").replace("_", " ").lower()
+def lanes(intervals: Iterable[TimedCall]) -> Timeline:
+    """A lane for operators, one for waits, and one for each process group."""
+    shown, found = [], set()
+    for one in intervals:
+        call = one.communication
+        figure = ("flops", one.flops) if call is None else ("bytes sent", call.wire)
+        name = one.name if call is None else call.op
+        shown.append(replace(one, name=name, details=(("layer", one.scope), figure)))
+        found.add(one.lane)
+    first = [lane for lane in ("operators", "waiting") if lane in found]
+    return Timeline(shown, [*first, *sorted(found.difference(first))])
 
 
 def joined_names(names: list[str]) -> str:

@@ -28,7 +28,7 @@ import torch
 from mindspeed.built_model import TrainedModel, unwrap
 from mindspeed.device.wrapped_tensors import held
 from mindspeed.features.pipeline.v_shape import flag_of
-from mindspeed.instruments.clock import Interval
+from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.counted.layer_costs import NANOSECOND, Costs, by_layer, joined_names
@@ -171,7 +171,7 @@ def _joined(names: list[str]) -> str:
     return ", ".join(joined_names(part) for part in (chunks, layers) if part)
 
 
-def _placed(one: Interval, sharded: bool) -> Interval:
+def _placed(one: TimedCall, sharded: bool) -> TimedCall:
     """Move messages of data-parallel groups, which run once per step, out of layers.
 
     Args:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from mindspeed.built_model import TrainedModel
-from mindspeed.instruments.clock import Interval, VirtualClock
+from mindspeed.instruments.clock import TimedCall, VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
 from mindspeed.planner.cluster import Cluster
@@ -191,7 +191,7 @@ class TimedStep:
     rank: int
     micro_batches: int
     seconds: float
-    intervals: tuple[Interval, ...]
+    intervals: tuple[TimedCall, ...]
     chunks: tuple[ChunkSeconds, ...]
     layers: Mapping[str, ChunkSeconds]
     gradient_seconds: float
@@ -268,7 +268,7 @@ def time_here(
     )
 
 
-def exposed_by_group(intervals: Iterable[Interval]) -> dict[str, float]:
+def exposed_by_group(intervals: Iterable[TimedCall]) -> dict[str, float]:
     """Seconds waited for communication, by description of the group."""
     found: dict[str, float] = defaultdict(float)
     for interval in intervals:
@@ -277,14 +277,14 @@ def exposed_by_group(intervals: Iterable[Interval]) -> dict[str, float]:
     return dict(found)
 
 
-def between_chunks(interval: Interval) -> bool:
+def between_chunks(interval: TimedCall) -> bool:
     """Whether it is a wait for pipeline or data parallelism."""
     if interval.kind != "wait" or interval.communication is None:
         return False
     return any(part in interval.communication.description for part in BETWEEN_CHUNKS)
 
 
-def _seconds(intervals: Iterable[Interval], scope: str) -> float:
+def _seconds(intervals: Iterable[TimedCall], scope: str) -> float:
     return sum(
         interval.seconds
         for interval in intervals
@@ -292,7 +292,7 @@ def _seconds(intervals: Iterable[Interval], scope: str) -> float:
     )
 
 
-def _by_scope(intervals: Iterable[Interval], micro_batches: int) -> dict[str, ChunkSeconds]:
+def _by_scope(intervals: Iterable[TimedCall], micro_batches: int) -> dict[str, ChunkSeconds]:
     """Seconds of all scopes of chunks, per micro-batch."""
 
     found: dict[str, Counter[str]] = {}

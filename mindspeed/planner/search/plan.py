@@ -23,7 +23,15 @@ from mindspeed.planner.composed.whole_ranks import counted_peak
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
 from mindspeed.planner.search.bounded_search import Evaluator, Found, Outcome, Progress, search
-from mindspeed.planner.search.result import GIB, TOLERANCE, Candidate, Closest, Help, SearchResult, front_of
+from mindspeed.planner.search.result import (
+    GIB,
+    TOLERANCE,
+    Candidate,
+    Closest,
+    Help,
+    SearchResult,
+    front_of,
+)
 from mindspeed.planner.search.space import SEARCHED, Sizes, Space
 
 __all__ = ["SEARCHED", "plan", "search"]
