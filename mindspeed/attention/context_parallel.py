@@ -26,6 +26,7 @@ from mindspeed.attention.kernels import SoftmaxOptions
 from mindspeed.attention.plan import Plan
 from mindspeed.attention.ulysses_all_to_all import KVBeforeAllToAll
 from mindspeed.errors import ConfigError
+from mindspeed.spmd import Local, typed
 
 
 def context_parallel_attention(
@@ -114,6 +115,7 @@ class _Invocation:
     traffic: executor.Traffic | None
 
 
+@typed(Local())
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(

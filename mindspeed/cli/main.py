@@ -47,6 +47,7 @@ COMMANDS: dict[str, str] = {
     "pipeline": "compare and draw pipeline schedules: bubble, memory, messages",
     "moe": "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory",
     "plan": "plan a job without a device: memory of every rank, FLOPs, messages, the best layout",
+    "check": "check before a run that every gradient is summed over the right ranks",
     "calibrate": "measure devices and links of this machine for plan --cluster",
     "explain": "explain a job: where bytes, FLOPs, messages and bubbles are, and what would help",
     "features": "list the features: flag, level, devices, conflicts",
@@ -63,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
-    "plan": ("plan", "explain", "calibrate", "profile", "attention", "pipeline", "moe"),
+    "plan": ("plan", "check", "explain", "calibrate", "profile", "attention", "pipeline", "moe"),
     "inspect": ("features", "ops", "patches"),
 }
 
@@ -76,6 +77,7 @@ _READ_ONLY = (
     "moe",
     "plan",
     "explain",
+    "check",
     "features",
     "ops",
     "patches",

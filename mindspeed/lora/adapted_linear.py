@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mindspeed.spmd import Product, typed
 from mindspeed.te.linear_communication import (
     LinearCommunication,
     gather,
@@ -61,6 +62,7 @@ def adapted_linear(
     return _Adapted.apply(x, weight, bias, a, b, mask, scale, communication)  # type: ignore[no-any-return]
 
 
+@typed(Product(lambda given: given["communication"].typed(), factors=("a", "b")))
 class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(

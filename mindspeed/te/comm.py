@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.spmd import Collective, I, P, R, V, typed
+
 
 def group_size(group: Any) -> int:
     """Return the number of ranks of ``group``; 1 without a group."""
@@ -54,6 +56,7 @@ def reduce_scatter_first_dim(
     return shard, work
 
 
+@typed(Collective(P, V, sums=True))
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -65,6 +68,7 @@ class _ReduceScatter(torch.autograd.Function):
         return all_gather_first_dim(grads[0], ctx.group)[0], None
 
 
+@typed(Collective(V, R))
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -76,6 +80,7 @@ class _AllGather(torch.autograd.Function):
         return reduce_scatter_first_dim(grads[0], ctx.group)[0], None
 
 
+@typed(Collective(P, I, sums=True))
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.spmd import Collective, I, V, typed
 from mindspeed.te.comm import group_size
 
 
+@typed(Collective(V, I))
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

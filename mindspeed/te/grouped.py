@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.spmd import Local, typed
 from mindspeed.te import fp8, kernels
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
 from mindspeed.te.linear import refuse_userbuffers
@@ -30,6 +31,7 @@ from mindspeed.te.weight_gradient import (
 )
 
 
+@typed(Local())
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(

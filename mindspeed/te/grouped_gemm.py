@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mindspeed.spmd import Local, typed
 from mindspeed.te import kernels
 from mindspeed.te.weight_gradient import (
     GradientAnchor,
@@ -22,6 +23,7 @@ from mindspeed.te.weight_gradient import (
 )
 
 
+@typed(Local())
 class _GroupedMatmul(torch.autograd.Function):
     """Tokens of each group times that group's slice of one stacked weight."""
 

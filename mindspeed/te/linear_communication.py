@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.spmd import Communication
 from mindspeed.te import comm, kernels
 from mindspeed.tensor_parallel import regions
 
@@ -76,6 +77,17 @@ class LinearCommunication:
     def gathers_grad(self) -> bool:
         """The backward pass all-gathers dy along s."""
         return self.row and self.sequence_parallel
+
+    def typed(self) -> Communication:
+        """What the layer communicates, for the types of its gradients."""
+        split = self.sequence_parallel
+        return Communication(
+            self.group if self.parallel_mode else None,
+            gathers=self.column and split,
+            sums_gradient=self.column and not split,
+            reduces=self.row,
+            scatters=split,
+        )
 
     def kernel(self, name: str) -> Callable[..., Any]:
         """The product with a collective that the layer calls, by its name in ``te.kernels``."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.spmd import Product, typed
 from mindspeed.te import comm, kernels
 from mindspeed.te.linear_communication import (
     LinearCommunication,
@@ -34,6 +35,7 @@ from mindspeed.te.weight_gradient import Hidden, WgradOptions, add_gradient, wei
 from mindspeed.tensor_parallel import regions
 
 
+@typed(Product(lambda given: given["communication"].typed()))
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(

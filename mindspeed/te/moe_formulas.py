@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.spmd import Local, typed
+
 
 def moe_permute(
     tokens: torch.Tensor,
@@ -76,6 +78,7 @@ def moe_unpermute(
     return summed.to(permuted.dtype)
 
 
+@typed(Local())
 class _SumRows(torch.autograd.Function):
     """Rows added at their places; ``index_add`` of torch would keep them for its backward."""
 

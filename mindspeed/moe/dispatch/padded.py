@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from mindspeed import spmd
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.interpreter import Chunk
 from mindspeed.moe.packing import Packing
@@ -170,6 +171,7 @@ def select_rows(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> 
     return _SelectRows.apply(x, index, inverse)  # type: ignore[no-any-return]
 
 
+@spmd.typed(spmd.Local())
 class _SelectRows(torch.autograd.Function):
     @staticmethod
     def forward(

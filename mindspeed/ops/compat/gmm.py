@@ -16,6 +16,7 @@ from mindspeed.ops._check import Check
 from mindspeed.ops._group_list import cumulative
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, in_columns
 from mindspeed.ops.npu_groupmatmul_add import GROUPMATMUL_ADD
+from mindspeed.spmd import Local, typed
 
 __all__ = ["npu_gmm", "npu_gmm_v2"]
 
@@ -137,6 +138,7 @@ def _gmm(
     return _IntoMainGrad.apply(x, weight, ends, [original_weight])  # type: ignore[no-any-return]
 
 
+@typed(Local())
 class _IntoMainGrad(torch.autograd.Function):
     """The grouped product whose weight gradient goes into the buffer of the parameter.
 

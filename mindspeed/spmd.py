@@ -1,0 +1,174 @@
+"""Types of tensors over process groups, and rules of the functions that change them.
+
+A tensor of a parallel program has one type for each group of ranks that shares the work:
+
+    ======  =====================  ===========================================
+    type    ranks hold             gradients that ranks compute
+    ======  =====================  ===========================================
+    ``R``   the same (replicated)  each a part of a sum
+    ``I``   the same (invariant)   the same, each the whole
+    ``V``   different parts        each that of its part (varying)
+    ``P``   terms of a sum         the same (partial)
+    ======  =====================  ===========================================
+
+Most silent faults of distributed training use an ``I`` where an ``R`` is needed, or the other way
+round: forward is right, a gradient is a part of a sum that nobody computes. An autograd function
+says with a rule what it does to types, beside its own lines:
+
+    @typed(Collective(source=V, result=R))
+    class _AllGather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group): ...
+
+``mindspeed check --types`` applies the rules to a whole model (:mod:`mindspeed.type_check`). The
+type system is that of the package ``spmd_types``, which this module does not need.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+
+class Type(Enum):
+    """Type of a tensor on one group of ranks; see the module."""
+
+    R = "replicated"
+    I = "invariant"  # noqa: E741  # the name in the literature
+    V = "varying"
+    P = "partial"
+
+
+R, I, V, P = Type.R, Type.I, Type.V, Type.P  # noqa: E741
+
+Arguments = Mapping[str, Any]
+"""The arguments of ``forward``, by name, without ``ctx``."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A function that communicates over one group and keeps the types on others.
+
+    Attributes:
+        source: type of the input on the group. A function may also take ``V`` for ``P``: what
+            ranks computed from different parts is a term of the sum that it forms.
+        result: type of the output on the group, or a function of the arguments that returns it.
+        tensor: name of the input.
+        group: name of the group, or a function of the arguments that returns it.
+        sums: the input may be ``V`` as well, since the function sums over the ranks.
+    """
+
+    source: Type
+    result: Type | Callable[[Arguments], Type]
+    tensor: str = ""
+    group: str | Callable[[Arguments], Any] = "group"
+    sums: bool = False
+
+    @property
+    def allowed(self) -> tuple[Type, ...]:
+        """Types that the input may have."""
+        return (self.source, V) if self.sums else (self.source,)
+
+    def group_of(self, given: Arguments) -> Any:
+        """The group that a call communicates over."""
+        return self.group(given) if callable(self.group) else given[self.group]
+
+    def result_of(self, given: Arguments) -> Type:
+        """The type of the output of a call on the group."""
+        return self.result if isinstance(self.result, Type) else self.result(given)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with a weight, and what it communicates.
+
+    Attributes:
+        layer: arguments -> :class:`Communication`.
+        x: name of the input.
+        weight: name of the weight; None for a weight that autograd does not see.
+        bias: name of the bias.
+        factors: names of A and B of an adapter, ``x A^T B^T`` beside the product.
+    """
+
+    layer: Callable[[Arguments], Communication]
+    x: str = "x"
+    weight: str = "weight"
+    bias: str = "bias"
+    factors: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What a linear layer communicates.
+
+    Attributes:
+        group: its ranks; None for one rank.
+        gathers: the input is gathered along the sequence, its gradient reduce-scattered.
+        sums_gradient: the gradient of the input is summed over the ranks.
+        reduces: the product is summed over the ranks.
+        scatters: and scattered along the sequence.
+    """
+
+    group: Any = None
+    gathers: bool = False
+    sums_gradient: bool = False
+    reduces: bool = False
+    scatters: bool = False
+
+
+@dataclass(frozen=True)
+class Local:
+    """A function that each rank computes by itself: ``R`` and ``V`` mix, ``I`` stays ``I``."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A function whose output is its first argument, with the same types."""
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A function that runs its first argument on the last ones, and again in backward.
+
+    Attributes:
+        others: arguments between the function and those that it is run on.
+    """
+
+    others: int = 0
+
+
+Rule = Collective | Product | Local | Passes | Recomputed
+
+_Function = TypeVar("_Function", bound=type)
+_RULE = "gradient_types"
+
+
+def typed(rule: Rule) -> Callable[[_Function], _Function]:
+    """Give an autograd function its rule.
+
+    Args:
+        rule: what the function does to types.
+    """
+
+    def mark(function: _Function) -> _Function:
+        setattr(function, _RULE, rule)
+        return function
+
+    return mark
+
+
+def rule_of(function: type) -> Rule | None:
+    """The rule of an autograd function; None without."""
+    found: Rule | None = vars(function).get(_RULE)
+    return found
+
+
+def arguments_of(function: type, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of ``apply`` by the names that ``forward`` gives them, defaults included."""
+    signature = inspect.signature(function.forward)  # type: ignore[attr-defined]
+    bound = signature.bind(None, *args)
+    bound.apply_defaults()
+    return dict(list(bound.arguments.items())[1:])

@@ -1,0 +1,86 @@
+"""``mindspeed check --types``: does a parallel program compute the gradients of one rank?
+
+    check_types(args)           # a job's final values -> a :class:`Verdict`
+
+What it proves: every value that ranks share is used as it is, and every gradient is summed over
+exactly the ranks that hold a part of it, on each pipeline stage and for any number of ranks. What
+it does not look at: values (factors, counts, seeds), the optimizer, checkpoints, the order of a
+pipeline. Data-parallel ranks are taken to sum their gradients, as Megatron's DDP does.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mindspeed.errors import ConfigError, MindSpeedError
+
+if TYPE_CHECKING:
+    from mindspeed.spmd import Type
+    from mindspeed.type_check.stage import StageResult, WrongUse
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in all stages.
+
+    Attributes:
+        stages: results, in the order of the pipeline.
+    """
+
+    stages: tuple[StageResult, ...]
+
+    @property
+    def wrong(self) -> WrongUse | None:
+        """The first wrong use; None if there is none."""
+        return next((one.wrong for one in self.stages if one.wrong), None)
+
+    def parameters(self) -> dict[Type, int]:
+        """How many parameters have each type on the tensor-parallel ranks."""
+        kinds = self.stages[0].parameters
+        return {kind: sum(one.parameters[kind] for one in self.stages) for kind in kinds}
+
+
+def check_types(
+    args: argparse.Namespace, jobs: int = 1, progress: Callable[[int, int], None] | None = None
+) -> Verdict:
+    """Check the types of a job's gradients, each pipeline stage in a child of this process.
+
+    Args:
+        args: final values, as of a dry run.
+        jobs: children at a time.
+        progress: is called with the stages that are done, and all of them.
+
+    Raises:
+        ConfigError: the package ``spmd_types`` is missing.
+        MindSpeedError: the model cannot be built, or not without values of tensors.
+    """
+    require_package()
+    from mindspeed.planner import isolated
+    from mindspeed.type_check.stage import check_stage
+
+    count = args.pipeline_model_parallel_size
+    found = []
+    for result in isolated.map(check_stage, [(args, stage) for stage in range(count)], jobs):
+        if isinstance(result, MindSpeedError):
+            raise result
+        found.append(result)
+        if progress is not None:
+            progress(len(found), count)
+    return Verdict(tuple(found))
+
+
+def require_package() -> None:
+    """Import the type checker, which must be there before torch's factories are wrapped.
+
+    Raises:
+        ConfigError: it is not installed; says what to install.
+    """
+    try:
+        import spmd_types.checker  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "mindspeed check --types needs the package spmd_types: pip install 'mindspeed[types]'"
+        ) from error

@@ -1,0 +1,108 @@
+"""The verdict in words: what is proven, or which line uses what wrongly and what follows."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from mindspeed.job import Parallel
+from mindspeed.spmd import I, P, R, Type, V
+from mindspeed.type_check import Verdict
+from mindspeed.type_check.stage import WrongUse
+
+PROVEN = "every gradient is summed over exactly the ranks that hold a part of it"
+OUTSIDE = (
+    "not looked at: values (factors, counts, seeds), the optimizer, checkpoints, the order of a "
+    "pipeline; data-parallel ranks are taken to sum their gradients"
+)
+MEANING: Mapping[Type, str] = {
+    R: "the same on all ranks, whose gradients are parts of a sum",
+    I: "the same on all ranks, and so is its gradient",
+    V: "a different part on each rank",
+    P: "a term of a sum on each rank",
+}
+_CONSEQUENCE: Mapping[tuple[Type, Type], str] = {
+    (I, R): "each rank computes a part of its gradient, and nothing sums the parts",
+    (I, V): "every rank has the whole already; it would be counted once for each rank",
+    (I, P): "it is summed already; another reduction multiplies it by the number of ranks",
+    (R, I): "its gradients on the ranks are parts of a sum, but one is taken for the whole",
+    (R, V): "every rank has the same, where each should have its own part",
+    (R, P): "it is no term of a sum; the reduction multiplies it by the number of ranks",
+    (V, I): "ranks have different parts where all need the whole: a reduction is missing",
+    (V, R): "ranks have different parts where all need the same: a gather is missing",
+    (V, P): "parts are no terms of a sum: they would be added to each other",
+    (P, I): "terms of a sum are used as if they were summed: a reduction is missing",
+    (P, R): "terms of a sum are used as if they were summed: a reduction is missing",
+    (P, V): "terms of a sum are used as if they were summed: a reduction is missing",
+}
+
+
+def describe(args: argparse.Namespace, verdict: Verdict) -> str:
+    """The text of the command."""
+    parallel = Parallel.of(args)
+    sizes = {
+        "tensor": parallel.tensor,
+        "sequence parallel": "yes" if args.sequence_parallel else "no",
+        "context": parallel.context,
+        "data": parallel.data,
+        "pipeline": parallel.pipeline,
+    }
+    if args.num_experts:
+        sizes |= {"expert": parallel.expert, "expert tensor": parallel.expert_tensor}
+    shown = ", ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, "no"))
+    lines = [f"{parallel.world} ranks: {shown or 'nothing is shared'}"]
+    if verdict.wrong is not None:
+        return "\n".join([*lines, *_wrong(verdict.wrong)])
+    counts = verdict.parameters()
+    lines += [
+        f"  {counts[kind]:5d} parameters: {MEANING[kind]}" for kind in (V, R, I) if counts[kind]
+    ]
+    lines += [f"accepted: {PROVEN}", OUTSIDE]
+    return "\n".join(lines)
+
+
+def _wrong(wrong: WrongUse) -> list[str]:
+    place = f"{_short(wrong.file)}:{wrong.line} in {wrong.function}"
+    lines = [f"REFUSED: stage {wrong.stage}, {place}"]
+    if wrong.parameters:
+        lines.append(f"  parameters   {', '.join(wrong.parameters)}")
+    if wrong.found is None:
+        lines.append("  " + wrong.detail.partition("\n\nSet SPMD_TYPES")[0].replace("\n", "\n  "))
+        return lines
+    needed = " or ".join(one.name for one in wrong.needed)
+    lines += [
+        f"  what         {wrong.what}",
+        f"  ranks        {wrong.axis} parallel",
+        f"  it is        {wrong.found.name}: {MEANING[wrong.found]}",
+        f"  it must be   {needed}: {MEANING[wrong.needed[0]]}",
+    ]
+    if (why := _CONSEQUENCE.get((wrong.found, wrong.needed[0]))) is not None:
+        lines.append(f"  consequence  {why}")
+    return lines
+
+
+def _short(path: str) -> str:
+    """The path from the package on."""
+    for package in ("megatron", "mindspeed"):
+        _, found, rest = path.rpartition(f"{os.sep}{package}{os.sep}")
+        if found:
+            return f"{package}{os.sep}{rest}"
+    return path
+
+
+def as_data(args: argparse.Namespace, verdict: Verdict) -> dict[str, Any]:
+    """Everything as plain data."""
+    wrong = None
+    if verdict.wrong is not None:
+        wrong = asdict(verdict.wrong)
+        wrong["found"] = verdict.wrong.found and verdict.wrong.found.name
+        wrong["needed"] = [one.name for one in verdict.wrong.needed]
+    return {
+        "accepted": verdict.wrong is None,
+        "ranks": args.world_size,
+        "parameters": {kind.name: count for kind, count in verdict.parameters().items()},
+        "wrong": wrong,
+    }

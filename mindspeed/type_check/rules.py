@@ -1,0 +1,294 @@
+"""The rules of :mod:`mindspeed.spmd` as those of the checker of ``spmd_types``.
+
+An autograd function without a rule is an error of the checker, which names it: nothing is passed
+silently. What Megatron's code needs beyond the checker's own table of operators is here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import spmd_types
+import torch
+from spmd_types import MeshAxis, SpmdTypeError
+from spmd_types import _checker as checker
+from spmd_types import checker as _  # noqa: F401  # before torch's factories are wrapped
+from spmd_types._type_attr import get_local_type
+from spmd_types.runtime import (
+    _set_local_type,
+    register_autograd_function,
+    register_local_autograd_function,
+)
+
+from mindspeed.spmd import (
+    Collective,
+    Communication,
+    I,
+    Local,
+    P,
+    Passes,
+    Product,
+    R,
+    Recomputed,
+    Rule,
+    Type,
+    V,
+    arguments_of,
+    rule_of,
+)
+from mindspeed.type_check import megatron
+
+TO_CHECKER = {R: spmd_types.R, I: spmd_types.I, V: spmd_types.V, P: spmd_types.P}
+FROM_CHECKER = {one: own for own, one in TO_CHECKER.items()}
+
+
+class WrongType(SpmdTypeError):
+    """A tensor is used where its type does not fit.
+
+    Args:
+        what: the function, and what it was given.
+        axis: on which ranks.
+        found: the type of the tensor.
+        needed: the types that fit.
+    """
+
+    def __init__(self, what: str, axis: MeshAxis, found: Type, needed: tuple[Type, ...]) -> None:
+        super().__init__(f"{what} is {found.name} on {axis}, not {needed[0].name}")
+        self.what, self.axis, self.found, self.needed = what, axis, found, needed
+
+
+def types_of(tensor: Any) -> dict[MeshAxis, Type]:
+    """The types of a tensor by axis; empty for what has none."""
+    if not isinstance(tensor, torch.Tensor):
+        return {}
+    found: Any = get_local_type(tensor)
+    return {axis: FROM_CHECKER[one] for axis, one in found.items()}
+
+
+def give(tensor: torch.Tensor, types: Mapping[MeshAxis, Type]) -> torch.Tensor:
+    """Give a tensor its types; returns it."""
+    _set_local_type(tensor, {axis: TO_CHECKER[one] for axis, one in types.items()})
+    return tensor
+
+
+def install() -> None:
+    """Tell the checker all rules: Megatron's, and those beside the functions of this library."""
+    for function, rule in {**megatron.rules(), **_own()}.items():
+        _register(function, rule)
+    _register_operators()
+
+
+def _own() -> dict[type, Rule]:
+    """Autograd functions of imported modules that have a rule."""
+    functions = torch.autograd.Function.__subclasses__()
+    return {one: rule for one in functions if (rule := rule_of(one)) is not None}
+
+
+def _register(function: Any, rule: Rule) -> None:
+    if isinstance(rule, Local):
+        register_local_autograd_function(function)
+        return
+    kinds: dict[type, Any] = {
+        Collective: _collective,
+        Product: _product,
+        Passes: _passes,
+        Recomputed: _recomputed,
+    }
+    function.typecheck_forward = staticmethod(kinds[type(rule)](function, rule))
+    register_autograd_function(function)
+
+
+def _collective(function: Any, rule: Collective) -> Any:
+    def forward(*args: Any) -> Any:
+        given = arguments_of(function, args)
+        tensor = given[rule.tensor] if rule.tensor else args[0]
+        group = rule.group_of(given)
+        if group is None or group.size() == 1:
+            return give(_distinct(function.apply(*args), tensor), types_of(tensor))
+        own, types = MeshAxis.of(group), types_of(tensor)
+        result = dict(types)
+        for axis, found in types.items():
+            if own.isorthogonal(axis):
+                continue
+            if found not in rule.allowed and tensor.is_floating_point():
+                raise WrongType(_name(function), axis, found, rule.allowed)
+            # Of a part of the axis: the other ranks there have something else.
+            result[axis] = rule.result_of(given) if axis <= own else V
+        return give(_distinct(function.apply(*args), tensor), result)
+
+    return forward
+
+
+def _distinct(out: Any, tensor: torch.Tensor) -> Any:
+    """The output as a tensor of its own, which has other types than the input."""
+    return out.detach().requires_grad_(out.requires_grad) if out is tensor else out
+
+
+def _product(function: Any, rule: Product) -> Any:
+    def forward(*args: Any) -> Any:
+        given = arguments_of(function, args)
+        x, weight, bias = given[rule.x], given[rule.weight], given.get(rule.bias)
+        weight = weight if isinstance(weight, torch.Tensor) else weight[1][0]  # hidden
+        layer = rule.layer(given)
+        types = product_types(_name(function), x, weight, bias, layer)
+        if rule.factors is not None:
+            a, b = (given[name] for name in rule.factors)
+            _check_factors(types_of(x), a, b, layer)
+        return give(function.apply(*args), types)
+
+    return forward
+
+
+def product_types(
+    name: str, x: Any, weight: Any, bias: Any, layer: Communication
+) -> dict[MeshAxis, Type]:
+    """The types of ``x W^T + b``.
+
+    Raises:
+        WrongType: the input or the weight does not fit what the layer communicates.
+    """
+    own = MeshAxis.of(layer.group) if layer.group is not None and layer.group.size() > 1 else None
+    of_x, of_weight, of_bias = types_of(x), types_of(weight), types_of(bias)
+    split = getattr(weight, "partition_dim", -1) == 1  # the dimension that the product sums over
+    found: dict[MeshAxis, Type] = {}
+    for axis in {**of_x, **of_weight}:
+        a, b = of_x.get(axis, R), of_weight.get(axis, R)
+        if axis == own and layer.gathers:
+            _need(f"{name}: the input", axis, a, V)
+            a = R
+        elif axis == own and layer.sums_gradient:
+            _need(f"{name}: the input", axis, a, I)
+            a = R
+        shape = tuple(weight.shape)
+        result = _joined(f"{name}: the weight {shape}", axis, a, b)
+        if a is V and b is V and split and axis == own:
+            result = P
+        if axis == own and layer.reduces:
+            _need(f"{name}: the product", axis, result, P)
+            result = V if layer.scatters else I
+        if bias is not None and result is not P:
+            result = _joined(f"{name}: the bias", axis, result, of_bias.get(axis, R))
+        found[axis] = result
+    return found
+
+
+def _check_factors(
+    of_x: dict[MeshAxis, Type], a: torch.Tensor, b: torch.Tensor, layer: Communication
+) -> None:
+    """The factor that every rank has whole gets a part of its gradient there."""
+    own = MeshAxis.of(layer.group) if layer.group is not None and layer.group.size() > 1 else None
+    row = layer.reduces
+    for axis in {**of_x, **types_of(a), **types_of(b)}:
+        for name, factor in (("A", a), ("B", b)):
+            found = types_of(factor).get(axis, R)
+            what = f"adapter: the factor {name} {tuple(factor.shape)}"
+            if axis == own:
+                _need(what, axis, found, V if row is (name == "A") else R)
+            else:
+                _joined(what, axis, of_x.get(axis, R), found)
+
+
+def _need(what: str, axis: MeshAxis, found: Type, needed: Type) -> None:
+    if found is not needed:
+        raise WrongType(what, axis, found, (needed,))
+
+
+def _joined(what: str, axis: MeshAxis, a: Type, b: Type) -> Type:
+    """The type of a product of two; the second one is at fault where they do not fit."""
+    if a is b and a is not P:
+        return a
+    if {a, b} == {R, V}:
+        return V
+    raise WrongType(what, axis, b, (I,) if a is I else (R, V))
+
+
+def _passes(function: Any, rule: Passes) -> Any:
+    def forward(*args: Any) -> Any:
+        return give(_distinct(function.apply(*args), args[0]), types_of(args[0]))
+
+    return forward
+
+
+def _recomputed(function: Any, rule: Recomputed) -> Any:
+    """Types of a forward do not depend on what is kept: the layers run as without it."""
+
+    def forward(run: Any, *args: Any) -> Any:
+        with checker._current_mode():
+            return run(*args[rule.others :])
+
+    return forward
+
+
+def _name(function: type) -> str:
+    return function.__name__.lstrip("_")
+
+
+def _register_operators() -> None:
+    """Operators as Megatron uses them.
+
+    Casts and ``.data`` keep types; integers without one take no part in gradients; a tensor of
+    zeros may become a partial sum; an error knows the parameters that the operator read.
+    """
+    linear = checker._OpSpec(checker.OpLinearity.LINEAR)
+    base = torch._C.TensorBase
+    for operator in (
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.to,
+        base.to,
+        torch.Tensor.float,
+        base.float,
+        base.type,
+        base.contiguous,
+    ):
+        checker._OP_REGISTRY[operator] = linear
+    classify = checker._classify_args
+
+    def classified(args: Any, kwargs: Any) -> Any:
+        info = classify(args, kwargs)
+        given = [*args, *(value for name, value in kwargs.items() if name != "out")]
+        tensors = [one for value in given for one in checker._iter_tensors_in(value)]
+        keep = [i for i, one in enumerate(tensors) if one.is_floating_point() or types_of(one)]
+        chosen = {
+            name: [values[i] for i in keep]
+            for name in ("tensor_types", "partition_specs", "tensor_no_grad")
+            if isinstance(values := getattr(info, name, None), list) and len(values) == len(tensors)
+        }
+        return info._replace(**chosen)  # type: ignore[arg-type]
+
+    checker._classify_args = classified
+
+    check = checker._SpmdTypeMode._typecheck_core
+
+    def checked(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        _before_adding(name, args, kwargs)
+        try:
+            result = check(mode, func, types, args, kwargs)
+        except SpmdTypeError as error:
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            names = [vars(one).get("checked_name") for one in tensors]
+            vars(error).setdefault("parameters", [name for name in names if name is not None])
+            raise
+        if name in _NEW and isinstance(result, torch.Tensor):
+            result._only_zeros = True  # type: ignore[attr-defined]
+        return result
+
+    checker._SpmdTypeMode._typecheck_core = checked  # type: ignore[method-assign,assignment]
+
+
+_NEW = ("zeros", "new_zeros", "zeros_like")
+_ADDING = ("scatter_add_", "index_add_", "scatter_add", "index_add", "add_", "__iadd__")
+
+
+def _before_adding(name: str, args: Any, kwargs: Any) -> None:
+    """Let partial sums be added into a tensor of zeros, which is a partial sum itself."""
+    target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    if target is None or not vars(target).get("_only_zeros", False):
+        return
+    if name in _ADDING:
+        added = [types_of(one) for one in (*args[1:], *kwargs.values())]
+        partial = {axis for types in added for axis, one in types.items() if one is P}
+        give(target, types_of(target) | dict.fromkeys(partial, P))
+    if name.endswith("_"):
+        target._only_zeros = False  # type: ignore[attr-defined]

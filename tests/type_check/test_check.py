@@ -1,0 +1,141 @@
+"""``mindspeed check --types`` accepts right layouts and finds planted faults at their line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source import ROOT
+
+pytest.importorskip("spmd_types")
+
+TP = "--tensor-model-parallel-size 2"
+SP = f"{TP} --sequence-parallel"
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.01"
+)
+LORA = "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2"
+
+RIGHT = {
+    "tp": f"{TP} --nproc 2",
+    "tp-of-64": f"{TP} --nproc 64",
+    "sp": f"{SP} --nproc 2",
+    "sp-of-64": f"{SP} --nproc 64",
+    "sp-local": f"{SP} --nproc 2 --transformer-impl local",
+    "tp-query-norms": f"{TP} --nproc 2 --qk-layernorm",
+    "tp-local-query-norms": f"{TP} --nproc 2 --qk-layernorm --transformer-impl local",
+    "grouped-queries": f"{SP} --nproc 2 --group-query-attention --num-query-groups 2",
+    "latent-attention": f"{SP} --nproc 2 --multi-latent-attention",
+    "cp": f"{TP} --context-parallel-size 2 --nproc 4",
+    "cp-ulysses": f"{TP} --context-parallel-size 2 --nproc 4 --cp-comm-type a2a",
+    "pipeline": f"{SP} --pipeline-model-parallel-size 2 --nproc 4",
+    "recomputation": f"{SP} --nproc 2 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "recomputed-attention": f"{SP} --nproc 2 --recompute-granularity selective",
+    "adapters": f"{TP} --nproc 2 {LORA}",
+    "adapters-sp": f"{SP} --nproc 2 {LORA}",
+    "experts": f"{SP} --nproc 2 {EXPERTS} --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1",
+    "expert-tensor": f"{SP} --nproc 2 {EXPERTS} --moe-grouped-gemm",
+    "experts-over-data": f"{SP} --nproc 8 {EXPERTS} --expert-model-parallel-size 4 "
+    "--expert-tensor-parallel-size 1",
+    "experts-gathered": f"{SP} --nproc 2 {EXPERTS} --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type allgather",
+    "experts-whole": f"{SP} --nproc 2 {EXPERTS} --expert-tensor-parallel-size 1",
+}
+
+# Fault -> flags, the file of the first wrong use, and the axis or a word of the checker.
+WRONG = {
+    "norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "Invariant"),
+    "final_norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "Invariant"),
+    "router_without_mark": (
+        f"{SP} --nproc 2 {EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "moe_utils.py",
+        "Invariant",
+    ),
+    "column_without_mark": (f"{TP} --nproc 2", "te/linear_function.py", "tensor"),
+    "query_norms_not_summed": (f"{TP} --nproc 2 --qk-layernorm", "te/kernels.py", "Invariant"),
+    "row_output_reduced_twice": (f"{TP} --nproc 2", "mappings.py", "tensor"),
+    "sequence_gathered_without_sum": (f"{SP} --nproc 2", "mappings.py", "tensor"),
+    "row_output_not_reduced": (f"{TP} --nproc 2", "fused_bias_dropout.py", ""),
+    "row_output_sliced": (f"{SP} --nproc 2 --transformer-impl local", "", "Partial"),
+    "adapter_without_mark": (f"{TP} --nproc 2 {LORA}", "adapted_linear.py", "tensor"),
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict]:
+    """The verdict of every case, from one process, which imports the checker first."""
+    cases = {**{name: (flags, None) for name, flags in RIGHT.items()}}
+    cases |= {fault: (flags, fault) for fault, (flags, *_) in WRONG.items()}
+    cases["halved_output"] = (f"{TP} --nproc 2", "halved_output")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.type_check.check_job"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        input=json.dumps(list(cases.values())),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(cases), done.stderr[-4000:]
+    return dict(zip(cases, lines, strict=True))
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_right_layout_is_accepted(found, case):
+    verdict = found[case]
+    assert verdict.get("accepted"), verdict.get("error") or verdict["text"]
+    assert "every gradient is summed over exactly the ranks" in verdict["text"]
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_planted_fault_is_found_where_it_is_first_used(found, fault):
+    _, file, word = WRONG[fault]
+    verdict = found[fault]
+    assert verdict.get("accepted") is False, verdict
+    wrong = verdict["wrong"]
+    assert wrong["file"].endswith(file)
+    assert word in (wrong["axis"] or wrong["detail"])
+    assert f"REFUSED: stage {wrong['stage']}" in verdict["text"]
+
+
+def test_a_wrong_norm_is_named(found):
+    names = found["final_norm_without_mark"]["wrong"]["parameters"]
+    assert names == ["decoder.final_layernorm.weight"]
+
+
+def test_values_are_not_seen(found):
+    assert found["halved_output"]["accepted"]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mindspeed", "check", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    from mindspeed.errors import ConfigError
+    from mindspeed.type_check import require_package
+
+    monkeypatch.setitem(sys.modules, "spmd_types.checker", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mindspeed\[types\]'"):
+        require_package()
+
+
+def test_without_a_word_what_to_check():
+    done = command("--nproc", "2")
+    assert done.returncode == 1
+    assert "say what to check: --types" in done.stderr

@@ -1,0 +1,66 @@
+"""Rules are true: the adjoint of each collective is what its types say, on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+from tests.type_check import adjoint
+
+# Autograd functions of the library without a rule: the check names them and stops.
+WITHOUT_RULE = {
+    "models.model_extras._LargestLogit": "--z-loss of Baichuan 2",
+    "moe.ampipe.rows._Collect": "--ampipe-degree",
+    "moe.ampipe.rows._First": "--ampipe-degree",
+    "moe.hot_experts._OwnWeights": "--balanced-moe-experts",
+    "moe.packing._Pack": "programs of stages",
+    "moe.packing._Unpack": "programs of stages",
+    "moe.split_phase._Start": "programs of stages",
+    "moe.split_phase._Finish": "programs of stages",
+    "moe.anchor._Place": "programs of stages",
+    "moe.anchor._Join": "programs of stages",
+    "moe.events._Mark": "programs of stages, watched",
+    "moe.save.experts._Hold": "--moe-zero-memory",
+    "moe.save.refetch._Tie": "--moe-zero-memory",
+    "tensor_parallel.two_dimensional.norm._Norm": "--tp-2d",
+    "tensor_parallel.two_dimensional.linear._Linear": "--tp-2d",
+    "tensor_parallel.two_dimensional.exchange._ToGrid": "--tp-2d",
+    "tensor_parallel.two_dimensional.exchange._FromGrid": "--tp-2d",
+    "memory.segment._SaveInputs": "activation plans",
+}
+
+
+def test_every_function_has_a_rule_or_is_listed():
+    import torch
+
+    import mindspeed
+    from mindspeed.spmd import rule_of
+
+    for module in pkgutil.walk_packages(mindspeed.__path__, "mindspeed."):
+        if any(part in module.name for part in ("__main__", ".triton", "quickstart.__main__")):
+            continue
+        try:
+            importlib.import_module(module.name)
+        except ImportError:
+            continue
+    own = [
+        one
+        for one in torch.autograd.Function.__subclasses__()
+        if one.__module__.startswith("mindspeed.") and "triton" not in one.__module__
+    ]
+    missing = {
+        f"{one.__module__.removeprefix('mindspeed.')}.{one.__name__}"
+        for one in own
+        if rule_of(one) is None
+    }
+    assert missing == set(WITHOUT_RULE)
+
+
+@pytest.mark.parametrize("case", adjoint.CASES)
+def test_the_backward_of_a_collective_is_what_its_types_say(rank_pool, case):
+    """<f(x), dy> = <x, f'(dy)>, with the pairing that the types define."""
+    for left, right, equal in rank_pool.run(2, adjoint.pairings, case):
+        assert equal, "the output is not of the type that the rule says"
+        assert left == pytest.approx(right, rel=1e-12)
