@@ -10,7 +10,7 @@ from mindspeed.features.registry import all_features
 from tests.architecture.source import PACKAGE, ROOT, room, sources
 
 PAGE = (ROOT / "docs/architecture.md").read_text("utf-8")
-MAP = PAGE[PAGE.index("## Where is ...?") : PAGE.index("Mixture of experts joins")]
+MAP = PAGE[PAGE.index("## Where is ...?") : PAGE.index("An algorithm never imports")]
 LAYERS = PAGE[PAGE.index("## The layers") : PAGE.index("## Where is ...?")]
 
 
@@ -20,10 +20,26 @@ def test_every_file_of_the_map_exists() -> None:
     assert [path for path in paths if not (PACKAGE / path).exists()] == []
 
 
-def test_every_feature_is_on_the_map() -> None:
-    modules = (feature.__module__.removeprefix("mindspeed.") for feature in all_features())
-    files = {module.replace(".", "/") + ".py" for module in modules}
-    assert {file for file in files if f"`{file}`" not in MAP} == set()
+def test_the_map_fits_on_a_page() -> None:
+    rows = [line for line in MAP.splitlines() if line.startswith("| ")]
+    assert len(rows) - 1 <= 40
+
+
+def test_every_feature_is_in_a_room_of_the_map() -> None:
+    names = {feature.__module__.removeprefix("mindspeed.") for feature in all_features()}
+    rooms = {name.rpartition(".")[0].replace(".", "/") for name in names}
+    assert rooms >= {"features/attention", "features/experts"}
+    assert {one for one in rooms if f"`{one}/" not in MAP} == set()
+
+
+def test_every_room_of_algorithms_is_on_the_map() -> None:
+    algorithms = ("attention", "moe", "pipeline", "memory", "tensor_parallel", "planner")
+    folders = {
+        path.parent.relative_to(PACKAGE).as_posix()
+        for path in sources()
+        if room(path) in algorithms and path.parent.parent == PACKAGE / room(path)
+    }
+    assert {one for one in folders if f"`{one}/" not in MAP} == set()
 
 
 def test_the_layers_name_every_room_in_the_order_of_the_contract() -> None:
