@@ -155,7 +155,7 @@ def causal_keys(window: tuple[int, int] | None, pattern: Sequence[bool], length:
 def window_of(args: Mapping[str, Any]) -> tuple[int, int] | None:
     """Keys before and after a query's own; -1 for all."""
     if args.get("sparse_mode") == _BAND:
-        return args["pre_tockens"], args["next_tockens"]
+        return args.get("pre_tockens", -1), args.get("next_tockens", 0)  # a framework gives some
     return args.get("window_size") or None
 
 
