@@ -6,17 +6,17 @@ import os
 
 import torch
 import torch.distributed as dist
-from mindspeed.ops.lcal_functional import CocOps
-from mindspeed.ops.npu_grouped_mat_mul_all_reduce import (
-    GROUPED_MAT_MUL_ALL_REDUCE,
-    npu_grouped_mat_mul_all_reduce,
-)
 from torch.distributed import _symmetric_memory
 from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed.instruments import CommLedger
 from mindspeed.ops import fused_collectives, lcal_functional
 from mindspeed.ops.catalog import operators
+from mindspeed.ops.lcal_functional import CocOps
+from mindspeed.ops.npu_grouped_mat_mul_all_reduce import (
+    GROUPED_MAT_MUL_ALL_REDUCE,
+    npu_grouped_mat_mul_all_reduce,
+)
 from mindspeed.ops.process_groups import comm_name, resolve
 
 

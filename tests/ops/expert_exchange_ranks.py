@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from mindspeed.ops.npu_all_to_all_all_gather_bmm import npu_all_to_all_all_gather_bmm
-from mindspeed.ops.npu_bmm_reduce_scatter_all_to_all import npu_bmm_reduce_scatter_all_to_all
 
 from mindspeed.instruments import CommLedger
 from mindspeed.ops.compat._expert_exchange import (
     ALL_TO_ALL_ALL_GATHER_BMM,
     BMM_REDUCE_SCATTER_ALL_TO_ALL,
 )
+from mindspeed.ops.npu_all_to_all_all_gather_bmm import npu_all_to_all_all_gather_bmm
+from mindspeed.ops.npu_bmm_reduce_scatter_all_to_all import npu_bmm_reduce_scatter_all_to_all
 
 FUNCTIONS = {
     "first": npu_all_to_all_all_gather_bmm,

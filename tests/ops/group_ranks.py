@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from mindspeed.ops.npu_mm_all_reduce_add_rms_norm import npu_mm_all_reduce_add_rms_norm
-from mindspeed.ops.npu_mm_all_reduce_add_rms_norm_ import npu_mm_all_reduce_add_rms_norm_
 
 from mindspeed.instruments import CommLedger
 from mindspeed.ops import process_groups
 from mindspeed.ops._check import Check
 from mindspeed.ops.compat.mm_all_reduce import MM_ALL_REDUCE
+from mindspeed.ops.npu_mm_all_reduce_add_rms_norm import npu_mm_all_reduce_add_rms_norm
+from mindspeed.ops.npu_mm_all_reduce_add_rms_norm_ import npu_mm_all_reduce_add_rms_norm_
 from mindspeed.ops.process_groups import comm_name, group_name, resolve, tensor_parallel
 
 

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention, npu_fusion_attention_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +17,7 @@ from mindspeed.instruments.flop_formulas import repeated_in
 from mindspeed.ops import OperatorError, _attention_cpu, set_cpu_mode
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
 from mindspeed.ops.attention_problem import Problem
+from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention, npu_fusion_attention_grad
 from tests.ops import exact_attention
 from tests.ops.exact_attention import INFINITE, dense, hidden
 

@@ -9,9 +9,9 @@ import re
 
 import pytest
 import torch
-from mindspeed.ops.lcal_functional import CocOps
 
 from mindspeed.ops import overlap
+from mindspeed.ops.lcal_functional import CocOps
 from mindspeed.testing import RankError
 from tests.ops import coc_ranks
 

@@ -119,7 +119,9 @@ def _installed(model: Model, number: int | None, journal: Journal) -> tuple[dict
     for number_of_chunk, wrapped in enumerate(model.chunks):
         chunk = unwrap_model(wrapped)
         layers = list(layers_of(chunk))[:number]
-        plan = plans.Plan({layer: {plans.LAYER: plans.Action.RECOMPUTE} for layer in layers})
+        plan = plans.ChunkPlan(
+            {layer: {plans.LAYER: plans.SiteAction.RECOMPUTE} for layer in layers}
+        )
         runtimes[chunk] = install(chunk, plan, journal)
         if model.layout.ddp.get("overlap_grad_reduce"):
             convert_linears(chunk, model.config, number_of_chunk)
