@@ -140,7 +140,40 @@ class Recomputed:
     others: int = 0
 
 
-Rule = Collective | Product | Local | Passes | Recomputed
+@dataclass(frozen=True)
+class ByArguments:
+    """A function that communicates as its arguments say.
+
+    Attributes:
+        rule: arguments -> what a call with them does.
+    """
+
+    rule: Callable[[Arguments], Collective]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A function that returns a value which only orders backward passes, whatever it was given."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A function that returns its input, whose columns have different types from then on.
+
+    The types hold for the parts that ``torch.split`` makes of it; before, all of it has the first.
+
+    Attributes:
+        types: of each part on the group, whose input is ``I``.
+        sizes: name of the argument with the columns of each part.
+        group: name of the group.
+    """
+
+    types: tuple[Type, ...]
+    sizes: str = "sizes"
+    group: str = "group"
+
+
+Rule = Collective | Product | Local | Passes | Recomputed | ByArguments | Token | Columns
 
 _Function = TypeVar("_Function", bound=type)
 _RULE = "gradient_types"

@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mindspeed.memory.saved import Recomputed
+from mindspeed.spmd import Passes, typed
 
 Environment = Callable[[], Callable[[], AbstractContextManager[object]]]
 """Called in forward: remembers what a second run must find (random states). What it returns makes
@@ -121,6 +122,7 @@ class Segment:
                 saved.value = outputs[number].detach()
 
 
+@typed(Passes())
 class _SaveInputs(torch.autograd.Function):
     """Saves tensors through the hooks that are in force; its own backward is never asked for."""
 

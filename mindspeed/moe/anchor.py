@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed.moe.events import EventLog, Kind
+from mindspeed.spmd import Passes, Token, typed
 
 Computation = Callable[[], Sequence[torch.Tensor | None]]
 
@@ -73,6 +74,7 @@ class Anchor:
         return tuple(found.get(id(weight)) for weight in self._weights)
 
 
+@typed(Token())
 class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Anchor, *weights: torch.Tensor) -> torch.Tensor:
@@ -84,6 +86,7 @@ class _Place(torch.autograd.Function):
         return None, *ctx.anchor.compute()
 
 
+@typed(Passes())
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.moe.split_phase import Work
+from mindspeed.spmd import Collective, P, R, V
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class AllToAll:
     group: dist.ProcessGroup
     sent: Sequence[int]
     received: Sequence[int]
+
+    def typed(self) -> Collective:
+        """What it does to types."""
+        return Collective(V, V, group=lambda given: self.group)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Send ``x [sum(sent), ...]``; the result is ``[sum(received), ...]``."""
@@ -66,6 +71,10 @@ class GatherRows:
     sizes: Sequence[int]
     add: Callable[[torch.Tensor], torch.Tensor] = sum_in_fp32
 
+    def typed(self) -> Collective:
+        """What it does to types."""
+        return Collective(V, R, group=lambda given: self.group)
+
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Gather ``x [sizes[rank], ...]`` into ``[sum(sizes), ...]``."""
         if len(set(self.sizes)) == 1:
@@ -94,6 +103,10 @@ class SumRows:
 
     group: dist.ProcessGroup
     sizes: Sequence[int]
+
+    def typed(self) -> Collective:
+        """What it does to types."""
+        return Collective(P, V, group=lambda given: self.group, sums=True)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Sum ``x [sum(sizes), ...]`` over the ranks; each gets ``[sizes[rank], ...]``."""
@@ -128,6 +141,10 @@ class Gather:
 
     group: dist.ProcessGroup
 
+    def typed(self) -> Collective:
+        """What it does to types."""
+        return Collective(V, R, group=lambda given: self.group)
+
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Gather ``x [n, ...]`` into ``[ranks n, ...]``."""
         return gather(x, self.group)
@@ -142,6 +159,10 @@ class ReduceScatter:
     """Sums of the ranks' rows, a part for each rank; the reverse gathers the gradients."""
 
     group: dist.ProcessGroup
+
+    def typed(self) -> Collective:
+        """What it does to types."""
+        return Collective(P, V, group=lambda given: self.group, sums=True)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Reduce-scatter ``x [ranks n, ...]`` to ``[n, ...]``."""

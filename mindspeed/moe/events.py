@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.spmd import Passes, typed
+
 
 class Kind(enum.Enum):
     """What an event is."""
@@ -82,6 +84,7 @@ class EventLog:
         return found
 
 
+@typed(Passes())
 class _Mark(torch.autograd.Function):
     """Returns its input; its backward runs when all later computations have."""
 

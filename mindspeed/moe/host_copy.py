@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed import device
+from mindspeed import device, spmd
 from mindspeed.moe.split_phase import Collective, Work
 
 
@@ -74,6 +74,10 @@ class ToHost:
 
     def __init__(self, collective: Collective, copy: HostCopy) -> None:
         self._collective, self._copy = collective, copy
+
+    def typed(self) -> spmd.Collective:
+        """What it does to types."""
+        return self._collective.typed()
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Start it on ``x``; waiting starts the copy and waits no longer."""

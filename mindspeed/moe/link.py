@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed import device
+from mindspeed import device, spmd
 from mindspeed.moe.split_phase import Collective, Work
 
 
@@ -51,6 +51,9 @@ class _Chained:
     collective: Collective
     group: str
     link: Link
+
+    def typed(self) -> spmd.Collective:
+        return self.collective.typed()
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         return self.link.start(self.group, lambda: self.collective.launch(x))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mindspeed.moe.collectives import sum_in_fp32
+from mindspeed.spmd import Local, typed
 
 _PITCH = 16
 """Bytes that the length of a row is a multiple of: kernels of grouped products require it."""
@@ -83,6 +84,7 @@ class Packing:
         return bits.view(self._bits).view(-1).to(self.probs)
 
 
+@typed(Local())
 class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -100,6 +102,7 @@ class _Pack(torch.autograd.Function):
         return grad, ctx.packing.read(grad), None
 
 
+@typed(Local())
 class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 
 import torch
 
+from mindspeed import spmd
 from mindspeed.moe.events import EventLog, Kind
+from mindspeed.spmd import ByArguments, Passes, typed
 
 
 class Work(Protocol):
@@ -33,6 +35,10 @@ class Work(Protocol):
 
 class Collective(Protocol):
     """A communication and its reverse."""
+
+    def typed(self) -> spmd.Collective:
+        """What it does to types."""
+        ...
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Start it on ``x [rows, ...]``; returns what it fills, and the work (None: done)."""
@@ -117,6 +123,7 @@ def finish(y: torch.Tensor, ticket: Ticket) -> torch.Tensor:
     return _Finish.apply(y, ticket)  # type: ignore[no-any-return]
 
 
+@typed(ByArguments(lambda given: given["ticket"].collective.typed()))
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ticket: Ticket) -> torch.Tensor:
@@ -128,6 +135,7 @@ class _Start(torch.autograd.Function):
         return ctx.ticket.result(), None
 
 
+@typed(Passes())
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, ticket: Ticket) -> torch.Tensor:

@@ -22,7 +22,9 @@ from spmd_types.runtime import (
 )
 
 from mindspeed.spmd import (
+    ByArguments,
     Collective,
+    Columns,
     Communication,
     I,
     Local,
@@ -32,6 +34,7 @@ from mindspeed.spmd import (
     R,
     Recomputed,
     Rule,
+    Token,
     Type,
     V,
     arguments_of,
@@ -94,14 +97,18 @@ def _register(function: Any, rule: Rule) -> None:
         Product: _product,
         Passes: _passes,
         Recomputed: _recomputed,
+        ByArguments: _collective,
+        Token: _token,
+        Columns: _columns,
     }
     function.typecheck_forward = staticmethod(kinds[type(rule)](function, rule))
     register_autograd_function(function)
 
 
-def _collective(function: Any, rule: Collective) -> Any:
+def _collective(function: Any, declared: Collective | ByArguments) -> Any:
     def forward(*args: Any) -> Any:
         given = arguments_of(function, args)
+        rule = declared if isinstance(declared, Collective) else declared.rule(given)
         tensor = given[rule.tensor] if rule.tensor else args[0]
         group = rule.group_of(given)
         if group is None or group.size() == 1:
@@ -220,6 +227,36 @@ def _recomputed(function: Any, rule: Recomputed) -> Any:
     return forward
 
 
+def _token(function: Any, rule: Token) -> Any:
+    def forward(*args: Any) -> Any:
+        out = function.apply(*args)
+        return give(out, dict.fromkeys(spmd_types.current_mesh() or (), R))
+
+    return forward
+
+
+def _columns(function: Any, rule: Columns) -> Any:
+    def forward(*args: Any) -> Any:
+        given = arguments_of(function, args)
+        own, types = MeshAxis.of(given[rule.group]), types_of(args[0])
+        if (found := types.get(own)) is not None:
+            _need(_name(function), own, found, I)
+        out = give(_distinct(function.apply(*args), args[0]), types)
+        if found is not None:
+            vars(out)["_columns"] = (list(given[rule.sizes]), own, rule.types)
+        return out
+
+    return forward
+
+
+def _split_into_columns(name: str, args: Any, result: Any) -> None:
+    """The parts of a tensor whose columns have different types."""
+    sizes, axis, kinds = vars(args[0]).get("_columns", (None, None, ()))
+    if name == "split" and sizes is not None and list(args[1]) == sizes:
+        for part, kind in zip(result, kinds, strict=True):
+            give(part, types_of(part) | {axis: kind})
+
+
 def _name(function: type) -> str:
     return function.__name__.lstrip("_")
 
@@ -270,6 +307,8 @@ def _register_operators() -> None:
             names = [vars(one).get("checked_name") for one in tensors]
             vars(error).setdefault("parameters", [name for name in names if name is not None])
             raise
+        if args and isinstance(args[0], torch.Tensor):
+            _split_into_columns(name, args, result)
         if name in _NEW and isinstance(result, torch.Tensor):
             result._only_zeros = True  # type: ignore[attr-defined]
         return result

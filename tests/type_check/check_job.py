@@ -1,7 +1,8 @@
 """Checks many small jobs in children of one process: ``python -m tests.type_check.check_job``.
 
-Reads ``[[flags, fault], ...]`` from standard input, prints one JSON object a line. A fault is the
-name of a function of :mod:`tests.type_check.faults`, which changes Megatron or the built model.
+Reads ``[[flags, fault, repair], ...]`` from standard input, prints one JSON object a line. A fault
+is the name of a function of :mod:`tests.type_check.faults`, which changes Megatron or the built
+model; the repair is switched off.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def main() -> None:
     from mindspeed.type_check import check_types, require_package
 
     require_package()
+    from mindspeed import session
     from mindspeed.planner import isolated
     from mindspeed.planner.job import Job
     from mindspeed.training import forward_step, model, step  # noqa: F401  (for all children)
@@ -33,8 +35,10 @@ def main() -> None:
     Job(shlex.split(SMALL)).settings()  # what it imports
     megatron.rules()
 
-    def checked(flags: str, fault: str | None) -> dict[str, Any]:
+    def checked(flags: str, fault: str | None, without: str | None = None) -> dict[str, Any]:
         args = Job(shlex.split(SMALL + flags)).settings().args
+        if without is not None:
+            session.install().engine.remove(f"repair:{without}")
         if fault is not None:
             getattr(faults, fault)()
         verdict = check_types(args)

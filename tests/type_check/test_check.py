@@ -12,6 +12,7 @@ import pytest
 from tests.architecture.source import ROOT
 
 pytest.importorskip("spmd_types")
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all cases
 
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
@@ -19,6 +20,8 @@ EXPERTS = (
     "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.01"
 )
+SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+LATENT = f"{TP} --nproc 2 --multi-latent-attention"
 LORA = "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2"
 
 RIGHT = {
@@ -30,7 +33,22 @@ RIGHT = {
     "tp-query-norms": f"{TP} --nproc 2 --qk-layernorm",
     "tp-local-query-norms": f"{TP} --nproc 2 --qk-layernorm --transformer-impl local",
     "grouped-queries": f"{SP} --nproc 2 --group-query-attention --num-query-groups 2",
-    "latent-attention": f"{SP} --nproc 2 --multi-latent-attention",
+    "latent-attention": LATENT,
+    "latent-attention-sp": f"{LATENT} --sequence-parallel",
+    "latent-attention-local": f"{LATENT} --transformer-impl local --qk-layernorm --q-lora-rank 16",
+    "attention-sink": f"{TP} --nproc 2 --softmax-type learnable",
+    "gated-delta-net": f"{SP} --nproc 2 --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 2",
+    "multi-token-prediction": f"{SP} --nproc 2 --mtp-num-layers 1",
+    "interleaved": f"{TP} --nproc 4 --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-layers-per-virtual-pipeline-stage 1",
+    "coc": f"{SP} --nproc 2 --use-ascend-coc --coc-parallel-num 2",
+    "mc2": f"{SP} --nproc 2 --use-ascend-mc2",
+    "fused": f"{SP} --nproc 2 --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
+    "--use-flash-attn",
+    "fp8": f"{SP} --nproc 2 --bf16 --fp8-format hybrid",
+    "documents": f"{TP} --nproc 2 --reset-attention-mask --reset-position-ids",
+    "activation-plan": f"{TP} --nproc 2 --recompute-activation-function",
     "cp": f"{TP} --context-parallel-size 2 --nproc 4",
     "cp-ulysses": f"{TP} --context-parallel-size 2 --nproc 4 --cp-comm-type a2a",
     "pipeline": f"{SP} --pipeline-model-parallel-size 2 --nproc 4",
@@ -46,6 +64,17 @@ RIGHT = {
     "--expert-tensor-parallel-size 1",
     "experts-gathered": f"{SP} --nproc 2 {EXPERTS} --expert-model-parallel-size 2 "
     "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type allgather",
+    "experts-overlapped": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-alltoall-overlap-comm "
+    "--moe-shared-expert-intermediate-size 32",
+    "experts-gathered-overlapped": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type allgather --moe-permutation-async-comm "
+    "--moe-allgather-overlap-comm",
+    "experts-zero-memory": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-alltoall-overlap-comm --moe-zero-memory level0",
+    "experts-one-by-one": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --use-pipe-experts",
+    "experts-latent": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-latent-size 16",
     "experts-whole": f"{SP} --nproc 2 {EXPERTS} --expert-tensor-parallel-size 1",
 }
 
@@ -68,12 +97,35 @@ WRONG = {
 }
 
 
+# A right layout that Megatron itself trains wrongly, the repair that makes it right, and where a
+# Megatron without the repair is refused.
+REPAIRED = {
+    "experts-whole": ("parameter-marks", "te/linear_function.py"),
+    "attention-sink": ("parameter-marks", "te/attention.py"),
+    "latent-attention-local": ("parameter-marks", "te/kernels.py"),
+    "latent-attention": ("latent-key-gradient", "multi_latent_attention.py"),
+}
+
+
+ALWAYS = {"halved_output", "final_norm_without_mark"}
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict]:
-    """The verdict of every case, from one process, which imports the checker first."""
-    cases = {**{name: (flags, None) for name, flags in RIGHT.items()}}
+def found(request) -> dict[str, dict]:
+    """The verdicts of the cases that are asked for, from one process.
+
+    It imports the checker first, and the cases run in children of it.
+    """
+    cases: dict[str, tuple] = {name: (flags, None) for name, flags in RIGHT.items()}
+    for name, (repair, _) in REPAIRED.items():
+        cases[f"{name}, unrepaired"] = (RIGHT[name], None, repair)
     cases |= {fault: (flags, fault) for fault, (flags, *_) in WRONG.items()}
     cases["halved_output"] = (f"{TP} --nproc 2", "halved_output")
+    mine = [item for item in request.session.items if item.path == request.path]
+    asked = {item.name.partition("[")[2].rstrip("]") for item in mine} | ALWAYS
+    cases = {
+        name: case for name, case in cases.items() if name.removesuffix(", unrepaired") in asked
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.type_check.check_job"],
         cwd=ROOT,
@@ -88,6 +140,7 @@ def found() -> dict[str, dict]:
     return dict(zip(cases, lines, strict=True))
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_right_layout_is_accepted(found, case):
     verdict = found[case]
@@ -95,6 +148,7 @@ def test_a_right_layout_is_accepted(found, case):
     assert "every gradient is summed over exactly the ranks" in verdict["text"]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_planted_fault_is_found_where_it_is_first_used(found, fault):
     _, file, word = WRONG[fault]
@@ -104,6 +158,14 @@ def test_a_planted_fault_is_found_where_it_is_first_used(found, fault):
     assert wrong["file"].endswith(file)
     assert word in (wrong["axis"] or wrong["detail"])
     assert f"REFUSED: stage {wrong['stage']}" in verdict["text"]
+
+
+@pytest.mark.parametrize("case", REPAIRED)
+def test_megatron_without_the_repair_is_refused(found, case):
+    _, file = REPAIRED[case]
+    verdict = found[f"{case}, unrepaired"]
+    assert verdict.get("accepted") is False, verdict
+    assert verdict["wrong"]["file"].endswith(file)
 
 
 def test_a_wrong_norm_is_named(found):

@@ -12,23 +12,12 @@ from tests.type_check import adjoint
 # Autograd functions of the library without a rule: the check names them and stops.
 WITHOUT_RULE = {
     "models.model_extras._LargestLogit": "--z-loss of Baichuan 2",
-    "moe.ampipe.rows._Collect": "--ampipe-degree",
     "moe.ampipe.rows._First": "--ampipe-degree",
     "moe.hot_experts._OwnWeights": "--balanced-moe-experts",
-    "moe.packing._Pack": "programs of stages",
-    "moe.packing._Unpack": "programs of stages",
-    "moe.split_phase._Start": "programs of stages",
-    "moe.split_phase._Finish": "programs of stages",
-    "moe.anchor._Place": "programs of stages",
-    "moe.anchor._Join": "programs of stages",
-    "moe.events._Mark": "programs of stages, watched",
-    "moe.save.experts._Hold": "--moe-zero-memory",
-    "moe.save.refetch._Tie": "--moe-zero-memory",
     "tensor_parallel.two_dimensional.norm._Norm": "--tp-2d",
     "tensor_parallel.two_dimensional.linear._Linear": "--tp-2d",
     "tensor_parallel.two_dimensional.exchange._ToGrid": "--tp-2d",
     "tensor_parallel.two_dimensional.exchange._FromGrid": "--tp-2d",
-    "memory.segment._SaveInputs": "activation plans",
 }
 
 

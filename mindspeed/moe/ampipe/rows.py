@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.spmd import Token, typed
+
 
 def blocks(length: int, chunks: int, ranks: int) -> list[list[tuple[int, int]]]:
     """For each chunk its blocks of rows, (start, end), one for each rank.
@@ -76,6 +78,7 @@ class _Sum:
         return None if found is None else found.to(self._dtype)
 
 
+@typed(Token())
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, total: _Sum) -> torch.Tensor:

@@ -37,6 +37,7 @@ from mindspeed.memory.segment import Segment
 from mindspeed.moe.events import EventLog, Kind
 from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.save.refetch import Refetch
+from mindspeed.spmd import Passes, typed
 from mindspeed.te.local_experts import products_of
 
 
@@ -268,6 +269,7 @@ class _Beside:
         self._stack.close()
 
 
+@typed(Passes())
 class _Hold(torch.autograd.Function):
     """Saves a tensor through the hooks that are in force; its own backward is never asked for."""
 

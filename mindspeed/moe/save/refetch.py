@@ -24,6 +24,7 @@ import torch
 
 from mindspeed.moe.events import EventLog, Kind
 from mindspeed.moe.split_phase import Collective, Work
+from mindspeed.spmd import Passes, typed
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 Steps = Sequence["Local | Collective"]
@@ -111,6 +112,7 @@ class Refetch:
             self._log.add("backward", kind, f"{NAME}.rows", self._chunk, nbytes)
 
 
+@typed(Passes())
 class _Tie(torch.autograd.Function):
     """Returns the experts' result; keeps the layer's input until its backward has run."""
 

@@ -17,8 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mindspeed.adaptor.patch import Patch
+from mindspeed.spmd import Columns, I, R, typed
 
 OWNER = "repair:latent-key-gradient"
 
@@ -34,6 +36,23 @@ def sum_key_gradients(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+@typed(Columns(types=(I, R)))
+class _SumOfKeyGradients(torch.autograd.Function):
+    """Returns latents and key ``[s, b, latent + key]``; the gradient of the key is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, sizes: list[int], group: Any) -> torch.Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        latent, key = grads[0].split(ctx.sizes, dim=-1)
+        key = key.contiguous()
+        dist.all_reduce(key, group=ctx.group)
+        return torch.cat([latent, key], dim=-1), None, None
+
+
 def _full_output(config: Any, group: Any) -> Callable[..., Any]:
     from megatron.core import tensor_parallel
 
@@ -45,10 +64,7 @@ def _full_output(config: Any, group: Any) -> Callable[..., Any]:
         if sharded:
             full = tensor_parallel.gather_from_tensor_model_parallel_region(full, group=group)
         if not config.sequence_parallel:
-            latent, key = full.split(sizes, dim=-1)
-            # Its gradient is a slice: repairs/parallel/strided_reduce.py reduces it.
-            key = tensor_parallel.copy_to_tensor_model_parallel_region(key, group=group)
-            full = torch.cat([latent, key], dim=-1)
+            full = _SumOfKeyGradients.apply(full, sizes, group)
         elif sharded:
             # Megatron gathers the keys along the sequence; the backward of that gather reduces.
             full = tensor_parallel.scatter_to_sequence_parallel_region(full, group=group)
