@@ -53,12 +53,12 @@ class Collective:
     """A function that communicates over one group and keeps the types on others.
 
     Attributes:
-        source: type of the input on the group. A function may also take ``V`` for ``P``: what
-            ranks computed from different parts is a term of the sum that it forms.
+        source: type of the input on the group.
         result: type of the output on the group, or a function of the arguments that returns it.
         tensor: name of the input.
         group: name of the group, or a function of the arguments that returns it.
-        sums: the input may be ``V`` as well, since the function sums over the ranks.
+        sums: the input may be ``V`` for ``P``: what ranks computed from different parts is a term
+            of the sum that the function forms.
     """
 
     source: Type
@@ -88,7 +88,7 @@ class Product:
     Attributes:
         layer: arguments -> :class:`Communication`.
         x: name of the input.
-        weight: name of the weight; None for a weight that autograd does not see.
+        weight: name of the weight, which may be hidden from autograd.
         bias: name of the bias.
         factors: names of A and B of an adapter, ``x A^T B^T`` beside the product.
     """

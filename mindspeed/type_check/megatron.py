@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.journal import Journal
 from mindspeed.lora.gradients import sum_partial_gradients
 from mindspeed.spmd import (
     Arguments,
@@ -158,13 +159,15 @@ def sums_over_tensor_ranks(model: torch.nn.Module, config: Any, group: Any) -> d
         named_parameters=model.named_parameters,
         module=None,
     )
-    with _tagged(parameters), _replaced(dist, "all_reduce", record):
-        wrapped = _replaced(
-            finalizer, "get_attr_wrapped_model", lambda one, name: getattr(one, name)
-        )
-        with wrapped:
+    journal = Journal()
+    journal.set(dist, "all_reduce", record, owner="type-check")
+    journal.set(finalizer, "get_attr_wrapped_model", getattr, owner="type-check")  # no wrappers
+    try:
+        with _tagged(parameters):
             finalizer._allreduce_non_tensor_model_parallel_grads([chunk], config, group)
             sum_partial_gradients([model])
+    finally:
+        journal.undo()
     return found
 
 
@@ -182,13 +185,3 @@ def _tagged(parameters: dict[str, torch.nn.Parameter]) -> Iterator[None]:
                 del parameter.main_grad  # type: ignore[attr-defined]
             else:
                 parameter.main_grad = gradient  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)

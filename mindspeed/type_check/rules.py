@@ -21,6 +21,7 @@ from spmd_types.runtime import (
     register_local_autograd_function,
 )
 
+from mindspeed.journal import Journal
 from mindspeed.spmd import (
     ByArguments,
     Collective,
@@ -42,6 +43,7 @@ from mindspeed.spmd import (
 )
 from mindspeed.type_check import megatron
 
+OWNER = "type-check"
 TO_CHECKER = {R: spmd_types.R, I: spmd_types.I, V: spmd_types.V, P: spmd_types.P}
 FROM_CHECKER = {one: own for own, one in TO_CHECKER.items()}
 
@@ -75,11 +77,15 @@ def give(tensor: torch.Tensor, types: Mapping[MeshAxis, Type]) -> torch.Tensor:
     return tensor
 
 
-def install() -> None:
-    """Tell the checker all rules: Megatron's, and those beside the functions of this library."""
+def install(journal: Journal) -> None:
+    """Tell the checker all rules: Megatron's, and those beside the functions of this library.
+
+    Args:
+        journal: keeps what is changed in the checker.
+    """
     for function, rule in {**megatron.rules(), **_own()}.items():
         _register(function, rule)
-    _register_operators()
+    _register_operators(journal)
 
 
 def _own() -> dict[type, Rule]:
@@ -110,13 +116,10 @@ def _collective(function: Any, declared: Collective | ByArguments) -> Any:
         given = arguments_of(function, args)
         rule = declared if isinstance(declared, Collective) else declared.rule(given)
         tensor = given[rule.tensor] if rule.tensor else args[0]
-        group = rule.group_of(given)
-        if group is None or group.size() == 1:
-            return give(_distinct(function.apply(*args), tensor), types_of(tensor))
-        own, types = MeshAxis.of(group), types_of(tensor)
+        own, types = _axis_of(rule.group_of(given)), types_of(tensor)
         result = dict(types)
         for axis, found in types.items():
-            if own.isorthogonal(axis):
+            if own is None or own.isorthogonal(axis):
                 continue
             if found not in rule.allowed and tensor.is_floating_point():
                 raise WrongType(_name(function), axis, found, rule.allowed)
@@ -147,6 +150,11 @@ def _product(function: Any, rule: Product) -> Any:
     return forward
 
 
+def _axis_of(group: Any) -> MeshAxis | None:
+    """The axis of a group of several ranks; None for one rank."""
+    return MeshAxis.of(group) if group is not None and group.size() > 1 else None
+
+
 def product_types(
     name: str, x: Any, weight: Any, bias: Any, layer: Communication
 ) -> dict[MeshAxis, Type]:
@@ -155,7 +163,7 @@ def product_types(
     Raises:
         WrongType: the input or the weight does not fit what the layer communicates.
     """
-    own = MeshAxis.of(layer.group) if layer.group is not None and layer.group.size() > 1 else None
+    own = _axis_of(layer.group)
     of_x, of_weight, of_bias = types_of(x), types_of(weight), types_of(bias)
     split = getattr(weight, "partition_dim", -1) == 1  # the dimension that the product sums over
     found: dict[MeshAxis, Type] = {}
@@ -184,7 +192,7 @@ def _check_factors(
     of_x: dict[MeshAxis, Type], a: torch.Tensor, b: torch.Tensor, layer: Communication
 ) -> None:
     """The factor that every rank has whole gets a part of its gradient there."""
-    own = MeshAxis.of(layer.group) if layer.group is not None and layer.group.size() > 1 else None
+    own = _axis_of(layer.group)
     row = layer.reduces
     for axis in {**of_x, **types_of(a), **types_of(b)}:
         for name, factor in (("A", a), ("B", b)):
@@ -261,7 +269,7 @@ def _name(function: type) -> str:
     return function.__name__.lstrip("_")
 
 
-def _register_operators() -> None:
+def _register_operators(journal: Journal) -> None:
     """Operators as Megatron uses them.
 
     Casts and ``.data`` keep types; integers without one take no part in gradients; a tensor of
@@ -293,8 +301,7 @@ def _register_operators() -> None:
         }
         return info._replace(**chosen)  # type: ignore[arg-type]
 
-    checker._classify_args = classified
-
+    journal.set(checker, "_classify_args", classified, owner=OWNER)
     check = checker._SpmdTypeMode._typecheck_core
 
     def checked(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -313,7 +320,7 @@ def _register_operators() -> None:
             result._only_zeros = True  # type: ignore[attr-defined]
         return result
 
-    checker._SpmdTypeMode._typecheck_core = checked  # type: ignore[method-assign,assignment]
+    journal.set(checker._SpmdTypeMode, "_typecheck_core", checked, owner=OWNER)
 
 
 _NEW = ("zeros", "new_zeros", "zeros_like")

@@ -22,6 +22,7 @@ from spmd_types.checker import typecheck
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mindspeed.job import Parallel
+from mindspeed.journal import Journal
 from mindspeed.planner.counted.balanced_routing import assumed_routing
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import loop_of, readers_of
@@ -96,6 +97,12 @@ class _Mesh:
         """One type on the tensor-parallel ranks, one on all other axes."""
         return {axis: tensor if axis is self.tensor else other for axis in self.axes.values()}
 
+    def named(self, text: str) -> str:
+        """A message of the checker, with the names of this mesh."""
+        for name, axis in self.axes.items():
+            text = text.replace(str(axis), f"{name} parallel ranks")
+        return text
+
     def name(self, axis: Any) -> str | None:
         return next((name for name, one in self.axes.items() if one == axis), None)
 
@@ -112,12 +119,16 @@ def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
     """
     rank = Parallel.of(args).first_rank_of(stage)
     args = copy.copy(args)
+    journal = Journal()
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
         model = loop_of(args).build(args)
-        rules.install()
+        rules.install(journal)
         mesh = _mesh()
-        with spmd_types.set_current_mesh(mesh.axes):
-            return _check(args, model, mesh, stage)
+        try:
+            with spmd_types.set_current_mesh(mesh.axes):
+                return _check(args, model, mesh, stage)
+        finally:
+            journal.undo()
 
 
 def _mesh() -> _Mesh:
@@ -245,6 +256,6 @@ def _wrong_use(stage: int, mesh: _Mesh, error: SpmdTypeError) -> WrongUse:
     names = tuple(vars(error).get("parameters", ()))
     where = stage, place.filename, place.lineno or 0, place.name
     if not isinstance(error, WrongType):
-        return WrongUse(*where, "", names, None, None, (), str(error))
+        return WrongUse(*where, "", names, None, None, (), mesh.named(str(error)))
     axis = mesh.name(error.axis)
     return WrongUse(*where, error.what, names, axis, error.found, error.needed, "")
