@@ -28,6 +28,10 @@ WRONG = {
     ),
     "word without flag": ([*TINY, "stray"], "unexpected argument 'stray'"),
     "not a choice": ([*TINY, "--normalization", "BatchNorm"], "invalid choice: 'BatchNorm'"),
+    "attention that is not built": (
+        [*TINY, "--experimental-attention-variant", "gated_delta_net"],
+        "--experimental-attention-variant gated_delta_net: this trainer builds the attention",
+    ),
     "not a number": ([*TINY, "--num-layers", "many"], "--num-layers 'many' is not a whole number"),
     "code in a pattern": (
         [*TINY, "--moe-layer-freq", "__import__('os')"],

@@ -37,8 +37,6 @@ RIGHT = {
     "latent-attention-sp": f"{LATENT} --sequence-parallel",
     "latent-attention-local": f"{LATENT} --transformer-impl local --qk-layernorm --q-lora-rank 16",
     "attention-sink": f"{TP} --nproc 2 --softmax-type learnable",
-    "gated-delta-net": f"{SP} --nproc 2 --experimental-attention-variant gated_delta_net "
-    "--linear-attention-freq 2",
     "multi-token-prediction": f"{SP} --nproc 2 --mtp-num-layers 1",
     "interleaved": f"{TP} --nproc 4 --pipeline-model-parallel-size 2 --num-layers 4 "
     "--num-layers-per-virtual-pipeline-stage 1",
