@@ -84,14 +84,12 @@ class Batch:
         whole: samples of a step on all ranks, at its full size.
         data_parallel: ranks that share a step.
         ramp_up: start, increment and samples of batch ramp-up; None without.
-        sequence_length: tokens of a sample.
     """
 
     micro: int
     whole: int
     data_parallel: int
     ramp_up: tuple[int, int, int] | None
-    sequence_length: int
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Batch:
@@ -102,7 +100,6 @@ class Batch:
             whole=args.global_batch_size,
             data_parallel=args.data_parallel_size,
             ramp_up=None if ramp is None else (ramp[0], ramp[1], ramp[2]),
-            sequence_length=args.seq_length,
         )
 
     @property

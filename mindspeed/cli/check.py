@@ -17,10 +17,10 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from mindspeed.cli.plan import read
+from mindspeed.cli.plan import job_parser, read
 from mindspeed.cli.plan_run import job_of, progress
 from mindspeed.errors import ConfigError
-from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
+from mindspeed.ranges import MAX_RANKS, whole
 
 HELP = "check before a run that every gradient is summed over the right ranks"
 PASS_THROUGH = True
@@ -30,13 +30,7 @@ REFUSED = 3
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; flags that are not its own are those of ``mindspeed pretrain``."""
-    parser = Parser(
-        "mindspeed check",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-        epilog="All other flags are those of mindspeed pretrain.",
-    )
+    parser = job_parser("check", __doc__)
     add_arguments(parser)
     own, flags = read(parser, argv)
     if not own.types:

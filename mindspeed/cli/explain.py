@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli.plan import add_job_arguments, read
+from mindspeed.cli.plan import add_job_arguments, job_parser, read
 from mindspeed.cli.plan_check import (
     composed_within,
     layout_of,
@@ -41,7 +41,7 @@ from mindspeed.cli.plan_check import (
 from mindspeed.cli.plan_output import bytes_unit, flops_unit, new_table, print_whole
 from mindspeed.cli.plan_run import command, interruptible, job_of, launch_words, named_progress
 from mindspeed.errors import ConfigError
-from mindspeed.ranges import MAX_COUNT, MAX_RANKS, HelpFormatter, Parser, whole
+from mindspeed.ranges import MAX_COUNT, MAX_RANKS, whole
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
@@ -59,13 +59,7 @@ PASS_THROUGH = True
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; flags that are not its own are those of ``mindspeed pretrain``."""
-    parser = Parser(
-        "mindspeed explain",
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-        epilog="All other flags are those of mindspeed pretrain.",
-    )
+    parser = job_parser("explain", __doc__)
     add_arguments(parser)
     own, flags = read(parser, argv)
     if own.cluster is None:

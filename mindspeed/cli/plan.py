@@ -44,7 +44,9 @@ _UNITS = {"": 2**30, "GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; flags that are not its own are those of ``mindspeed pretrain``."""
-    own, flags = read(_parser(), argv)
+    parser = job_parser("plan", __doc__)
+    add_arguments(parser)
+    own, flags = read(parser, argv)
     if own.plot is not None:
         from mindspeed.cli.training_plot import check_format, figure_class
 
@@ -88,16 +90,20 @@ def _refuse_with_features(own: argparse.Namespace) -> None:
         raise ConfigError(f"{name} plans one configuration: give one number of --devices")
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "mindspeed plan",
-        description=__doc__,
+def job_parser(command: str, description: str | None) -> Parser:
+    """A parser for the flags of a command that also takes those of a job.
+
+    Args:
+        command: its name.
+        description: the text of ``--help``.
+    """
+    return Parser(
+        f"mindspeed {command}",
+        description=description,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
         epilog="All other flags are those of mindspeed pretrain.",
     )
-    add_arguments(parser)
-    return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mindspeed.job import Parallel
 from mindspeed.training.fake_job import ROUTED, build_chunks, fake_job
 from mindspeed.training.pipeline_figures import (
     PipelineFigures,
@@ -97,7 +98,7 @@ def trace(args: argparse.Namespace) -> list[Stage]:
         NotTraced: the process is part of a job, the model has routed experts, whose shapes depend
             on values, or so many layers or ranks that tracing would take minutes.
     """
-    model_ranks = args.world_size // args.data_parallel_size
+    model_ranks = Parallel.of(args).model
     layers = args.num_layers // args.pipeline_model_parallel_size
     for refused, reason in (
         (dist.is_initialized(), "the process is part of a job"),

@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed.job import Parallel
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.training.activations import head_bytes, input_bytes, layer_bytes, policy_of
 from mindspeed.training.flops import layer_kinds, training_flops
@@ -146,11 +147,8 @@ class _Shares:
 
     def replicas(self, parameter: Parameter) -> int:
         """Ranks that share a parameter."""
-        args = self.args
-        if not parameter.expert:
-            return args.data_parallel_size * args.context_parallel_size  # type: ignore[no-any-return]
-        experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-        return args.world_size // (experts * args.pipeline_model_parallel_size)  # type: ignore[no-any-return]
+        parallel = Parallel.of(self.args)
+        return parallel.expert_data if parameter.expert else parallel.data * parallel.context
 
     @property
     def gathers(self) -> bool:

@@ -15,7 +15,6 @@ def batch_args(**changes):
         "global_batch_size": 32,
         "data_parallel_size": 4,
         "rampup_batch_size": None,
-        "seq_length": 16,
         "train_iters": 10,
         "train_samples": None,
         "decrease_batch_size_if_needed": False,
