@@ -18,7 +18,7 @@ from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature
 from mindspeed.features.registry import add_arguments as add_feature_flags
-from mindspeed.features.registry import all_features, origin_of, resolve
+from mindspeed.features.registry import all_features, conflicts_of, origin_of, resolve
 from mindspeed.flags import flags_of
 from mindspeed.plugins import BUILT_IN
 
@@ -67,7 +67,7 @@ def describe(feature: type[Feature]) -> dict[str, object]:
         "stage": feature.stage,
         "devices": list(feature.devices) or ["all"],
         "seams": list(feature.seams),
-        "conflicts": list(feature.conflicts),
+        "conflicts": conflicts_of(feature),
         "requires": list(feature.requires),
         "flags": [
             {
@@ -108,7 +108,8 @@ def _print_table(features: list[type[Feature]]) -> None:
     table = Table("level", "feature", "flags", box=SIMPLE_HEAD, padding=(0, 1, 1, 0))
     table.columns[2].min_width = 34
     for feature in sorted(features, key=lambda feature: feature.level):
-        limits = [f"not with {', '.join(feature.conflicts)}"] if feature.conflicts else []
+        excluded = conflicts_of(feature)
+        limits = [f"not with {', '.join(excluded)}"] if excluded else []
         if feature.devices:
             limits.append(f"only on {', '.join(feature.devices)}")
         if feature.stage != "stable":

@@ -19,7 +19,7 @@ knows no flags.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -36,14 +36,59 @@ Megatron = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with the flags, and how to put it right."""
+    """One thing that is wrong with the flags, and how to put it right.
+
+    Attributes:
+        flag: The flag, with its value where that matters.
+        message: What is wrong.
+        fix: What to do.
+        other: The flag that cannot be given with it; of two problems with the same pair of flags
+            one is reported.
+    """
 
     flag: str
     message: str
     fix: str = ""
+    other: str = ""
 
     def __str__(self) -> str:
         return f"{self.flag}: {self.message}" + (f"; {self.fix}" if self.fix else "")
+
+
+def conflict(flag: str, other: str, why: str = "", fix: str = "remove one") -> Problem:
+    """Two flags that cannot be given together, where a condition decides; else it is a trait."""
+    what = f"cannot be combined with {other}" + (f": {why}" if why else "")
+    return Problem(flag, what, fix, other)
+
+
+def exclusions(flag: str, excludes: Mapping[str, str], megatron: Megatron) -> Iterator[Problem]:
+    """Conflicts of a flag with arguments that are on.
+
+    Args:
+        flag: With its value where that matters.
+        excludes: As the trait of that name.
+        megatron: Megatron's arguments and our flags.
+    """
+    for name, why in excludes.items():
+        value = megatron.get(name)
+        if value not in _OFF:
+            given = f" {value}" if isinstance(value, str) else ""
+            yield conflict(flag, option_of(name) + given, why)
+
+
+def option_of(name: str) -> str:
+    """The flag that sets an argument."""
+    return _OPTIONS.get(name) or "--" + name.replace("_", "-")
+
+
+_OFF: tuple[Any, ...] = (None, False, 0, -1, "", "none", "disable", "flat", (), [])
+_OPTIONS = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "heterogeneous_block_specs": "--heterogeneous-layers-config-path",
+    "is_hybrid_model": "--hybrid-override-pattern",
+}
+"""Arguments of Megatron's that are not called like their flag."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -62,7 +107,9 @@ class Feature:
         summary: One line for ``mindspeed features``.
         level: 0 compatibility and tools, 1 fused operators, 2 everything else.
         seams: The seams that it uses; :meth:`attach` is refused all others.
-        conflicts: Names of features that cannot be on at the same time (either side declares it).
+        conflicts: Features that cannot be on at the same time, by name, and why. One of the two
+            declares it; names alone will do.
+        excludes: Arguments, by name, that cannot be on at the same time, and why ("": obvious).
         requires: Names of features that must be on too.
         after: Names of features that attach before this one when both are on.
         stage: ``stable`` or ``prototype``.
@@ -73,7 +120,8 @@ class Feature:
     summary: ClassVar[str]
     level: ClassVar[Level]
     seams: ClassVar[tuple[str, ...]]
-    conflicts: ClassVar[tuple[str, ...]]
+    conflicts: ClassVar[Mapping[str, str]]
+    excludes: ClassVar[Mapping[str, str]]
     requires: ClassVar[tuple[str, ...]]
     after: ClassVar[tuple[str, ...]]
     stage: ClassVar[Stage]
@@ -85,7 +133,8 @@ class Feature:
         level: Level,
         name: str | None = None,
         seams: tuple[str, ...] = (),
-        conflicts: tuple[str, ...] = (),
+        conflicts: Mapping[str, str] | tuple[str, ...] = (),
+        excludes: Mapping[str, str] | None = None,
         requires: tuple[str, ...] = (),
         after: tuple[str, ...] = (),
         stage: Stage = "stable",
@@ -100,7 +149,9 @@ class Feature:
         cls.name = name or cls.__module__.rpartition(".")[2].replace("_", "-")
         cls.summary = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
         cls.level, cls.stage, cls.devices = level, stage, devices
-        cls.seams, cls.conflicts, cls.requires, cls.after = seams, conflicts, requires, after
+        cls.seams, cls.requires, cls.after = seams, requires, after
+        named = conflicts if isinstance(conflicts, Mapping) else dict.fromkeys(conflicts, "")
+        cls.conflicts, cls.excludes = named, excludes or {}
 
     def enabled(self, megatron: Megatron) -> bool:
         """Whether it is on; by default when any of its flags is not at its default."""

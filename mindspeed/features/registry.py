@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Problem
+from mindspeed.features.feature import Feature, Problem, conflict, exclusions
 from mindspeed.features.level import LevelOptions
 from mindspeed.flags import add_flags, check_value, default_of, flags_of, given_names
 
@@ -81,6 +81,12 @@ def check_declarations(features: Iterable[type[Feature]]) -> None:
         for other in (*feature.conflicts, *feature.requires, *feature.after):
             if other not in names:
                 raise ConfigError(f"{_with_origin(feature)} refers to unknown feature '{other}'")
+
+
+def conflicts_of(feature: type[Feature]) -> list[str]:
+    """Features that cannot be on with this one, whichever of the two declares it."""
+    declaring = (one.name for one in all_features() if feature.name in one.conflicts)
+    return sorted({*feature.conflicts, *declaring})
 
 
 def _spellings(feature: type[Feature]) -> Iterator[str]:
@@ -174,12 +180,12 @@ def resolve(
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
     chosen = {feature.name: _with_values(feature, values) for feature in declared}
     wanted = [feature for feature in chosen.values() if feature.enabled(values)]
+    enabled = [feature for feature in wanted if feature.level <= level]
     problems = [
         *_level_problems(wanted, level),
-        *_relation_problems(wanted, values),
+        *_relation_problems(enabled, values),
         *_device_problems(wanted, device),
     ]
-    enabled = [feature for feature in wanted if feature.level <= level]
     for feature in enabled:
         problems += feature.problems(values)
     if problems:
@@ -288,26 +294,25 @@ def _each_conflict_once(problems: Iterable[Problem]) -> Iterator[Problem]:
     """Without those that say of B and A what another has said of A and B."""
     pairs = set()
     for problem in problems:
-        _, conflict, other = problem.message.partition("cannot be combined with ")
-        if conflict:
-            pair = frozenset(words.split()[0].rstrip(",:;") for words in (problem.flag, other))
+        if problem.other:
+            pair = frozenset(words.split()[0] for words in (problem.flag, problem.other))
             if pair in pairs:
                 continue
             pairs.add(pair)
         yield problem
 
 
-def _relation_problems(wanted: list[Feature], values: Mapping[str, Any]) -> list[Problem]:
+def _relation_problems(enabled: list[Feature], values: Mapping[str, Any]) -> list[Problem]:
     def name(feature: Feature) -> str:
         return " ".join(given_names(feature)[:1]) or feature.asked_by(values) or feature.name
 
-    given = {feature.name: name(feature) for feature in wanted}
+    given = {feature.name: name(feature) for feature in enabled}
     problems = []
-    for feature in wanted:
-        for other in feature.conflicts:
+    for feature in enabled:
+        for other, why in feature.conflicts.items():
             if other in given:
-                what = f"cannot be combined with {given[other]}"
-                problems.append(Problem(given[feature.name], what, "remove one"))
+                problems.append(conflict(given[feature.name], given[other], why))
+        problems += exclusions(given[feature.name], feature.excludes, values)
         for other in feature.requires:
             if other not in given:
                 what = f"needs feature '{other}'"

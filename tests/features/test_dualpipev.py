@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "two schedules": (
         {**DUALPIPEV, "pipeline_schedule": "zb-h1"},
-        r"--pipeline-schedule zb-h1: and --schedules-method are two schedules",
+        r"--pipeline-schedule zb-h1: cannot be combined with --schedules-method: they are two sch",
     ),
     "two splits": (
         {**DUALPIPEV, "num_layer_list": "4,4"},
@@ -98,7 +98,7 @@ REFUSED = {
     ),
     "old format": (
         {**DUALPIPEV, "ckpt_format": "torch"},
-        r"cannot be combined with --ckpt-format torch, .*; use --ckpt-format torch_dist",
+        r"cannot be combined with --ckpt-format torch: .*; use --ckpt-format torch_dist",
     ),
     "sizes of micro-batches": (
         {**ZB_V, "optimized_pipeline": True},
@@ -110,7 +110,7 @@ REFUSED = {
     ),
     "graphs": (
         {**DUALPIPEV, "cuda_graph_impl": "local"},
-        r"--schedules-method dualpipev: cannot be combined with --cuda-graph-impl local",
+        r"--schedules-method: cannot be combined with --cuda-graph-impl local",
     ),
 }
 

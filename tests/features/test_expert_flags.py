@@ -74,7 +74,7 @@ REFUSED = [
     # nothing to overlap
     ({"moe_alltoall_overlap_comm": True, **ONE}, "nothing to overlap"),
     ({"moe_allgather_overlap_comm": True, **GATHER, **ONE}, "nothing to overlap"),
-    ({"moe_alltoall_overlap_comm": True, "moe_fb_overlap": True}, "exclude each other"),
+    ({"moe_alltoall_overlap_comm": True, "moe_fb_overlap": True}, "cannot be combined"),
     # zero memory
     (
         {"moe_zero_memory": "level1", "moe_zero_memory_num_layers": 5},

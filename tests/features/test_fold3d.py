@@ -61,7 +61,7 @@ def test_the_name_of_the_original_is_the_same_flag():
         ),
         (
             {"fold_mode": "aiao", "pipeline_schedule": "interleaved"},
-            "--fold-mode aiao: and --pipeline-schedule interleaved are two schedules",
+            "--fold-mode aiao: cannot be combined with --pipeline-schedule interleaved",
         ),
         ({"fold_mode": "aiao", "use_nanopipe": True}, "two schedules"),
         ({"fold_mode": "aiao", "pipeline_memory_limit": 1.0}, "rank 0 keeps"),

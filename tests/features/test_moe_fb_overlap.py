@@ -40,23 +40,20 @@ def test_it_is_megatrons_schedule(change, delayed):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"moe_alltoall_overlap_comm": True}, "and --moe-alltoall-overlap-comm exclude"),
-        ({"moe_zero_memory": "level0"}, "and --moe-zero-memory exclude"),
-        ({"moe_hierarchical_alltoallv": True}, "and --moe-hierarchical-alltoallv exclude"),
-        ({"moe_experts_pipeline_degree": 2}, "and --moe-experts-pipeline-degree exclude"),
-        ({"ampipe_degree": 2}, "and --ampipe-degree exclude"),
-        ({"moe_model_type": "deepspeed_moe"}, "and --moe-model-type deepspeed_moe exclude"),
-        ({"moe_shared_expert_overlap": True}, "and --moe-shared-expert-overlap exclude"),
-        ({"recompute_in_bubble": True}, "and --recompute-in-bubble exclude"),
-        ({"swap_attention": True}, "and --swap-attention exclude"),
-        ({"pipeline_schedule": "nanopipe"}, "and --pipeline-schedule exclude"),
-        ({"schedules_method": "dualpipev"}, "and --schedules-method exclude"),
+        (
+            {"moe_model_type": "deepspeed_moe"},
+            "combined with --moe-model-type deepspeed_moe",
+        ),
+        (
+            {"moe_shared_expert_overlap": True},
+            "combined with --moe-shared-expert-overlap",
+        ),
         ({"num_experts": None}, "add --num-experts"),
         ({"expert_model_parallel_size": 1}, "no all-to-all to hide"),
         ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type is allgather"),
         ({"bf16": False}, "add --bf16 or --fp16"),
-        ({"recompute_granularity": "full"}, "--recompute-granularity full exclude"),
-        ({"recompute_num_layers": 2}, "--recompute-num-layers 2 exclude"),
+        ({"recompute_granularity": "full"}, "cannot be combined with --recompute-granularity full"),
+        ({"recompute_num_layers": 2}, "cannot be combined with --recompute-num-layers 2"),
         (PIPELINE, "give --num-layers-per-virtual-pipeline-stage"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1: at most 1, and only on two"),
     ],
@@ -66,9 +63,28 @@ def test_what_it_excludes_and_needs(change, said):
         registry.derived(ON | change)
 
 
+@pytest.mark.parametrize(
+    ("change", "other"),
+    [
+        ({"moe_alltoall_overlap_comm": True}, "--moe-alltoall-overlap-comm"),
+        ({"moe_zero_memory": "level0"}, "--moe-zero-memory"),
+        ({"moe_hierarchical_alltoallv": True}, "--moe-hierarchical-alltoallv"),
+        ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree"),
+        ({"ampipe_degree": 2}, "--ampipe-degree"),
+        ({"recompute_in_bubble": True}, "--recompute-in-bubble"),
+        ({"swap_attention": True}, "--swap-attention"),
+        ({"pipeline_schedule": "nanopipe"}, "--pipeline-schedule"),
+        ({"schedules_method": "dualpipev"}, "--schedules-method"),
+    ],
+)
+def test_it_is_alone_with_the_parts_of_a_layer(change, other):
+    with pytest.raises(ConfigError, match=f"--moe-fb-overlap: cannot be combined with {other}"):
+        registry.resolve(ON | change, "cpu")
+
+
 def test_megatrons_own_flag_does_not_hide_flags_without_effect():
     values = {"overlap_moe_expert_parallel_comm": True, "moe_permutation_async_comm": True}
-    said = "--overlap-moe-expert-parallel-comm: and --moe-permutation-async-comm exclude"
+    said = "--overlap-moe-expert-parallel-comm: cannot be .* --moe-permutation-async-comm"
     with pytest.raises(ConfigError, match=said):
         registry.resolve(values, "cpu")
     registry.resolve({"overlap_moe_expert_parallel_comm": True}, "cpu")

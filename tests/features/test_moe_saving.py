@@ -54,11 +54,6 @@ COMMON = [
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "redundant"),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "redundant"),
     ({"swap_attention": True, "recompute_num_layers": 2}, "--swap-attention"),
-    ({"recompute_activation_function": True}, "--recompute-activation-function"),
-    ({"activation_plan": "plan.yaml"}, "--activation-plan"),
-    ({"recompute_in_advance": True}, "--recompute-in-advance"),
-    ({"use_pipe_experts": True}, "--use-pipe-experts"),
-    ({"fp8": "hybrid"}, "--fp8-format"),
     ({"cuda_graph_impl": "local"}, "CUDA graph"),
     (
         {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]},
@@ -99,6 +94,20 @@ def test_what_goes_together(megatron):
     assert not problems(ADAPTIVE, {"moe_adaptive_recompute_activation": True}, megatron)
     together = megatron | {"moe_zero_memory": "level0"}
     assert not problems(ADAPTIVE, {"moe_adaptive_recompute_activation": True}, together)
+
+
+def test_experts_are_left_alone_by_others_that_decide_the_same():
+    said = refusal({"moe_zero_memory": "level0", "recompute_activation_function": True})
+    assert "--moe-zero-memory: cannot be combined with --recompute-activation-function" in said
+    for feature in (ZERO, ADAPTIVE):
+        assert {"activation-plan", "pipe-experts", "recompute-in-advance"} <= set(feature.conflicts)
+        assert {"fp8", "fp4", "cpu_offloading"} == set(feature.excludes)
+
+
+def refusal(flags) -> str:
+    with pytest.raises(ConfigError) as refused:
+        registry.resolve(JOB | flags, "cpu")
+    return str(refused.value)
 
 
 def test_a_framework_without_arguments_is_not_asked():

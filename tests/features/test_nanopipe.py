@@ -63,11 +63,17 @@ def test_possible_jobs(flags):
         ),
         ({"tp_2d": True, "tp_x": 1, "tp_y": 1}, "--use-nanopipe: cannot be combined with --tp-2d"),
         ({"adaptive_memory_optimization": True}, "adaptive-memory"),
-        ({"pipeline_schedule": "zb-h1"}, "--use-nanopipe: and --pipeline-schedule zb-h1 are two"),
-        ({"schedules_method": "dualpipev"}, "--use-nanopipe: and --schedules-method dualpipev are"),
+        (
+            {"pipeline_schedule": "zb-h1"},
+            "combined with --pipeline-schedule zb-h1: they are",
+        ),
+        (
+            {"schedules_method": "dualpipev"},
+            "combined with --schedules-method: they are two",
+        ),
         (
             {"overlap_moe_expert_parallel_comm": True},
-            "--use-nanopipe: cannot be combined with --overlap-moe-expert-parallel-comm",
+            "--overlap-moe-expert-parallel-comm: cannot be combined with --use-nanopipe",
         ),
         (
             {"use_transformer_engine_op_fuser": True},

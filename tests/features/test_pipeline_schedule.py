@@ -87,7 +87,7 @@ def test_possible_schedules_are_taken(flags):
         ),
         (
             {"pipeline_schedule": "1f1b", "overlap_moe_expert_parallel_comm": True},
-            "cannot be combined with --overlap-moe-expert-parallel-comm",
+            "--overlap-moe-expert-parallel-comm: cannot be combined with --pipeline-schedule",
         ),
         ({"pipeline_schedule": "absent.csv"}, "absent.csv"),
     ],

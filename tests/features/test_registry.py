@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Problem
+from mindspeed.features.feature import Feature, Problem, conflict
 from mindspeed.features.registry import (
     all_features,
     attachment_order,
@@ -23,6 +23,7 @@ from mindspeed.features.registry import (
     resolve,
 )
 from mindspeed.flags import add_flags, check_value, flag, flags_of, parse_value
+from tests.architecture.source import sources
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def test_all_problems_of_all_features_are_reported_together():
 
     features = [
         simple("a", methods={"problems": problems}, conflicts=("b",)),
-        simple("b", devices=("npu",), conflicts=("a",)),
+        simple("b", devices=("npu",)),
         simple("c", requires=("d",)),
         simple("d"),
     ]
@@ -131,6 +132,36 @@ def test_all_problems_of_all_features_are_reported_together():
     assert "--use-a: hidden size 3 is odd; make it even" in text
     assert "b: does not run on cpu; it runs on npu" in text
     assert "--use-c: needs feature 'd'" in text
+
+
+def test_a_pair_of_flags_is_reported_once_whoever_finds_it():
+    def problems(feature, megatron):
+        return [conflict("--use-b 3", "--use-a", "found by values")]
+
+    features = [
+        simple("a", conflicts={"b": "both do it"}, excludes={"fp8": "it rounds", "sft": ""}),
+        simple("b", methods={"problems": problems}),
+    ]
+    on = {"use_a": True, "use_b": True, "fp8": "hybrid", "sft": False}
+    with pytest.raises(ConfigError) as error:
+        resolve(on, "cpu", features)
+    assert str(error.value).splitlines() == [
+        "--use-a: cannot be combined with --use-b: both do it; remove one",
+        "--use-a: cannot be combined with --fp8-format hybrid: it rounds; remove one",
+    ]
+
+
+def test_conflicts_are_declared_by_one_of_two_features():
+    declared = {(one.name, other) for one in all_features() for other in one.conflicts}
+    assert not [pair for pair in declared if pair[::-1] in declared]
+
+
+def test_features_name_the_other_flag_of_a_conflict():
+    """``conflict`` and the traits write the words, so that a pair is found by its flags."""
+    found = [path for path in sources() if "features" in path.parts]
+    words = [path for path in found if "cannot be combined with" in path.read_text()]
+    assert len(found) > 60
+    assert [path.name for path in words] == ["feature.py"]
 
 
 def test_unknown_option_suggests_the_closest():

@@ -7,6 +7,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.experts.moe_alltoall_exchange import MoeAlltoallExchange
+from mindspeed.features.registry import conflicts_of
 from mindspeed.moe.dispatch.compact import ID_DTYPE
 from mindspeed.moe.dispatch.level import join, metadata_bytes, sum_rows, take_apart
 from mindspeed.moe.nodes import divided
@@ -233,6 +234,11 @@ FLAGS = {
 }
 
 
+def test_layers_with_an_exchange_of_their_own_are_refused():
+    others = {"ampipe", "pipe-experts"}
+    assert set(conflicts_of(MoeAlltoallExchange)) >= others | {"moe-fb-overlap"}
+
+
 def problems(monkeypatch, node=2, exchange="flat", hierarchical=True, **changes):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
     feature = MoeAlltoallExchange(
@@ -256,9 +262,6 @@ def problems(monkeypatch, node=2, exchange="flat", hierarchical=True, **changes)
         ({"moe_latent_size": 8}, "--moe-latent-size"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"moe_model_type": "deepspeed_moe"}, "add --moe-no-drop"),
-        ({"use_pipe_experts": True}, "--use-pipe-experts has an exchange"),
-        ({"ampipe_degree": 2}, "--ampipe-degree has an exchange"),
-        ({"moe_fb_overlap": True}, "--moe-fb-overlap has an exchange"),
     ],
 )
 def test_flags_that_do_not_fit(monkeypatch, changes, said):

@@ -123,11 +123,11 @@ ON = {
         ({"moe_token_dispatcher_type": "allgather"}, "dispatcher-type is allgather"),
         ({"transformer_impl": "local"}, "--transformer-impl transformer_engine"),
         ({"moe_grouped_gemm": False}, "give --moe-grouped-gemm"),
-        ({"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor exclude each other"),
-        ({"lora_target_modules": ("experts.linear_fc1",)}, "--lora-target-modules exclude"),
+        ({"moe_expert_capacity_factor": 1.0}, "combined with --moe-expert-capacity-factor"),
+        ({"lora_target_modules": ("experts.linear_fc1",)}, "combined with --lora-target-modules"),
         ({"add_bias_linear": True}, "give --disable-bias-linear"),
-        ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree exclude"),
-        ({"zero_stage": 3}, "--zero-stage 3 exclude"),
+        ({"moe_experts_pipeline_degree": 2}, "combined with --moe-experts-pipeline-degree"),
+        ({"zero_stage": 3}, "combined with --zero-stage 3"),
     ],
 )
 def test_what_it_needs_and_excludes(change, said):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
@@ -55,8 +55,7 @@ class Alibi(Feature, level=0, seams=("kernels",), after=("flash-attention", "tri
             )
         for option in ("use_rotary_position_embeddings", "use_fused_rotary_pos_emb"):
             if megatron.get(option):
-                rotary = "--" + option.replace("_", "-")
-                problems.append(Problem(rotary, f"cannot be combined with {name}", "remove one"))
+                problems.append(conflict(option_of(option), name))
         if megatron.get("multi_latent_attention"):
             problems.append(Problem(name, "latent attention has rotary positions", "remove one"))
         if kind in (_TENSOR, _ROOT) and megatron.get("context_parallel_size", 1) > 1:

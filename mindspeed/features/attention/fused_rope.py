@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class FusedRope(Feature, level=1, seams=("kernels",)):
                 Problem(name, "multi-latent attention has its own rotary embedding", "remove it")
             ]
         if not megatron.get("apply_rope_fusion", True):
-            return [Problem(name, "cannot be combined with --no-rope-fusion", "remove one")]
+            return [conflict(name, "--no-rope-fusion")]
         return []
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.feature import Megatron, Problem, conflict
 
 _FLAG = "--use-megatron-fsdp"
 # Flag of Megatron's -> why it excludes Megatron-FSDP, and what to use instead.
@@ -48,12 +48,13 @@ def problems(megatron: Megatron) -> Iterator[Problem]:
         return
     for name, (other, why, fix) in _EXCLUDED.items():
         if megatron.get(name):
-            yield Problem(_FLAG, f"cannot be combined with {other}: {why}", fix)
+            yield conflict(_FLAG, other, why, fix)
     if (stages := megatron.get("pipeline_model_parallel_size") or 1) > 1:
-        yield Problem(
+        yield conflict(
             _FLAG,
-            f"cannot be combined with --pipeline-model-parallel-size {stages}: its groups are made "
-            "of all ranks, and its checkpoints name layers by their number in the stage",
+            f"--pipeline-model-parallel-size {stages}",
+            "its groups are made of all ranks, and its checkpoints name layers by their number in "
+            "the stage",
             "use --use-distributed-optimizer alone",
         )
     yield from _of_strategy(megatron)

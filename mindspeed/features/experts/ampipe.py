@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 
 NAME, TENSOR = "--ampipe-degree", "--ampipe-tp-sp-comm-overlap"
 
-# Megatron's arguments that change what is computed between the parts of a layer, or in one call.
-_WITHOUT = {
-    "multi_latent_attention": "--multi-latent-attention",
-    "reset_attention_mask": "--reset-attention-mask",
-    "moe_expert_capacity_factor": "--moe-expert-capacity-factor",
-    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
-    "moe_latent_size": "--moe-latent-size",
-    "moe_dynamic_padding": "--moe-dynamic-padding",
-    "moe_enable_routing_replay": "--moe-enable-routing-replay",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
-    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
-    "attention_output_gate": "--attention-output-gate",
-    "qk_clip": "--qk-clip",
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
-}
 _PARTS = ("layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
 
 
@@ -54,8 +37,6 @@ class Ampipe(
         "experts-pipeline",
         "mc2",
         "moe-adaptive-recompute",
-        "moe-alltoall-exchange",
-        "moe-fb-overlap",
         "moe-zero-memory",
         "nanopipe",
         "packed-documents",
@@ -70,6 +51,25 @@ class Ampipe(
         "tp-comm-overlap",
         "unaligned-linear",
         "variable-lengths",
+    ),
+    excludes=dict.fromkeys(  # they change what is computed between the parts of a layer, or at once
+        (
+            "multi_latent_attention",
+            "reset_attention_mask",
+            "moe_expert_capacity_factor",
+            "moe_shared_expert_overlap",
+            "moe_latent_size",
+            "moe_dynamic_padding",
+            "moe_enable_routing_replay",
+            "overlap_moe_expert_parallel_comm",
+            "delay_wgrad_compute",
+            "fine_grained_activation_offloading",
+            "attention_output_gate",
+            "qk_clip",
+            "fp8",
+            "fp4",
+        ),
+        "",
     ),
     after=("moe-overlap",),
 ):
@@ -98,16 +98,12 @@ class Ampipe(
                 "hides the tensor-parallel collectives that sequence parallelism adds",
                 "add --sequence-parallel, or remove it",
             )
-        for argument, spelling in _WITHOUT.items():
-            if megatron.get(argument):
-                yield Problem(name, f"cannot be combined with {spelling}", "remove one")
         for argument, value in [
             ("attention_mask_type", "general"),
             ("position_embedding_type", "alibi"),
         ]:
             if megatron.get(argument) == value:
-                spelling = "--" + argument.replace("_", "-")
-                yield Problem(name, f"cannot be combined with {spelling} {value}", "remove one")
+                yield conflict(name, f"{option_of(argument)} {value}")
         if "sinkhorn" in str(megatron.get("moe_router_load_balancing_type")):
             yield Problem(
                 name,
@@ -118,10 +114,10 @@ class Ampipe(
         if megatron.get("recompute_granularity") == "selective":
             parts = [one for one in megatron.get("recompute_modules") or () if one in _PARTS]
             if parts:
-                yield Problem(
+                yield conflict(
                     name,
-                    f"cannot be combined with --recompute-modules {' '.join(parts)}: they end in "
-                    "another chunk than they begin",
+                    f"--recompute-modules {' '.join(parts)}",
+                    "they end in another chunk than they begin",
                     "take core_attn, moe_act, or --recompute-granularity full",
                 )
         if megatron.get("cuda_graph_impl") not in (None, "none"):

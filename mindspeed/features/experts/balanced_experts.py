@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import SIZE
 
@@ -19,34 +19,37 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 NAME = "--balanced-moe-experts"
-_OFF: tuple[Any, ...] = (None, False, 0, (), [], "disable", "flat", "none")
 _EXPERTS = "hot experts are grouped experts without adapters or fp8"
 _LAYER = "both decide how rows reach the experts"
 _LATER = "gradients of hot experts go back to their owners at once, not later"
-_CONFLICTS = {
-    "moe_fb_overlap": _LAYER,
-    "overlap_moe_expert_parallel_comm": _LAYER,
-    "moe_alltoall_exchange": _LAYER,
-    "moe_hierarchical_alltoallv": _LAYER,
-    "moe_experts_pipeline_degree": _LAYER,
-    "use_pipe_experts": _LAYER,
-    "moe_shared_expert_overlap": _LAYER,
-    "moe_zero_memory": "rows that were dropped come back with all experts of a token",
-    "moe_adaptive_recompute_activation": "both act against full ranks",
-    "moe_expert_capacity_factor": "tokens are dropped where experts are hot",
-    "lora_target_modules": _EXPERTS,
-    "fp8": _EXPERTS,
-    "fp8_format": _EXPERTS,
-    "use_nanopipe": _LATER,
-    "schedules_method": _LATER,
-    "pipeline_schedule": _LATER,
-    "use_megatron_fsdp": "weights of experts must be whole on their owner",
-    "use_torch_fsdp2": "weights of experts must be whole on their owner",
-}
-"""Flags that cannot be on at the same time, by their names, and why."""
+_SHARDS = "weights of experts must be whole on their owner"
 
 
-class BalancedExperts(Feature, level=2, seams=("chunk",)):
+class BalancedExperts(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    conflicts={
+        "ampipe": _LAYER,
+        "dualpipev": _LATER,
+        "experts-pipeline": _LAYER,
+        "moe-adaptive-recompute": "both act against full ranks",
+        "moe-alltoall-exchange": _LAYER,
+        "moe-zero-memory": "rows that were dropped come back with all experts of a token",
+        "nanopipe": _LATER,
+        "pipe-experts": _LAYER,
+    },
+    excludes={
+        "fp8": _EXPERTS,
+        "fp8_format": _EXPERTS,
+        "lora_target_modules": _EXPERTS,
+        "moe_expert_capacity_factor": "tokens are dropped where experts are hot",
+        "moe_shared_expert_overlap": _LAYER,
+        "pipeline_schedule": _LATER,
+        "use_megatron_fsdp": _SHARDS,
+        "use_torch_fsdp2": _SHARDS,
+    },
+):
     """Hot experts are computed where their tokens are."""
 
     balanced_moe_experts: bool = flag(
@@ -67,17 +70,10 @@ class BalancedExperts(Feature, level=2, seams=("chunk",)):
         if not megatron["num_experts"]:
             yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
             return
-        for other, reason in _CONFLICTS.items():
-            if megatron.get(other) not in _OFF:
-                spelling = "--" + other.replace("_", "-")
-                yield Problem(NAME, f"and {spelling} exclude each other: {reason}", "remove one")
         if megatron.get("moe_model_type") == "deepspeed_moe":
             yield Problem(NAME, "is for --moe-model-type megatron_moe", "remove one")
-        if (megatron.get("ampipe_degree") or 1) > 1:
-            yield Problem(NAME, f"and --ampipe-degree exclude each other: {_LAYER}", "remove one")
         if (megatron.get("zero_stage") or 0) > 1:
-            stage = megatron["zero_stage"]
-            yield Problem(NAME, f"and --zero-stage {stage} exclude each other", "choose stage 1")
+            yield conflict(NAME, f"--zero-stage {megatron['zero_stage']}", fix="choose stage 1")
         yield from self._sizes(megatron)
 
     def _sizes(self, megatron: Megatron) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.experts.layer_programs import layer_problems
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
@@ -116,8 +116,8 @@ class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
         yield from layer_problems(NAME, megatron)
         for name in ("overlap_moe_expert_parallel_comm", "moe_fb_overlap"):
             if megatron.get(name):
-                text = f"{_spelling(name)} calls Megatron's own dispatcher"
-                yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")
+                why, fix = "it calls Megatron's own dispatcher", "use --moe-alltoall-overlap-comm"
+                yield conflict(NAME, _spelling(name), why, fix)
         if megatron.get("moe_allgather_overlap_comm"):
             text = "--moe-allgather-overlap-comm: this model exchanges tokens by all-to-all"
             yield Problem(NAME, text, "use --moe-alltoall-overlap-comm")

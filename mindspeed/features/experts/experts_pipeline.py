@@ -18,17 +18,19 @@ from mindspeed.ranges import COUNT
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
-_CONFLICTS = {
-    "moe_hierarchical_alltoallv": "it is for whole experts, which gather nothing",
-    "moe_alltoall_exchange": "it is for whole experts, which gather nothing",
-    "use_pipe_experts": "both cut the experts into pieces",
-    "moe_zero_memory": "rows that were dropped come back all together, not in groups",
-    "moe_adaptive_recompute_activation": "it decides for all experts of a rank together",
-    "moe_shared_expert_overlap": "Megatron's dispatcher runs the shared experts itself",
-}
 
-
-class ExpertsPipeline(Feature, level=2, seams=("chunk",)):
+class ExpertsPipeline(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    conflicts={
+        "moe-adaptive-recompute": "it decides for all experts of a rank together",
+        "moe-alltoall-exchange": "it is for whole experts, which gather nothing",
+        "moe-zero-memory": "rows that were dropped come back all together, not in groups",
+        "pipe-experts": "both cut the experts into pieces",
+    },
+    excludes={"moe_shared_expert_overlap": "Megatron's dispatcher runs the shared experts itself"},
+):
     """Groups of experts hide each other's tensor-parallel collectives."""
 
     moe_experts_pipeline_degree: int = flag(
@@ -58,10 +60,6 @@ def _problems(degree: int, megatron: Megatron) -> Iterator[Problem]:
     if not megatron["num_experts"]:
         yield Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")
         return
-    for other, reason in _CONFLICTS.items():
-        if megatron.get(other) not in (None, False, "disable", "flat"):
-            spelling = "--" + other.replace("_", "-")
-            yield Problem(name, f"and {spelling} exclude each other: {reason}", "remove one")
     if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
         yield Problem(
             name,

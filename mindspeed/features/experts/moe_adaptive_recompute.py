@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.experts.saving import problems_of
+from mindspeed.features.experts.saving import CONFLICTS, EXCLUDES, problems_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -23,7 +23,9 @@ SCALE = f"{NAME}-scale"
 DEFAULT = 2.0
 
 
-class MoeAdaptiveRecompute(Feature, level=2, seams=("chunk",)):
+class MoeAdaptiveRecompute(
+    Feature, level=2, seams=("chunk",), conflicts=CONFLICTS, excludes=EXCLUDES
+):
     """Ranks with too many tokens keep only the inputs of their experts."""
 
     moe_adaptive_recompute_activation: bool = flag(

@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 EXCHANGE, HIERARCHICAL = "--moe-alltoall-exchange", "--moe-hierarchical-alltoallv"
 
 
-class MoeAlltoallExchange(Feature, level=2, seams=("chunk",)):
+class MoeAlltoallExchange(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    conflicts={
+        "ampipe": "it has an exchange of its own",
+        "pipe-experts": "it has an exchange of its own",
+    },
+):
     """Tokens are sent once to each rank or node that owns experts of them."""
 
     moe_alltoall_exchange: Literal["flat", "dedup", "hierarchical"] = flag(
@@ -68,18 +76,6 @@ class MoeAlltoallExchange(Feature, level=2, seams=("chunk",)):
                 "sends counted rows, and with --moe-model-type deepspeed_moe experts get equal "
                 "numbers",
                 "remove it, or add --moe-no-drop (without --moe-dynamic-padding)",
-            )
-        for other, values in _OTHERS.items():
-            if (value := megatron.get(other)) and (not values or value in values):
-                given = "" if value is True else f" {value}"
-                yield Problem(
-                    name,
-                    f"--{other.replace('_', '-')}{given} has an exchange of its own",
-                    "remove one of the two",
-                )
-        if (megatron.get("ampipe_degree") or 1) > 1:
-            yield Problem(
-                name, "--ampipe-degree has an exchange of its own", "remove one of the two"
             )
         yield from layer_problems(name, megatron)
         yield from self._sizes(name, megatron)
@@ -146,14 +142,6 @@ class MoeAlltoallExchange(Feature, level=2, seams=("chunk",)):
 
         seams.chunk.add(exchanged, owner=self.name)
         seams.journal.call_on_undo(destroy)
-
-
-# Schedules that call Megatron's dispatcher, and pieces with an exchange of their own.
-_OTHERS: dict[str, tuple[str, ...]] = {
-    "overlap_moe_expert_parallel_comm": (),
-    "moe_fb_overlap": (),
-    "use_pipe_experts": (),
-}
 
 
 def _nodes(name: str, ranks: int, megatron: Megatron) -> Iterator[Problem]:

@@ -19,50 +19,45 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, exclusions
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 NAME, MEGATRONS = "--moe-fb-overlap", "--overlap-moe-expert-parallel-comm"
-_OFF = (None, False, 0, "disable", "flat", "none")
 _LAYER = "it runs the parts of a layer one by one, and that flag changes how a layer runs"
+_HIDDEN = "both hide the same all-to-all"
 _SCHEDULE = "both choose the order of micro-batches"
 _MEMORY = "it runs the parts of a layer one by one, which leaves no whole layer to free or move"
-_CONFLICTS = {
-    "moe_alltoall_overlap_comm": _LAYER,
-    "moe_allgather_overlap_comm": _LAYER,
-    "moe_permutation_async_comm": _LAYER,
-    "moe_hierarchical_alltoallv": _LAYER,
-    "moe_alltoall_exchange": _LAYER,
-    "balanced_moe_experts": _LAYER,
-    "moe_zero_memory": _LAYER,
-    "moe_zero_memory_num_layers": _LAYER,
-    "moe_adaptive_recompute_activation": _LAYER,
-    "moe_experts_pipeline_degree": _LAYER,
-    "use_pipe_experts": _LAYER,
-    "moe_shared_expert_overlap": "both hide the same all-to-all",
-    "recompute_in_bubble": _MEMORY,
-    "recompute_in_advance": _MEMORY,
-    "swap_attention": _MEMORY,
-    "recompute_norm": _MEMORY,
-    "recompute_activation_function": _MEMORY,
-    "adaptive_memory_optimization": _MEMORY,
-    "adaptive_recompute_device_swap": _MEMORY,
-    "pipeline_schedule": _SCHEDULE,
-    "schedules_method": _SCHEDULE,
-    "use_nanopipe": _SCHEDULE,
-    "fold_mode": _SCHEDULE,
-    "optimized_pipeline": _SCHEDULE,
-}
-"""Flags that cannot be on at the same time, by their names, and why."""
 
 
 class MoeFbOverlap(
     Feature,
     level=2,
     seams=("model_arguments", "chunk"),
+    conflicts={
+        "adaptive-memory": _MEMORY,
+        "ampipe": _LAYER,
+        "balanced-experts": _LAYER,
+        "dualpipev": _SCHEDULE,
+        "dynamic-pipeline": _SCHEDULE,
+        "experts-pipeline": _LAYER,
+        "fold3d": _SCHEDULE,
+        "moe-adaptive-recompute": _LAYER,
+        "moe-allgather-overlap": _LAYER,
+        "moe-alltoall-exchange": _LAYER,
+        "moe-overlap": _LAYER,
+        "moe-zero-memory": _LAYER,
+        "nanopipe": _SCHEDULE,
+        "pipe-experts": _LAYER,
+        "recompute-activation-function": _MEMORY,
+        "recompute-in-advance": _MEMORY,
+        "recompute-in-bubble": _MEMORY,
+        "recompute-norm": _MEMORY,
+        "swap-attention": _MEMORY,
+    },
+    excludes={"pipeline_schedule": _SCHEDULE},
     after=("moe-tp-extend-ep", "unaligned-pipeline"),
 ):
     """The all-to-all of a micro-batch hides behind another's computation."""
@@ -74,13 +69,14 @@ class MoeFbOverlap(
     def enabled(self, megatron: Megatron) -> bool:
         return bool(self.moe_fb_overlap or megatron.get("overlap_moe_expert_parallel_comm"))
 
+    def asked_by(self, megatron: Megatron) -> str | None:
+        return None if self.moe_fb_overlap else MEGATRONS
+
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        ours = self.moe_fb_overlap
-        name = NAME if ours else MEGATRONS
-        for other, reason in _conflicts(megatron):
-            if ours or reason is _LAYER:  # the others' features know Megatron's flag
-                yield Problem(name, f"and {other} exclude each other: {reason}", "remove one")
-        if ours:
+        if megatron.get("moe_model_type") == "deepspeed_moe":
+            name = NAME if self.moe_fb_overlap else MEGATRONS
+            yield conflict(name, "--moe-model-type deepspeed_moe", _LAYER)
+        if self.moe_fb_overlap:
             yield from _requirements(megatron)
 
     def derives(self, megatron: Megatron) -> dict[str, Any]:
@@ -116,21 +112,12 @@ class MoeFbOverlap(
         seams.chunk.add(keep, owner=self.name)
 
 
-def _conflicts(megatron: Megatron) -> Iterator[tuple[str, str]]:
-    for name, reason in _CONFLICTS.items():
-        if megatron.get(name) not in _OFF:
-            yield "--" + name.replace("_", "-"), reason
-    if (megatron.get("ampipe_degree") or 1) > 1:
-        yield "--ampipe-degree", _LAYER
-    if megatron.get("moe_model_type") == "deepspeed_moe":
-        yield "--moe-model-type deepspeed_moe", _LAYER
-
-
 def _requirements(megatron: Megatron) -> Iterator[Problem]:
     """What Megatron asks for, too, one by one and later."""
     if not megatron.get("num_experts", 1):
         yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
         return
+    yield from exclusions(NAME, {"moe_shared_expert_overlap": _HIDDEN}, megatron)
     ep = megatron.get("expert_model_parallel_size")
     if ep == 1:
         yield Problem(
@@ -153,10 +140,10 @@ def _requirements(megatron: Megatron) -> Iterator[Problem]:
         if megatron.get(name) not in (None, "selective")
     ]
     if full:
-        yield Problem(
+        yield conflict(
             NAME,
-            f"and {' '.join(full)} exclude each other: whole layers cannot be recomputed where "
-            "their parts run one by one",
+            " ".join(full),
+            "whole layers cannot be recomputed where their parts run one by one",
             "use --recompute-granularity selective",
         )
     pp = megatron.get("pipeline_model_parallel_size") or 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed.features.experts.saving import chunk_policies, problems_of
+from mindspeed.features.experts.saving import CONFLICTS, EXCLUDES, chunk_policies, problems_of
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NAME, NUMBER = "--moe-zero-memory", "--moe-zero-memory-num-layers"
 
 
-class MoeZeroMemory(Feature, level=2, seams=("chunk",)):
+class MoeZeroMemory(Feature, level=2, seams=("chunk",), conflicts=CONFLICTS, excludes=EXCLUDES):
     """Experts keep next to nothing for backward."""
 
     moe_zero_memory: Literal["disable", "level0", "level1"] = flag(

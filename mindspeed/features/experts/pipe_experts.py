@@ -28,17 +28,6 @@ NAME, DATA, STREAMS = (
     "--pipe-experts-multi-data",
     "--pipe-experts-multi-stream",
 )
-# What the pieces cannot be computed with.
-_WITHOUT = {
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
-    "moe_latent_size": "--moe-latent-size",
-    "moe_dynamic_padding": "--moe-dynamic-padding",
-    "moe_router_padding_for_quantization": "--moe-router-padding-for-quantization",
-}
 logger = logging.getLogger(__name__)
 
 
@@ -46,10 +35,18 @@ class PipeExperts(
     Feature,
     level=2,
     seams=("chunk",),
-    conflicts=(
-        "experts-pipeline",
-        "moe-alltoall-exchange",
-        "moe-fb-overlap",
+    excludes=dict.fromkeys(
+        (
+            "fp8",
+            "fp4",
+            "delay_wgrad_compute",
+            "overlap_moe_expert_parallel_comm",
+            "moe_shared_expert_overlap",
+            "moe_latent_size",
+            "moe_dynamic_padding",
+            "moe_router_padding_for_quantization",
+        ),
+        "",
     ),
     after=("moe-overlap",),
 ):
@@ -95,9 +92,6 @@ class PipeExperts(
                 "orders the tensor-parallel collectives that sequence parallelism adds",
                 "add --sequence-parallel, or remove it",
             )
-        for argument, spelling in _WITHOUT.items():
-            if megatron.get(argument):
-                yield Problem(NAME, f"cannot be combined with {spelling}", "remove one")
         capacity = _capacity(megatron)
         if capacity is not None and self.pipe_experts_multi_data > capacity:
             yield Problem(

@@ -6,29 +6,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed.features.experts.layer_programs import layer_problems
-from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.feature import Megatron, Problem, conflict
 
-_OFF = (None, False, 0, -1, "", "none", "megatron_moe")
 _SAME = "both decide which activations of experts are kept"
 _PARTS = "it computes experts in parts of its own"
 _WHOLE = "whole layers are computed again, which leaves nothing of their experts to drop: redundant"
 _QUANTISED = "experts keep padded copies of rows, and a second product changes scaling factors"
-# Features with schedules and pieces of their own name these flags themselves.
-_CONFLICTS = {
-    "recompute_activation_function": ("--recompute-activation-function", _SAME),
-    "activation_plan": ("--activation-plan", _SAME),
-    "adaptive_memory_optimization": ("--adaptive-memory-optimization", _SAME),
-    "adaptive_recompute_device_swap": ("--adaptive-recompute-device-swap", _SAME),
-    "adaptive_recompute_device_size": ("--adaptive-recompute-device-size", _SAME),
-    "cpu_offloading": ("--cpu-offloading", _SAME),
-    "recompute_in_bubble": ("--recompute-in-bubble", _WHOLE),
-    "recompute_in_advance": ("--recompute-in-advance", _WHOLE),
-    "enable_recompute_layers_per_pp_rank": ("--enable-recompute-layers-per-pp-rank", _WHOLE),
-    "optimize_recomp_communication_level": ("--optimize-recomp-communication-level", _WHOLE),
-    "use_pipe_experts": ("--use-pipe-experts", _PARTS),
-    "fp8": ("--fp8-format", _QUANTISED),
-    "fp4": ("--fp4-format", _QUANTISED),
+CONFLICTS = {
+    "activation-plan": _SAME,
+    "adaptive-memory": _SAME,
+    "pipe-experts": _PARTS,
+    "recompute-activation-function": _SAME,
+    "recompute-communication": _WHOLE,
+    "recompute-in-advance": _WHOLE,
+    "recompute-in-bubble": _WHOLE,
+    "recompute-layers-per-pp-rank": _WHOLE,
 }
+EXCLUDES = {"cpu_offloading": _SAME, "fp8": _QUANTISED, "fp4": _QUANTISED}
+"""Traits of these features."""
 _RECOMPUTED = ("moe", "moe_act")
 _OFFLOADED = ("expert_fc1", "moe_act")
 
@@ -45,24 +40,14 @@ def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
         return
     dispatcher = megatron.get("moe_token_dispatcher_type")
     if dispatcher not in (None, "alltoall", "allgather"):
-        yield Problem(
-            flag,
-            f"cannot be combined with --moe-token-dispatcher-type {dispatcher}",
-            "use alltoall or allgather",
-        )
-    for name, (other, why) in _CONFLICTS.items():
-        if megatron.get(name) not in _OFF:
-            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
+        other = f"--moe-token-dispatcher-type {dispatcher}"
+        yield conflict(flag, other, fix="use alltoall or allgather")
     yield from layer_problems(flag, megatron)
     yield from recomputation_problems(flag, megatron)
     if megatron.get("fine_grained_activation_offloading"):
         for module in _OFFLOADED:
             if module in (megatron.get("offload_modules") or ()):
-                yield Problem(
-                    flag,
-                    f"cannot be combined with --offload-modules {module}: {_SAME}",
-                    "remove one",
-                )
+                yield conflict(flag, f"--offload-modules {module}", _SAME)
 
 
 def recomputation_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
@@ -86,10 +71,10 @@ def recomputation_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
                 "remove one",
             )
     if megatron.get("swap_attention") and megatron.get("recompute_num_layers") and not granularity:
-        yield Problem(
+        yield conflict(
             flag,
-            "cannot be combined with --swap-attention --recompute-num-layers: MLPs are computed "
-            "again as a whole, redundant",
+            "--swap-attention --recompute-num-layers",
+            "MLPs are computed again as a whole, redundant",
             "remove --recompute-num-layers",
         )
 

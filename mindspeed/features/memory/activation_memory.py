@@ -14,43 +14,23 @@ if TYPE_CHECKING:
     from mindspeed.memory.plan import ChunkPlan
     from mindspeed.memory.presets import ChunkLayers
 
-_INCOMPATIBLE = {
+_BOTH = "both decide what becomes of the same activations"
+EXCLUDES = {
     "overlap_moe_expert_parallel_comm": (
-        "--overlap-moe-expert-parallel-comm",
-        "its schedule runs parts of layers one by one, never a whole layer",
+        "its schedule runs parts of layers one by one, never a whole layer"
     ),
-    "cpu_offloading": (
-        "--cpu-offloading",
-        "both decide what becomes of the same activations",
-    ),
-    "fine_grained_activation_offloading": (
-        "--fine-grained-activation-offloading",
-        "both decide what becomes of the same activations",
-    ),
-    "use_legacy_models": ("--use-legacy-models", "its layers have no sites"),
+    "cpu_offloading": _BOTH,
+    "fine_grained_activation_offloading": _BOTH,
+    "use_legacy_models": "its layers have no sites",
+    "cuda_graph_impl": "a captured graph cannot run parts of itself again",
 }
-
-
+"""Arguments that no plan of activations can run with."""
 _RECOMPUTE_LAYERS = (
     "enable_recompute_layers_per_pp_rank",
     "optimize_recomp_communication_level",
     "recompute_in_advance",
 )
 """Flags whose features recompute the layers that Megatron would."""
-
-
-def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Combinations that no plan of activations can run with."""
-    for name, (other, why) in _INCOMPATIBLE.items():
-        if megatron.get(name):
-            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
-    if megatron.get("cuda_graph_impl") not in (None, "none"):
-        yield Problem(
-            flag,
-            "cannot be combined with --cuda-graph-impl: a captured graph cannot run parts of "
-            "itself again",
-            "remove one",
-        )
 
 
 def layer_count_problems(

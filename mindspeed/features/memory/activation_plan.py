@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.memory.activation_memory import attach_plan, common_problems
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.memory.activation_memory import EXCLUDES, attach_plan
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 _FLAG = "--activation-plan"
 
 
-class ActivationPlan(Feature, level=2, seams=("chunk",)):
+class ActivationPlan(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    excludes={**EXCLUDES, "fp8": "a second run would change scaling factors"},
+):
     """A file says which activations are kept, recomputed or offloaded, site by site."""
 
     activation_plan: str = flag(
@@ -34,22 +39,14 @@ class ActivationPlan(Feature, level=2, seams=("chunk",)):
     def problems(self, megatron: Megatron) -> list[Problem]:
         from mindspeed.memory.layer_rules import largest
 
-        problems = list(common_problems(_FLAG, megatron))
+        problems = []
         if megatron.get("recompute_granularity") == "full":
             problems.append(
-                Problem(
+                conflict(
                     _FLAG,
-                    "cannot be combined with --recompute-granularity full: both recompute layers",
+                    "--recompute-granularity full",
+                    "both recompute layers",
                     'remove one; a plan says the same with {"all": {"layer": "recompute"}}',
-                )
-            )
-        if megatron.get("fp8"):
-            problems.append(
-                Problem(
-                    _FLAG,
-                    "cannot be combined with --fp8-format: a second run would change scaling "
-                    "factors",
-                    "remove one",
                 )
             )
         rules, total = _rules(self.activation_plan), megatron.get("num_layers")

@@ -14,8 +14,8 @@ import os
 from typing import TYPE_CHECKING
 
 from mindspeed.adaptor.printing import print_rank_0
-from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.memory.activation_memory import common_problems, convert_linears
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.memory.activation_memory import EXCLUDES, convert_linears
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
@@ -33,7 +33,26 @@ _BOTH = "both decide what becomes of the same activations"
 _MIN_BYTES, _LEAST_MIN_BYTES = "MIN_SWAP_TENSOR_SIZE", 1024
 
 
-class AdaptiveMemory(Feature, level=2, seams=("chunk", "schedule")):
+class AdaptiveMemory(
+    Feature,
+    level=2,
+    seams=("chunk", "schedule"),
+    conflicts={
+        "activation-plan": _BOTH,
+        "recompute-activation-function": _BOTH,
+        "recompute-layers-per-pp-rank": _BOTH,
+        "recompute-norm": _BOTH,
+        "swap-attention": _BOTH,
+    },
+    excludes={
+        **EXCLUDES,
+        "recompute_granularity": _BOTH,
+        "use_megatron_fsdp": "a second run would gather weights again",
+        "use_torch_fsdp2": "a second run would gather weights again",
+        "fp8": "trial runs would change the scaling factors",
+        "fp4": "trial runs would change the scaling factors",
+    },
+):
     """Keep as many activations as fit into a budget, chosen after the first steps."""
 
     adaptive_recompute_device_size: int = flag(
@@ -69,16 +88,9 @@ class AdaptiveMemory(Feature, level=2, seams=("chunk", "schedule")):
         given = self.flags
         if not given:
             return [Problem(_STEPS, f"has no effect without {_SIZE}, {_SWAP} or {_OPTIMIZATION}")]
-        problems = [
-            Problem(given[0], f"cannot be combined with {other}: {why}", "remove one")
-            for name, (other, why) in _CONFLICTS.items()
-            if megatron.get(name)
-        ]
-        problems += common_problems(given[0], megatron)
+        problems = []
         if self.adaptive_recompute_device_swap and self.adaptive_memory_optimization:
-            problems.append(
-                Problem(_SWAP, f"cannot be combined with {_OPTIMIZATION}", "remove one")
-            )
+            problems.append(conflict(_SWAP, _OPTIMIZATION))
         size = self.adaptive_recompute_device_size
         if size > _MOST_MIB:
             problems.append(Problem(f"{_SIZE} {size}", "is in MiB", f"did you mean {size >> 20}?"))
@@ -122,20 +134,6 @@ class AdaptiveMemory(Feature, level=2, seams=("chunk", "schedule")):
                 f"{_SIZE} {size}: the {here.name} has {total / 2**20:,.0f} MiB, which is the budget"
             )
         return min(size * 2**20, total)
-
-
-_CONFLICTS = {
-    "recompute_granularity": ("--recompute-granularity", _BOTH),
-    "recompute_activation_function": ("--recompute-activation-function", _BOTH),
-    "recompute_norm": ("--recompute-norm", _BOTH),
-    "enable_recompute_layers_per_pp_rank": ("--enable-recompute-layers-per-pp-rank", _BOTH),
-    "swap_attention": ("--swap-attention", _BOTH),
-    "activation_plan": ("--activation-plan", _BOTH),
-    "use_megatron_fsdp": ("--use-megatron-fsdp", "a second run would gather weights again"),
-    "use_torch_fsdp2": ("--use-torch-fsdp2", "a second run would gather weights again"),
-    "fp8": ("--fp8-format", "trial runs would change the scaling factors"),
-    "fp4": ("--fp4-format", "trial runs would change the scaling factors"),
-}
 
 
 def _min_bytes() -> int | None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.memory.activation_memory import (
+    EXCLUDES,
     attach_recomputed_outputs,
-    common_problems,
     layer_count_problems,
     selective_problem,
 )
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class RecomputeActivationFunction(Feature, level=2, seams=("chunk",)):
+class RecomputeActivationFunction(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    excludes={
+        **EXCLUDES,
+        "moe_shared_expert_overlap": "it computes the shared experts in parts",
+    },
+):
     """The output of the MLP's activation function is computed again in backward."""
 
     recompute_activation_function: bool = flag(
@@ -50,18 +58,8 @@ class RecomputeActivationFunction(Feature, level=2, seams=("chunk",)):
         problems = list(layer_count_problems(name, f"{name}-num-layers", wanted, number, megatron))
         if not wanted:
             return problems
-        problems += common_problems(name, megatron)
         for module in ("mlp", "moe", "moe_act"):
             problems += selective_problem(name, module, megatron)
-        if megatron.get("moe_shared_expert_overlap"):
-            problems.append(
-                Problem(
-                    name,
-                    "cannot be combined with --moe-shared-expert-overlap, which computes the "
-                    "shared experts in parts",
-                    "remove one",
-                )
-            )
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.memory.activation_memory import attach_plan, common_problems
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.memory.activation_memory import EXCLUDES, attach_plan
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
@@ -33,7 +33,15 @@ _MLP = "mlp"
 
 
 class RecomputeCommunication(
-    Feature, level=2, seams=("chunk",), after=("recompute-layers-per-pp-rank",)
+    Feature,
+    level=2,
+    seams=("chunk",),
+    excludes={
+        **EXCLUDES,
+        "fp8": "a second run would change scaling factors",
+        "fp4": "a second run would change scaling factors",
+    },
+    after=("recompute-layers-per-pp-rank",),
 ):
     """Recomputation skips tensor-parallel communication whose result nothing reads."""
 
@@ -47,7 +55,7 @@ class RecomputeCommunication(
         return self.optimize_recomp_communication_level > 0
 
     def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = list(common_problems(_FLAG, megatron))
+        problems: list[Problem] = []
         granularity = megatron.get("recompute_granularity")
         if granularity == "full":
             problems += _full_problems(megatron)
@@ -61,22 +69,12 @@ class RecomputeCommunication(
                     f"add {_GRANULARITY} full or selective, or remove it",
                 )
             )
-        for other, name in (("fp8", "--fp8-format"), ("fp4", "--fp4-format")):
-            if megatron.get(other):
-                problems.append(
-                    Problem(
-                        _FLAG,
-                        f"cannot be combined with {name}: a second run would change scaling "
-                        "factors",
-                        "remove one",
-                    )
-                )
         if megatron.get("transformer_impl") == "transformer_engine" and _native():
             problems.append(
-                Problem(
+                conflict(
                     _FLAG,
-                    "cannot be combined with NVIDIA's Transformer Engine, whose linear layers "
-                    "communicate on their own",
+                    "NVIDIA's Transformer Engine",
+                    "its linear layers communicate on their own",
                     "unset MINDSPEED_TE=native, or use --transformer-impl local",
                 )
             )
@@ -133,14 +131,14 @@ def _full_problems(megatron: Megatron) -> Iterator[Problem]:
             "give at least 1",
         )
     if method == "uniform" and (number or 1) > 1:
-        yield Problem(
+        yield conflict(
             _FLAG,
-            f"cannot be combined with --recompute-method uniform --recompute-num-layers {number}: "
+            f"--recompute-method uniform --recompute-num-layers {number}",
             "a region is a layer at most",
             "give --recompute-num-layers 1",
         )
     if megatron.get("distribute_saved_activations"):
-        yield Problem(_FLAG, "cannot be combined with --distribute-saved-activations", "remove one")
+        yield conflict(_FLAG, "--distribute-saved-activations")
 
 
 def _selective_problems(megatron: Megatron) -> Iterator[Problem]:

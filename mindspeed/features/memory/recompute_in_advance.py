@@ -25,6 +25,7 @@ class RecomputeInAdvance(
     level=2,
     seams=("chunk", "schedule"),
     conflicts=("recompute-in-bubble",),
+    excludes=shared.EXCLUDES,
     after=("pipeline-schedule", "nanopipe", "recompute-layers-per-pp-rank"),
 ):
     """Layers are recomputed before the gradient from the next pipeline stage arrives."""

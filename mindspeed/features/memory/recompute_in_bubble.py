@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.features.memory import scheduled_recomputation as shared
 from mindspeed.flags import flag
 
@@ -24,7 +24,7 @@ class RecomputeInBubble(
     Feature,
     level=2,
     seams=("chunk", "schedule"),
-    conflicts=("recompute-in-advance",),
+    excludes=shared.EXCLUDES,
     after=("pipeline-schedule", "nanopipe"),
 ):
     """What interleaved schedules store in excess is recomputed while ranks are idle."""
@@ -38,19 +38,18 @@ class RecomputeInBubble(
         problems = list(shared.problems_of(_FLAG, "bubble", megatron, chunks=chunks))
         if granularity := megatron.get("recompute_granularity"):
             problems.append(
-                Problem(
+                conflict(
                     _FLAG,
-                    f"cannot be combined with --recompute-granularity {granularity}: it chooses by "
-                    "itself what is recomputed",
-                    "remove one",
+                    f"--recompute-granularity {granularity}",
+                    "it chooses by itself what is recomputed",
                 )
             )
         elif number := megatron.get("recompute_num_layers"):
             problems.append(
-                Problem(
+                conflict(
                     _FLAG,
-                    f"cannot be combined with --recompute-num-layers {number}: all layers of a "
-                    "chunk are stored, or none",
+                    f"--recompute-num-layers {number}",
+                    "all layers of a chunk are stored, or none",
                     "remove it, or give 0",
                 )
             )

@@ -11,14 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.memory.activation_memory import attach_plan, common_problems
+from mindspeed.features.memory.activation_memory import EXCLUDES, attach_plan
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class RecomputeLayersPerRank(Feature, level=2, seams=("chunk",)):
+class RecomputeLayersPerRank(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    excludes={**EXCLUDES, "fp8": "", "distribute_saved_activations": ""},
+):
     """--recompute-num-layers counts layers of a pipeline rank, not of a model chunk."""
 
     enable_recompute_layers_per_pp_rank: bool = flag(
@@ -30,7 +35,7 @@ class RecomputeLayersPerRank(Feature, level=2, seams=("chunk",)):
 
     def problems(self, megatron: Megatron) -> list[Problem]:
         name = "--enable-recompute-layers-per-pp-rank"
-        problems = list(common_problems(name, megatron))
+        problems = []
         if megatron.get("recompute_granularity") != "full" or (
             megatron.get("recompute_method") != "block"
         ):
@@ -50,12 +55,6 @@ class RecomputeLayersPerRank(Feature, level=2, seams=("chunk",)):
                     "add --num-layers-per-virtual-pipeline-stage, or remove it",
                 )
             )
-        for other, flag_name in (
-            ("fp8", "--fp8-format"),
-            ("distribute_saved_activations", "--distribute-saved-activations"),
-        ):
-            if megatron.get(other):
-                problems.append(Problem(name, f"cannot be combined with {flag_name}", "remove one"))
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:

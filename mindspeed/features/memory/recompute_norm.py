@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.memory.activation_memory import (
+    EXCLUDES,
     attach_recomputed_outputs,
-    common_problems,
     layer_count_problems,
     selective_problem,
 )
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
-class RecomputeNorm(Feature, level=2, seams=("chunk",)):
+class RecomputeNorm(Feature, level=2, seams=("chunk",), excludes=EXCLUDES):
     """The outputs of norms are computed again in backward."""
 
     recompute_norm: bool = flag(False, "compute the outputs of a layer's norms again in backward")
@@ -48,7 +48,6 @@ class RecomputeNorm(Feature, level=2, seams=("chunk",)):
             layer_count_problems(name, "--recompute-norm-num-layers", wanted, number, megatron)
         )
         if wanted:
-            problems += common_problems(name, megatron)
             problems += selective_problem(name, "layernorm", megatron)
         return problems
 

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features.feature import Megatron, Problem
-from mindspeed.features.memory.activation_memory import attach_plan, common_problems
+from mindspeed.features.memory import activation_memory
+from mindspeed.features.memory.activation_memory import attach_plan
 from mindspeed.features.pipeline import plans
 from mindspeed.features.pipeline.noop_layers import indices_of
 
@@ -21,23 +22,21 @@ When = Literal["bubble", "advance"]
 
 _BOTH = "both decide which layers are recomputed"
 _AGAIN = "a second run would change scaling factors"
-_CONFLICTS = {
-    "activation_plan": ("--activation-plan", _BOTH),
-    "optimize_recomp_communication_level": ("--optimize-recomp-communication-level", _BOTH),
-    "adaptive_recompute_device_swap": ("--adaptive-recompute-device-swap", _BOTH),
-    "adaptive_memory_optimization": ("--adaptive-memory-optimization", _BOTH),
-    "moe_layer_recompute": ("--moe-layer-recompute", _BOTH),
-    "swap_attention": (
-        "--swap-attention",
-        "layers that are recomputed leave nothing to swap",
-    ),
-    "distribute_saved_activations": (
-        "--distribute-saved-activations",
-        "inputs of layers stay where they are",
-    ),
-    "fp8": ("--fp8-format", _AGAIN),
-    "fp4": ("--fp4-format", _AGAIN),
+LAYER_EXCLUDES = {
+    **activation_memory.EXCLUDES,
+    "activation_plan": _BOTH,
+    "optimize_recomp_communication_level": _BOTH,
+    "adaptive_recompute_device_size": _BOTH,
+    "adaptive_recompute_device_swap": _BOTH,
+    "adaptive_memory_optimization": _BOTH,
+    "moe_layer_recompute": _BOTH,
+    "swap_attention": "layers that are recomputed leave nothing to swap",
+    "distribute_saved_activations": "inputs of layers stay where they are",
+    "fp8": _AGAIN,
+    "fp4": _AGAIN,
 }
+"""Arguments that layers which a schedule recomputes exclude."""
+EXCLUDES = {**LAYER_EXCLUDES, **plans.EXCLUDES}
 
 
 def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> Iterator[Problem]:
@@ -49,20 +48,15 @@ def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> It
         megatron: Megatron's arguments.
         chunks: What it needs several model chunks of a rank for.
     """
-    problems = [*plans.problems_of(flag, megatron), *layer_problems(flag, megatron)]
-    said = set()
-    for problem in problems:
-        combination, _, _ = problem.message.partition(":")
-        if combination not in said:
-            yield problem
-        said.add(combination)
+    problems = list(plans.problems_of(flag, megatron))
+    yield from problems
     if plans.chunks_of(megatron) == 1:
         yield Problem(
             flag,
             f"needs several model chunks on each pipeline rank: {chunks}",
             "add --num-layers-per-virtual-pipeline-stage, or remove it",
         )
-    elif not said:
+    elif not problems:
         from mindspeed.pipeline.schedule.costs import Costs
         from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 
@@ -70,22 +64,6 @@ def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> It
         found = plans.plan_of(flag, megatron, ScheduleRequest(recompute=when, costs=costs))
         if isinstance(found, Problem):
             yield found
-
-
-def layer_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """What layers that a schedule recomputes can not be combined with.
-
-    Args:
-        flag: That asks for it.
-        megatron: Megatron's arguments.
-    """
-    yield from common_problems(flag, megatron)
-    for name, (other, why) in _CONFLICTS.items():
-        if megatron.get(name):
-            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
-    if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
-        other = "--adaptive-recompute-device-size"
-        yield Problem(flag, f"cannot be combined with {other}: {_BOTH}", "remove one")
 
 
 def attach_recomputation(

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.memory.activation_memory import attach_plan, common_problems
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.memory.activation_memory import EXCLUDES, attach_plan
 from mindspeed.flags import flag
 from mindspeed.ranges import MAX_COUNT, Range
 
@@ -30,7 +30,7 @@ SITES = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layern
 """Names of modules that Megatron Core calls otherwise."""
 
 
-class SwapAttention(Feature, level=2, seams=("chunk",)):
+class SwapAttention(Feature, level=2, seams=("chunk",), excludes=EXCLUDES):
     """Activations of attention and norms wait in host memory until backward."""
 
     swap_attention: bool = flag(
@@ -62,7 +62,7 @@ class SwapAttention(Feature, level=2, seams=("chunk",)):
                 Problem(other, f"has no effect without {name}", f"add {name}, or remove it")
                 for other in self._wanted()
             ]
-        problems = [*common_problems(name, megatron), *self._other_plans(megatron)]
+        problems = [*self._other_plans(megatron)]
         if not self.swap_modules:
             problems.append(Problem("--swap-modules", "names no module", "name one, or remove it"))
         problems += self._size_problems(megatron)
@@ -70,28 +70,21 @@ class SwapAttention(Feature, level=2, seams=("chunk",)):
 
     def _other_plans(self, megatron: Megatron) -> Iterator[Problem]:
         name = "--swap-attention"
-        given = [other for key, other in _OTHER_PLANS.items() if megatron.get(key)]
-        if (megatron.get("adaptive_recompute_device_size") or 0) > 0:
-            given.append("--adaptive-recompute-device-size")
-        for other in given:
-            yield Problem(
-                name, f"cannot be combined with {other}, which plans every activation", "remove one"
-            )
         granularity = megatron.get("recompute_granularity")
         if granularity == "full":
-            yield Problem(
+            yield conflict(
                 name,
-                "cannot be combined with --recompute-granularity full: layers that are computed "
-                "again keep nothing to swap",
+                "--recompute-granularity full",
+                "layers that are computed again keep nothing to swap",
                 "give --recompute-num-layers without a granularity to recompute MLPs only",
             )
         if granularity == "selective":
             for module in megatron.get("recompute_modules") or ():
                 if module in _FREES_STORAGES:
-                    yield Problem(
+                    yield conflict(
                         name,
-                        f"cannot be combined with --recompute-modules {module}, which frees "
-                        "tensors while they are copied",
+                        f"--recompute-modules {module}",
+                        "it frees tensors while they are copied",
                         "use --recompute-norm or --recompute-activation-function, or remove it",
                     )
         if megatron.get("recompute_norm"):
@@ -154,10 +147,6 @@ class SwapAttention(Feature, level=2, seams=("chunk",)):
         seams.chunk.add(in_flight.count_layers, owner=self.name)
 
 
-_OTHER_PLANS = {
-    "adaptive_recompute_device_swap": "--adaptive-recompute-device-swap",
-    "adaptive_memory_optimization": "--adaptive-memory-optimization",
-}
 _FREES_STORAGES = ("layernorm", "moe_act", "mla_up_proj")
 """Megatron frees the outputs of these modules under whoever holds them."""
 

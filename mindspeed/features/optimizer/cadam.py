@@ -12,7 +12,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.features.optimizer.fused_adam import chosen
 
 if TYPE_CHECKING:
@@ -60,15 +60,14 @@ class Cadam(Feature, level=2, seams=("kernels",)):
         for name, values in _WITHOUT_EFFECT.items():
             if name in megatron and megatron[name] not in values:
                 what = f"has no effect with {FLAG}"
-                problems.append(Problem(_option(name), what, "remove it"))
+                problems.append(Problem(option_of(name), what, "remove it"))
         for name, reason in _EXCLUDED.items():
             if megatron.get(name):
-                what = f"cannot be combined with {FLAG}: {reason}"
-                problems.append(Problem(_option(name), what, "remove one"))
+                problems.append(conflict(option_of(name), FLAG, reason))
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if str(megatron.get(name, "fp32")) not in ("fp32", "torch.float32"):
-                what = f"cannot be combined with {FLAG}, which stores one moment in 16 bits"
-                problems.append(Problem(_option(name), what, "remove it"))
+                why = "it stores one moment in 16 bits"
+                problems.append(conflict(option_of(name), FLAG, why, "remove it"))
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
@@ -93,7 +92,3 @@ class Cadam(Feature, level=2, seams=("kernels",)):
                 lr,
                 beta,
             )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.features.optimizer.fused_adam import chosen
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -42,19 +42,13 @@ class EmaAdamW(Feature, level=2, seams=("kernels",)):
         if not _selected(megatron):
             return [Problem("--ema-decay", "has no effect alone", f"add {FLAG}")]
         problems = [
-            Problem(
-                "--" + name.replace("_", "-"),
-                f"cannot be combined with {FLAG}: {why}",
-                "remove one",
-            )
+            conflict(option_of(name), FLAG, why)
             for name, why in _EXCLUDED.items()
             if megatron.get(name)
         ]
         name = chosen(megatron)
         if name not in ("adam", "fused_adam"):
-            problems.append(
-                Problem(FLAG, f"cannot be combined with --optimizer {name}", "remove one")
-            )
+            problems.append(conflict(FLAG, f"--optimizer {name}"))
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:

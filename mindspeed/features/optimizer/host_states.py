@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.feature import Megatron, Problem, conflict, option_of
 from mindspeed.features.optimizer.fused_adam import chosen
 
 _EXCLUDED = {
@@ -17,19 +17,14 @@ _DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 def problems(flag: str, megatron: Megatron) -> list[Problem]:
     """Flags that exclude states in host memory, which ``flag`` wants."""
     found = [
-        Problem(_option(name), f"cannot be combined with {flag}: {why}", "remove one")
+        conflict(option_of(name), flag, why)
         for name, why in _EXCLUDED.items()
         if megatron.get(name)
     ]
     for name in _DTYPES:
         if str(megatron.get(name, "fp32")) not in ("fp32", "torch.float32"):
-            what = f"cannot be combined with {flag}: states in host memory are fp32"
-            found.append(Problem(_option(name), what, "remove one"))
+            found.append(conflict(option_of(name), flag, "states in host memory are fp32"))
     name = chosen(megatron)
     if name not in ("adam", "fused_adam"):
-        found.append(Problem(flag, f"cannot be combined with --optimizer {name}", "remove one"))
+        found.append(conflict(flag, f"--optimizer {name}"))
     return found
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.feature import Megatron, Problem, conflict
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -42,14 +42,12 @@ def problems(flag: str, megatron: Megatron) -> list[Problem]:
     """What excludes ``flag``, which needs 16-bit parameters and ``FusedAdam``."""
     found = []
     if (optimizer := megatron.get("optimizer", "adam")) not in _ADAM:
-        found.append(Problem(flag, f"cannot be combined with --optimizer {optimizer}", "use adam"))
+        found.append(conflict(flag, f"--optimizer {optimizer}", fix="use adam"))
     for name, (other, why, fix) in _EXCLUDED.items():
         if megatron.get(name):
-            found.append(Problem(flag, f"cannot be combined with {other}: {why}", fix))
+            found.append(conflict(flag, other, why, fix))
     if megatron.get("fp8_param_gather"):
-        found.append(
-            Problem(flag, "cannot be combined with --fp8-param-gather: weights are fp8", "drop one")
-        )
+        found.append(conflict(flag, "--fp8-param-gather", "weights are fp8", "drop one"))
     return found
 
 

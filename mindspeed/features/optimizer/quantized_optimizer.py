@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.features.optimizer import precision_aware
 from mindspeed.flags import flag
 
@@ -59,10 +59,8 @@ class QuantizedOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kerne
                 found.append(Problem(name, "needs 16-bit training", "add --bf16 or --fp16"))
             for moment in ("exp_avg", "exp_avg_sq"):
                 if str(given := megatron.get(f"{moment}_dtype", "fp32")) not in _FP32:
-                    flag_name = f"--{moment.replace('_', '-')}-dtype"
-                    found.append(
-                        Problem(name, f"cannot be combined with {flag_name} {given}", "drop one")
-                    )
+                    other = f"{option_of(f'{moment}_dtype')} {given}"
+                    found.append(conflict(name, other, fix="drop one"))
         if self.quant_grads:
             name = "--quant-grads"
             found += precision_aware.problems(name, megatron)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.features.optimizer import precision_aware
 from mindspeed.flags import flag
 
@@ -46,11 +46,9 @@ class ReuseFp32Param(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels")
         if megatron.get("fp16") or not megatron.get("bf16", True):
             given = "--fp16" if megatron.get("fp16") else "fp32 training"
             why = "parameters are no upper halves of fp32 numbers"
-            found.append(Problem(name, f"cannot be combined with {given}: {why}", "use --bf16"))
+            found.append(conflict(name, given, why, "use --bf16"))
         if str(megatron.get("main_params_dtype", "fp32")) not in ("fp32", "torch.float32"):
-            found.append(
-                Problem(name, "cannot be combined with --main-params-dtype fp16", "drop one")
-            )
+            found.append(conflict(name, "--main-params-dtype fp16", fix="drop one"))
         return found
 
     def _exact(self, megatron: Megatron) -> bool:

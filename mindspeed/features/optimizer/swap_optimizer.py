@@ -45,9 +45,6 @@ class SwapOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels"))
         if not megatron.get("use_distributed_optimizer"):
             what = "needs main weights that the optimizer owns"
             problems.append(Problem(FLAG, what, "add --use-distributed-optimizer"))
-        if megatron.get("virtual_optimizer"):
-            what = f"cannot be combined with {FLAG}: both move the moments to the host"
-            problems.append(Problem("--virtual-optimizer", what, "remove one"))
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:

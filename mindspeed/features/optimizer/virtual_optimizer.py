@@ -31,7 +31,12 @@ GIB = 2**30
 _WINDOWS = 16  # of --swap-optimizer, where it takes over
 
 
-class VirtualOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels")):
+class VirtualOptimizer(
+    Feature,
+    level=2,
+    seams=(*precision_aware.SEAMS, "kernels"),
+    conflicts={"swap-optimizer": "both move the moments to the host"},
+):
     """Both moments in host memory that the device's kernels address."""
 
     virtual_optimizer: tuple[str, ...] = flag(

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, exclusions, option_of
 from mindspeed.features.memory.activation_memory import (
+    EXCLUDES,
     attach_plan,
-    common_problems,
     convert_linears,
 )
 from mindspeed.features.pipeline.noop_layers import indices_of
@@ -66,6 +66,10 @@ _SWITCHED_OFF = {
     "checkpoint_policy": None,
 }
 """Recomputation that is the search's to choose, and its value without."""
+_EXCLUDED = {
+    **EXCLUDES,
+    **dict.fromkeys(("activation_plan", "swap_attention", "fp8", "schedules_method"), ""),
+}
 _CHOSEN = (
     "num_layer_list",
     "manual_layers",
@@ -161,16 +165,8 @@ class AutomatedPipeline(
         if ranks == 1:
             yield Problem(name, "needs --pipeline-model-parallel-size of at least 2")
         if self.mode == "perf" and (megatron.get("virtual_pipeline_model_parallel_size") or 1) > 1:
-            yield Problem(PERF, "cannot be combined with virtual pipeline stages", f"use {MEMORY}")
-        yield from common_problems(name, megatron)
-        for key, other in (
-            ("activation_plan", "--activation-plan"),
-            ("swap_attention", "--swap-attention"),
-            ("fp8", "--fp8-format"),
-            ("schedules_method", "--schedules-method"),
-        ):
-            if megatron.get(key):
-                yield Problem(name, f"cannot be combined with {other}", "remove one")
+            yield conflict(PERF, "virtual pipeline stages", fix=f"use {MEMORY}")
+        yield from exclusions(name, _EXCLUDED, megatron)
         if self.recompute_module_list is not None:
             yield from _list_problems(self.recompute_module_list, ranks, megatron)
 
@@ -263,18 +259,16 @@ class AutomatedPipeline(
         for name in _CHOSEN:
             value = megatron.get(name)
             if value not in (None, False, "") and value != chosen.get(name):
-                raise ConfigError(
-                    f"{FLAG_OF[self.mode]} cannot be combined with "
-                    f"--{name.replace('_', '-')} {value}: it chooses layers and schedule; remove "
-                    "one"
-                )
+                why = "it chooses layers and schedule"
+                other = f"{option_of(name)} {value}"
+                raise ConfigError(str(conflict(FLAG_OF[self.mode], other, why)))
 
 
 def _list_problems(text: str, ranks: int, megatron: Megatron) -> Iterator[Problem]:
     from mindspeed.pipeline.layout import evenly, parse_list, stage_counts
 
     if megatron.get("recompute_granularity") == "full":
-        yield Problem(AGAIN, "cannot be combined with --recompute-granularity full", "remove one")
+        yield conflict(AGAIN, "--recompute-granularity full")
     try:
         counts = [count for (count,) in parse_list(text)]
     except ValueError as error:
@@ -300,11 +294,15 @@ def _list_problems(text: str, ranks: int, megatron: Megatron) -> Iterator[Proble
 
 def _kinds(megatron: Megatron) -> tuple[str, ...] | None:
     """Schedules that the model can run; None: all that are searched."""
+    from mindspeed.features.pipeline import plans
     from mindspeed.features.pipeline.divided_backward import divided_backward_problems
-    from mindspeed.features.pipeline.plans import problems_of
     from mindspeed.pipeline.automated.search import WHOLE
 
-    if any(divided_backward_problems(MEMORY, megatron)) or any(problems_of(MEMORY, megatron)):
+    if (
+        any(divided_backward_problems(MEMORY, megatron))
+        or any(plans.problems_of(MEMORY, megatron))
+        or any(exclusions(MEMORY, plans.EXCLUDES, megatron))
+    ):
         virtual = (megatron.get("virtual_pipeline_model_parallel_size") or 1) > 1
         return (WHOLE[virtual],)
     return None

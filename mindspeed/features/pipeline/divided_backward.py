@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mindspeed import device
-from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.feature import Megatron, Problem, conflict
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -37,12 +37,8 @@ def divided_backward_problems(name: str, megatron: Megatron) -> Iterator[Problem
             "unset MINDSPEED_TE",
         )
     if megatron.get("use_transformer_engine_op_fuser"):
-        yield Problem(
-            name,
-            "cannot be combined with --use-transformer-engine-op-fuser: its fused layers compute "
-            "weight gradients in backward",
-            "remove one",
-        )
+        why = "its fused layers compute weight gradients in backward"
+        yield conflict(name, "--use-transformer-engine-op-fuser", why)
 
 
 def divide_backward(

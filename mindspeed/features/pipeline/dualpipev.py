@@ -37,11 +37,11 @@ class DualPipeV(
         "swap-attention",
         "automated-pipeline",
         "dynamic-pipeline",
-        "nanopipe",
         "recompute-layers-per-pp-rank",
         "tensor-parallel-2d",
         "unaligned-pipeline",
     ),
+    excludes={**shared.EXCLUDES, **v_shape.EXCLUDES},
 ):
     """Pipeline stages in a V-shape: first and last on rank 0."""
 

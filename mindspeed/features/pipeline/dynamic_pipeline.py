@@ -26,13 +26,19 @@ if TYPE_CHECKING:
     from mindspeed.pipeline.schedule.micro_batch_sizes import StepShape
 
 logger = logging.getLogger("mindspeed")
-_CHANGES_COUNT = {
-    "rampup_batch_size": "--rampup-batch-size",
-    "decrease_batch_size_if_needed": "--decrease-batch-size-if-needed",
-}
+_COUNT = "the number of micro-batches must not change"
 
 
-class DynamicPipeline(Feature, level=2, seams=("schedule", "batch")):
+class DynamicPipeline(
+    Feature,
+    level=2,
+    seams=("schedule", "batch"),
+    excludes={
+        **shared.EXCLUDES,
+        "rampup_batch_size": _COUNT,
+        "decrease_batch_size_if_needed": _COUNT,
+    },
+):
     """Smaller micro-batches where the pipeline fills and drains."""
 
     optimized_pipeline: bool = flag(
@@ -54,13 +60,6 @@ class DynamicPipeline(Feature, level=2, seams=("schedule", "batch")):
             return
         problems = list(shared.problems_of(name, megatron))
         yield from problems
-        for key, other in _CHANGES_COUNT.items():
-            if megatron.get(key):
-                yield Problem(
-                    name,
-                    f"cannot be combined with {other}: the number of micro-batches must not change",
-                    "remove one",
-                )
         if megatron.get("micro_batch_size") == 1 and not self.manual_mbs:
             yield Problem(
                 name,

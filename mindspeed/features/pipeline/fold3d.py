@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.features.pipeline import plans as shared
 from mindspeed.flags import flag
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mindspeed")
 _KINDS = {"aiao": "aiao", "fifo": "interleaved"}
-_OTHERS = {
-    "use_nanopipe": "--use-nanopipe",
-    "schedules_method": "--schedules-method",
-}
 
 
-class Fold3D(Feature, level=2, seams=("schedule",)):
+class Fold3D(
+    Feature,
+    level=2,
+    seams=("schedule",),
+    conflicts=dict.fromkeys(("nanopipe", "dualpipev"), "they are two schedules"),
+    excludes=shared.EXCLUDES,
+):
     """The reduction of gradients hides behind the backward of a step."""
 
     fold_mode: Literal["aiao", "fifo"] | None = flag(
@@ -71,10 +73,7 @@ class Fold3D(Feature, level=2, seams=("schedule",)):
         kind = _KINDS[self.fold_mode or "aiao"]
         if (schedule := megatron.get("pipeline_schedule")) not in (None, kind):
             other = f"--pipeline-schedule {schedule}"
-            problems.append(Problem(name, f"and {other} are two schedules", "remove one"))
-        for key, other in _OTHERS.items():
-            if megatron.get(key):
-                problems.append(Problem(name, f"and {other} are two schedules", "remove one"))
+            problems.append(conflict(name, other, "they are two schedules"))
         if not problems:
             from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NAME = "--use-multiparameter-pipeline-model-parallel"
 
 
-class MultiparameterPipeline(Feature, level=2, seams=("schedule",)):
+class MultiparameterPipeline(Feature, level=2, seams=("schedule",), excludes=shared.EXCLUDES):
     """Pipeline stages that hand on several tensors."""
 
     use_multiparameter_pipeline_model_parallel: bool = flag(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.features.pipeline import plans
 from mindspeed.features.pipeline.divided_backward import (
     costs_of,
@@ -33,7 +33,12 @@ class Nanopipe(
     Feature,
     level=2,
     seams=("chunk", "schedule"),
-    conflicts=("tensor-parallel-2d", "adaptive-memory"),
+    conflicts={
+        "tensor-parallel-2d": "",
+        "adaptive-memory": "",
+        "dualpipev": "they are two schedules",
+    },
+    excludes=plans.EXCLUDES,
 ):
     """Weight gradients are computed where a pipeline rank would wait."""
 
@@ -49,9 +54,14 @@ class Nanopipe(
         problems = [
             *plans.problems_of(_NAME, megatron),
             *divided_backward_problems(_NAME, megatron),
-            *_other_schedules(megatron),
+            *self._other_schedule(megatron),
         ]
         return problems or [*self._plan_problems(megatron)]
+
+    def _other_schedule(self, megatron: Megatron) -> Iterator[Problem]:
+        given = megatron.get("pipeline_schedule")
+        if given not in (None, "nanopipe"):
+            yield conflict(_NAME, f"--pipeline-schedule {given}", "they are two schedules")
 
     def _plan_problems(self, megatron: Megatron) -> Iterator[Problem]:
         from mindspeed.pipeline.schedule.schedules import ScheduleRequest
@@ -84,18 +94,6 @@ class Nanopipe(
 
         divide_backward(seams, self.name, _host_check(megatron))
         seams.schedule.add(schedule, owner=self.name)
-
-
-def _other_schedules(megatron: Megatron) -> Iterator[Problem]:
-    given = megatron.get("pipeline_schedule")
-    if given not in (None, "nanopipe"):
-        yield Problem(_NAME, f"and --pipeline-schedule {given} are two schedules", "remove one")
-    for name, other in {
-        "schedules_method": "--schedules-method",
-        "fold_mode": "--fold-mode",
-    }.items():
-        if megatron.get(name):
-            yield Problem(_NAME, f"and {other} {megatron[name]} are two schedules", "remove one")
 
 
 def _host_check(megatron: Megatron) -> Callable[[int, int], None]:

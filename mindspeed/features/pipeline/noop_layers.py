@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class NoopLayers(Feature, level=0, seams=("layer_spec", "computing_layers")):
+class NoopLayers(
+    Feature,
+    level=0,
+    seams=("layer_spec", "computing_layers"),
+    excludes=dict.fromkeys(
+        ("is_hybrid_model", "use_legacy_models", "overlap_moe_expert_parallel_comm"), ""
+    ),
+):
     """Layers that compute nothing, to balance pipeline stages."""
 
     noop_layers: tuple[int, ...] = flag(
@@ -29,11 +36,7 @@ class NoopLayers(Feature, level=0, seams=("layer_spec", "computing_layers")):
     def problems(self, megatron: Megatron) -> list[Problem]:
         from mindspeed.pipeline.noop_layers import problem_of
 
-        problems = [
-            Problem("--noop-layers", f"cannot be combined with {flag_name}")
-            for name, flag_name in _INCOMPATIBLE.items()
-            if megatron.get(name)
-        ]
+        problems = []
         num_layers = megatron.get("num_layers")
         if (
             num_layers is not None
@@ -63,10 +66,3 @@ def indices_of(value: Any) -> tuple[int, ...]:
     """The flag's value in a namespace (``["0,7"]``, ``(0, 7)``, None) as indices."""
     (item,) = flags_of(NoopLayers)
     return check_value(item, value) or ()
-
-
-_INCOMPATIBLE = {
-    "is_hybrid_model": "--hybrid-override-pattern",
-    "use_legacy_models": "--use-legacy-models",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-}

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, exclusions
 from mindspeed.features.memory.scheduled_recomputation import (
+    LAYER_EXCLUDES,
     drop_layers,
-    layer_problems,
     recomputing,
 )
 from mindspeed.features.pipeline import plans as shared
@@ -57,7 +57,7 @@ _GROUPED = ("1f1b", "interleaved", "nanopipe", "zb-h1")
 _GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
-class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule")):
+class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule"), excludes=shared.EXCLUDES):
     """The order of forwards and backwards in a pipeline, by name or from a file."""
 
     pipeline_schedule: str | None = flag(
@@ -106,9 +106,7 @@ class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule")):
             return
         if self._is_file():
             for other in (key for key in _OTHER_SCHEDULES if megatron.get(key)):
-                yield Problem(
-                    name, f"and {_OTHER_SCHEDULES[other]} are two schedules", "remove one of them"
-                )
+                yield conflict(name, _OTHER_SCHEDULES[other], "they are two schedules")
             if megatron.get("rampup_batch_size"):
                 yield Problem(
                     name,
@@ -143,7 +141,7 @@ class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule")):
             )
             return
         if plan is not None and _recomputes(plan):
-            yield from layer_problems(name, megatron)
+            yield from exclusions(name, LAYER_EXCLUDES, megatron)
             if granularity := megatron.get("recompute_granularity"):
                 yield Problem(
                     name,
@@ -159,9 +157,7 @@ class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule")):
         chosen = {"use_nanopipe": "nanopipe", "fold_mode": "aiao", "schedules_method": "dualpipev"}
         for key, kind in chosen.items():
             if megatron.get(key) and self.pipeline_schedule != kind:
-                yield Problem(
-                    name, f"and {_OTHER_SCHEDULES[key]} are two schedules", "remove one of them"
-                )
+                yield conflict(name, _OTHER_SCHEDULES[key], "they are two schedules")
 
     def _changes(self, megatron: Megatron) -> dict[str, Any]:
         """The fields of ``ScheduleRequest`` that the flags give.

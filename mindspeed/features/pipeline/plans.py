@@ -16,38 +16,30 @@ if TYPE_CHECKING:
     from mindspeed.pipeline.schedule.plan import Plan
     from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 
-_UNSUPPORTED = {
-    "overlap_moe_expert_parallel_comm": (
-        "--overlap-moe-expert-parallel-comm",
-        "it has a schedule of its own",
-    ),
-    "hybrid_context_parallel": ("--hybrid-context-parallel", "it has a schedule of its own"),
-    "fine_grained_activation_offloading": (
-        "--fine-grained-activation-offloading",
-        "it expects Megatron's order of micro-batches",
-    ),
-    "use_megatron_fsdp": ("--use-megatron-fsdp", "FSDP reduces gradients by hooks"),
-    "use_torch_fsdp2": ("--use-torch-fsdp2", "FSDP reduces gradients by hooks"),
-    "use_ring_exchange_p2p": ("--use-ring-exchange-p2p", "messages are sent one by one"),
-    "enable_cuda_graph": ("--enable-cuda-graph", "graphs are recorded in Megatron's order"),
-    "external_cuda_graph": ("--external-cuda-graph", "graphs are recorded in Megatron's order"),
-    "adaptive_memory_optimization": (
-        "--adaptive-memory-optimization",
-        "its budget is for Megatron's order of micro-batches",
-    ),
-    "adaptive_recompute_device_swap": (
-        "--adaptive-recompute-device-swap",
-        "its budget is for Megatron's order of micro-batches",
-    ),
+_ORDER = "graphs are recorded in Megatron's order"
+_HOOKS = "FSDP reduces gradients by hooks"
+_BUDGET = "its budget is for Megatron's order of micro-batches"
+EXCLUDES = {
+    "overlap_moe_expert_parallel_comm": "it has a schedule of its own",
+    "hybrid_context_parallel": "it has a schedule of its own",
+    "fine_grained_activation_offloading": "it expects Megatron's order of micro-batches",
+    "use_megatron_fsdp": _HOOKS,
+    "use_torch_fsdp2": _HOOKS,
+    "use_ring_exchange_p2p": "messages are sent one by one",
+    "enable_cuda_graph": _ORDER,
+    "external_cuda_graph": _ORDER,
+    "cuda_graph_impl": _ORDER,
+    "adaptive_memory_optimization": _BUDGET,
+    "adaptive_recompute_device_swap": _BUDGET,
     "num_microbatches_with_partial_activation_checkpoints": (
-        "--num-microbatches-with-partial-activation-checkpoints",
-        "it depends on Megatron's order of micro-batches",
+        "it depends on Megatron's order of micro-batches"
     ),
 }
+"""Arguments that no plan can be combined with."""
 
 
 def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """What no plan can be combined with.
+    """There is nothing to schedule.
 
     Args:
         flag: with its value, for messages.
@@ -58,16 +50,6 @@ def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
             flag,
             "there is one pipeline rank, so nothing to schedule",
             "give --pipeline-model-parallel-size, or remove it",
-        )
-    for name, (other, why) in _UNSUPPORTED.items():
-        if megatron.get(name):
-            yield Problem(flag, f"cannot be combined with {other}: {why}", "remove one")
-    if (graphs := megatron.get("cuda_graph_impl")) not in (None, "none"):
-        yield Problem(
-            flag,
-            f"cannot be combined with --cuda-graph-impl {graphs}: graphs are recorded in "
-            "Megatron's order",
-            "remove one",
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
@@ -60,10 +60,8 @@ class UnalignedPipeline(
         except ValueError as error:
             return [Problem(given[0], str(error))]
         return [
-            Problem(
-                given[0], f"cannot be combined with {spelling}", "both divide the layers: give one"
-            )
-            for other, spelling in _SPLITS.items()
+            conflict(given[0], option_of(other), "both divide the layers", "give one")
+            for other in _SPLITS
             if megatron.get(other) not in (None, False, wanted)
         ]
 
@@ -116,13 +114,13 @@ class UnalignedPipeline(
         seams.model_arguments.add(check, owner=self.name)
 
 
-_SPLITS = {
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
-    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
-    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-}
-"""Arguments of Megatron's that divide the layers, too, and their flags."""
+_SPLITS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
+"""Arguments of Megatron's that divide the layers, too."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Megatron, Problem
+from mindspeed.features.feature import Megatron, Problem, conflict
 from mindspeed.pipeline.layout import even_layout
 
 if TYPE_CHECKING:
@@ -29,12 +29,15 @@ _OTHER_SPLITS = {
     "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
 }
-_UNSUPPORTED = {
-    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
-    "use_legacy_models": "--use-legacy-models",
-    "is_hybrid_model": "--hybrid-override-pattern",
-    "hybrid_override_pattern": "--hybrid-override-pattern",
-}
+EXCLUDES = dict.fromkeys(
+    (
+        "defer_embedding_wgrad_compute",
+        "use_legacy_models",
+        "is_hybrid_model",
+        "hybrid_override_pattern",
+    ),
+    "",
+)
 
 
 def flag_of(values: Mapping[str, Any]) -> str | None:
@@ -105,13 +108,11 @@ def problems(name: str, megatron: Megatron) -> Iterator[Problem]:
                 "something else",
                 f"remove {flag}; {LAYOUT} with {2 * ranks} stages splits the layers unevenly",
             )
-    for other, flag in _UNSUPPORTED.items():
-        if megatron.get(other):
-            yield Problem(name, f"cannot be combined with {flag}", "remove one of them")
     if megatron.get("ckpt_format") == "torch":
-        yield Problem(
+        yield conflict(
             name,
-            "cannot be combined with --ckpt-format torch, which stores layers by rank and chunk",
+            "--ckpt-format torch",
+            "it stores layers by rank and chunk",
             "use --ckpt-format torch_dist",
         )
     yield from _layers(name, megatron, ranks)

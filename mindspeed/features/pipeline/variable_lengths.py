@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mindspeed")
 
 
-class VariableLengths(Feature, level=2, seams=("batch", "schedule")):
+class VariableLengths(
+    Feature,
+    level=2,
+    seams=("batch", "schedule"),
+    excludes={"hybrid_context_parallel": "it gives each sample its own ranks"},
+):
     """Micro-batches as long as their longest sample, through the pipeline."""
 
     variable_seq_lengths: bool = flag(
@@ -31,15 +36,6 @@ class VariableLengths(Feature, level=2, seams=("batch", "schedule")):
 
     def problems(self, megatron: Megatron) -> list[Problem]:
         name, problems = "--variable-seq-lengths", []
-        if megatron.get("hybrid_context_parallel"):
-            problems.append(
-                Problem(
-                    name,
-                    "cannot be combined with --hybrid-context-parallel, which gives each sample "
-                    "its own ranks",
-                    "remove one",
-                )
-            )
         if megatron.get("moe_token_dispatcher_type") == "allgather" and megatron.get("num_experts"):
             problems.append(
                 Problem(

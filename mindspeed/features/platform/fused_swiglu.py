@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class FusedSwiglu(Feature, level=1, seams=("kernels",)):
             return [Problem(name, "the model has another activation", "add --swiglu")]
         unfused = not megatron.get("bias_swiglu_fusion", True)
         if unfused and not megatron.get("use_te_activation_func"):
-            return [Problem(name, "cannot be combined with --no-bias-swiglu-fusion", "remove one")]
+            return [conflict(name, "--no-bias-swiglu-fusion")]
         return []
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:

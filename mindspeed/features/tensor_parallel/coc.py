@@ -28,7 +28,7 @@ FUSED = "--coc-fused-kernel (USE_COC_FUSED_KERNEL)"
 MODE = "--coc-mode (COC_MODE)"
 
 
-class Coc(Feature, level=2, seams=("kernels",)):
+class Coc(Feature, level=2, seams=("kernels",), excludes={"tp_comm_overlap": ""}):
     """Products of linear layers overlap with their tensor-parallel collectives."""
 
     use_ascend_coc: bool = flag(
@@ -104,10 +104,6 @@ class Coc(Feature, level=2, seams=("kernels",)):
             problems.append(Problem("--coc-cfgs", str(error)))
         name = given_names(self)[0]
         problems += shared.common_problems(name, megatron)
-        if megatron.get("tp_comm_overlap"):
-            problems.append(
-                Problem(name, "cannot be combined with --tp-comm-overlap", "choose one")
-            )
         problems += self._without_effect(chosen, megatron)
         problems += self._rows(chosen, megatron)
         return problems

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 NAME = "--use-ascend-mc2"
 
 
-class Mc2(Feature, level=2, seams=("kernels",), conflicts=("coc",)):
+class Mc2(
+    Feature,
+    level=2,
+    seams=("kernels",),
+    conflicts=("coc",),
+    excludes={"tp_comm_overlap": ""},
+):
     """A product of a linear layer and its collective in one kernel."""
 
     use_ascend_mc2: bool = flag(False, "a product and its collective in one kernel")
@@ -28,10 +34,6 @@ class Mc2(Feature, level=2, seams=("kernels",), conflicts=("coc",)):
     def problems(self, megatron: Megatron) -> list[Problem]:
         problems = list(shared.common_problems(NAME, megatron))
         problems += shared.sequence_parallel_problem(NAME, "fuses", megatron)
-        if megatron.get("tp_comm_overlap"):
-            problems.append(
-                Problem(NAME, "cannot be combined with --tp-comm-overlap", "choose one")
-            )
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:

@@ -40,13 +40,6 @@ def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
             "products in fp8 and fp4 (--fp8-format, --fp4-format) run between plain collectives",
             "remove one",
         )
-    if megatron.get("unaligned_linear"):
-        yield Problem(
-            flag,
-            "cannot be combined with --unaligned-linear, whose ranks have different numbers of "
-            "columns",
-            "remove one",
-        )
     local = megatron.get("transformer_impl") == "local"
     if not local and te.choose(device.current().name)[0] == "native":
         yield Problem(

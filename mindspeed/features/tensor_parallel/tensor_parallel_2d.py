@@ -35,37 +35,6 @@ _OVERLAP = (
 )
 _TP = "--tensor-model-parallel-size"
 
-_UNAVAILABLE = {
-    "num_experts": "mixture of experts (--num-experts)",
-    "multi_latent_attention": "latent attention (--multi-latent-attention)",
-    "mtp_num_layers": "multi-token prediction (--mtp-num-layers)",
-    "reset_attention_mask": "packed documents (--reset-attention-mask)",
-    "reset_position_ids": "packed documents (--reset-position-ids)",
-    "sft": "packed documents (--sft)",
-    "variable_seq_lengths": "--variable-seq-lengths",
-    "lora_target_modules": "adapters (--lora-target-modules)",
-    "lora_modules_to_save": "adapters (--lora-modules-to-save)",
-    "lora_load": "adapters (--lora-load)",
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
-    "coc_fused_kernel": "--coc-fused-kernel: one kernel cannot use the communicators of two groups",
-    "noop_layers": "--noop-layers",
-    "recompute_norm": "--recompute-norm",
-    "recompute_activation_function": "--recompute-activation-function",
-    "swap_attention": "--swap-attention",
-    "optimize_recomp_communication_level": "--optimize-recomp-communication-level",
-    "unaligned_linear": "--unaligned-linear",
-    "delay_wgrad_compute": "--delay-wgrad-compute",
-    "cpu_offloading": "--cpu-offloading",
-    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
-    "use_legacy_models": "--use-legacy-models",
-    "is_hybrid_model": "--hybrid-override-pattern",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_te_activation_func": "--use-te-activation-func",
-    "attention_output_gate": "--attention-output-gate",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-}
 _CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo")
 
 
@@ -79,7 +48,40 @@ class TensorParallel2D(
         "coc",
         "mc2",
         "tp-comm-overlap",
+        "noop-layers",
+        "recompute-activation-function",
+        "recompute-communication",
+        "recompute-norm",
+        "swap-attention",
+        "variable-lengths",
     ),
+    excludes=dict.fromkeys(
+        (
+            "num_experts",
+            "multi_latent_attention",
+            "mtp_num_layers",
+            "reset_attention_mask",
+            "reset_position_ids",
+            "sft",
+            "lora_target_modules",
+            "lora_modules_to_save",
+            "lora_load",
+            "fp8",
+            "fp4",
+            "delay_wgrad_compute",
+            "cpu_offloading",
+            "fine_grained_activation_offloading",
+            "use_legacy_models",
+            "is_hybrid_model",
+            "hybrid_context_parallel",
+            "use_megatron_fsdp",
+            "use_te_activation_func",
+            "attention_output_gate",
+            "heterogeneous_layers_config_path",
+        ),
+        "",
+    )
+    | {"coc_fused_kernel": "one kernel cannot use the communicators of two groups"},
 ):
     """Tensor parallelism on a grid of ranks: hidden size and sequence are sharded."""
 
@@ -133,9 +135,6 @@ class TensorParallel2D(
         if len(forward) > 1:
             spelt = " and ".join(f"--{name.replace('_', '-')}" for name in forward)
             yield Problem(spelt, "each hide a collective of the forward pass", "choose one of them")
-        for name, text in _UNAVAILABLE.items():
-            if megatron.get(name):
-                yield Problem(own, f"does not work with {text}", "remove one of them")
         yield from _context_parallel(own, megatron)
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:

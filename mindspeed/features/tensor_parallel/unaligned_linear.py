@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
 from mindspeed.adaptor.printing import print_rank_0
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
@@ -21,13 +21,36 @@ if TYPE_CHECKING:
     from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes
 
 NAME = "--unaligned-linear"
+_COLUMNS = "ranks have different numbers of columns"
 
 
 class UnalignedLinear(
     Feature,
     level=2,
     seams=("model_arguments", "layer_spec", "chunk", "kernels", "schedule"),
-    conflicts=("coc",),
+    conflicts=dict.fromkeys(("coc", "mc2"), _COLUMNS) | {"tensor-parallel-2d": ""},
+    excludes={"tp_comm_overlap": _COLUMNS}
+    | dict.fromkeys(
+        (
+            "use_legacy_models",
+            "num_experts",
+            "multi_latent_attention",
+            "mtp_num_layers",
+            "hybrid_override_pattern",
+            "heterogeneous_layers_config_path",
+            "fp8",
+            "fp4",
+            "lora_target_modules",
+            "lora_load",
+            "use_megatron_fsdp",
+            "use_torch_fsdp2",
+            "distribute_saved_activations",
+            "use_transformer_engine_op_fuser",
+            "attention_output_gate",
+            "qk_clip",
+        ),
+        "",
+    ),
     after=("noop-layers",),
 ):
     """Tensor parallelism of heads, MLP width and sequence length that do not divide."""
@@ -39,13 +62,8 @@ class UnalignedLinear(
 
     def problems(self, megatron: Megatron) -> list[Problem]:
         problems = [
-            Problem(NAME, f"cannot be combined with {other}", "remove one")
-            for name, other in _INCOMPATIBLE.items()
-            if megatron.get(name)
-        ]
-        problems += [
-            Problem(NAME, f"cannot be combined with {other} {megatron[name]}", "remove one")
-            for name, (values, other) in _ALLOWED.items()
+            conflict(NAME, f"{option_of(name)} {megatron[name]}")
+            for name, values in _ALLOWED.items()
             if megatron.get(name) not in values
         ]
         sizes = sizes_of(megatron)
@@ -94,39 +112,13 @@ class UnalignedLinear(
             _attach_rows(seams, uneven_rows)
 
 
-_INCOMPATIBLE = {
-    "use_legacy_models": "--use-legacy-models",
-    "num_experts": "--num-experts",
-    "multi_latent_attention": "--multi-latent-attention",
-    "mtp_num_layers": "--mtp-num-layers",
-    "hybrid_override_pattern": "--hybrid-override-pattern",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "use_ascend_mc2": "--use-ascend-mc2",
-    "use_ascend_coc": "--use-ascend-coc",
-    "tp_2d": "--tp-2d",
-    "use_nd_matmul": "--use-nd-matmul",
-    "tp_comm_overlap": "--tp-comm-overlap",
-    "fp8": "--fp8-format",
-    "fp4": "--fp4-format",
-    "lora_target_modules": "--lora-target-modules",
-    "lora_load": "--lora-load",
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_torch_fsdp2": "--use-torch-fsdp2",
-    "distribute_saved_activations": "--distribute-saved-activations",
-    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
-    "attention_output_gate": "--attention-output-gate",
-    "qk_clip": "--qk-clip",
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": (None, "rope", "learned_absolute", "none", "yarn"),
+    "softmax_type": (None, "vanilla"),
+    "optimizer": (None, "adam", "sgd", "fused_adam"),
+    "context_parallel_size": (None, 1),
 }
-_ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "position_embedding_type": (
-        (None, "rope", "learned_absolute", "none", "yarn"),
-        "--position-embedding-type",
-    ),
-    "softmax_type": ((None, "vanilla"), "--softmax-type"),
-    "optimizer": ((None, "adam", "sgd", "fused_adam"), "--optimizer"),
-    "context_parallel_size": ((None, 1), "--context-parallel-size"),
-}
-"""Argument -> values with which layers can be sharded unevenly, and its flag."""
+"""Argument -> values with which layers can be sharded unevenly."""
 
 
 def sizes_of(megatron: Megatron) -> ModelSizes | None:
@@ -172,10 +164,10 @@ def _size_problems(sizes: ModelSizes, megatron: Megatron) -> Iterator[Problem]:
             f"{sizes.num_attention_heads}",
         )
     if uneven[2] and megatron.get("variable_seq_lengths"):
-        yield Problem(
+        yield conflict(
             NAME,
-            "cannot be combined with --variable-seq-lengths: ranks know the rows of the others "
-            "from --seq-length",
+            "--variable-seq-lengths",
+            "ranks know the rows of the others from --seq-length",
             "remove --sequence-parallel or --variable-seq-lengths",
         )
     if uneven[2] and _native_engine():
