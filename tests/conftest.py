@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 import sys
@@ -42,8 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose weekly tests or the others, mark slow cases, and put files with slow tests first.
 
-    ``quick_cases`` says which cases are slow. A weekly test that is named on the command line runs
-    without ``--weekly``. Files with slow tests first: none of them then keeps one worker busy alone
+    ``quick_cases`` and ``weekly_cases`` say which cases are slow or weekly. A weekly test that is
+    named on the command line runs without ``--weekly``. Files with slow tests first: none of them then keeps one worker busy alone
     at the end, as pytest-xdist hands out files in this order with ``--no-loadscope-reorder``.
     """
     cases: Counter[str] = Counter()
@@ -54,13 +55,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[test] += 1
             if cases[test] > limit.args[0]:
                 item.add_marker(pytest.mark.slow)
-    if not any("::" in argument for argument in config.args):
+    named = any("::" in argument for argument in config.args)
+    _mark_weekly_cases(items, all_cases=not named)
+    if not named:
         weekly = config.getoption("weekly")
         other = [item for item in items if bool(item.get_closest_marker("weekly")) != weekly]
         config.hook.pytest_deselected(items=other)
         items[:] = [item for item in items if bool(item.get_closest_marker("weekly")) == weekly]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def _mark_weekly_cases(items: list[pytest.Item], *, all_cases: bool) -> None:
+    """Mark the cases that ``weekly_cases`` names; one that names no case has been renamed."""
+    patterns: dict[tuple[str, str], bool] = {}
+    for item in items:
+        limit = item.get_closest_marker("weekly_cases")
+        test, _, case = item.nodeid.partition("[")
+        for pattern in limit.args if limit else ():
+            found = fnmatch.fnmatchcase(case.removesuffix("]"), pattern)
+            patterns[test, pattern] = patterns.get((test, pattern), False) or found
+            if found:
+                item.add_marker(pytest.mark.weekly)
+    lost = [f"{test}: {pattern!r}" for (test, pattern), found in patterns.items() if not found]
+    if lost and all_cases:
+        raise pytest.UsageError("weekly_cases without such a case: " + "; ".join(lost))
 
 
 @pytest.hookimpl(optionalhook=True)

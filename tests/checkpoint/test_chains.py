@@ -36,6 +36,13 @@ CHAINS = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "reshardable to plain",
+    "reshardable experts 2 to tensor 2",
+    "experts 1 to experts 2",
+    "bf16 experts 2 to tensor 2",
+    "experts 2 to pipeline 2",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_losses_continue_those_of_one_run(chain, ranks, tmp_path):

@@ -171,6 +171,13 @@ def as_megatron_writes(checkpoint, folder):
             torch.save(state, path)
 
 
+@pytest.mark.weekly_cases(
+    "convert-safetensors",
+    "convert-torch",
+    "script-deepspeed",
+    "merge-lora",
+    "finetune",
+)
 @pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("producer", [*QUICK, *(n for n in (*SAME, *TRAINED) if n not in QUICK)])
 def test_every_consumer_reads_what_every_producer_writes(producer, runner, tmp_path):
@@ -209,6 +216,7 @@ def helped(message, words, runner, tmp_path):
     return [f"{w.partition('=')[0]}={merged}" if w.startswith(flags) else w for w in words]
 
 
+@pytest.mark.weekly_cases("finetune", "chat", "verify")
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_a_refusal_names_a_command_that_runs(consumer, runner, tmp_path):
     """A Hugging Face folder without its prefix, and adapters in the place of a model."""

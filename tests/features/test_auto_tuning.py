@@ -174,6 +174,7 @@ TINY = (
 )
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_job_of_two_ranks_ends_well_after_its_plan(tmp_path):
     """Rank 1 ends at once, rank 0 with the status of the plan, torchrun without an error."""

@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.weekly_cases("packed documents, *", "latent attention, *")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_after_training_are_those_without_a_plan(ranks, case):
@@ -108,6 +109,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.weekly_cases("zero 2", "ulysses", "hybrid", "different lengths")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_end_alike_with_a_plan_in_a_file(ranks, tmp_path, layout):

@@ -136,6 +136,7 @@ def on_the_cpu(rank_pool, weights, tmp_path_factory):
     return get
 
 
+@pytest.mark.weekly_cases("tensor-parallel", "hidden-experts", "fused-experts", "fused")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -47,6 +47,7 @@ def test_on_the_cpu(operator):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @every_operator
 def test_on_the_cpu_every_argument_of_every_sample(operator):

@@ -31,6 +31,7 @@ def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
         assert error <= (2.0 if dtype == torch.bfloat16 else 1.0), dtype
 
 
+@pytest.mark.weekly_cases("*-4096")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "hidden",
@@ -90,6 +91,7 @@ def test_several_narrow_rows_share_a_program(name, hidden, ranks, triton):
     assert launch["resident"] * launch["warps"] >= 16  # of 64 that a multiprocessor holds
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_expected_bandwidth_of_the_documentation(ranks, triton):
     (found,) = ranks(1, jobs.expected_bandwidth, env=triton, setup=COMPILER, timeout=240)

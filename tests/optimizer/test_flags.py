@@ -135,6 +135,7 @@ HALF = f"--fp16 --initial-loss-scale 65536 {SHARDED}"
 LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
 
 
+@pytest.mark.weekly_cases("plain")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -174,6 +175,7 @@ PAIRS = (
 )
 
 
+@pytest.mark.weekly_cases("tensor-exact", "overlap-exact")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout, kind", PAIRS)
 def test_layouts_train_to_the_same_bits(rank_pool, layout, kind):

@@ -62,6 +62,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.weekly_cases("fully_reshardable-2-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("format_", "before", "after"), FORMATS)
 def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, before, after):
@@ -182,6 +183,7 @@ def test_states_of_another_rule_are_refused_where_they_are_loaded(rank_pool, tmp
         assert bool(text) == bool(result[pair]), pair
 
 
+@pytest.mark.weekly_cases("plain-fully_reshardable", "distributed-torch")
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("format_", ["fully_reshardable", "torch"])
 @KINDS
@@ -294,6 +296,12 @@ def test_narrow_gradients_are_not_rounded_again(rank_pool, kind):
         assert result["one"].digests == result["other"].digests
 
 
+@pytest.mark.weekly_cases(
+    "fp16-constant-scale-plain",
+    "fp16-experts-plain",
+    "fp16-distributed",
+    "bf16-plain",
+)
 @pytest.mark.quick_cases(1)
 @KINDS
 @pytest.mark.parametrize("kind", GRADIENTS)

@@ -79,6 +79,15 @@ CASES = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "fp16",
+    "layers again, divided, local",
+    "outputs again",
+    "divided gradients",
+    "cadam",
+    "mapped states",
+    "latent attention, more tokens",
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_fake_equals_real(ranks, case: str) -> None:

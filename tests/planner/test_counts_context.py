@@ -49,6 +49,13 @@ CASES = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "double ring",
+    "window",
+    "uneven heads",
+    "products in parts",
+    "documents of 12",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_fake_equals_real(ranks, name):

@@ -58,6 +58,16 @@ CASES = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "sliced",
+    "async",
+    "overlap",
+    "zero memory 1",
+    "once to each node",
+    "behind attention",
+    "adapters",
+    "spread over*",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_fake_equals_real(ranks, case: str) -> None:

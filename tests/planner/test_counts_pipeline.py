@@ -36,6 +36,13 @@ CASES = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "interleaved by Megatron",
+    "sizes",
+    "no-op layers",
+    "recomputed in the bubble",
+    "uneven layers",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_fake_equals_real(ranks, name):

@@ -155,6 +155,7 @@ def test_composed_seconds_are_those_of_the_whole_job(runs):
     assert chunk["seconds B"] == pytest.approx(backward, rel=0.01)
 
 
+@pytest.mark.weekly_cases("zb-h1", "context, *")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_composed_figures_are_those_of_the_whole_job(name, runs):

@@ -11,6 +11,12 @@ from tests.te import checkpoint_ranks
 needs("megatron.core")
 
 
+@pytest.mark.weekly_cases(
+    "dp_reshardable-bf16",
+    "dp_reshardable-bf16-precision-aware",
+    "fully_reshardable-fp32",
+    "fully_reshardable-bf16-moments",
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", checkpoint_ranks.OPTIONS)
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])

@@ -65,6 +65,11 @@ def plain_runs() -> dict[tuple[int, str], Run]:
     return {}
 
 
+@pytest.mark.weekly_cases(
+    "tensor parallel, local spec, recomputed",
+    "recomputed without all-reduces, local spec",
+    "Megatron's flag, local spec",
+)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )

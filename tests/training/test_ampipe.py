@@ -55,6 +55,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.weekly_cases("context-parallel", "context-parallel-core-attention")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):

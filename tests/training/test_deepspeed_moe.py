@@ -52,6 +52,12 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "padded-tensor",
+    "window-pipeline",
+    "exact-recompute",
+    "padded-zero-memory",
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_are_those_of_megatrons_model(name, one_rank):
@@ -80,6 +86,7 @@ DROPS = {
 }
 
 
+@pytest.mark.weekly_cases("rsample", "pieces")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DROPS)
 def test_losses_with_drops_do_not_depend_on_where_experts_are(name, one_rank):

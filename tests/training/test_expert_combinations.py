@@ -58,6 +58,7 @@ def trained(reference, program, more):
     return reference.train(size, f"{flags} {more}", nodes)
 
 
+@pytest.mark.weekly_cases("hierarchical-*", "ampipe-*", "groups-*", "saving-*", "overlap-*block*")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("program", "recompute"), ADAPTERS)
 def test_adapters_of_experts_with_recomputation(program, recompute, one_rank):
@@ -82,6 +83,7 @@ DROPPED = [
 ]
 
 
+@pytest.mark.weekly_cases("plain-*", "dedup-*", "gather-*", "pieces-*", "extended-*")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("program", "recompute"), DROPPED)
 def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
@@ -92,6 +94,7 @@ def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
     assert abs(expected[0]["lm_loss"] - reference.records[0]["lm_loss"]) > 1e-4
 
 
+@pytest.mark.weekly_cases("overlap", "dedup", "gather", "ampipe", "extended", "saving")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_fp16(program, one_rank):
@@ -126,6 +129,7 @@ RESUMED = {  # (ranks, flags) before and after, the optimizer
 }
 
 
+@pytest.mark.weekly_cases("to-one-rank", "to-expert-ranks", "to-more-tensor-ranks", "from-replicas")
 @pytest.mark.slow
 @pytest.mark.parametrize("change", RESUMED)
 def test_extended_experts_continue_on_another_layout(change, one_rank):

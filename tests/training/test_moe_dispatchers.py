@@ -56,6 +56,15 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "gather-virtual-pipeline",
+    "gather-recompute",
+    "gather-mtp",
+    "gather-zero-memory",
+    "hierarchical-zero-memory",
+    "gather-context",
+    "gather-local",
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):

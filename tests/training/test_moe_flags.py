@@ -119,6 +119,7 @@ VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 
 LORA = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
 
 
+@pytest.mark.weekly_cases("distributed-optimizer", "local", "extended")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),

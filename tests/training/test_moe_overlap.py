@@ -62,6 +62,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.weekly_cases("distributed-optimizer", "sequence")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_without_the_flag(layout, one_rank):
