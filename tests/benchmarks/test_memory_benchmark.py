@@ -16,6 +16,7 @@ needs("megatron.core")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path / "memory")]

@@ -27,6 +27,7 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run_on_the_cpu(tmp_path):
     done = run("--out", tmp_path / "figures")

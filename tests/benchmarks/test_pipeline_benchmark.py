@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.json"
