@@ -32,6 +32,7 @@ from typing import Any
 from mindspeed.testing.rank_server import Failure, Reply, Request
 
 DEFAULT_TIMEOUT = 60.0
+MOST_SERVERS = 4  # of a pool, 0.4 GB each with Megatron; the one used least recently ends first
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -90,12 +91,11 @@ def _headline(failure: Failure, function: str, world_size: int) -> str:
 
 
 class RankPool:
-    """Fork servers, started at first use and ended by :meth:`close`.
+    """Fork servers, started at first use; at most `MOST_SERVERS` are alive at once.
 
     Args:
-        environment: variables of every rank, besides those that make gloo quiet and single-threaded
-        on
-            the loopback interface.
+        environment: variables of every rank, besides those that make gloo quiet and
+            single-threaded on the loopback interface.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None):
@@ -157,9 +157,12 @@ class RankPool:
         return [_Result(io.BytesIO(result), setup).load() for result in reply.results]
 
     def _server(self, setup: str) -> _Server:
-        server = self._servers.get(setup)
+        server = self._servers.pop(setup, None)
         if server is None or not server.alive():
-            server = self._servers[setup] = _Server(setup, self._environment)
+            while len(self._servers) >= MOST_SERVERS:
+                self._servers.pop(next(iter(self._servers))).close()
+            server = _Server(setup, self._environment)
+        self._servers[setup] = server  # the last one is the one used most recently
         return server
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.testing import RankError, RankPool
+from mindspeed.testing.ranks import MOST_SERVERS
 
 
 def all_sum(value: float) -> tuple[int, int, float]:
@@ -187,6 +188,20 @@ def test_nothing_is_left_after_ctrl_c(tmp_path):
     time.sleep(0.2)
     for path in tmp_path.glob("pid*"):
         assert not Path("/proc", path.read_text()).exists()
+
+
+def test_a_pool_keeps_the_servers_used_most_recently():
+    with RankPool() as pool:
+        setups = ["", "json", "csv", "ast", "bz2"]
+        assert len(setups) == MOST_SERVERS + 1
+        for setup in setups[:-1]:
+            pool.run(1, own_environment, setup=setup)
+        pool.run(1, own_environment, setup=setups[0])
+        least_recent = pool._servers[setups[1]]
+        pool.run(1, own_environment, setup=setups[-1])
+        assert list(pool._servers) == [*setups[2:-1], setups[0], setups[-1]]
+        assert not least_recent.alive()
+        assert all(server.alive() for server in pool._servers.values())
 
 
 def test_a_pool_closes_its_servers():
