@@ -44,8 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Choose weekly tests or the others, mark slow cases, and put files with slow tests first.
 
     ``quick_cases`` and ``weekly_cases`` say which cases are slow or weekly. A weekly test that is
-    named on the command line runs without ``--weekly``. Files with slow tests first: none of them then keeps one worker busy alone
-    at the end, as pytest-xdist hands out files in this order with ``--no-loadscope-reorder``.
+    named on the command line runs without ``--weekly``. Files with slow tests first: none of them
+    then keeps one worker busy alone at the end, as pytest-xdist hands out files in this order with
+    ``--no-loadscope-reorder``.
     """
     cases: Counter[str] = Counter()
     for item in items:

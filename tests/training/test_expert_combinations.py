@@ -103,7 +103,8 @@ def test_fp16(program, one_rank):
     expected = reference.train(1, fp16)
     records = trained(reference, program, fp16)
     assert column(records, "loss_scale") == column(expected, "loss_scale") == [1024] * 3
-    assert_same_training(records, expected, loss=1e-5, norm=1e-3)
+    # Sums of another order differ by roundings of 5e-4 each, as each processor adds them.
+    assert_same_training(records, expected, loss=1e-4, norm=1e-3)
 
 
 @pytest.mark.slow
