@@ -28,9 +28,9 @@ from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
 from mindspeed.instruments.clock import Link
 from mindspeed.instruments.timeline import Interval, Timeline, text
-from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import ENTRIES, Job, compare, rates_of
 from mindspeed.moe.costs import BACKWARD, FORWARD
+from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.simulate import Simulation
 from mindspeed.moe.sizes import Sizes
 from mindspeed.profiling.model_flops import ModelShape, attention_products

@@ -1,15 +1,25 @@
-"""Collectives and their reverses, for :mod:`mindspeed.moe.split_phase`."""
+"""Collectives and their reverses, for :mod:`mindspeed.moe.split_phase`.
+
+Collectives of two groups that share one link can be chained (:class:`Link`): those of one group
+start when those of the other have ended, so neither takes bandwidth from the other, in both passes.
+
+    link = Link()
+    {"rows": link.chained(AllToAll(...), "ep")}
+    {"rows": link.chained(GatherRows(...), "tp")}      # starts when the all-to-all has ended
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed.moe.split_phase import Work
-from mindspeed.spmd import Collective, P, R, V
+from mindspeed import device, spmd
+from mindspeed.moe.split_phase import Collective, Work
+from mindspeed.spmd import P, R, V
 
 
 @dataclass(frozen=True)
@@ -26,9 +36,9 @@ class AllToAll:
     sent: Sequence[int]
     received: Sequence[int]
 
-    def typed(self) -> Collective:
+    def typed(self) -> spmd.Collective:
         """What it does to types."""
-        return Collective(V, V, group=lambda given: self.group)
+        return spmd.Collective(V, V, group=lambda given: self.group)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Send ``x [sum(sent), ...]``; the result is ``[sum(received), ...]``."""
@@ -71,9 +81,9 @@ class GatherRows:
     sizes: Sequence[int]
     add: Callable[[torch.Tensor], torch.Tensor] = sum_in_fp32
 
-    def typed(self) -> Collective:
+    def typed(self) -> spmd.Collective:
         """What it does to types."""
-        return Collective(V, R, group=lambda given: self.group)
+        return spmd.Collective(V, R, group=lambda given: self.group)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Gather ``x [sizes[rank], ...]`` into ``[sum(sizes), ...]``."""
@@ -104,9 +114,9 @@ class SumRows:
     group: dist.ProcessGroup
     sizes: Sequence[int]
 
-    def typed(self) -> Collective:
+    def typed(self) -> spmd.Collective:
         """What it does to types."""
-        return Collective(P, V, group=lambda given: self.group, sums=True)
+        return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Sum ``x [sum(sizes), ...]`` over the ranks; each gets ``[sizes[rank], ...]``."""
@@ -141,9 +151,9 @@ class Gather:
 
     group: dist.ProcessGroup
 
-    def typed(self) -> Collective:
+    def typed(self) -> spmd.Collective:
         """What it does to types."""
-        return Collective(V, R, group=lambda given: self.group)
+        return spmd.Collective(V, R, group=lambda given: self.group)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Gather ``x [n, ...]`` into ``[ranks n, ...]``."""
@@ -160,9 +170,9 @@ class ReduceScatter:
 
     group: dist.ProcessGroup
 
-    def typed(self) -> Collective:
+    def typed(self) -> spmd.Collective:
         """What it does to types."""
-        return Collective(P, V, group=lambda given: self.group, sums=True)
+        return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
         """Reduce-scatter ``x [ranks n, ...]`` to ``[n, ...]``."""
@@ -185,3 +195,66 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Ten
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     work = dist.reduce_scatter_tensor(out, x.contiguous(), group=group, async_op=True)
     return out, work
+
+
+@dataclass(eq=False)
+class Link:
+    """What is in flight on one link.
+
+    Attributes:
+        last: the last started work by group.
+    """
+
+    last: dict[str, Work] = field(default_factory=dict)
+
+    def chained(self, collective: Collective, group: str) -> Collective:
+        """The same collective, which starts when those of other groups have ended."""
+        return _Chained(collective, group, self)
+
+    def start(
+        self, group: str, launch: Callable[[], tuple[torch.Tensor, Work | None]]
+    ) -> tuple[torch.Tensor, Work | None]:
+        """Call ``launch`` for a group; returns its tensor and its work."""
+        others = [work for name, work in self.last.items() if name != group]
+        out, work = _after(others, launch)
+        if others:
+            self.last = {}  # they have ended
+        if work is not None:
+            self.last[group] = work
+        return out, work
+
+
+@dataclass(frozen=True)
+class _Chained:
+    collective: Collective
+    group: str
+    link: Link
+
+    def typed(self) -> spmd.Collective:
+        return self.collective.typed()
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        return self.link.start(self.group, lambda: self.collective.launch(x))
+
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        return self.link.start(self.group, lambda: self.collective.launch_reverse(grad))
+
+
+def _after(
+    others: list[Work], launch: Callable[[], tuple[torch.Tensor, Work | None]]
+) -> tuple[torch.Tensor, Work | None]:
+    """Launch when other works have ended; on devices with streams, computations do not wait."""
+    here: Any = device.current()
+    if not others or not here.has("streams"):
+        for work in others:
+            work.wait()
+        return launch()
+    side, before = here.stream(), here.current_stream()
+    side.wait_stream(before)  # the input is ready
+    with here.use_stream(side):
+        for work in others:
+            work.wait()
+        out, started = launch()
+    if out.device.type != "cpu":
+        out.record_stream(before)
+    return out, started

@@ -17,17 +17,15 @@ from typing import Any, Literal, Protocol
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
-from mindspeed.moe.attention_costs import Attention
-from mindspeed.moe.costs import StageCosts
-from mindspeed.moe.deepspeed.capacity import Capacity
+from mindspeed.moe.costs import Message, StageCosts
+from mindspeed.moe.deepspeed.gate import Capacity
 from mindspeed.moe.dispatch.choice import choice_of
-from mindspeed.moe.messages import Message
-from mindspeed.moe.micro_batch_pair import simulate_pair
+from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.program import Program, Step
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, SavePolicy
-from mindspeed.moe.simulate import Rates, Simulation, simulate
+from mindspeed.moe.simulate import Rates, Simulation, simulate, simulate_pair
 from mindspeed.moe.sizes import Load, Sizes, padded, uniform
 
 

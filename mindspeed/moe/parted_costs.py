@@ -1,4 +1,4 @@
-"""Costs of layers whose experts are computed in parts, and of exchanges that send a token once.
+"""Costs of layers that are computed in parts, and of exchanges that send a token once.
 
 hot       experts that every rank computes for its own tokens: :mod:`mindspeed.moe.hot_experts`
 chunks    of the sequence, attention included: :mod:`mindspeed.moe.ampipe`
@@ -11,24 +11,27 @@ two_level once to each node, there once to each rank: :mod:`mindspeed.moe.dispat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from mindspeed.moe.ampipe.rows import blocks
 from mindspeed.moe.costs import (
     BACKWARD,
     COUNT_BYTES,
+    Message,
     StageCosts,
     Work,
     all_to_all,
     both_ways,
+    exchange,
     expert_costs,
     expert_work,
+    gathering,
     moving,
     routing,
     shared_costs,
 )
 from mindspeed.moe.dispatch.level import metadata_bytes
 from mindspeed.moe.expert_groups import GROUPS
-from mindspeed.moe.messages import Message, exchange, gathering
 from mindspeed.moe.pipe_experts import PIECES
 from mindspeed.moe.simulate import Inner
 from mindspeed.moe.sizes import Load, Sizes, chance
@@ -235,3 +238,41 @@ def _once(
         **expert_costs(sizes, load.rows, anchored=anchored),
         **shared_costs(sizes),
     }
+
+
+@dataclass(frozen=True)
+class Attention:
+    """FLOPs of the forward of one layer's attention on one rank.
+
+    Attributes:
+        inputs: of the products that make queries, keys and values.
+        core: of scores and weighted sums.
+        output: of the projection.
+    """
+
+    inputs: float = 0.0
+    core: float = 0.0
+    output: float = 0.0
+
+    def whole(self) -> StageCosts:
+        """The stage ``attn``."""
+        return _stage(self.inputs + self.core + self.output)
+
+    def chunks(self, degree: int, ranks: int) -> list[StageCosts]:
+        """The stage ``attn`` of each chunk; queries, keys and values are made before the first.
+
+        Args:
+            degree: Chunks of the sequence.
+            ranks: Tensor-parallel ranks, each with a block of rows in every chunk.
+        """
+        total = (degree * ranks) ** 2
+        found = []
+        for chunk in blocks(degree * ranks, degree, ranks):
+            share = sum(end**2 - start**2 for start, end in chunk) / total
+            found.append(self.core * share + self.output / degree)
+        return [_stage(flops + self.inputs * (i == 0)) for i, flops in enumerate(found)]
+
+
+def _stage(flops: float) -> StageCosts:
+    work = Work(flops)
+    return StageCosts(work, work * 2)

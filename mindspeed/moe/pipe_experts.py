@@ -26,11 +26,11 @@ from math import ceil
 import torch
 
 from mindspeed.errors import ConfigError
+from mindspeed.moe.collectives import Link
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.dispatch.padded import PaddedDispatcher, Slots
 from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import Chunk, Communicate, Compute, Stages, execute
-from mindspeed.moe.link import Link
 from mindspeed.moe.program import Program
 from mindspeed.moe.split_phase import Collective
 

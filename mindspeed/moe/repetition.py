@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mindspeed.moe.costs import BACKWARD, Costs, StageCosts, expert_work
-from mindspeed.moe.messages import exchange, slice_gather
+from mindspeed.moe.costs import BACKWARD, Costs, StageCosts, exchange, expert_work, slice_gather
 from mindspeed.moe.program import Phase, Step
 from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.simulate import ChunkStep

@@ -8,6 +8,12 @@ The program is the one that :func:`mindspeed.moe.interpreter.execute` runs; back
 image. A computation occupies the compute stream. A communication starts when it is called, or when
 the one before it on the same group has ended; finishing it moves the compute stream to its end.
 These are the rules of :mod:`mindspeed.instruments.clock`, which watches the real layer.
+
+:data:`PAIR` is one layer of Megatron's combined 1F1B, the forward of a micro-batch and the backward
+of another:
+
+    communication  combine(B)    dispatch(F)   dispatch(B)                        combine(F)
+    computation    attention(F)  experts(B)    weight gradients(B), experts(F)    attention(B)
 """
 
 from __future__ import annotations
@@ -15,24 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Protocol
 
 from mindspeed.instruments.timeline import Interval, Timeline
-from mindspeed.moe.costs import BACKWARD, FORWARD, Costs, StageCosts, Work
+from mindspeed.moe.costs import BACKWARD, FORWARD, Costs, Message, StageCosts, Work
 from mindspeed.moe.events import EventLog, Kind
-from mindspeed.moe.messages import Message
 from mindspeed.moe.program import Phase, Program, Step
 
 COMPUTE = "compute"
 SIDE = ("shared", "shared_fc1", "shared_fc2", "anchor")  # once for all chunks
-
-
-class Link(Protocol):
-    """How long a communication takes, such as :class:`mindspeed.instruments.clock.Link`."""
-
-    def seconds(self, nbytes: float) -> float:
-        """Of one that sends ``nbytes``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -248,3 +244,29 @@ class _Run:
         found = Interval(lane, kind, name, start, end, phase, (("chunk", chunk),))
         self.result.intervals.append(found)
         return found
+
+
+PAIR = Program.parse(
+    "b_unpermute b_combine> f_attn f_shared f_route f_count! f_permute f_dispatch> "
+    "b_combine< b_scatter! b_disarrange b_experts b_arrange b_gather! b_dispatch> b_anchor "
+    "f_dispatch< f_gather! f_arrange f_experts f_disarrange f_scatter! f_combine> "
+    "b_dispatch< b_permute b_route b_shared b_attn f_combine< f_unpermute"
+)
+"""``b_combine>`` starts the reverse of the combine of the micro-batch that goes backward."""
+
+_PASSES = {"f": FORWARD, "b": BACKWARD}
+
+
+def simulate_pair(costs: Costs, rates: Rates) -> Simulation:
+    """Run a layer's forward and backward, of two micro-batches, at once.
+
+    Args:
+        costs: Of the stages of one micro-batch; stages that are missing are left out.
+        rates: How fast this rank is.
+    """
+    actions = []
+    for step in PAIR.steps:
+        direction, _, name = step.name.partition("_")
+        if name in costs:
+            actions.append((_PASSES[direction], ChunkStep(Step(name, step.phase), 0, costs[name])))
+    return play(actions, rates)

@@ -119,7 +119,7 @@ def rows_of_one_expert(repaired: bool) -> tuple[bool, list[torch.Tensor | None]]
     from megatron.core.models.gpt import fine_grained_callables
 
     from mindspeed.journal import Journal
-    from mindspeed.moe.layer.single_expert import keep_rows
+    from mindspeed.moe.layer.megatron import keep_rows
 
     layer = _expert_layer(False, num_experts=1)
     if repaired:

@@ -55,7 +55,7 @@ def against_einsums(
     from megatron.core.transformer.moe import moe_utils
 
     from mindspeed.journal import Journal
-    from mindspeed.moe.deepspeed.capacity import Capacity, Window
+    from mindspeed.moe.deepspeed.gate import Capacity, Window
     from mindspeed.moe.deepspeed.megatron import GateOptions, use_gate
     from mindspeed.moe.layer.megatron import change
 
@@ -228,7 +228,7 @@ def _tokens_of(loads: list[int]) -> torch.Tensor:
 
 def loads(largest: int) -> list[Sent]:
     """Exact counts, a padded room for all, a prediction that holds and one that does not."""
-    from mindspeed.moe.deepspeed.capacity import Window
+    from mindspeed.moe.deepspeed.gate import Window
 
     layer = _layer(1, ranks=2)
     others, more = divmod(80 - largest, 7)
@@ -253,7 +253,7 @@ def adversarial() -> list[Sent]:
     """All tokens of a rank to one expert, more tokens on one rank than on the other."""
     import torch.distributed as dist
 
-    from mindspeed.moe.deepspeed.capacity import Window
+    from mindspeed.moe.deepspeed.gate import Window
 
     layer = _layer(1, ranks=2, moe_shared_expert_intermediate_size=20)
     counts = [0] * layer_ranks.EXPERTS
@@ -265,7 +265,7 @@ def adversarial() -> list[Sent]:
 
 def noise() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Routing of the same tokens without and with sequence parallelism, by kind of noise."""
-    from mindspeed.moe.deepspeed.capacity import Capacity
+    from mindspeed.moe.deepspeed.gate import Capacity
     from mindspeed.moe.deepspeed.megatron import GateOptions, RouterForward
 
     layer_ranks.start(tensor=2)
@@ -294,7 +294,7 @@ def noise() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def recomputed() -> dict[str, Any]:
     """Noise is replayed, a window does not move twice, an evaluation draws nothing."""
     from mindspeed.journal import Journal
-    from mindspeed.moe.deepspeed.capacity import Capacity, Window
+    from mindspeed.moe.deepspeed.gate import Capacity, Window
     from mindspeed.moe.deepspeed.megatron import GateOptions, use_gate
     from mindspeed.moe.layer.megatron import change
 

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed.moe.ampipe.context import ContextRows
-from mindspeed.moe.ampipe.rows import Prefixes, blocks
+from mindspeed.moe.ampipe.rows import ContextRows, Prefixes, blocks
 
 
 @pytest.mark.parametrize(("chunks", "ranks"), [(1, 1), (2, 1), (1, 4), (4, 2), (2, 8)])

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed.instruments.clock import Link
-from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import Job, compare
+from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.simulate import Rates
 from mindspeed.moe.sizes import Sizes
 

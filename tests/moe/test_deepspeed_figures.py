@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mindspeed.moe.deepspeed.capacity import Capacity
-from mindspeed.moe.deepspeed.gate import route
+from mindspeed.moe.deepspeed.gate import Capacity, route
 from mindspeed.moe.dispatch.padded import Slots, select_rows
 from tests.moe import deepspeed_ranks as jobs
 from tests.moe import einsum_oracle as oracle

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.moe.deepspeed.capacity import Capacity, Window
-from mindspeed.moe.deepspeed.gate import balance_loss, gumbel, route
+from mindspeed.moe.deepspeed.gate import Capacity, Window, balance_loss, gumbel, route
 from mindspeed.moe.dispatch.padded import Slots, select_rows
 from tests.moe import einsum_oracle as oracle
 

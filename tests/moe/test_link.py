@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed.moe.link import Link
+from mindspeed.moe.collectives import Link
 
 
 @dataclass

@@ -14,11 +14,11 @@ from mindspeed.instruments.clock import Link
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE
-from mindspeed.moe.attention_costs import Attention
 from mindspeed.moe.comparison import SHARED_OVERLAP
-from mindspeed.moe.deepspeed.capacity import Capacity
+from mindspeed.moe.deepspeed.gate import Capacity
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.hot_experts import choose
+from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1

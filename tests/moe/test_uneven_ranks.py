@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from mindspeed.moe.deepspeed.capacity import Window
+from mindspeed.moe.deepspeed.gate import Window
 from mindspeed.moe.dispatch.choice import CHOICES
 from mindspeed.moe.layer.replacements import REPLACEMENTS
 from mindspeed.moe.request import LayerRequest

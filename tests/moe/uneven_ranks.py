@@ -97,7 +97,7 @@ def crowded_ampipe(
 def crowded_single(first: int) -> list[layer_ranks.Result]:
     """One expert a rank, top-1: Megatron's own forward, and with rows of the expert's own."""
     from mindspeed.journal import Journal
-    from mindspeed.moe.layer.single_expert import keep_rows
+    from mindspeed.moe.layer.megatron import keep_rows
 
     overrides = {"num_moe_experts": 2, "moe_router_topk": 1}
     layer_ranks.start(expert=2)

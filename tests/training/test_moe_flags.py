@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed.moe.micro_batch_pair import PAIR
 from mindspeed.moe.program import Phase
+from mindspeed.moe.simulate import PAIR
 from tests.support.trainer_job import SETUP, TINY
 from tests.training.command_line import parse_all
 from tests.training.fb_overlap_job import exposed, traced

@@ -26,7 +26,7 @@ from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.moe.deepspeed.capacity import Capacity, Window
+    from mindspeed.moe.deepspeed.gate import Capacity, Window
 
 logger = logging.getLogger("mindspeed")
 
@@ -151,7 +151,7 @@ class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.adaptor.moe import moe_layers
-        from mindspeed.moe.deepspeed.capacity import Window
+        from mindspeed.moe.deepspeed.gate import Window
         from mindspeed.moe.deepspeed.megatron import GateOptions, use_gate
         from mindspeed.moe.layer.megatron import change
 
@@ -192,7 +192,7 @@ class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
 
     def _room(self, config: Any) -> Capacity | Window | None:
         """The rows of an expert, where they are not counted."""
-        from mindspeed.moe.deepspeed.capacity import Capacity, Window
+        from mindspeed.moe.deepspeed.gate import Capacity, Window
 
         if self.moe_no_drop:
             return Window() if self.moe_dynamic_padding else None

@@ -10,7 +10,7 @@ and the other way round, layer by layer. The schedule is Megatron's
 one, so nothing that replaces the forward of a layer, or the schedule, can be on at the same time.
 
 With Megatron's own flag the feature only refuses what would have no effect, and repairs what the
-schedule frees too early (:mod:`mindspeed.moe.layer.single_expert`).
+schedule frees too early (:mod:`mindspeed.moe.layer.megatron`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MoeFbOverlap(
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.adaptor.moe import moe_layers
-        from mindspeed.moe.layer.single_expert import keep_rows
+        from mindspeed.moe.layer.megatron import keep_rows
 
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
             """A framework that builds the configuration itself must take the schedule over."""

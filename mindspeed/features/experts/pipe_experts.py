@@ -136,7 +136,7 @@ def _capacity(megatron: Megatron) -> int | None:
     tokens = length * samples // ranks
     experts, topk = megatron["num_experts"], megatron.get("moe_router_topk") or 2
     if megatron.get("moe_model_type") == "deepspeed_moe":
-        from mindspeed.moe.deepspeed.capacity import Capacity
+        from mindspeed.moe.deepspeed.gate import Capacity
 
         if megatron.get("moe_no_drop"):
             return None

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.moe.ampipe.context import ContextRows, alone
-from mindspeed.moe.ampipe.rows import Prefixes, blocks
+from mindspeed.moe.ampipe.rows import ContextRows, Prefixes, alone, blocks
 
 
 class ChunkedAttention:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.moe.deepspeed.capacity import Window
+from mindspeed.moe.deepspeed.gate import Window
 from mindspeed.moe.dispatch import all_gather, deduplicated, hierarchical, padded, window
 from mindspeed.moe.dispatch.all_gather import AllGatherDispatcher
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups

@@ -7,7 +7,7 @@
     rest      if M > C, a second all-to-all of the M - C slots that were missing, on all ranks alike
     combine   one all-to-all of max(C, M) slots
 
-Shapes are static while predictions hold (:class:`mindspeed.moe.deepspeed.capacity.Window`), no
+Shapes are static while predictions hold (:class:`mindspeed.moe.deepspeed.gate.Window`), no
 token is dropped, and no collective is added for agreeing.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mindspeed.moe.collectives import AllToAll
-from mindspeed.moe.deepspeed.capacity import Window
+from mindspeed.moe.deepspeed.gate import Window
 from mindspeed.moe.dispatch import padded
 from mindspeed.moe.dispatch.padded import PaddedDispatcher, Slots
 from mindspeed.moe.interpreter import Chunk, Stages

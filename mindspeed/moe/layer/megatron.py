@@ -151,3 +151,22 @@ class ProgramForward:
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
         return get_align_size_for_quantization(config)  # type: ignore[no-any-return]
+
+
+def keep_rows(layer: Any, journal: Journal) -> None:
+    """Repair Megatron's combined schedule for ranks with one expert; undone with ``journal``.
+
+    ``--overlap-moe-expert-parallel-comm`` frees what a part of a layer was given as soon as its
+    forward has run. Several experts sort the dispatched rows into new memory, which they keep for
+    backward; one expert has nothing to sort, and its weight gradient needs the rows that were
+    freed.
+    """
+    replace_method(layer, "routed_experts_compute", _of_own_rows, journal)
+
+
+def _of_own_rows(before: Callable[..., Any]) -> Callable[..., Any]:
+    def routed_experts_compute(hidden: torch.Tensor, probs: torch.Tensor) -> Any:
+        """``hidden [n, h]`` is freed by the caller; ``probs [n]`` is not."""
+        return before(hidden.clone(), probs)
+
+    return routed_experts_compute

@@ -21,8 +21,7 @@ from mindspeed.moe.dispatch.padded import PaddedDispatcher
 from mindspeed.moe.expert_groups import PipelinedGroups
 from mindspeed.moe.hot_experts import HotExperts
 from mindspeed.moe.interpreter import Chunk, Stages
-from mindspeed.moe.layer.call import LayerCall
-from mindspeed.moe.layer.shared import SharedHalves
+from mindspeed.moe.layer.call import LayerCall, SharedHalves
 from mindspeed.moe.pipe_experts import PipedExperts
 from mindspeed.moe.save.policy import ALL
 from mindspeed.moe.save.shared import SavedShared

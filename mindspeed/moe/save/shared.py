@@ -1,7 +1,7 @@
 """Shared experts that keep nothing but the layer's input, which the router keeps anyway.
 
     saved = SavedShared(halves, parameters)
-    y = saved.second(saved.first(hidden), hidden)      # halves: mindspeed.moe.layer.shared
+    y = saved.second(saved.first(hidden), hidden)      # halves: mindspeed.moe.layer.call
 
 The first half, up to the activation, runs again in backward. With tensor parallelism its
 communications run again, too.
