@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.processes import die_with_parent, free_port
-from mindspeed.testing.processes import (
+from mindspeed.testing.rank_server import (
     STACK_DUMP_SIGNAL,
     exit_text,
     kill_child,

@@ -15,7 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mindspeed.attention.packed_batch import PackedBatch
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 
 
 @dataclass

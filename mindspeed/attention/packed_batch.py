@@ -20,7 +20,7 @@ import torch
 
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.sequence_sharding import SequenceSharding, contiguous
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 
 
 class RowIndex:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
 
 Range = tuple[int, int]

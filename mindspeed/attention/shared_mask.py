@@ -16,7 +16,7 @@ import torch
 from mindspeed.attention.mask import Mask
 from mindspeed.attention.user_mask import UserMask, as_mask
 from mindspeed.errors import ConfigError
-from mindspeed.ops.attention_mask import causal_mask
+from mindspeed.ops.visibility import causal_mask
 
 _given: UserMask | None = None
 _of_samples: tuple[UserMask, ...] = ()  # one, or one for each sample

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from mindspeed.attention.planners.kv_cache import POLICIES
 from mindspeed.attention.sequence_sharding import SequenceSharding
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
 from mindspeed.spmd import Local, typed
 

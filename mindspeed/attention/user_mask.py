@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.attention.mask import INF, Mask, Region
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

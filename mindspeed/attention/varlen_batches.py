@@ -22,7 +22,7 @@ import torch
 
 from mindspeed.attention.mask import INF, Region
 from mindspeed.attention.sequence_sharding import Ranges, length
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 
 MAX_SEQUENCES = 1000
 """Sequences of one call; npu_fusion_attention accepts at most 1024."""

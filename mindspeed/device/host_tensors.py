@@ -1,10 +1,13 @@
-"""Tensors in host memory that copies to and from the device use."""
+"""Tensors in host memory for copies, and values of tensors that the host reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.device.detect import current
 
@@ -30,3 +33,28 @@ def host_tensor(
 ) -> torch.Tensor:
     """:func:`empty`, as instruments see it."""
     return empty(shape, dtype, pinned=pinned)
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def with_values(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``function``, in which tensors are real, under any dispatch mode."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@with_values
+def numbers(tensor: torch.Tensor) -> list[Any]:
+    """Values of a tensor on the host, as ``tolist`` gives them.
+
+    Raises:
+        torch._subclasses.fake_tensor.DataDependentOutputException: it is a FakeTensor.
+    """
+    return tensor.tolist()  # type: ignore[no-any-return]

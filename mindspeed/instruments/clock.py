@@ -9,7 +9,7 @@
 The code runs normally with correct results, while a clock advances by a model, so the figures are
 equal on every machine and in every run:
 
-* An operator with a FLOP formula (:mod:`mindspeed.instruments.flop_formulas`) takes
+* An operator with a FLOP formula (:mod:`mindspeed.instruments.flops`) takes
   ``flops / flops_per_second``; all others take no time, or with ``memory_bytes_per_second``
   that of reading their arguments and writing their results.
 * A communication takes ``latency + bytes on the wire / bytes_per_second`` (the bytes of
@@ -21,7 +21,7 @@ equal on every machine and in every run:
 A receive is timed like a send, as if its sender called at the same moment; waiting for a slower
 rank is not modelled. Calls from other Python threads are not seen.
 
-``VirtualClock.of(rates)`` takes another model of time: :mod:`mindspeed.instruments.clock_rates`.
+``VirtualClock.of(rates)`` takes another model of time: :mod:`mindspeed.instruments.clock`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.instruments.clock_rates import Call, Link, Rates, SimpleRates
-from mindspeed.instruments.flop_formulas import formula_of
-from mindspeed.instruments.instrument import Instrument
+from mindspeed.instruments.flops import formula_of
+from mindspeed.instruments.instrument import Instrument, PhaseTracker
 from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
 from mindspeed.instruments.live_memory import kinds_of
-from mindspeed.instruments.phase import PhaseTracker
 from mindspeed.instruments.timeline import Interval
 from mindspeed.journal import Journal
 from mindspeed.ops import registry
@@ -284,3 +282,82 @@ def extent(tensor: torch.Tensor) -> int:
 def storage_of(tensor: torch.Tensor) -> int:
     """Key of the storage of a tensor, as long as that lives."""
     return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class Link:
+    """Link model of a process group.
+
+    Attributes:
+        bytes_per_second: that one rank sends.
+        latency: seconds added to every call.
+    """
+
+    bytes_per_second: float
+    latency: float = 0.0
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one communication that puts ``nbytes`` on the wire."""
+        return self.latency + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator that has run.
+
+    Attributes:
+        func: the overload.
+        args: positional arguments.
+        kwargs: the others.
+        result: what it returned.
+        flops: by its formula; 0 without one.
+        nbytes: read and written.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    flops: int
+    nbytes: int
+
+
+class Rates(Protocol):
+    """A model of time."""
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long computation takes while communication runs."""
+
+    def operator(self, call: Call) -> float:
+        """Seconds of an operator, which may be 0; not of communications."""
+
+    def communication(self, communication: Communication) -> float:
+        """Seconds of a communication once it has started."""
+
+    def stream(self, communication: Communication) -> str:
+        """Communications with the same answer run one after the other."""
+
+
+@dataclass(frozen=True)
+class SimpleRates:
+    """FLOPs and, where ``memory`` is given, bytes of operators; one link per process group."""
+
+    flops_per_second: float
+    link_of: Callable[[Communication], Link]
+    memory: float | None
+    slowdown: float = 1.0
+
+    def operator(self, call: Call) -> float:
+        """Computation, else bytes."""
+        if call.flops:
+            return call.flops / self.flops_per_second
+        return call.nbytes / self.memory if self.memory is not None else 0.0
+
+    def communication(self, communication: Communication) -> float:
+        """Latency and bytes on the wire."""
+        return self.link_of(communication).seconds(communication.wire)
+
+    def stream(self, communication: Communication) -> str:
+        """Its process group."""
+        return communication.group

@@ -48,8 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.instruments.instrument import Instrument
-from mindspeed.instruments.phase import PhaseTracker
+from mindspeed.instruments.instrument import Instrument, PhaseTracker
 from mindspeed.ops import registry
 from mindspeed.ops.process_groups import resolve
 

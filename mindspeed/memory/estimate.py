@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mindspeed.device import Device
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.instruments.flop_formulas import formula_of
+from mindspeed.instruments.flops import formula_of
 from mindspeed.memory.plan import LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.segment import Segment

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from mindspeed.attention.shared_mask import get_attention_mask, set_attention_mask
-from mindspeed.ops.attention_mask import generate_attention_mask
+from mindspeed.ops.visibility import generate_attention_mask
 
 __all__ = ["generate_attention_mask", "get_attention_mask", "set_attention_mask"]

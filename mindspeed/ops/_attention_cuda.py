@@ -21,8 +21,7 @@ import torch.nn.functional as F
 
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
-from mindspeed.ops._layout import bnsd
-from mindspeed.ops.attention_problem import Piece, Problem
+from mindspeed.ops.attention_problem import Piece, Problem, bnsd
 from mindspeed.ops.philox import default_generator_at
 from mindspeed.ops.visibility import EVERYTHING, Sight
 

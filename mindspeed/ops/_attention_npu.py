@@ -16,9 +16,7 @@ import torch
 
 from mindspeed.ops import _attention_squares as squares
 from mindspeed.ops import _attention_tiles as tiles
-from mindspeed.ops._layout import axis, bnsd
-from mindspeed.ops.attention_mask import causal_mask, prefix_mask
-from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, Problem
+from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, Problem, axis, bnsd
 from mindspeed.ops.philox import default_generator_at
 from mindspeed.ops.registry import note_fallback
 from mindspeed.ops.visibility import (
@@ -30,6 +28,8 @@ from mindspeed.ops.visibility import (
     PREFIX_FULL,
     TOP_LEFT_CAUSAL,
     UNCUT,
+    causal_mask,
+    prefix_mask,
 )
 
 LANES = 8

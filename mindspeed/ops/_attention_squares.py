@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view, merge
-from mindspeed.ops._layout import bnsd
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import Piece, Problem
+from mindspeed.ops.attention_problem import Piece, Problem, bnsd
 from mindspeed.ops.visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
 
 MOST = 32

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed.ops._attention_formula import ELEMENTS, Formula, Tensors, Tile
-from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import Piece, Problem, position_bias
+from mindspeed.ops.attention_problem import Piece, Problem, axis, bnsd, position_bias
 from mindspeed.ops.visibility import tile_of
 
 ROWS = 256

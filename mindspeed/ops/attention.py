@@ -26,9 +26,8 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from mindspeed.ops import _attention_cpu, _attention_cuda, _attention_npu, _attention_tiles
-from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops._numerics import WORKLOAD_ROWS, random
-from mindspeed.ops.attention_problem import SCHEMA, Problem
+from mindspeed.ops.attention_problem import SCHEMA, Problem, axis, bnsd
 from mindspeed.ops.philox import reserve
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 from mindspeed.ops.visibility import (

@@ -7,6 +7,10 @@ Every kernel takes ``(q, k, v, *options)``; ``Problem(*options)`` gives them nam
 
 in which the softmax may have one more column, the sink, that has a score per head and no value. A
 query that sees nothing has ``out = 0`` and ``lse = -inf``, and no gradients.
+
+Axis orders are written with a letter per axis: b batch, s sequence, n heads, d head size, and t for
+the tokens of all sequences one after the other. ``BNSD`` is what formulas are written in; every
+other order reaches it by a view.
 """
 
 from __future__ import annotations
@@ -18,10 +22,24 @@ from typing import Any
 
 import torch
 
-from mindspeed.device.host_values import numbers
+from mindspeed.device.host_tensors import numbers
 from mindspeed.ops import visibility as seen
-from mindspeed.ops._layout import axis, bnsd
 from mindspeed.ops.visibility import EVERYTHING, Sight
+
+LAYOUTS = ("SBND", "BSND", "BNSD", "TND")
+
+
+def bnsd(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """View ``x``, any dtype, as ``[b, n, s, d]``; TND becomes one sequence of t tokens."""
+    if layout == "TND":
+        return x.transpose(0, 1).unsqueeze(0)
+    return x.permute([layout.index(axis) for axis in "BNSD"])
+
+
+def axis(layout: str, name: str) -> int:
+    """Position of an axis; asking TND for the sequence gives its tokens."""
+    return layout.index("T" if layout == "TND" and name == "S" else name)
+
 
 SCHEMA = (
     "Tensor? mask, Tensor? pse, Tensor? sink, Tensor? rng, Tensor? cu_q, Tensor? cu_k, "
@@ -46,7 +64,7 @@ class Problem:
         cu_q: TND only: running sums of the query lengths with a leading 0, on the CPU.
         cu_k: the same for keys.
         prefix: ``[b]``, for modes 5 and 6.
-        layout: one of :data:`mindspeed.ops._layout.LAYOUTS`.
+        layout: one of :data:`mindspeed.ops.attention_problem.LAYOUTS`.
         scale: factor on the scores.
         dropout: probability of dropping a probability.
         mode: sparse mode, see :mod:`mindspeed.ops.visibility`.

@@ -11,7 +11,7 @@ from mindspeed.ops.registry import Operator
 FILES = (
     "attention",
     "compat._dropout_add_norm",
-    "compat._expert_exchange",
+    "compat.expert_bmm",
     "compat.ffn",
     "compat.lcal_functional",
     "compat.mm_all_reduce",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
-from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
+from mindspeed.ops.grouped_matmul import cumulative, sample_ends
 from mindspeed.ops.npu_matmul_add import MATMUL_ADD
 from mindspeed.ops.registry import Operator, torch_npu, triton
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 from mindspeed.te.masks import Visibility, Window, visibility
 
 

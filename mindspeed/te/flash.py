@@ -14,11 +14,13 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.attention.alibi import alibi_bias
-from mindspeed.device.host_values import numbers, with_values
+from mindspeed.attention.triangle import blocks
+from mindspeed.device.host_tensors import numbers, with_values
 from mindspeed.ops.attention import attention
 from mindspeed.ops.attention_problem import ALIBI, BIAS_AFTER_SCALE
-from mindspeed.ops.visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT
+from mindspeed.ops.visibility import BAND, EVERYTHING, MASK_ONLY, UNCUT, tile_of
 from mindspeed.te.attention import Documents, inside_document
+from mindspeed.te.attention import attend as attend_at_once
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
@@ -163,3 +165,39 @@ def _real_tokens(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
     queries = [torch.arange(q, q + n) for q, _, n, _ in ranges]
     keys = [torch.arange(k, k + n) for _, k, _, n in ranges]
     return torch.cat(queries), torch.cat(keys)
+
+
+def attend_by_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: Visibility,
+    *,
+    block_size: int,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attend by blocks where ``seen`` is the causal triangle, else at once.
+
+    Args:
+        query: ``[b, h, s, d]``.
+        key: ``[b, h_kv, s, d]``.
+        value: ``[b, h_kv, s, d_v]``.
+        seen: Which key each query sees.
+        block_size: Queries of a block.
+        bias: Added to the scaled scores, broadcastable to ``[b, h, s, s]``.
+        options: Other arguments of the formula.
+
+    Returns:
+        ``[b, h, s, d_v]`` in the dtype of the inputs.
+    """
+    if not seen.causal or seen.len_q != seen.len_k:
+        return attend_at_once(query, key, value, seen, bias=bias, **options)
+    parts = []
+    for block in blocks(seen.len_q, block_size):
+        last = block.stop
+        inside = visibility("causal_bottom_right", last - block.start, last, device=query.device)
+        q, k, v = query[:, :, block], key[:, :, :last], value[:, :, :last]
+        tile = None if bias is None else tile_of(bias, block, slice(0, last))
+        parts.append(attend_at_once(q, k, v, inside, bias=tile, **options))
+    return torch.cat(parts, 2)

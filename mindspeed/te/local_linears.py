@@ -8,22 +8,33 @@ do not depend on ours, and Megatron reuses one buffer for gathered inputs.
 
 Left to Megatron: gradients of the output layer that are deferred
 (``defer_embedding_wgrad_compute``).
+
+Weight gradients of layers, of both specs, can be computed elsewhere than in their backward:
+
+* by a pipeline schedule that divides the backward into I and W (:func:`split`): linear layers of
+  transformer layers and of multi-token prediction, experts and shared experts. Undivided are the
+  output layer, whose output gradient is as large as the logits, embeddings, the router, norms,
+  biases and adapters, and a layer whose input needs no gradient;
+* by an anchor (:mod:`mindspeed.moe.anchor`, :func:`anchored`): experts, not while a schedule
+divides
+  the backward, and not where weight gradients are delayed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
+from mindspeed.memory.stash_swap import StashSwap
+from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
 from mindspeed.te.weight_gradient import GradientAnchor, WgradOptions
 from mindspeed.tensor_parallel import regions
-
-if TYPE_CHECKING:
-    from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 
 
 def convert_chunk(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
@@ -107,3 +118,76 @@ def _substitutes() -> dict[type, type]:
             return out, self.bias if self.skip_bias_add else None
 
     return {Column: ColumnParallelLinear, Row: RowParallelLinear}
+
+
+def new_store(check: Callable[[int, int], None] | None = None) -> WeightGradients:
+    """A store whose stashes may wait in host memory.
+
+    Args:
+        check: of :class:`StashSwap`.
+    """
+    return WeightGradients(StashSwap(check=check))
+
+
+def split(
+    store: WeightGradients, model: torch.nn.Module, config: Any, vp_stage: int | None
+) -> None:
+    """Let the layers of a built model chunk give their weight gradients to ``store``.
+
+    Linear layers of Megatron's own are converted (:mod:`mindspeed.te.local_linears`).
+    """
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    model.weight_gradients = store  # type: ignore[assignment]
+    output_layer = getattr(model, "output_layer", None)
+    for module in model.modules():
+        if module is output_layer:
+            continue
+        convert(module)
+        if hasattr(type(module), "weight_gradients") or isinstance(module, GroupedMLP):
+            module.weight_gradients = store  # type: ignore[assignment]
+
+
+def convert_experts(experts: torch.nn.Module) -> None:
+    """Let linear layers of Megatron's own compute by :mod:`mindspeed.te.local_linears`."""
+    for module in experts.modules():
+        convert(module)
+
+
+def anchored_weights(experts: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights, frozen ones too, whose gradients an anchor can take now."""
+    return [
+        parameter
+        for module in _takers(experts)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name.startswith("weight")
+    ]
+
+
+@contextlib.contextmanager
+def anchored(experts: torch.nn.Module, anchor: GradientAnchor | None) -> Iterator[None]:
+    """Give the weight gradients of the calls inside to ``anchor``.
+
+    Args:
+        experts: Their linear layers are found.
+        anchor: None changes nothing.
+    """
+    layers = [] if anchor is None else list(_takers(experts))
+    for layer in layers:
+        layer.gradient_anchor = anchor
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.gradient_anchor
+
+
+def _takers(experts: torch.nn.Module) -> Iterator[Any]:
+    from megatron.core.transformer.moe.experts import GroupedMLP
+
+    for module in experts.modules():
+        if hasattr(type(module), "gradient_anchor") or isinstance(module, GroupedMLP):
+            store = getattr(module, "weight_gradients", None)
+            delayed = getattr(module, "_delayed", None) is not None
+            if not delayed and (store is None or not store.splitting_backward):
+                yield module

@@ -47,8 +47,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "checkpoint": "distributed:checkpoint",
         "fp8_autocast": "fp8:fp8_autocast",
         "fp8_model_init": "fp8:fp8_model_init",
-        "Fp8Padding": "fp8_padding:Fp8Padding",
-        "Fp8Unpadding": "fp8_padding:Fp8Unpadding",
+        "Fp8Padding": "fp8_state:Fp8Padding",
+        "Fp8Unpadding": "fp8_state:Fp8Unpadding",
         "moe_permute": "permutation:moe_permute",
         "moe_permute_with_probs": "permutation:moe_permute_with_probs",
         "moe_unpermute": "permutation:moe_unpermute",
@@ -122,9 +122,9 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     f"{PT}.optimizers": {
         "FusedAdam": "optimizers:FusedAdam",
         "FusedSGD": "optimizers:FusedSGD",
-        "multi_tensor_applier": "multi_tensor:multi_tensor_applier",
-        "multi_tensor_l2norm": "multi_tensor:multi_tensor_l2norm",
-        "multi_tensor_scale": "multi_tensor:multi_tensor_scale",
+        "multi_tensor_applier": "optimizers:multi_tensor_applier",
+        "multi_tensor_l2norm": "optimizers:multi_tensor_l2norm",
+        "multi_tensor_scale": "optimizers:multi_tensor_scale",
     },
     f"{PT}.router": {
         name: f"router:{name}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed.instruments.phase import PhaseTracker
+from mindspeed.instruments.instrument import PhaseTracker
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 

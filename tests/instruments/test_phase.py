@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.instruments.phase import PhaseTracker
+from mindspeed.instruments.instrument import PhaseTracker
 from tests.instruments.phase_ranks import KINDS, all_phases
 
 FORWARD = ["function", "no_grad", "call"]

@@ -123,10 +123,10 @@ def built(case: Case) -> Any:
 
 
 def _fuse(journal: Any) -> None:
-    from mindspeed.te import fused_permutation, kernels
+    from mindspeed.te import fused_experts, kernels
 
     for name in ("permute", "permute_again", "unpermute", "sort_chunks"):
-        kernel = getattr(fused_permutation, name)
+        kernel = getattr(fused_experts, name)
         journal.set(kernels, f"moe_{name}", kernel, owner="test")
 
 

@@ -120,11 +120,11 @@ def crowded_fused(
     first: int,
 ) -> list[layer_ranks.Result]:
     """:func:`crowded` without and with the kernels of one operator each way; one reference."""
-    from mindspeed.te import fused_permutation, kernels
+    from mindspeed.te import fused_experts, kernels
 
     plain = crowded(layout, overrides, [], first)
     for name in ("permute", "permute_again", "unpermute", "sort_chunks"):
-        setattr(kernels, f"moe_{name}", getattr(fused_permutation, name))
+        setattr(kernels, f"moe_{name}", getattr(fused_experts, name))
     return plain + crowded(layout, {**overrides, "moe_permute_fusion": True}, variants, first)
 
 

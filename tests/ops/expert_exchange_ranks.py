@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.instruments import CommLedger
-from mindspeed.ops.compat._expert_exchange import (
+from mindspeed.ops.compat.expert_bmm import (
     ALL_TO_ALL_ALL_GATHER_BMM,
     BMM_REDUCE_SCATTER_ALL_TO_ALL,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed.te import fused_permutation
+from mindspeed.te import fused_experts
 
 
 def by_routing_map(
@@ -20,8 +20,8 @@ def by_routing_map(
         from tests.npu_emulator import emulation
 
         emulation.calls.clear()
-    permuted, _, row_map = fused_permutation.permute(x, None, routing_map.to(device), rows)
-    back = fused_permutation.unpermute(permuted * permuted, row_map, probs, x.shape)
+    permuted, _, row_map = fused_experts.permute(x, None, routing_map.to(device), rows)
+    back = fused_experts.unpermute(permuted * permuted, row_map, probs, x.shape)
     weights = torch.linspace(-1, 1, back.numel()).view(back.shape).to(device)
     (back * weights).sum().backward()
     if device == "npu":

@@ -12,7 +12,7 @@ from mindspeed.model.transformer import (
     get_attention_mask,
     set_attention_mask,
 )
-from mindspeed.ops.attention_mask import prefix_mask
+from mindspeed.ops.visibility import prefix_mask
 
 
 def test_compressed_mask_is_4_mib_for_any_length_and_made_once():

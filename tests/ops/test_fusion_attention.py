@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed.instruments import saved_for_backward
-from mindspeed.instruments.flop_formulas import repeated_in
+from mindspeed.instruments.flops import repeated_in
 from mindspeed.ops import OperatorError, _attention_cpu, set_cpu_mode
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
 from mindspeed.ops.attention_problem import Problem

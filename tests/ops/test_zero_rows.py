@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed.ops.catalog import operators
-from mindspeed.te import fused_permutation, kernels, permutation
+from mindspeed.te import fused_experts, kernels, permutation
 
 
 def samples_with_rows(operator):
@@ -66,7 +66,7 @@ def test_operators_take_zero_rows_forward_and_backward(name):
                 assert not x.grad.any()
 
 
-@pytest.mark.parametrize("module", [kernels, fused_permutation], ids=["plain", "fused"])
+@pytest.mark.parametrize("module", [kernels, fused_experts], ids=["plain", "fused"])
 @pytest.mark.parametrize("tokens", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_experts_may_be_none(monkeypatch, module, tokens, dtype):

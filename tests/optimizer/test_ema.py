@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.optimizer.ema import STATE, effective_decay, ema_adamw
+from mindspeed.optimizer.rules import STATE, effective_decay, ema_adamw
 from mindspeed.te import optimizer_policy
 from mindspeed.te.optimizers import FusedAdam
 

@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import mindspeed
-from mindspeed.instruments.flop_formulas import formula_of
-from mindspeed.instruments.flops import FlopCounter
+from mindspeed.instruments.flops import FlopCounter, formula_of
 from mindspeed.ops import registry
 from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
 from mindspeed.ops.attention_problem import Problem

@@ -14,8 +14,7 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.profiling import ProfileOptions, profile
-from mindspeed.profiling.backends import NpuRecorder
-from mindspeed.profiling.profiler import StepProfiler
+from mindspeed.profiling.profiler import NpuRecorder, StepProfiler
 from tests.profiling.profile_ranks import events, loop
 
 

@@ -14,8 +14,8 @@ def taken(delayed: bool = False, divided: bool | None = None) -> tuple[list[str]
         delayed: Weight gradients are computed in ``backward_dw``.
         divided: There is a store, and a pipeline schedule divides the backward or not.
     """
-    from mindspeed.te.gradient_anchor import anchored, anchored_weights
     from mindspeed.te.grouped import GroupedLinear
+    from mindspeed.te.local_linears import anchored, anchored_weights
 
     layer = GroupedLinear(2, 4, 6, delay_wgrad_compute=delayed)
     if divided is not None:

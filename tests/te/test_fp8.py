@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mindspeed.te import fp8
-from mindspeed.te.fp8_padding import Fp8Padding, Fp8Unpadding
+from mindspeed.te.fp8_state import Fp8Padding, Fp8Unpadding
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.linear import LayerNormLinear, Linear
 from mindspeed.te.recipes import (

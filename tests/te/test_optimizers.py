@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from mindspeed.optimizer import block_fp8
-from mindspeed.te.multi_tensor import (
+from mindspeed.te.optimizers import (
+    FusedAdam,
+    FusedSGD,
     multi_tensor_applier,
     multi_tensor_l2norm,
     multi_tensor_scale,
 )
-from mindspeed.te.optimizers import FusedAdam, FusedSGD
 
 F8 = torch.uint8
 

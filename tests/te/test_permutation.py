@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.te import fused_permutation, kernels
+from mindspeed.te import fused_experts, kernels
 from mindspeed.te import permutation as p
 from mindspeed.testing import assert_close_with_grads
 
@@ -16,7 +16,7 @@ TOKENS, EXPERTS, HIDDEN = 6, 4, 3
 def implementation(request, monkeypatch):
     if request.param == "fused":
         for name in ("permute", "unpermute", "sort_chunks"):
-            monkeypatch.setattr(kernels, f"moe_{name}", getattr(fused_permutation, name))
+            monkeypatch.setattr(kernels, f"moe_{name}", getattr(fused_experts, name))
 
 
 def routing(full=False):

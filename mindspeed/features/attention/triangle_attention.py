@@ -41,7 +41,7 @@ class TriangleAttention(Feature, level=1, seams=("kernels",), conflicts=("flash-
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.te import triangle
+        from mindspeed.te.flash import attend_by_blocks
 
-        attend = functools.partial(triangle.attend, block_size=self.triangle_block_size)
+        attend = functools.partial(attend_by_blocks, block_size=self.triangle_block_size)
         seams.use_kernels(owner=self.name, attend=attend)

@@ -37,7 +37,7 @@ class FusedMoePermute(Feature, level=1, seams=("layer_spec", "kernels")):
         return [Problem(name, "the model has no experts", "remove the flag, or add --num-experts")]
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.te.fused_permutation import (
+        from mindspeed.te.fused_experts import (
             permute,
             permute_again,
             sort_chunks,

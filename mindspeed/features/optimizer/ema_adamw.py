@@ -52,7 +52,7 @@ class EmaAdamW(Feature, level=2, seams=("kernels",)):
         return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.optimizer.ema import ema_adamw
+        from mindspeed.optimizer.rules import ema_adamw
 
         rule = ema_adamw(self.ema_decay)
         seams.use_kernels(owner=self.name, update_rule=lambda: rule)

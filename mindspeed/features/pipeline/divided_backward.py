@@ -51,7 +51,7 @@ def divide_backward(
         owner: the feature.
         check: gets a stage and the bytes that one of its weight gradients keeps on the host.
     """
-    from mindspeed.te.split_backward import new_store, split
+    from mindspeed.te.local_linears import new_store, split
 
     seams.chunk.add(partial(split, new_store(check)), owner=owner)
 

@@ -46,7 +46,7 @@ class Profiling(Feature, level=0, seams=("train", "step")):
 
     def problems(self, megatron: Megatron) -> list[Problem]:
         from mindspeed import device
-        from mindspeed.profiling.options import options_from
+        from mindspeed.profiling.profiler import options_from
 
         world_size = megatron.get("world_size") or int(os.environ.get("WORLD_SIZE", "1"))
         problems = options_from(asdict(self)).problems(device.current().name, world_size)
@@ -55,8 +55,7 @@ class Profiling(Feature, level=0, seams=("train", "step")):
         ]
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.profiling.options import options_from
-        from mindspeed.profiling.profiler import StepProfiler
+        from mindspeed.profiling.profiler import StepProfiler, options_from
 
         profiler = StepProfiler(options_from(asdict(self)))
         seams.while_training(owner=self.name, profile=False)

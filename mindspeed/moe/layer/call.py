@@ -20,7 +20,7 @@ from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.events import EventLog
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.request import LayerRequest
-from mindspeed.te.gradient_anchor import anchored, anchored_weights
+from mindspeed.te.local_linears import anchored, anchored_weights
 
 
 class LayerCall:

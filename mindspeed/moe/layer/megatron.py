@@ -24,7 +24,7 @@ from mindspeed.moe.interpreter import execute
 from mindspeed.moe.layer.call import LayerCall
 from mindspeed.moe.layer.replacements import REPLACEMENTS
 from mindspeed.moe.request import LayerRequest, settled
-from mindspeed.te.gradient_anchor import convert_experts
+from mindspeed.te.local_linears import convert_experts
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.moe_layer import MoELayer

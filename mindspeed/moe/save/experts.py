@@ -10,7 +10,7 @@ those of the first and of the second linear layer, of every expert that has its 
 
 Hooks on saved tensors know from the calls where a tensor is saved, and from its storage which of
 the three it is; grouped experts of the local layer spec have two objects in the place of the two
-layers (:mod:`mindspeed.te.local_experts`). In backward one second run gives all of them their
+layers (:mod:`mindspeed.te.grouped_gemm`). In backward one second run gives all of them their
 values: of what lies between the two layers if ``fc1`` is kept, else from the rows on; it ends where
 the last ``linear_fc2`` would be called. Rows that are dropped come from a
 :class:`~mindspeed.moe.save.refetch.Refetch`.
@@ -38,7 +38,7 @@ from mindspeed.moe.events import EventLog, Kind
 from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.save.refetch import Refetch
 from mindspeed.spmd import Passes, typed
-from mindspeed.te.local_experts import products_of
+from mindspeed.te.grouped_gemm import products_of
 
 
 class _Phase(enum.Enum):

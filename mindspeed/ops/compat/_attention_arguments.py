@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
-from mindspeed.ops._layout import axis
-from mindspeed.ops.attention_problem import ALIBI, ALIBI_SQRT
+from mindspeed.ops.attention_problem import ALIBI, ALIBI_SQRT, axis
 from mindspeed.ops.visibility import (
     CUT_BEHIND,
     CUT_IN_FRONT,

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.compat._activations import GATED, PLAIN, apply
 from mindspeed.ops.compat.quant_gmm import QUANT_GROUPED_MATMUL
 from mindspeed.ops.compat.weight_quant_gmm import dequantised
-from mindspeed.ops.grouped_matmul import GROUPED_MATMUL
+from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, cumulative, sample_ends
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 
 __all__ = ["npu_ffn"]

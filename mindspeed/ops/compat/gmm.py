@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
-from mindspeed.ops._group_list import cumulative
-from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, in_columns
+from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, cumulative, in_columns
 from mindspeed.ops.npu_groupmatmul_add import GROUPMATMUL_ADD
 from mindspeed.spmd import Local, typed
 

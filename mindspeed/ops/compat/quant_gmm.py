@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops.compat._activations import BY_CODE
-from mindspeed.ops.grouped_matmul import npu_grouped_matmul
+from mindspeed.ops.grouped_matmul import cumulative, npu_grouped_matmul, sample_ends
 from mindspeed.ops.registry import Operator, torch_npu
 
 __all__ = ["npu_quant_gmm", "npu_quant_gmm_v2"]

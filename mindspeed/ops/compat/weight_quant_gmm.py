@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from mindspeed.ops._check import Check
-from mindspeed.ops._group_list import cumulative, sample_ends
 from mindspeed.ops._numerics import accumulation_dtype, product_flops, random
 from mindspeed.ops.compat._activations import BY_CODE
 from mindspeed.ops.compat.quant_gmm import int8_workload
-from mindspeed.ops.grouped_matmul import npu_grouped_matmul
+from mindspeed.ops.grouped_matmul import cumulative, npu_grouped_matmul, sample_ends
 from mindspeed.ops.registry import Operator, torch_npu
 
 __all__ = ["npu_weight_quant_gmm", "npu_weight_quant_gmm_v2"]

@@ -38,8 +38,7 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments import flops as flop_reports
 from mindspeed.instruments.clock import Call, moved_bytes
-from mindspeed.instruments.flop_formulas import formula_of, repeated_in
-from mindspeed.instruments.flops import FlopCount
+from mindspeed.instruments.flops import FlopCount, formula_of, repeated_in
 from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
 from mindspeed.instruments.live_memory import LiveMemory, tensors_of
 from mindspeed.ops import registry

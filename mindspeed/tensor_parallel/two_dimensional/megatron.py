@@ -24,7 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
-from mindspeed.device.host_values import with_values
+from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
 from mindspeed.tensor_parallel.two_dimensional import grid as ranks_of_grid
 from mindspeed.tensor_parallel.two_dimensional.exchange import from_grid, to_grid

@@ -146,7 +146,7 @@ class _Observed(ScheduledRecomputation):
 
 def _pipeline(model: Model, case: Case, recomputations: dict[Any, Any]) -> Any:
     from mindspeed.pipeline.schedule.megatron import scheduled
-    from mindspeed.te.split_backward import new_store, split
+    from mindspeed.te.local_linears import new_store, split
 
     if case.asked.get("kind") == "zb-h1":
         store = new_store()

@@ -39,7 +39,7 @@ def compare(cases: dict[str, Case]) -> dict[str, dict[str, float]]:
 
 def _compare(case: Case) -> dict[str, float]:
     from mindspeed.pipeline.schedule.megatron import scheduled
-    from mindspeed.te.split_backward import new_store, split
+    from mindspeed.te.local_linears import new_store, split
 
     model, m = Model(case.layout), len(case.sizes)
     if case.kind == "zb-h1":

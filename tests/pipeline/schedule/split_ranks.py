@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed.instruments import CommLedger, saved_for_backward
 from mindspeed.instruments.flops import FlopCounter
 from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
-from mindspeed.te.split_backward import split
+from mindspeed.te.local_linears import split
 from tests.support import gpt_ranks
 
 MICRO_BATCHES = 3

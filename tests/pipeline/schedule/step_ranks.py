@@ -55,7 +55,7 @@ class Model:
             finalize_model_grads,
         )
 
-        from mindspeed.te.split_backward import new_store, split
+        from mindspeed.te.local_linears import new_store, split
 
         self.layout = layout
         self.limit: int | None = None  # of micro-batches that the data has

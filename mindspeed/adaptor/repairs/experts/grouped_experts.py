@@ -4,14 +4,14 @@ Where: ``megatron.core.transformer.moe.experts.GroupedMLP.forward`` asserts bf16
 branch for ranks without tokens, and computes weight gradients outside ``main_grad`` even with
 gradient accumulation fusion.
 Symptom: an AssertionError with fp32 or fp16; weight gradients that are not fused.
-Fix: the forward is replaced by :mod:`mindspeed.te.local_experts`.
+Fix: the forward is replaced by :mod:`mindspeed.te.grouped_gemm`.
 Versions: <0.17; later ones have no grouped experts in the local spec.
 """
 
 from __future__ import annotations
 
 from mindspeed.adaptor.patch import Patch
-from mindspeed.te import local_experts
+from mindspeed.te import grouped_gemm
 
 OWNER = "repair:grouped-experts"
 NEEDED_WITH = ("moe_grouped_gemm",)
@@ -19,7 +19,7 @@ NEEDED_WITH = ("moe_grouped_gemm",)
 PATCHES = (
     Patch(
         "megatron.core.transformer.moe.experts:GroupedMLP.forward",
-        lambda original: local_experts.grouped_mlp_forward,
+        lambda original: grouped_gemm.grouped_mlp_forward,
         OWNER,
         "grouped experts in any dtype, with fused weight gradients, also on ranks without tokens",
         kind="replace",
