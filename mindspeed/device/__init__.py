@@ -45,7 +45,6 @@ def install(journal: Journal, device: Device | None = None) -> Device:
 
     Args:
         journal: records every change; ``journal.undo()`` restores the original objects.
-        device: the device to install for.
 
     Returns:
         The device that was installed.

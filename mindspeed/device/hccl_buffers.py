@@ -76,7 +76,6 @@ class Traffic:
         ring: context parallelism sends keys and values around a ring.
         ulysses: it exchanges the sequence for heads.
         expert_parallel: ranks that share the experts.
-        topk: experts of a token.
         expert_factor: most tokens of a rank, relative to the mean; None: ep as HCCL chooses.
     """
 

@@ -19,7 +19,6 @@ def empty(
 
     Args:
         shape: such as ``[s, h]``.
-        dtype: of its elements.
         pinned: lock the memory, for copies that run next to computation; default: where the device
             can use that.
     """

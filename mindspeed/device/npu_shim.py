@@ -69,8 +69,6 @@ def process_group_options(
     """HCCL options of a process group.
 
     Args:
-        torch_npu: the package.
-        name: the group's name in traces.
         buffer_mib: size of the group's communication buffer.
         expansion_mode: where its collectives are expanded; 3 is on the vector cores.
     """
@@ -95,7 +93,6 @@ def new_group_with_options(
     """``dist.new_group`` that gives Megatron's groups their own HCCL options.
 
     Args:
-        new_group: the original.
         buffers: MB by the name of a group (:mod:`mindspeed.device.hccl_buffers`).
         modes: expansion mode by the name of a group.
         made: gets the name of every group that this rank joins, None for unnamed ones.

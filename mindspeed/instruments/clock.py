@@ -69,7 +69,6 @@ class VirtualClock(Instrument):
     """Context manager; its figures may be read inside and after the block.
 
     Args:
-        flops_per_second: of this rank.
         link: of all process groups, or a function that returns the link of a communication.
         memory_bytes_per_second: for operators without a FLOP formula; None: they take no time.
 
@@ -306,12 +305,7 @@ class Call:
     """A call of an operator that has run.
 
     Attributes:
-        func: the overload.
-        args: positional arguments.
-        kwargs: the others.
-        result: what it returned.
         flops: by its formula; 0 without one.
-        nbytes: read and written.
     """
 
     func: Any

@@ -135,7 +135,6 @@ def _of_visible_pairs(formula: Formula, names: tuple[str, ...]) -> Formula:
 
     Args:
         formula: of an attention on ``[b, n, s, d]``.
-        names: of the operator's arguments.
     """
 
     def counted(*args: Any, **kwargs: Any) -> int:

@@ -127,10 +127,8 @@ class Storages:
         """Count a tensor that inner hooks turned into ``packed``.
 
         Args:
-            tensor: The tensor.
             packed: What the hooks made of it.
             module: Whose forward saves it.
-            site: Source line.
             again: Computed a second time, for a backward that has not begun.
 
         Returns:

@@ -32,7 +32,6 @@ class Interval:
         kind: such as "compute", "communication" or "wait".
         name: of the operator, stage or action.
         start: seconds, or the unit of the costs.
-        end: likewise.
         phase: "forward", "backward" or "recompute", if it belongs to one.
         details: further figures, shown in traces.
     """
@@ -111,9 +110,6 @@ def text(
     """Draw a timeline with one line per lane, time to the right; waits are dots.
 
     Args:
-        line: what to draw.
-        width: columns of the terminal.
-        name_of: of an interval.
         idle: where nothing runs.
         whole_names: take more columns if names would be cut otherwise.
     """
@@ -149,8 +145,6 @@ def write_trace(timelines: Mapping[str, Timeline], output: Path, title: str) -> 
 
     Args:
         timelines: by their names, in seconds; any other unit is shown as seconds.
-        output: JSON file to write.
-        title: kept in the file.
     """
     events = [
         event

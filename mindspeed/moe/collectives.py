@@ -27,7 +27,6 @@ class AllToAll:
     """Rows to all ranks; the reverse brings the gradients back.
 
     Attributes:
-        group: of all ranks that take part.
         sent: rows for each rank, in order.
         received: rows from each rank, in order.
     """
@@ -72,7 +71,6 @@ class GatherRows:
     adds its own in fp32 in the order of ranks. The bytes are those of a reduce-scatter.
 
     Attributes:
-        group: of all ranks that take part.
         sizes: rows of each rank, the same on all of them.
         add: sums ``[ranks, n, ...]`` to ``[n, ...]``; :meth:`Packing.add` for packed rows.
     """
@@ -107,7 +105,6 @@ class SumRows:
     """The reverse of :class:`GatherRows`: sums over the ranks, a part of the rows for each.
 
     Attributes:
-        group: of all ranks that take part.
         sizes: rows that each rank gets, the same on all of them.
     """
 

@@ -176,7 +176,6 @@ class Job:
 
     Attributes:
         sizes: of the layer, with the expert tensor parallel size that Megatron uses.
-        rates: of one rank.
         tp: tensor parallel size of attention.
         capacity_factor: room of an expert in mean loads, where rows are padded.
         attention: of the layer, which some programs compute beside collectives of experts.
@@ -194,10 +193,8 @@ class Priced:
     """One program.
 
     Attributes:
-        name: of the entry.
         flags: that train with it.
         simulation: of both passes; None if it does not exist for the job.
-        reason: why not.
         kept: bytes of experts' rows that live until backward.
     """
 

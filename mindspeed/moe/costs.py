@@ -67,8 +67,6 @@ def exchange(
     """An all-to-all and its reverse.
 
     Args:
-        name: of the message.
-        sizes: of the layer.
         load: who gets how many rows.
         row_bytes: of one row.
         distinct: one row for each (token, rank), not for each copy.
@@ -95,10 +93,6 @@ def gathering(
     """An all-gather of ``nbytes`` of every rank and its reverse, a reduce-scatter.
 
     Args:
-        name: of the message.
-        sizes: of the layer.
-        group: its name.
-        ranks: of the group.
         nbytes: of this rank's part.
         back: the reduce-scatter comes first.
     """
@@ -157,8 +151,6 @@ class StageCosts:
     """One stage in both passes.
 
     Attributes:
-        forward: what is computed.
-        backward: what is computed.
         messages: what is started in forward, in this order.
         reverses: what is started in backward, in this order.
         silent: names of passes in which the log has no event of it.
@@ -236,7 +228,6 @@ def all_to_all(
     """The costs of the all-to-all dispatcher's stages.
 
     Args:
-        sizes: of the layer.
         load: rows of this rank.
         anchored: weight gradients of experts are computed where the anchor is.
         packed: probabilities travel in the rows.
@@ -279,7 +270,6 @@ def all_gather(
     """The costs of the all-gather dispatcher's stages.
 
     Args:
-        sizes: of the layer.
         load: rows of this rank.
         anchored: weight gradients of experts are computed where the anchor is.
         packed: ids and weights of the chosen experts travel, not maps and weights of all.

@@ -31,8 +31,6 @@ class Event:
     Attributes:
         phase: "forward" or "backward".
         kind: start or finish of a communication, or a computation.
-        name: of the stage.
-        chunk: its index.
         bytes: that the communication was given.
     """
 
@@ -48,11 +46,7 @@ class Event:
 
 @dataclass
 class EventLog:
-    """Events in the order in which they happened.
-
-    Attributes:
-        events: all of them.
-    """
+    """Events in the order in which they happened."""
 
     events: list[Event] = field(default_factory=list)
 

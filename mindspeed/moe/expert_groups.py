@@ -38,7 +38,6 @@ class PipelinedGroups:
     Attributes:
         dispatcher: of the whole layer.
         count: of groups, D; divides the local experts.
-        log: gets the events.
     """
 
     dispatcher: AllToAllDispatcher

@@ -68,7 +68,6 @@ class ToHost:
     """A collective without a gradient whose result goes to the host as soon as it is there.
 
     Args:
-        collective: the communication.
         copy: gets the result.
     """
 

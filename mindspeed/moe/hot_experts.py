@@ -73,7 +73,6 @@ class HotExperts:
     """The stages ``choose``, ``weights`` and ``hot`` of one call of a layer.
 
     Attributes:
-        groups: who shares the experts.
         experts: Megatron's ``TEGroupedMLP``.
         most: hot experts, N.
         messages: in which their weights are sent, M.

@@ -64,7 +64,6 @@ def execute(
     """Run a program.
 
     Args:
-        program: The order.
         stages: A function for every name in it.
         chunks: Their tensors are changed.
         log: Gets an event for every step, of backward too.

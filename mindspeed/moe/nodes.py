@@ -48,7 +48,6 @@ def divided(ranks: Sequence[int], per_node: int) -> list[list[int]]:
 
     Args:
         ranks: Global ranks of the group, in its order.
-        per_node: Ranks of a node.
 
     Raises:
         ConfigError: the nodes hold different numbers of its ranks, or not one after the other.
@@ -73,7 +72,6 @@ def node_groups(group: dist.ProcessGroup, per_node: int) -> NodeGroups:
 
     Args:
         group: The experts' ranks, all of them.
-        per_node: Ranks of a node.
 
     Raises:
         ConfigError: as :func:`divided` says.

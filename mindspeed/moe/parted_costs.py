@@ -45,7 +45,6 @@ def groups(
     """A layer with the stage ``groups`` in place of the steps from gather to scatter.
 
     Args:
-        sizes: of the layer.
         load: rows of this rank.
         parts: the same for each group of local experts.
         anchored: weight gradients of experts are computed where the anchor is.
@@ -62,10 +61,8 @@ def pieces(
     """A layer with the stage ``pieces`` in place of the steps from dispatch to combine.
 
     Args:
-        sizes: of the layer.
         load: rows of this rank.
         parts: the same for each local expert of each slice of the tokens.
-        slices: of the tokens.
     """
     costs = all_to_all(sizes, load, anchored=True)
     one = replace(sizes, experts=sizes.ep)
@@ -96,7 +93,6 @@ def chunks(
     """The stages of each chunk of the sequence; those that run once are with the first.
 
     Args:
-        sizes: of the layer.
         parts: rows of this rank for each chunk.
         attention: of each chunk.
     """
@@ -124,7 +120,6 @@ def hot(
     """A layer with hot experts; experts must be whole.
 
     Args:
-        sizes: of the layer.
         load: rows of this rank that travel.
         own_rows: of its own tokens for hot experts.
         weights: for each message the hot experts of each rank.

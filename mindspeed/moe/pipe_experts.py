@@ -52,7 +52,6 @@ class PipedExperts:
         slices: of the tokens, N.
         chained: collectives of the two expert groups wait for each other.
         absent: stages that the layer does not have.
-        log: gets the events.
     """
 
     dispatcher: AllToAllDispatcher

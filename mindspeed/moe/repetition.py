@@ -25,7 +25,6 @@ def repeated(policy: SavePolicy, sizes: Sizes, load: Load, costs: Costs) -> Repe
 
     Args:
         policy: what the experts keep.
-        sizes: of the layer.
         load: rows of this rank.
         costs: of the stages of the program.
     """

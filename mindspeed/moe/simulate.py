@@ -118,7 +118,6 @@ class ChunkStep:
 
     Attributes:
         step: of the program, or its mirror image.
-        chunk: its index.
         costs: of its stage.
     """
 
@@ -138,9 +137,7 @@ def simulate(
     """Run forward and backward of a program.
 
     Args:
-        program: The order.
         costs: Of every stage, for one chunk, or for each; stages that are missing are left out.
-        rates: How fast this rank is.
         chunks: Of the tokens, if their costs are the same.
         inner: Programs that run in the place of a stage.
         repeat: Adds what backward does again to its actions (:mod:`mindspeed.moe.repetition`).
@@ -158,7 +155,6 @@ def play(actions: Iterable[tuple[str, ChunkStep]], rates: Rates) -> Simulation:
 
     Args:
         actions: (pass, action), of both passes.
-        rates: How fast this rank is.
     """
     run = _Run(rates)
     for phase, action in actions:
@@ -262,7 +258,6 @@ def simulate_pair(costs: Costs, rates: Rates) -> Simulation:
 
     Args:
         costs: Of the stages of one micro-batch; stages that are missing are left out.
-        rates: How fast this rank is.
     """
     actions = []
     for step in PAIR.steps:

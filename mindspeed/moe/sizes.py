@@ -25,7 +25,6 @@ class Sizes:
         tokens: of this rank before the dispatch: sequence x batch / (TP x CP).
         hidden: size of a token.
         experts: of the layer, on all ranks.
-        topk: experts of a token.
         ffn: width of an expert, of all its slices.
         ep: ranks with different experts.
         etp: ranks with slices of the same experts.
@@ -142,7 +141,6 @@ def load_of(sizes: Sizes, choices: Choices, rank: int, part: tuple[int, int] | N
     """The rows of one rank for an actual routing.
 
     Args:
-        sizes: of the layer.
         choices: of all ranks of the experts.
         rank: index in ``choices``.
         part: only these local experts of every rank, from the first to before the second.

@@ -54,10 +54,7 @@ class Ticket:
     """What the two halves of one call share.
 
     Attributes:
-        collective: what is launched.
-        name: of the communication, for the log.
         chunk: index of the chunk, for the log.
-        log: gets the events.
         before_reverse: called in backward before the reverse is launched.
         after_reverse: called after it is launched.
         before_wait: called in backward before the result of the reverse is waited for.

@@ -32,8 +32,6 @@ class Tile:
     """Some queries of a sequence and the keys within their reach.
 
     Attributes:
-        rows: the queries.
-        columns: the keys.
         bias: added to the scaled scores, -inf where masked, or None.
         causal: the fused kernel masks above the diagonal.
         number: distinguishes the tile from all others of the call.
@@ -52,10 +50,8 @@ class Formula:
     """The formula for the tiles of one call.
 
     Args:
-        problem: the options.
         operands: dtype in which products take their operands; everything else is computed in fp32,
             or float64.
-        device: where the tensors lie.
     """
 
     def __init__(self, problem: Problem, operands: torch.dtype, device: torch.device) -> None:
@@ -100,11 +96,7 @@ class Formula:
         """Write the gradient of a tile's queries and add up those of its keys.
 
         Args:
-            tile: as for the forward.
             dout: gradient of out, ``[b, n, r, d_v]``, dtype of q.
-            q: as for the forward.
-            k: as for the forward.
-            v: as for the forward.
             out: ``[b, n, r, d_v]``, maybe of a larger softmax.
             lse: ``[b, n, r]`` likewise; +inf where a row sees nothing.
             dq: gradient of q, overwritten; shape of q.

@@ -132,8 +132,6 @@ class _Call:
         version: suffix of the operator: "" or "_v2".
         tensors: q, k, v in the operator's layout.
         heads: of q.
-        layout: the operator's name for it.
-        keywords: everything else.
     """
 
     version: str

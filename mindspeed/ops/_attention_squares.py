@@ -121,10 +121,7 @@ def forward(
 
     Args:
         kernel: attends in a square: ``kernel(q, k, v, *options) -> (out, lse)``.
-        problem: the whole problem.
         cut: its squares, of :func:`parts`.
-        q: queries.
-        k: keys.
         v: values, dtype of q.
 
     Returns:
@@ -152,7 +149,6 @@ def backward(
 
     Args:
         kernel: gradients in a square: ``kernel(dout, q, k, v, out, lse, *options, False)``.
-        problem: the whole problem.
         cut: its squares, of :func:`parts`.
         dout: ``[b, n, s_q, d_v]`` in the layout of q.
         q: as in :func:`forward`.

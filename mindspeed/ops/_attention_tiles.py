@@ -87,9 +87,7 @@ def forward_piece(
     """Write one sequence's rows of out and lse.
 
     Args:
-        problem: The options.
         fused: A fused kernel for tiles without dropout.
-        piece: The sequence.
         views: q, k, v, out as bnsd views, lse as ``[b, n, s]``, of the whole call.
         operands: In which dtype the formula's products take operands, given the queries.
     """
@@ -146,13 +144,10 @@ def backward_piece(
     """Write one sequence's rows of dq, dk, dv, and add to dpse.
 
     Args:
-        problem: The options.
         fused: A fused kernel for tiles without dropout and bias gradient.
-        piece: The sequence.
         views: dout, q, k, v, out, dq, dk, dv as ``[b, n, s, d]`` views of one dtype, lse as fp32
             ``[b, n, s]``.
         dpse: Gradient of the position bias in the accumulation dtype, added to, or None.
-        operands: As for the forward.
     """
     dout, q, out, dq, lse = (views[i][:, :, piece.rows] for i in (0, 1, 4, 5, 8))
     k, v, dk, dv = (views[i][:, :, piece.columns] for i in (2, 3, 6, 7))

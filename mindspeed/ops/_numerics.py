@@ -67,8 +67,6 @@ def store(
     Args:
         out: any shape, dtype and strides.
         function: takes ``out=``; the dtype of its result is that of its first argument.
-        *args: of the function.
-        **more: of the function.
     """
     if out.dtype == args[0].dtype and not torch.compiler.is_compiling():
         function(*args, **more, out=out)

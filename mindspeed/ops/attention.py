@@ -164,7 +164,6 @@ def pairs(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> int:
     Args:
         q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
         k: ``[b, g, s_k, d]``, likewise.
-        problem: options of the call.
     """
     met = sum(piece.sight.pairs() for piece in problem.pieces(q, k))
     _, heads, *_ = bnsd(q, problem.layout).shape

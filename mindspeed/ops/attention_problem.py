@@ -65,7 +65,6 @@ class Problem:
         cu_k: the same for keys.
         prefix: ``[b]``, for modes 5 and 6.
         layout: one of :data:`mindspeed.ops.attention_problem.LAYOUTS`.
-        scale: factor on the scores.
         dropout: probability of dropping a probability.
         mode: sparse mode, see :mod:`mindspeed.ops.visibility`.
         pre: reach of the band to the left.
@@ -158,10 +157,7 @@ class Piece:
     """One sequence of a pack, or all sequences of a dense batch at once.
 
     Attributes:
-        number: of the sequence.
         rows: its queries, along the sequence axis of ``bnsd`` views.
-        columns: its keys.
-        sight: which keys its queries see.
     """
 
     number: int

@@ -42,7 +42,6 @@ def matmul_all_reduce(
     Args:
         a: ``[m, k]``, fp16 or bf16.
         b: ``[k, n]``, dtype of a.
-        group: the ranks.
         comm_mode: how the NPU communicates: None, ``ai_cpu``, or ``aiv`` (its vector cores write
             into the memory of the other ranks).
     """
@@ -57,7 +56,6 @@ def matmul_reduce_scatter(
     Args:
         a: ``[m, k]``, fp16 or bf16, on an NPU or a GPU.
         b: ``[k, n]``, dtype of a.
-        group: the p ranks.
         comm_mode: as in :func:`matmul_all_reduce`; NPU only.
     """
     if a.device.type != "npu":
@@ -79,7 +77,6 @@ def all_gather_matmul(
     Args:
         a: ``[m / p, k]``, fp16 or bf16, on an NPU or a GPU.
         b: ``[k, n]``, dtype of a.
-        group: the p ranks.
         keep: the gathered rows are needed; without it they are None.
         comm_mode: as in :func:`matmul_all_reduce`; NPU only.
     """
@@ -104,7 +101,6 @@ def why_not_fused(operator: str, a: torch.Tensor, group: dist.ProcessGroup) -> s
     Args:
         operator: its name, such as ``coc_matmul_all_reduce``.
         a: ``[m, k]``, any dtype, on the device that computes.
-        group: the ranks.
     """
     device = a.device.type
     kernels = {"npu": NPU, "cuda": SYMMETRIC_MEMORY}.get(device)

@@ -35,7 +35,6 @@ def cumulative(
     """Return the cumulative group sizes, ``[E]`` int64 on the device of ``x``.
 
     Args:
-        check: checks of the calling function.
         argument: name of ``groups`` there.
         groups: sizes or cumulative sums, a list of numbers or an int64 tensor.
         x: ``[T, ...]``, the rows that are grouped.

@@ -37,7 +37,6 @@ def draws(rng: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
     Args:
         rng: the pair of :func:`reserve`, int64 ``[2]``.
-        shape: shape of the result.
     """
     generator = torch.Generator().manual_seed(int(rng[0]) + int(rng[1]))
     count = math.prod(shape)

@@ -52,7 +52,6 @@ def group_name(check: Check, **given: Any) -> str:
     """The torch name of the one group given by its argument's name; refuses everything else.
 
     Args:
-        check: the checks of the public function.
         **given: the argument, as in ``group_name(check, hcom=hcom)``.
     """
     ((argument, group),) = given.items()

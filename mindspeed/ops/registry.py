@@ -83,7 +83,6 @@ def triton(kernel: str, *, reads_strides: bool = False) -> Implementation:
     """The launcher ``"file:function"`` in ``mindspeed/ops/triton``.
 
     Args:
-        kernel: its file and name.
         reads_strides: it takes tensors of any strides; by default it gets contiguous ones.
     """
     file, _, function = kernel.partition(":")
@@ -145,7 +144,6 @@ class Operator:
             ``opcheck``: small, deterministic, with odd sizes.
         workload: ``workload(hidden, dtype, device)`` returns the arguments of a realistic size, for
             the benchmark and for the compile gate of the Triton kernels (device ``meta``).
-        dtypes: of the samples.
         public: import path of the public function that calls it.
         on_host: positions of tensor arguments that lie on the CPU whatever the device (a random
             seed).

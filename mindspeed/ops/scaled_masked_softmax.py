@@ -34,7 +34,6 @@ def scaled_masked_softmax(
     Args:
         x: ``[b, n, sq, sk]``, fp32, bf16 or fp16.
         mask: bool, True is masked, its dimensions those of ``x`` or 1; or None.
-        scale: factor of the scores.
         causal: mask ``j > i`` instead; ``sq == sk`` and no ``mask``.
 
     Returns:

@@ -30,10 +30,7 @@ class Result:
     """The comparison of one operator in one dtype.
 
     Attributes:
-        operator: its name.
         kind: the implementation that ran (``reference``, ``triton`` ...).
-        dtype: dtype of the samples.
-        samples: how many were compared.
         worst: the largest error over what is allowed; at most 1 passes.
         problem: an exception's text, or None.
     """
@@ -55,9 +52,7 @@ def verify(operator: Operator, device: Any, dtype: torch.dtype) -> Result:
     """Compare ``operator`` on ``device`` with its definition, over all samples in ``dtype``.
 
     Args:
-        operator: what to compare.
         device: name of the device (``cpu``, ``cuda``, ``npu``).
-        dtype: dtype of the samples.
     """
     worst, count = 0.0, 0
     try:
@@ -77,7 +72,6 @@ def compare(
     """Return the largest error of ``out`` relative to the error allowed for this sample.
 
     Args:
-        operator: gives the reference.
         out: computed tensors, of the shapes of the reference's, as :func:`outputs` returns them;
             any shape is compared elementwise.
         sample: the arguments, on the CPU.

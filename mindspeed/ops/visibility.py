@@ -39,8 +39,6 @@ class Sight:
     """The keys that the queries of one sequence see.
 
     Attributes:
-        queries: how many there are.
-        keys: how many there are.
         low: key j is seen by query i only if ``j - i >= low``.
         high: ... and ``j - i <= high``.
         prefix: ``[b]`` keys that every query sees beyond the band, or None.
@@ -150,8 +148,6 @@ def sight(
     """The sight of one sequence under a sparse mode.
 
     Args:
-        queries: queries of the sequence.
-        keys: keys of the sequence.
         mode: 0 to 8, see the table above.
         pre: how many keys before its own a query sees (modes 0, 4, 7, 8).
         next: how many keys after its own (same modes); negative hides more keys.
@@ -215,7 +211,6 @@ def generate_attention_mask(
 
     Args:
         compress: bool ``[2048, 2048]`` for any sequence length; else ``[seq_length, seq_length]``.
-        device: Device of the mask.
         seq_length: Size of the mask that is not compressed.
     """
     return causal_mask(device, COMPRESSED if compress else seq_length)

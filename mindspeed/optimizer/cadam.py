@@ -60,7 +60,6 @@ class Rows:
     """How the elements of a tensor lie in the rows of its parameter.
 
     Attributes:
-        length: elements of a row.
         lead: elements of the first row that are before the tensor's first one.
     """
 

@@ -18,7 +18,6 @@ class Occasion:
 
     Attributes:
         step: of the optimizer, from 1; 0 before the first.
-        state: name of the state.
         start: position in the parameter of the first element that is stored.
     """
 

@@ -131,7 +131,6 @@ class HostSwap(Placement):
 
         Args:
             states: of each parameter, name -> contiguous host tensor; equal names.
-            place: the device of the parameters.
             total: elements of all parameters of the optimizer, of which these may be a part.
             update: changes the states of a window in place: name -> one flat device tensor for
                 each span.

@@ -94,7 +94,6 @@ def unpacked(bytes_: torch.Tensor, count: int) -> torch.Tensor:
 
     Args:
         bytes_: uint8 ``[ceil(count / 8)]``.
-        count: of flags.
 
     Returns:
         uint8 ``[count]``, 0 or 1.

@@ -36,7 +36,6 @@ class StepOptions:
         lr: learning rate; a tensor on the device with ``capturable``.
         betas: decays of the first and the second moment.
         eps: added to the root of the second moment.
-        weight_decay: weight decay.
         bias_correction: correct the moments for their start at zero.
         decoupled_weight_decay: decay the weights (AdamW) instead of adding to the gradient (L2).
         grad_scale: divide the gradients by this scalar (``capturable`` with a gradient scaler).
@@ -85,7 +84,6 @@ def adam(
         weights: any shapes, one floating dtype of at least 32 bits.
         grads: shapes and dtype of the weights.
         states: ``exp_avg`` and ``exp_avg_sq``, shapes and dtype of the weights.
-        options: of the parameter group.
     """
     count = options.step if options.bias_correction else _STEP_WITHOUT_CORRECTION
     step = torch.tensor(count, device=weights[0].device)
@@ -150,7 +148,6 @@ def _update(
         weights: any shapes, one floating dtype of at least 32 bits.
         grads: shapes and dtype of the weights.
         states: ``exp_avg``, ``exp_avg_sq`` and ``ema_params``, shapes and dtype of the weights.
-        options: of the parameter group.
     """
     adam(weights, grads, states, options)
     kept = effective_decay(decay, options.step)

@@ -142,7 +142,6 @@ def causal_keys(window: tuple[int, int] | None, pattern: Sequence[bool], length:
     Args:
         window: of :func:`window_of`.
         pattern: of :func:`window_pattern`.
-        length: of the sequence.
     """
     if window is None or not any(pattern):
         return length / 2
@@ -164,7 +163,6 @@ def model_flops(shape: ModelShape, sequences: int, *, causal: bool = True) -> in
 
     Args:
         shape: the model.
-        sequences: the global batch size.
         causal: count half of the attention matrix, as Megatron does.
     """
     kinds = [*shape.moe_layers, *shape.moe_layers[-1:] * shape.mtp_layers]

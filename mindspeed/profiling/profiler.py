@@ -225,7 +225,6 @@ class ProfileOptions:
         with_stack: record Python stacks.
         with_memory: record allocations; needs with_cpu.
         record_shapes: record the shapes of operator inputs.
-        save_path: directory of the traces.
         export_type: ``text`` or, NPU only, ``db``.
         data_simplification: NPU only: delete raw data after analysis.
     """

@@ -69,7 +69,6 @@ def install(journal: Journal, device_name: str | None = None) -> Choice:
     """Register the substitute unless the native package serves this device.
 
     Args:
-        journal: Records every registered module.
         device_name: Device to choose for; the active device when None.
 
     Raises:

@@ -39,8 +39,6 @@ def attend(
         query: ``[b, h, s_q, d]``.
         key: ``[b, h_kv, s_k, d]``; ``h_kv`` divides h.
         value: ``[b, h_kv, s_k, d_v]``.
-        seen: Which keys each query sees.
-        scale: Factor on the scores.
         dropout: Probability of dropping a probability (default generator).
         bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
         slopes: ALiBi: fp32 ``[h]``, ``-slope * |i - j|`` is added to the scaled scores.
@@ -181,8 +179,6 @@ def attend_packed(
         value: ``[t_kv, h_kv, d_v]``.
         documents: Cumulative lengths of the documents.
         mask_type: Mask type inside a document; "padding" in its name has no other effect.
-        scale: Factor on the scores.
-        window: Sliding window.
         dropout: Probability of dropping a probability (default generator).
         slopes: ALiBi: fp32 ``[h]``.
         sink: As in :func:`attend`.
@@ -243,8 +239,6 @@ def max_logit(
     Args:
         query: ``[b, h, s_q, d]``.
         key: ``[b, h_kv, s_k, d]``.
-        seen: Which keys each query sees.
-        scale: Factor on the scores.
         bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
         block: Queries whose scores are in memory at a time.
     """

@@ -41,7 +41,6 @@ def user_mask(length: int, samples: int) -> Mask | None:
 
     Args:
         length: Tokens of a sample, of all ranks.
-        samples: Samples of the micro-batch.
     """
     return None
 
@@ -51,7 +50,6 @@ def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
 
     Args:
         cu_seqlens: Cumulative lengths of the documents that do not see each other, of all samples.
-        samples: Samples of the micro-batch.
     """
     return None
 
@@ -62,10 +60,8 @@ def alibi_slopes(
     """ALiBi slopes, fp32 ``[heads]``, of heads ``first, first + 1 ...``; None without ALiBi.
 
     Args:
-        all_heads: Heads of the whole model.
         first: First head of this tensor-parallel rank.
         heads: Heads of this tensor-parallel rank.
-        device: Where the slopes live.
     """
     return None
 

@@ -43,8 +43,6 @@ def get_dummy_wgrad(
 
     Args:
         shape: Shape of the weight, ``[out, in]`` for a linear layer.
-        dtype: Dtype of the weight.
-        zero: Fill with zeros.
         where: Device, see :func:`torch_device`.
 
     Returns:

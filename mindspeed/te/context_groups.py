@@ -21,8 +21,6 @@ def user_mask(length: int, samples: int, packed: PackedBatch | None) -> Mask | N
 
     Args:
         length: Tokens of a sample, of all ranks.
-        samples: Samples of the micro-batch.
-        packed: Its documents, where it has any.
 
     Raises:
         ConfigError: Packed documents and a user's mask contradict each other.

@@ -65,8 +65,6 @@ def attend(
         v: ``[s, b, n_kv, d_v]``.
         groups: The context-parallel group; for the hybrid strategies the Ulysses group and the
             ring group.
-        strategy: The algorithm.
-        scale: Factor on the scores.
         causal: A query sees no later key.
         window: Sliding window: earlier and later keys that a query sees, -1 for all.
         mask: Mask of all samples, instead of ``causal`` and ``window``.
@@ -190,7 +188,6 @@ def megatron_layout(length: int, ranks: int, samples: int) -> SequenceSharding:
     Args:
         length: Tokens of a sample, of all ranks.
         ranks: Ranks that share it.
-        samples: Samples of the batch.
     """
     shard = zigzag if length % (2 * ranks) == 0 else contiguous
     return shard(length, ranks, samples)

@@ -41,7 +41,6 @@ class AttentionCall:
         mask_type: Transformer Engine's name of the mask, after ``attention_policy``.
         window: Sliding window, after ``attention_policy``.
         visibility: Which keys the queries of a dense call see; only evaluated for one.
-        scale: Factor on the scores.
         dropout: Probability of dropping a probability.
         random_stream: Context in which dropout draws.
         bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
@@ -98,7 +97,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCal
         q: Queries, ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]`` as ``call.layout`` says.
         k: Keys, with as many heads or a divisor of that.
         v: Values, ``d_v`` channels.
-        call: Everything else.
 
     Returns:
         ``[s, b, h * d_v]`` (``[b, s, h * d_v]``, ``[t, h * d_v]``) in the dtype of q, and with

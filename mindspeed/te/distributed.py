@@ -118,8 +118,6 @@ def checkpoint(
     """Run ``function`` and recompute it in backward.
 
     Args:
-        function: What to run.
-        *args: Its positional arguments.
         distribute_saved_activations: Not available here.
         get_rng_state_tracker: Tracker whose streams are replayed.
         tp_group: Only used with ``distribute_saved_activations``.

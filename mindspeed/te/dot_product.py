@@ -33,20 +33,12 @@ class DotProductAttention(TransformerEngineBaseModule):
     """Attention between already projected queries, keys and values.
 
     Args:
-        num_attention_heads: Query heads of the whole model.
         kv_channels: Head size, or ``(key size, value size)``.
-        num_gqa_groups: Key/value heads of the whole model.
-        attention_dropout: Dropout on the probabilities.
         qkv_format: Default layout.
         attn_mask_type: Default mask type.
-        window_size: Default sliding window.
         sequence_parallel: The trainer already runs the layer in the model-parallel RNG stream.
-        tp_size: Tensor-parallel size.
         get_rng_state_tracker: Tracker whose stream dropout draws from.
-        tp_group: Tensor-parallel group.
-        layer_number: Number of the layer.
         attention_type: ``"self"`` or ``"cross"``.
-        cp_group: Context-parallel group.
         cp_global_ranks: Global ranks of that group.
         cp_stream: Stream for its communication.
         cp_comm_type: How context parallelism communicates.

@@ -183,7 +183,6 @@ def attend_by_blocks(
         query: ``[b, h, s, d]``.
         key: ``[b, h_kv, s, d]``.
         value: ``[b, h_kv, s, d_v]``.
-        seen: Which key each query sees.
         block_size: Queries of a block.
         bias: Added to the scaled scores, broadcastable to ``[b, h, s, s]``.
         options: Other arguments of the formula.

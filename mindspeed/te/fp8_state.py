@@ -153,7 +153,6 @@ class Fp8Padding(torch.nn.Module):
     """Pads the rows of each group with zeros to a multiple that fp8 multiplications take.
 
     Args:
-        num_gemms: Number of groups.
         align_size: The multiple; that of the active recipe by default.
     """
 

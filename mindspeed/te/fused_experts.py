@@ -141,8 +141,6 @@ class Run:
     """Experts ``first`` to ``first + count - 1``.
 
     Attributes:
-        first: index of the first.
-        count: how many.
         matrices: ``[count, ...]``, a view in the order of memory; None: one launch for each.
         backwards: that order is the reverse of the experts'.
     """
@@ -258,7 +256,6 @@ def permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int) -> 
     Args:
         tokens: ``[t, h]``, floating dtype.
         row_id_map: int32 ``[2, t, e]``, of :func:`permute`.
-        rows: Rows of the result.
 
     Returns:
         ``[rows, h]``.

@@ -163,21 +163,15 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
     """Several linear layers of one shape, applied to consecutive groups of rows.
 
     Args:
-        num_gemms: Number of layers (local experts).
         in_features: Size of the last dimension of the input.
         out_features: Size of the last dimension of the output.
         sequence_parallel: Only recorded; the token dispatcher communicates.
         fuse_wgrad_accumulation: Add weight gradients into ``main_grad``.
-        tp_group: Tensor-parallel group.
-        tp_size: Tensor-parallel size.
         get_rng_state_tracker: Function that returns the RNG tracker.
         rng_tracker_name: Stream to initialise from.
         init_method: Called with each weight.
-        bias: Whether there are biases.
         return_bias: Return ``(output, biases)`` without adding them.
-        params_dtype: Dtype of the parameters.
         parallel_mode: ``"column"``, ``"row"`` or None.
-        device: Where the parameters live.
         delay_wgrad_compute: Compute weight gradients only in ``backward_dw``.
         ub_name: Kept, not used.
         **userbuffers: ``ub_*``: only false values are possible.

@@ -157,7 +157,6 @@ def grouped_mlp_forward(
     """Compute the local experts; stands in for ``GroupedMLP.forward``.
 
     Args:
-        self: Megatron's module.
         permuted_local_hidden_states: ``[t, h]``, tokens sorted by expert.
         tokens_per_expert: int ``[experts]``, tokens of each local expert.
         permuted_probs: ``[t]``, the router's probability of each token.
@@ -187,7 +186,6 @@ class Product:
     """One of the two linear layers of Megatron's ``GroupedMLP``.
 
     Args:
-        experts: The module.
         weight: Name of its parameter.
         shape: Of the parameter as one matrix for each expert.
     """

@@ -40,7 +40,6 @@ def normalize(
         weight: ``[h]``, of another dtype or that of x.
         bias: ``[h]`` or None.
         eps: Added to the variance (RMSNorm: to the mean square).
-        rms: RMSNorm instead of LayerNorm.
         zero_centered_gamma: The stored weight is the deviation from one.
 
     Returns:
@@ -168,7 +167,6 @@ def matmul_scatter(
     Args:
         x: ``[s, b, k]``, dtype of the weight; its product is this rank's term of a sum.
         weight: As in :func:`matmul`.
-        group: The p ranks.
         transposed: As in :func:`matmul`.
         addend: ``[s, b, n]``, added to this rank's term; overwritten.
         async_op: The caller waits for the handle; a replacement may return None for it.

@@ -38,24 +38,17 @@ class LayerNormMLP(TransformerEngineBaseModule):
     """A normalised two-layer perceptron.
 
     Args:
-        hidden_size: Size of input and output.
-        ffn_hidden_size: Size between the layers.
         eps: Added to the variance.
         sequence_parallel: Split the sequence outside the parallel region.
         return_bias: Return ``(output, second bias)`` without adding it.
         fuse_wgrad_accumulation: Add weight gradients into ``main_grad``.
-        tp_group: Tensor-parallel group.
-        tp_size: Tensor-parallel size.
         get_rng_state_tracker: Function that returns the RNG tracker.
         init_method: Initialises the first weight.
         output_layer_init_method: Initialises the second weight.
-        bias: Whether there are biases.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: One of :data:`ACTIVATIONS`.
-        params_dtype: Dtype of the parameters.
         set_parallel_mode: Split the layers over the group.
         zero_centered_gamma: The stored norm weight is the deviation from one.
-        device: Where the parameters live.
     """
 
     def __init__(

@@ -32,15 +32,11 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         sequence_parallel: The activations outside the parallel region are sharded along ``s``.
         fuse_wgrad_accumulation: Add weight gradients into ``weight.main_grad``.
         tp_group: Tensor-parallel process group; may be set later.
-        tp_size: Number of tensor-parallel ranks.
         get_rng_state_tracker: Function that returns the RNG tracker for initialisation.
         rng_tracker_name: Name of the tracker's stream to initialise from.
         init_method: Called with the weight.
-        bias: Whether there is a bias.
         return_bias: Return ``(output, bias)`` without adding the bias.
-        params_dtype: Dtype of the parameters.
         parallel_mode: ``"column"``, ``"row"`` or None.
-        device: Where the parameters live.
         delay_wgrad_compute: Compute weight gradients only in :meth:`backward_dw`.
         ub_name: Name of the layer for communication overlap (kept, not used).
         **userbuffers: ``ub_*``: what ``--tp-comm-overlap`` asks for, refused without that feature
@@ -150,8 +146,6 @@ class LayerNormLinear(Linear):
     """LayerNorm or RMSNorm followed by a :class:`Linear`, as one module with one set of names.
 
     Args:
-        in_features: Hidden size.
-        out_features: Size of the whole output.
         eps: Added to the variance.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: The stored norm weight is the deviation from one.

@@ -176,7 +176,6 @@ def saved_tensors(
     """The saved tensors of a layer in its backward; a second run may compute them first.
 
     Args:
-        ctx: Of the autograd function.
         grad: dy, ``[s, b, out]``, a shard of it as the layer requires.
         communication: How the layer is sharded.
 

@@ -91,7 +91,6 @@ def core_attention_forward(
     mask type does.
 
     Args:
-        self: Megatron's attention module.
         query: ``[s, b, h, d]``, or ``[t, h, d]`` when packed; any floating dtype.
         key: ``[s, b, h_kv, d]`` or ``[t, h_kv, d]``.
         value: ``[s, b, h_kv, d_v]`` or ``[t, h_kv, d_v]``.

@@ -74,9 +74,7 @@ def new_norm(
     """Build the norm of ``config.normalization``; stands in for ``WrappedTorchNorm.__new__``.
 
     Args:
-        cls: The class that is being called.
         config: Megatron's transformer configuration, which decides.
-        hidden_size: Size of the last dimension.
         eps: Added to the variance.
         persist_layer_norm: Without effect: there is one kernel.
         zero_centered_gamma: Not read; ``config.layernorm_zero_centered_gamma`` is.

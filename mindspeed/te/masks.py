@@ -34,14 +34,11 @@ class Visibility:
     """The mask of a batch as a band; a mask tensor is only built where ``keep`` is read.
 
     Attributes:
-        len_q: Number of queries.
-        len_k: Number of keys.
         left: Window to the left, -1 is unbounded.
         right: Window to the right.
         offset: Key at which query 0 stands, or one per sequence, ``[b, 1, 1, 1]``.
         masked: Megatron's mask, which hides more keys (True is masked), broadcastable to
             ``[b, h, len_q, len_k]``.
-        device: Where to build masks.
     """
 
     len_q: int
@@ -99,14 +96,11 @@ def visibility(
 
     Args:
         mask_type: One of :data:`MASK_TYPES`.
-        len_q: Number of queries.
-        len_k: Number of keys.
         window: ``(left, right)``; -1 is unbounded.
         attention_mask: Megatron's bool mask: ``[b, 1, 1, s]`` for padding (a pair for queries and
             keys in cross attention) or anything that broadcasts to ``[b, h, len_q, len_k]``.
         key_lengths: int ``[b]`` real keys per sequence, instead of a padding mask.
         query_lengths: int ``[b]`` real queries per sequence.
-        device: Where to build the mask.
     """
     mask_type = canonical(mask_type)
     left, right = _window(mask_type, window)

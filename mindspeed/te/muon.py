@@ -40,9 +40,6 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: matrices, or param groups of them.
-        lr: learning rate.
-        momentum_beta: decay of the momentum.
-        weight_decay: weight decay.
         use_nesterov: mix the momentum with the gradient once more.
         weight_decay_method: decay the weights (decoupled) or add to the gradient (l2).
         fp32_matmul_prec: precision of matrix products, torch's names; medium: in bf16.
@@ -105,7 +102,6 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         Args:
             p: ``[m, n]``.
             grad: ``[m, n]``, fp32.
-            options: of the param group.
         """
         return self.scaled_orthogonalize_fn(grad)
 
@@ -166,7 +162,6 @@ def newton_schulz_tp(
         x: ``[m, n]``, fp32: the shard of this rank.
         steps: of the iteration.
         coefficient_type: a key of :data:`COEFFICIENTS`.
-        tp_group: the ranks.
         partition_dim: dimension that is sharded; None: ``x`` is whole, nothing is communicated.
         mode: see above.
 
@@ -189,8 +184,6 @@ def get_muon_scale_factor(size_out: int, size_in: int, mode: str = "spectral") -
     """Factor of the orthogonal update of an [out, in] matrix.
 
     Args:
-        size_out: rows.
-        size_in: columns.
         mode: ``spectral`` (arXiv:2502.16982), ``unit_rms_norm`` (arXiv:2502.07529) or
             ``shape_scaling`` (Muon's own).
     """

@@ -140,10 +140,6 @@ class BasicLinear(FusibleOperation):
     """A linear layer without bias.
 
     Args:
-        in_features: Size of the whole input.
-        out_features: Size of the whole output.
-        device: Where the weight lives.
-        dtype: Dtype of the weight.
         tensor_parallel_mode: ``"column"``, ``"row"`` or None; row does not reduce its output.
         tensor_parallel_group: Group the weight is split over.
         sequence_parallel: Gather the input of a column layer along the sequence.

@@ -29,11 +29,8 @@ class FusedAdam(StoredStates):
     A moment that the rule does not have is read as zeros: Megatron's checkpoints hold both.
 
     Args:
-        params: Parameters or param groups.
-        lr: Learning rate.
         betas: Decay of the first and the second moment.
         eps: Added to the root of the second moment.
-        weight_decay: Weight decay.
         amsgrad: Not available.
         bias_correction: Correct the moments for their start at zero.
         adam_w_mode: Decay the weights (AdamW) instead of adding to the gradient (L2).
@@ -271,12 +268,7 @@ class FusedSGD(torch.optim.SGD):
     """SGD with momentum, on lists of tensors.
 
     Args:
-        params: Parameters or param groups.
-        lr: Learning rate.
-        momentum: Momentum.
-        dampening: Dampening of the momentum.
         weight_decay: L2 penalty.
-        nesterov: Nesterov momentum.
         wd_after_momentum: Only False is available.
         materialize_master_grads: Only accepted for compatibility.
         set_grad_none: Only accepted for compatibility.
@@ -315,7 +307,6 @@ def multi_tensor_applier(
         operation: ``(chunk, overflow, lists, *arguments)``.
         overflow: int32 ``[1]``.
         lists: Tensors, as the operation requires.
-        *arguments: Of the operation.
     """
     return operation(CHUNK, overflow, lists, *arguments)
 

@@ -132,7 +132,6 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """Return the factors that bring maxima to the largest number of ``dtype``; fp32.
 
     Args:
-        amax: Maxima.
         dtype: An fp8 dtype.
         power_of_two: Round factors down to powers of two.
     """
@@ -220,7 +219,6 @@ class AmaxHistory:
 
     Args:
         recipe: Length of the history, and what is taken from it.
-        count: Number of tensors.
         dtype: The fp8 dtype of all of them.
     """
 

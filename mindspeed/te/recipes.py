@@ -52,8 +52,6 @@ class DelayedScaling(Recipe):
 
     Args:
         margin: The factor is divided by ``2**margin``.
-        fp8_format: Number formats.
-        amax_history_len: Length of the history of maxima.
         amax_compute_algo: ``"max"`` of the history or the ``"most_recent"`` maximum.
         reduce_amax: Take maxima over the ranks of the autocast's group.
         override_linear_precision: Its third entry requires weight gradients from operands that
@@ -86,7 +84,6 @@ class _StatelessScaling(Recipe):
     """Factors from nothing but the tensor that is quantised.
 
     Attributes:
-        fp8_format: Number formats.
         fp8_dpa: Attention in fp8; only False is possible.
         fp8_mha: Attention with fp8 inputs; only False is possible.
     """

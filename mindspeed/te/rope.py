@@ -43,8 +43,6 @@ def apply_rotary_pos_emb(
         interleaved: Pairs are adjacent channels.
         fused: Without effect: there is one implementation.
         cu_seqlens: int ``[documents + 1]``, cumulative lengths over all context-parallel ranks.
-        cp_size: Context-parallel size.
-        cp_rank: Context-parallel rank.
     """
     if tensor_format == "thd":
         if cu_seqlens is None:
@@ -179,8 +177,6 @@ def packed_positions(
     Args:
         cu_seqlens: int ``[documents + 1]``, cumulative lengths over all context-parallel ranks.
         tokens: Tokens on this rank.
-        cp_size: Context-parallel size.
-        cp_rank: Context-parallel rank.
     """
     here = cu_seqlens.long() // cp_size
     token = torch.arange(tokens, device=here.device)

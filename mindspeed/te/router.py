@@ -28,11 +28,8 @@ def fused_topk_with_score_function(
 
     Args:
         logits: ``[..., e]`` router outputs.
-        topk: Experts per token.
         use_pre_softmax: Softmax over all experts before the choice.
-        num_groups: Number of expert groups.
         group_topk: Groups a token may choose from.
-        scaling_factor: Factor on the probabilities.
         score_function: ``"softmax"`` or ``"sigmoid"``.
         expert_bias: ``[e]`` bias on the choice (sigmoid only).
     """

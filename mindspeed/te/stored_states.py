@@ -56,7 +56,6 @@ class StoredStates(torch.optim.Optimizer):
     """The states of an update rule, each stored by a codec.
 
     Args:
-        params: Parameters or param groups.
         defaults: Options of param groups.
         rule: Names and initial values of the states.
         dtypes: State -> dtype that Megatron requires. A name that the rule does not have is read as

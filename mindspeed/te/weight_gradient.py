@@ -59,7 +59,6 @@ class WgradOptions:
         """Hide the weights of a layer from autograd if the store takes their gradients.
 
         Args:
-            x: Input of the layer.
             *weights: Of the layer, or the parameter that it views.
         """
         if self.store is None or not self.store.takes(x, weights):
@@ -72,7 +71,6 @@ class Hidden(NamedTuple):
 
     Attributes:
         store: Takes the computation of their gradients in backward.
-        weights: The parameters.
     """
 
     store: WeightGradients
@@ -161,7 +159,6 @@ def add_product(weight: torch.Tensor, wgrad: torch.Tensor) -> None:
     """Add the gradient of a weight that autograd does not see, as the hook of its owner would.
 
     Args:
-        weight: The parameter.
         wgrad: Its gradient, of the same shape and dtype.
     """
     main_grad = getattr(weight, "main_grad", None)

@@ -49,7 +49,6 @@ class RankError(RuntimeError):
     """A rank raised, died or hung.
 
     Attributes:
-        rank: the rank that failed first.
         kind: "raised", "died" or "hung".
         original: the exception of that rank, if it can be pickled.
     """

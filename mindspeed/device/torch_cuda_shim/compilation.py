@@ -97,7 +97,6 @@ def install(journal: Journal, factories: Sequence[Callable[..., Any]] = ()) -> N
     """Let autocast and compilation do on the CPU what Megatron means by them.
 
     Args:
-        journal: records the changes.
         factories: wrapped torch functions that other libraries' compiled code may call.
     """
 

@@ -20,7 +20,6 @@ class ChunkedAttention:
 
     Args:
         attention: Megatron's ``SelfAttention``.
-        run: Calls it.
         bottom_right: Type of a causal mask whose last row belongs to the last key.
         chunks: D.
         ranks: tensor-parallel ranks that share the rows of the result.

@@ -47,7 +47,6 @@ def attach(layer: Any, degree: int, journal: Journal, *, tensor_overlap: bool = 
 
     Args:
         layer: Megatron's ``TransformerLayer`` with a mixture of experts.
-        degree: Chunks.
         journal: A feature's ``seams.journal``; undoing it restores the layer.
         tensor_overlap: The collectives of sliced experts are hidden, too.
     """
@@ -199,12 +198,7 @@ def _checkpoint(attention: Any) -> Callable[..., torch.Tensor] | None:
 
 
 class ChunkedRouter:
-    """One micro-batch of one of Megatron's ``TopKRouter``, or of DeepSpeed's gate in its place.
-
-    Args:
-        router: The module.
-        chunks: How many there will be.
-    """
+    """One micro-batch of one of Megatron's ``TopKRouter``, or of DeepSpeed's gate in its place."""
 
     def __init__(self, router: Any, chunks: int) -> None:
         self._router, self._chunks = router, chunks

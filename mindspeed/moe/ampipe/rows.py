@@ -119,11 +119,7 @@ _GROUPS = ("cp_group", "cp_groups")  # of the core attention of either layer spe
 
 @dataclass(frozen=True)
 class ContextRows:
-    """The rows of one rank.
-
-    Attributes:
-        group: context-parallel ranks.
-    """
+    """The rows of one rank."""
 
     group: dist.ProcessGroup
 

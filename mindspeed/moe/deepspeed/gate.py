@@ -34,8 +34,6 @@ class Capacity:
 
     Attributes:
         factor: > 0.
-        experts: of the layer.
-        topk: experts of a token.
     """
 
     factor: float

@@ -75,7 +75,6 @@ class AllGatherDispatcher:
     """The stages; see the module's documentation.
 
     Attributes:
-        groups: who shares the experts.
         width: the most experts that a token can have.
     """
 

@@ -62,7 +62,6 @@ class AllToAllDispatcher:
     """The stages; see the module's documentation.
 
     Attributes:
-        groups: who shares the experts.
         topk: experts of every token, so that the number of its copies is known before counts are
             on the host; None if tokens are dropped, then ``count`` must end before ``permute``.
         packed: probabilities travel in the rows.

@@ -107,7 +107,6 @@ def choice_of(dispatcher: str, request: LayerRequest) -> Choice:
 
     Args:
         dispatcher: Megatron's ``--moe-token-dispatcher-type``.
-        request: What the features ask.
 
     Raises:
         NotImplementedError: there is none.

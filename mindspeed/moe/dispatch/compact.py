@@ -25,7 +25,6 @@ def places(topk: int, experts: int, padded: bool) -> int:
 
     Args:
         topk: That the router chooses.
-        experts: Of the layer.
         padded: Experts are filled up to their capacity, with any tokens.
     """
     return experts if padded else min(topk, experts)
@@ -91,7 +90,6 @@ def expand(
     Args:
         ids: ``[n, width]``; numbers outside of ``0 .. experts - 1`` do not count.
         weights: ``[n, width]``, floating dtype.
-        experts: Columns of the result.
 
     Returns:
         probs ``[n, experts]`` in the dtype of ``weights``, differentiable, and a bool map of the

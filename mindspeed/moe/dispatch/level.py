@@ -48,7 +48,6 @@ class Level:
 
     Attributes:
         name: of its tensors and values in a chunk.
-        group: of the members.
         experts: of all members; ids of arriving rows count from the first of them.
         width: places for experts of an arriving row.
     """

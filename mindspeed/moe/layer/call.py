@@ -32,11 +32,9 @@ class LayerCall:
 
     Attributes:
         layer: Megatron's ``MoELayer``.
-        request: what the features ask of it.
         hidden: input, ``[s, b, h]``.
         padding_mask: bool ``[s, b]``, or None.
         log: gets the events; None: nobody reads them.
-        groups: who shares the experts.
         absent: steps that this layer has no part for.
         at_end: called with each chunk whose program has run.
     """
@@ -174,7 +172,6 @@ class SharedHalves:
     The first half runs its forward and ends where that calls ``linear_fc2``.
 
     Args:
-        shared_experts: The module.
         checkpoint: Megatron's ``CheckpointWithoutOutput``, if the first half is computed again in
             backward: its result is freed as soon as the second half has read it.
     """

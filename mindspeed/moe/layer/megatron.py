@@ -34,7 +34,6 @@ def change(layer: MoELayer, journal: Journal, **changes: Any) -> None:
     """Change what is asked of a layer; the first change replaces its forward.
 
     Args:
-        layer: Megatron's module.
         journal: A feature's ``seams.journal``; undoing it restores the layer.
         **changes: Fields of :class:`LayerRequest`.
     """

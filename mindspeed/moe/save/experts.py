@@ -81,10 +81,7 @@ class SavedExperts:
     """One call of the experts.
 
     Args:
-        experts: The module.
-        policy: What is kept; not everything.
         refetch: Brings rows that are not kept.
-        name: Of the layer, for messages.
         log: Gets an event for the second run.
         chunk: Index of the chunk, for the log.
     """
@@ -330,9 +327,7 @@ def watched(calls: Sequence[tuple[Call, Call]], first: Watch, second: Watch) -> 
     """Inside, ``first(number, method, *args)`` runs in place of each first layer, and so on.
 
     Args:
-        calls: Of the experts.
         first: Gets the number of the call and the method in whose place it runs.
-        second: Likewise.
     """
     before = []
     try:

@@ -28,7 +28,6 @@ class SavePolicy:
     Attributes:
         rows: The experts' input; if not, backward dispatches the tokens again.
         fc1: The output of the first linear layer.
-        act: The activation.
         shared: The same tensors of the shared experts, which get their input back from the layer's.
     """
 
@@ -73,7 +72,6 @@ def load(rows: int, tokens: int, topk: int, slices: int) -> float:
     Args:
         rows: That its experts compute.
         tokens: Of a rank before they are dispatched.
-        topk: Experts of a token.
         slices: Ranks that hold slices of the same experts; each gets the rows of all.
     """
     balanced = tokens * topk * slices

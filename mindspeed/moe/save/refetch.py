@@ -37,8 +37,6 @@ class Refetch:
     Args:
         steps: Of the dispatcher, see above.
         like: The rows of the forward, ``[m, h]``: those that come back lie in memory as they did.
-        log: Gets the events.
-        chunk: Its index, for the log.
     """
 
     def __init__(

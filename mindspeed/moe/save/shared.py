@@ -39,9 +39,7 @@ class SavedShared:
     """One call of the shared experts.
 
     Args:
-        halves: What computes them.
         parameters: Of both halves; they exist anyway.
-        name: For messages.
         log: Gets an event for the second run.
     """
 

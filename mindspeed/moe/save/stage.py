@@ -49,12 +49,7 @@ class Saving:
     """What one call of a layer keeps.
 
     Attributes:
-        request: What the features ask.
-        repeat: Of the dispatcher's stages.
-        topk: Experts of a token.
         slices: Ranks that hold slices of the same experts.
-        name: Of the layer, for messages.
-        log: Gets the events.
     """
 
     request: LayerRequest
@@ -83,7 +78,6 @@ class Saving:
 
         Args:
             chunk: With ``hidden [n, h]``, and the dispatcher's maps.
-            module: The experts.
             rows: ``[m, h]``.
             sizes: int64 ``[experts]``, rows of each local expert.
             probs: ``[m]``.

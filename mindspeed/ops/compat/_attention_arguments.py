@@ -34,10 +34,6 @@ class Arguments:
 
     Attributes:
         order: letters of their axes.
-        q: queries.
-        k: keys.
-        v: values.
-        heads: of the queries.
         packed: whether the layout is TND.
     """
 
@@ -123,7 +119,6 @@ class Arguments:
         """Return checked fields of ``Problem``.
 
         Args:
-            mode: sparse mode.
             mask: ``atten_mask``, bool or uint8: ``[B, N, Sq, Skv]``, ``[B, 1, Sq, Skv]``,
                 ``[1, 1, Sq, Skv]``, ``[Sq, Skv]``, or the compressed mask of the mode.
             band: ``(pre_tokens, next_tokens)``.

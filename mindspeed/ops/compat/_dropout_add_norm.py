@@ -65,7 +65,6 @@ def dropout_add_norm(
         prenorm: also return ``pre``.
         residual_in_fp32: ``pre`` in fp32.
         return_dropout_mask: also return the mask.
-        rms: RMSNorm instead of LayerNorm.
 
     Returns:
         ``out`` ``[..., H]`` in the dtype of x0; with ``pre`` ``[..., H]`` in the dtype of the

@@ -250,9 +250,7 @@ def npu_all_to_all_all_gather_bmm(
         x: ``[E, C, H / tp]`` (shard_type 0) or ``[E, C / tp, H]`` (1): fp16, bf16 or fp32.
         weight: ``[E / ep, H, M / tp]``, dtype of x.
         group_ep: the expert-parallel group, its name, or the name of its HCCL communicator.
-        group_ep_worldsize: its number of ranks.
         group_tp: the tensor-parallel group, likewise.
-        group_tp_worldsize: its number of ranks.
         bias: ``[E / ep, M / tp]`` or ``[E / ep, 1, M / tp]``, dtype of x or fp32.
         shard_type: 0 gathers along H, 1 along C.
         act_type: "None", "GELU", "Silu", "FastGELU" or "Relu".
@@ -346,9 +344,7 @@ def npu_bmm_reduce_scatter_all_to_all(
         x: ``[E / ep, ep * C, M / tp]``: fp16, bf16 or fp32.
         weight: ``[E / ep, M / tp, H]``, dtype of x.
         group_ep: the expert-parallel group, its name, or the name of its HCCL communicator.
-        group_ep_worldsize: its number of ranks.
         group_tp: the tensor-parallel group, likewise.
-        group_tp_worldsize: its number of ranks.
         bias: ``[E / ep, H / tp]`` (shard_type 0) or ``[E / ep, H]`` (1), or the same with a 1
             between; dtype of x or fp32. It is added after the sum over TP.
         shard_type: 0 scatters along H, 1 along C.

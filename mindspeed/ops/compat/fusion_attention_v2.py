@@ -75,7 +75,6 @@ def npu_fusion_attention(
             ``[B, 1, Sq, Skv]``, ``[1, 1, Sq, Skv]`` or ``[Sq, Skv]`` (TND: the latter, for the
             longest sequences). Other modes: the compressed mask, ``[2048, 2048]`` or for mode 6
             ``[3072, 2048]``, of which only the shape is read.
-        scale: Factor on the scores.
         keep_prob: Probability to keep a probability, in (0, 1].
         pre_tokens: Reach of the band before a query's own key (modes 0, 4, 7, 8).
         next_tokens: Reach after it.
@@ -164,35 +163,19 @@ def npu_fusion_attention_grad(
 
     Args:
         query: As in the forward: ``[B, S, N*D]`` (BSH) and so on, or ``[T, N, D]`` (TND).
-        key: As in the forward.
-        value: As in the forward.
         dy: Gradient of the output, with its shape and dtype.
-        head_num: As in the forward.
-        input_layout: As in the forward.
-        pse: As in the forward.
         padding_mask: Must be None.
-        atten_mask: As in the forward.
         softmax_max: Of the forward, or merged: fp32 ``[B, N, Sq, 8]`` (TND: ``[T, N, 8]``).
         softmax_sum: Same.
         softmax_in: Not read.
         attention_in: The output of the forward, or merged; shape and dtype of ``dy``.
         scale_value: ``scale`` of the forward.
-        keep_prob: As in the forward.
-        pre_tokens: As in the forward.
-        next_tokens: As in the forward.
         inner_precise: Without effect.
         seed: Returned by the forward: a number, or an int64 scalar tensor.
         offset: Same.
         numels: Not read; follows from the shapes.
-        prefix: As in the forward.
-        actual_seq_qlen: As in the forward.
-        actual_seq_kvlen: As in the forward.
-        sparse_mode: As in the forward.
         gen_mask_parallel: Without effect.
         sync: Without effect.
-        pse_type: As in the forward.
-        q_start_idx: As in the forward.
-        kv_start_idx: As in the forward.
 
     Returns:
         ``(dq, dk, dv, dpse)``, each with shape and dtype of its tensor; dpse is None without

@@ -71,12 +71,9 @@ def npu_gmm_v2(
 
     Args:
         x: See :func:`npu_gmm`, like everything that is not listed here.
-        weight: Matrices.
-        bias: Biases.
         group_list: rows of each group, int64 tensor ``[E]``.
         group_type: Which dimension is grouped.
         gemm_fusion: Accumulate the weight gradient.
-        original_weight: The parameter.
 
     Returns:
         As :func:`npu_gmm`.

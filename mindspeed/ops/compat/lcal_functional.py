@@ -242,7 +242,6 @@ def _operands(
 
     Args:
         check: refuses in the name of the method.
-        input1: the left matrix.
         input2: the right matrix, possibly transposed.
         output: is written to.
         bias: is added to output.

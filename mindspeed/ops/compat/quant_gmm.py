@@ -79,14 +79,8 @@ def npu_quant_gmm_v2(
 
     Args:
         x: See :func:`npu_quant_gmm`, like everything that is not listed here.
-        weight: Matrices.
-        scale: Scales.
         offset: Only None.
-        per_token_scale: Scale of each row.
-        bias: Biases.
         group_list: rows of each group, int64 tensor ``[E]``.
-        output_dtype: Dtype of the result.
-        act_type: Activation.
 
     Returns:
         As :func:`npu_quant_gmm`.
@@ -271,7 +265,6 @@ def int8_workload(hidden: int, device: str) -> tuple[torch.Tensor, ...]:
 
     Args:
         hidden: H, columns of x.
-        device: where the tensors are.
 
     Returns:
         x int8 ``[T, H]``, weights int8 ``[8, H, 1024]``, scales fp32 ``[8, 1024]`` and cumulative

@@ -70,12 +70,7 @@ def npu_weight_quant_gmm_v2(
 
     Args:
         x: See :func:`npu_weight_quant_gmm`, like everything that is not listed here.
-        weight: Matrices.
-        antiquant_scale: Scales.
-        antiquant_offset: Offsets.
-        bias: Biases.
         group_list: rows of each group, int64 tensor ``[E]``.
-        act_type: Activation.
 
     Returns:
         As :func:`npu_weight_quant_gmm`.

@@ -24,7 +24,6 @@ def row_tile(columns: int, elements: int = TILE) -> tuple[int, int, int]:
     timing or from the number of rows, so a row's result repeats bit for bit everywhere.
 
     Args:
-        columns: Columns of a row.
         elements: How many elements a tile of narrow rows should have.
     """
     block = max(triton.next_power_of_2(columns), 16)
@@ -61,10 +60,7 @@ def launch(
     """Start ``kernel`` on the device of ``first``; an empty grid is no work.
 
     Args:
-        kernel: a Triton kernel.
         grid: numbers of programs.
-        first: its first argument.
-        *args: its other arguments.
         **meta: its compile-time constants.
     """
     if 0 in grid:

@@ -51,11 +51,8 @@ def forward(
         rowscale: ``[...]`` or None.
         layerscale: ``[H]`` or None.
         rng: int64 ``[2]`` on the CPU, or None for no dropout.
-        p: probability of dropping.
         eps: added to the variance or the mean square.
-        rms: RMSNorm instead of LayerNorm.
         residual_in_fp32: ``pre`` in fp32.
-        want_mask: fill the mask.
 
     Returns:
         out ``[..., H]`` in the dtype of x0; pre ``[..., H]`` in the dtype of the residual stream;
@@ -112,8 +109,6 @@ def backward(
         x0: ``[..., H]``, given only if a scale requires a gradient.
         rowscale: ``[...]`` or None.
         layerscale: ``[H]`` or None.
-        p: probability of dropping.
-        rms: RMSNorm instead of LayerNorm.
         separate: compute dresidual, with shape and dtype of pre; else it is ``[0]``.
 
     Returns:

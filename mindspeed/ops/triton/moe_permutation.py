@@ -29,7 +29,6 @@ def permute(tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: boo
     Args:
         tokens: ``[T, H]``, floating dtype.
         rows: int32 ``[T, W]``, the row of each copy.
-        num_rows: rows of the result.
         padded: rows may have no source; they are filled with zeros.
 
     Returns:

@@ -33,7 +33,6 @@ def forward(
         x: ``[..., H]``, fp32, bf16 or fp16.
         gamma: ``[H]``, dtype of x or fp32.
         eps: added to the mean square.
-        offset: added to gamma.
 
     Returns:
         y ``[..., H]`` in the dtype of x, and rstd fp32 ``[..., 1]``.
@@ -62,7 +61,6 @@ def backward(
         x: ``[..., H]``, fp32, bf16 or fp16.
         gamma: ``[H]``, dtype of x or fp32.
         rstd: fp32 ``[..., 1]``, of :func:`forward`.
-        offset: added to gamma.
     """
     columns, x2, dy2 = x.shape[-1], as_rows(x), as_rows(dy)
     gamma, count = gamma.contiguous(), x2.shape[0]
