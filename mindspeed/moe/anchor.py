@@ -25,11 +25,7 @@ Computation = Callable[[], Sequence[torch.Tensor | None]]
 
 
 class Anchor:
-    """The weight gradients of the experts of one call of a layer.
-
-    Args:
-        log: Gets an event when they are computed.
-    """
+    """The weight gradients of the experts of one call of a layer."""
 
     def __init__(self, log: EventLog | None = None) -> None:
         self._log = log

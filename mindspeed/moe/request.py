@@ -83,7 +83,7 @@ def program_of(request: LayerRequest) -> Program:
 
 
 def settled(request: LayerRequest, config: Any) -> LayerRequest:
-    """The request with what follows from a Megatron transformer config: tokens dropped and padded."""
+    """Add what follows from a Megatron transformer config: tokens dropped and padded."""
     factor = config.moe_expert_capacity_factor
     if config.moe_router_padding_for_quantization:
         return replace(request, dropped=True)

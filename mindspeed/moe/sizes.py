@@ -23,7 +23,6 @@ class Sizes:
 
     Attributes:
         tokens: of this rank before the dispatch: sequence x batch / (TP x CP).
-        hidden: size of a token.
         experts: of the layer, on all ranks.
         ffn: width of an expert, of all its slices.
         ep: ranks with different experts.

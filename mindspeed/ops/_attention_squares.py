@@ -151,9 +151,6 @@ def backward(
         kernel: gradients in a square: ``kernel(dout, q, k, v, out, lse, *options, False)``.
         cut: its squares, of :func:`parts`.
         dout: ``[b, n, s_q, d_v]`` in the layout of q.
-        q: as in :func:`forward`.
-        k: as in :func:`forward`.
-        v: as in :func:`forward`.
         out: result of :func:`forward`, or of a longer softmax.
         lse: fp32 ``[b, n, s_q]`` (TND: ``[t, n]``), that of ``out``.
     """

@@ -45,7 +45,6 @@ def npu_rotary_position_embedding(
         x: ``[B, N, S, D]``, ``[B, S, N, D]`` or ``[S, B, N, D]``, fp32, bf16 or fp16; D is even and
             less than 896.
         cos: 4 dimensions, the last D, the others those of ``x`` or 1; dtype of ``x`` or fp32.
-        sin: like ``cos``.
         mode: 0 pairs the halves, 1 pairs neighbours.
 
     Returns:
@@ -70,7 +69,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0)
     Args:
         x: ``[..., D]`` with 4 dimensions; fp32, bf16 or fp16.
         cos: ``[..., r]``, dtype of ``x`` or fp32; r <= D is even, channels from r on are copied.
-        sin: like ``cos``.
         mode: 0 pairs the halves of the first r channels, 1 pairs neighbours.
     """
     _check.dtype(FLOATS, x=x)

@@ -60,13 +60,7 @@ class Codec:
     def decode(
         self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Return the state in fp32, the stored tensor itself where that is its dtype.
-
-        Args:
-            stored: Shape of ``param``, storage dtype.
-            extra: Of this codec, or None.
-            param: Any shape and floating dtype.
-        """
+        """Return the state in fp32, the stored tensor itself where that is its dtype."""
         return stored
 
     def encode(
@@ -76,14 +70,7 @@ class Codec:
         extra: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Write ``value`` into ``stored`` (and ``extra``).
-
-        Args:
-            value: Shape of ``param``, fp32.
-            stored: Shape of ``param``, storage dtype; overwritten.
-            extra: Of this codec, overwritten, or None.
-            param: Any shape and floating dtype.
-        """
+        """Write ``value``, fp32, into ``stored`` and ``extra``."""
         stored.copy_(value)
 
 

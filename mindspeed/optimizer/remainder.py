@@ -45,7 +45,7 @@ class Remainder(Codec):
     def decode(
         self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
     ) -> torch.Tensor:
-        """Join bf16 parameter and int16 remainder (any shape) to fp32."""
+        """Join bf16 parameter and int16 remainder to fp32, elementwise."""
         bits = param.detach().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         bits += stored
         if extra is not None:
@@ -59,7 +59,7 @@ class Remainder(Codec):
         extra: torch.Tensor | None,
         param: torch.Tensor,
     ) -> None:
-        """Split ``value`` (fp32, any shape) into bf16 parameter and int16 remainder.
+        """Split ``value``, fp32, into bf16 parameter and int16 remainder, elementwise.
 
         A value in int16 is a remainder already.
         """
@@ -76,28 +76,14 @@ class Remainder(Codec):
 
 
 def packed(flags: torch.Tensor) -> torch.Tensor:
-    """Eight flags a byte, the first in the lowest bit.
-
-    Args:
-        flags: bool, n elements.
-
-    Returns:
-        uint8 ``[ceil(n / 8)]``.
-    """
+    """Eight bool flags a byte, the first in the lowest bit: uint8 ``[ceil(n / 8)]``."""
     bits = flags.reshape(-1).to(torch.uint8)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (bits << _shifts(bits)).sum(1, dtype=torch.uint8)
 
 
 def unpacked(bytes_: torch.Tensor, count: int) -> torch.Tensor:
-    """The inverse of :func:`packed`.
-
-    Args:
-        bytes_: uint8 ``[ceil(count / 8)]``.
-
-    Returns:
-        uint8 ``[count]``, 0 or 1.
-    """
+    """The inverse of :func:`packed`: uint8 ``[count]``, 0 or 1."""
     return (bytes_[:, None] >> _shifts(bytes_)).bitwise_and_(1).view(-1)[:count]
 
 

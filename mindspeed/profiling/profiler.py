@@ -222,7 +222,6 @@ class ProfileOptions:
             collectives and their groups (NPU: pipe utilisation), level2 also FLOPs and modules
             (NPU: everything).
         with_cpu: record operators on the host.
-        with_stack: record Python stacks.
         with_memory: record allocations; needs with_cpu.
         record_shapes: record the shapes of operator inputs.
         export_type: ``text`` or, NPU only, ``db``.

@@ -177,11 +177,9 @@ def attend_packed(
         query: ``[t, h, d]``, all documents concatenated.
         key: ``[t_kv, h_kv, d]``.
         value: ``[t_kv, h_kv, d_v]``.
-        documents: Cumulative lengths of the documents.
         mask_type: Mask type inside a document; "padding" in its name has no other effect.
         dropout: Probability of dropping a probability (default generator).
         slopes: ALiBi: fp32 ``[h]``.
-        sink: As in :func:`attend`.
 
     Returns:
         ``[t, h * d_v]`` in the dtype of the inputs; zero for padding between documents.

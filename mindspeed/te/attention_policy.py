@@ -57,12 +57,7 @@ def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
 def alibi_slopes(
     all_heads: int, first: int, heads: int, device: torch.device
 ) -> torch.Tensor | None:
-    """ALiBi slopes, fp32 ``[heads]``, of heads ``first, first + 1 ...``; None without ALiBi.
-
-    Args:
-        first: First head of this tensor-parallel rank.
-        heads: Heads of this tensor-parallel rank.
-    """
+    """ALiBi slopes, fp32 ``[heads]``, of heads ``first, first + 1 ...``; None without ALiBi."""
     return None
 
 

@@ -65,7 +65,6 @@ def attend(
         v: ``[s, b, n_kv, d_v]``.
         groups: The context-parallel group; for the hybrid strategies the Ulysses group and the
             ring group.
-        causal: A query sees no later key.
         window: Sliding window: earlier and later keys that a query sees, -1 for all.
         mask: Mask of all samples, instead of ``causal`` and ``window``.
         packed: Documents that do not see each other, and how they are sharded.
@@ -160,10 +159,6 @@ def attend_thd(
         k: ``[t, n_kv, d]``.
         v: ``[t, n_kv, d_v]``.
         documents: Cumulative lengths over all ranks; queries and keys have the same.
-        groups: As in :func:`attend`.
-        strategy: As in :func:`attend`.
-        causal: A query sees no later key.
-        window: As in :func:`attend`.
         options: Other arguments of :func:`attend`.
 
     Returns:

@@ -42,11 +42,9 @@ class AttentionCall:
         window: Sliding window, after ``attention_policy``.
         visibility: Which keys the queries of a dense call see; only evaluated for one.
         dropout: Probability of dropping a probability.
-        random_stream: Context in which dropout draws.
         bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
         slopes: ALiBi slopes of this rank's heads, fp32 ``[h]``.
         sink: ``[h]`` score of a key without a value.
-        documents: Documents of a thd call.
         packed: Which documents the tokens of an sbhd batch belong to.
         packed_documents: The same as cumulative lengths over the concatenated samples.
         self_attention: Queries and keys are of the same tokens.

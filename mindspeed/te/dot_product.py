@@ -34,14 +34,9 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     Args:
         kv_channels: Head size, or ``(key size, value size)``.
-        qkv_format: Default layout.
-        attn_mask_type: Default mask type.
         sequence_parallel: The trainer already runs the layer in the model-parallel RNG stream.
         get_rng_state_tracker: Tracker whose stream dropout draws from.
         attention_type: ``"self"`` or ``"cross"``.
-        cp_global_ranks: Global ranks of that group.
-        cp_stream: Stream for its communication.
-        cp_comm_type: How context parallelism communicates.
         softmax_scale: Factor on the scores; default ``1 / sqrt(key size)``.
         softmax_type: One of :data:`SOFTMAX_TYPES`.
         return_max_logit: Also return the largest score of each head.

@@ -31,8 +31,6 @@ def expert_range(experts: Any, first: int, count: int) -> torch.nn.Module:
     Args:
         experts: Megatron's ``TEGroupedMLP``, ``SequentialMLP`` or ``GroupedMLP``, also with
             adapters.
-        first: Index of the first local expert.
-        count: How many, at least one.
 
     Returns:
         A module that is called like the whole, with ``tokens_per_expert [count]``.

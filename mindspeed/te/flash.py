@@ -177,18 +177,9 @@ def attend_by_blocks(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend by blocks where ``seen`` is the causal triangle, else at once.
+    """Attend by blocks of ``block_size`` queries where ``seen`` is the causal triangle, else at once.
 
-    Args:
-        query: ``[b, h, s, d]``.
-        key: ``[b, h_kv, s, d]``.
-        value: ``[b, h_kv, s, d_v]``.
-        block_size: Queries of a block.
-        bias: Added to the scaled scores, broadcastable to ``[b, h, s, s]``.
-        options: Other arguments of the formula.
-
-    Returns:
-        ``[b, h, s, d_v]`` in the dtype of the inputs.
+    Arguments and result ``[b, h, s, d_v]`` are those of :func:`mindspeed.te.attention.attend`.
     """
     if not seen.causal or seen.len_q != seen.len_k:
         return attend_at_once(query, key, value, seen, bias=bias, **options)

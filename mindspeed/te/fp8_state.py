@@ -176,14 +176,6 @@ class Fp8Unpadding(Fp8Padding):
     """Takes the padding of :class:`Fp8Padding` away."""
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
-        """Remove the padding of each group.
-
-        Args:
-            inp: ``[sum of padded, h]``, any dtype.
-            m_splits: Rows of each group without padding.
-
-        Returns:
-            ``[sum of m_splits, h]`` in the dtype of ``inp``.
-        """
+        """Remove the padding of ``inp [sum of padded, h]``: ``[sum of m_splits, h]``."""
         parts = zip(inp.split(self.padded(m_splits)), m_splits, strict=True)
         return torch.cat([x[:rows] for x, rows in parts])

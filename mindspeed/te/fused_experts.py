@@ -32,31 +32,14 @@ from mindspeed.te.kernels import grouped_matmul as one_by_one
 
 
 def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Add ``grad^T x`` to ``main_grad``; see :func:`mindspeed.te.kernels.accumulate_wgrad`.
-
-    Args:
-        x: ``[tokens, in]``.
-        grad: ``[tokens, out]`` in the dtype of x.
-        main_grad: ``[out, in]``, fp32 or the dtype of x.
-    """
+    """See :func:`mindspeed.te.kernels.accumulate_wgrad`: ``main_grad [out, in]``."""
     MATMUL_ADD(x, grad, main_grad)
 
 
 def grouped_matmul(
     x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
 ) -> torch.Tensor:
-    """Multiply each group of tokens; see :func:`mindspeed.te.kernels.grouped_matmul`.
-
-    Args:
-        x: ``[tokens, k]``, tokens of a group next to each other.
-        weights: One matrix per group in the dtype of x, ``[n, k]`` when ``transposed``, else
-            ``[k, n]``.
-        splits: Tokens of each group.
-        transposed: Multiply with the transposed matrices.
-
-    Returns:
-        ``[tokens, n]`` in the dtype of x.
-    """
+    """See :func:`mindspeed.te.kernels.grouped_matmul`: ``[tokens, k]`` to ``[tokens, n]``."""
     outputs = []
     width = weights[0].shape[0 if transposed else 1]
     found = runs(weights, splits, x.shape[1] + width)
@@ -88,16 +71,7 @@ def _rows(x: torch.Tensor, found: Sequence[Run], splits: Sequence[int]) -> tuple
 
 
 def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
-    """Return ``left^T right`` of each group; see :func:`mindspeed.te.kernels.grouped_wgrad`.
-
-    Args:
-        left: ``[tokens, m]``.
-        right: ``[tokens, n]`` in the dtype of ``left``.
-        splits: Tokens of each group.
-
-    Returns:
-        ``[groups, m, n]`` in the dtype of ``left``.
-    """
+    """See :func:`mindspeed.te.kernels.grouped_wgrad`: ``[groups, m, n]`` in its dtype."""
     return GROUPED_OUTER(left, right, _ends(splits, left))  # type: ignore[no-any-return]
 
 
@@ -107,14 +81,7 @@ def accumulate_grouped_wgrad(
     splits: Sequence[int],
     main_grads: Sequence[torch.Tensor],
 ) -> None:
-    """Add to buffers; see :func:`mindspeed.te.kernels.accumulate_grouped_wgrad`.
-
-    Args:
-        left: ``[tokens, m]``.
-        right: ``[tokens, n]`` in the dtype of ``left``.
-        splits: Tokens of each group.
-        main_grads: One ``[m, n]`` per group, fp32 or the dtype of ``left``.
-    """
+    """See :func:`mindspeed.te.kernels.accumulate_grouped_wgrad`: ``main_grads [m, n]``."""
     found = runs(main_grads, splits, left.shape[1] + right.shape[1])
     lefts, rights = _rows(left, found, splits), _rows(right, found, splits)
     for run, a, b in zip(found, lefts, rights, strict=True):
@@ -173,7 +140,6 @@ def runs(tensors: Sequence[torch.Tensor], splits: Sequence[int], columns: int) -
 
     Args:
         tensors: One matrix ``[m, n]`` per expert, all of one dtype.
-        splits: Rows of each expert.
         columns: Elements of a row that a backwards run copies, input and output together.
     """
     found: list[Run] = []
@@ -227,18 +193,7 @@ def permute(
     routing_map: torch.Tensor,
     num_out_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Sort tokens by expert; see :func:`mindspeed.te.kernels.moe_permute`.
-
-    Args:
-        tokens: ``[t, h]``, floating dtype.
-        probs: ``[t, e]``, floating dtype, or None.
-        routing_map: ``[t, e]``, true where a token goes to an expert.
-        num_out_tokens: Rows of the result; None or negative: one per (token, expert) pair.
-
-    Returns:
-        Tokens ``[rows, h]``, probabilities ``[rows]`` or None, and the row map, int32
-        ``[2, t, e]``.
-    """
+    """See :func:`mindspeed.te.kernels.moe_permute`; the row map is int32 ``[2, t, e]``."""
     row_id_map = map_rows(routing_map)
     rows = -1 if num_out_tokens is None else int(num_out_tokens)
     if rows < 0:
@@ -251,15 +206,7 @@ def permute(
 
 
 def permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int) -> torch.Tensor:
-    """Sort by an earlier map; see :func:`mindspeed.te.kernels.moe_permute_again`.
-
-    Args:
-        tokens: ``[t, h]``, floating dtype.
-        row_id_map: int32 ``[2, t, e]``, of :func:`permute`.
-
-    Returns:
-        ``[rows, h]``.
-    """
+    """See :func:`mindspeed.te.kernels.moe_permute_again`; the row map is int32 ``[2, t, e]``."""
     return MOE_PERMUTE(tokens, row_id_map[0], rows, True)  # type: ignore[no-any-return]
 
 
@@ -269,17 +216,7 @@ def unpermute(
     merging_probs: torch.Tensor | None,
     restore_shape: Sequence[int],
 ) -> torch.Tensor:
-    """Sum the copies of each token; see :func:`mindspeed.te.kernels.moe_unpermute`.
-
-    Args:
-        permuted: ``[rows, h]``, floating dtype.
-        row_id_map: int32 ``[2, t, e]``, of :func:`permute`.
-        merging_probs: ``[t, e]``, floating dtype; None sums unweighted.
-        restore_shape: ``[t, h]``; follows from the row map, not read.
-
-    Returns:
-        ``[t, h]`` in the dtype of ``permuted``.
-    """
+    """See :func:`mindspeed.te.kernels.moe_unpermute`; ``restore_shape`` is not read: ``[t, h]``."""
     packed, by_expert = row_id_map
     weights = None if merging_probs is None else pack(merging_probs, by_expert, 0.0)
     return MOE_UNPERMUTE(permuted, packed, weights, True)  # type: ignore[no-any-return]
@@ -288,16 +225,7 @@ def unpermute(
 def sort_chunks(
     tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Reorder chunks of rows; see :func:`mindspeed.te.kernels.moe_sort_chunks`.
-
-    Args:
-        tensors: ``[rows, ...]`` each, floating dtypes.
-        sizes: int64 ``[chunks]``, rows of each chunk.
-        order: int64 ``[chunks]``, the chunk at each place of the result.
-
-    Returns:
-        Tensors with the shapes and dtypes of ``tensors``.
-    """
+    """See :func:`mindspeed.te.kernels.moe_sort_chunks`; ``[rows, ...]`` of floating dtypes."""
     device, count = tensors[0].device, tensors[0].shape[0]
     # The host does not wait for the device.
     rows = chunk_rows(

@@ -55,8 +55,6 @@ def general_gemm(
         NT   b^T [n, m] @ a [m, k]   ->  [n, k]      weight gradient
 
     Args:
-        a: Matrix of any floating dtype.
-        b: Matrix of any floating dtype.
         workspace: Not read.
         out_dtype: Dtype of the result; that of ``a`` by default.
         layout: ``"TN"``, ``"NN"`` or ``"NT"``.

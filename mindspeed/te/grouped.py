@@ -163,13 +163,8 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
     """Several linear layers of one shape, applied to consecutive groups of rows.
 
     Args:
-        in_features: Size of the last dimension of the input.
-        out_features: Size of the last dimension of the output.
         sequence_parallel: Only recorded; the token dispatcher communicates.
         fuse_wgrad_accumulation: Add weight gradients into ``main_grad``.
-        get_rng_state_tracker: Function that returns the RNG tracker.
-        rng_tracker_name: Stream to initialise from.
-        init_method: Called with each weight.
         return_bias: Return ``(output, biases)`` without adding them.
         parallel_mode: ``"column"``, ``"row"`` or None.
         delay_wgrad_compute: Compute weight gradients only in ``backward_dw``.

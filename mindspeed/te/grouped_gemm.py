@@ -131,7 +131,6 @@ def gmm(
         a: ``[t, k]``, rows sorted by group.
         b: ``[groups, k, n]``, or ``[groups, n, k]`` with ``trans_b``.
         batch_sizes: int ``[groups]``, rows of each group.
-        trans_b: Multiply with the transposed matrices.
         fuse_into: Parameter that ``b`` is a view of; the weight gradient is added to its
             ``main_grad``.
         hidden: The parameter that ``b`` is a view of, if autograd is not to see it.
@@ -186,7 +185,6 @@ class Product:
     """One of the two linear layers of Megatron's ``GroupedMLP``.
 
     Args:
-        weight: Name of its parameter.
         shape: Of the parameter as one matrix for each expert.
     """
 

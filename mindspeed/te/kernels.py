@@ -79,7 +79,6 @@ def rotate(
     Args:
         t: ``[..., n]``, any dtype, which the result has, too.
         cos: ``[..., d]``, broadcasts to ``t[..., :d]``; fp32 in training.
-        sin: Like ``cos``.
         interleaved: Pairs are ``(x_2i, x_2i+1)`` instead of ``(x_i, x_{i + d/2})``.
     """
     size = cos.shape[-1]
@@ -111,7 +110,6 @@ def matmul(
         x: ``[..., k]``.
         weight: ``[n, k]``, or ``[k, n]`` with ``transposed=False``; in the dtype of x. It is the
             parameter itself unless autocast changed the dtype.
-        transposed: Multiply with the transposed weight.
         bias: ``[n]``.
         addend: ``[..., n]``, contiguous; its memory may become the result's.
     """
@@ -137,9 +135,7 @@ def gather_matmul(
 
     Args:
         x: ``[s/p, b, k]``, this rank's part of ``[s, b, k]``, dtype of the weight.
-        weight: As in :func:`matmul`.
         group: The p ranks that share s.
-        transposed: As in :func:`matmul`.
         bias: ``[n]``.
         keep: The gathered x is needed; without it a replacement may return None.
 
@@ -166,8 +162,6 @@ def matmul_scatter(
 
     Args:
         x: ``[s, b, k]``, dtype of the weight; its product is this rank's term of a sum.
-        weight: As in :func:`matmul`.
-        transposed: As in :func:`matmul`.
         addend: ``[s, b, n]``, added to this rank's term; overwritten.
         async_op: The caller waits for the handle; a replacement may return None for it.
         wgrad_follows: The caller computes a weight gradient before it waits, which hides the
@@ -225,8 +219,6 @@ def grouped_matmul(
         x: ``[tokens, k]``, tokens of a group next to each other.
         weights: One matrix per group in the dtype of x, ``[n, k]`` when ``transposed``, else
             ``[k, n]``.
-        splits: Tokens of each group.
-        transposed: Multiply with the transposed matrices.
 
     Returns:
         ``[tokens, n]``.
@@ -246,7 +238,6 @@ def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]
     Args:
         left: ``[tokens, m]``.
         right: ``[tokens, n]`` in the dtype of ``left``.
-        splits: Tokens of each group.
     """
     out = left.new_empty(len(splits), left.shape[1], right.shape[1])
     for part, a, b in zip(out, left.split(list(splits)), right.split(list(splits)), strict=True):
@@ -265,7 +256,6 @@ def accumulate_grouped_wgrad(
     Args:
         left: ``[tokens, m]``.
         right: ``[tokens, n]`` in the dtype of ``left``.
-        splits: Tokens of each group.
         main_grads: One ``[m, n]`` per group, fp32 or the dtype of ``left``.
     """
     parts = zip(left.split(list(splits)), right.split(list(splits)), main_grads, strict=True)
@@ -305,8 +295,6 @@ def moe_permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int)
 
     Args:
         tokens: ``[t, h]``, any dtype.
-        row_id_map: Of :func:`moe_permute`.
-        rows: Of its result.
     """
     return _pad_rows(tokens.index_select(0, row_id_map[0]), rows)
 

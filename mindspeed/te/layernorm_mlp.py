@@ -38,13 +38,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
     """A normalised two-layer perceptron.
 
     Args:
-        eps: Added to the variance.
         sequence_parallel: Split the sequence outside the parallel region.
         return_bias: Return ``(output, second bias)`` without adding it.
         fuse_wgrad_accumulation: Add weight gradients into ``main_grad``.
-        get_rng_state_tracker: Function that returns the RNG tracker.
-        init_method: Initialises the first weight.
-        output_layer_init_method: Initialises the second weight.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: One of :data:`ACTIVATIONS`.
         set_parallel_mode: Split the layers over the group.

@@ -27,14 +27,9 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
     """A linear layer, sharded over a tensor-parallel group or not.
 
     Args:
-        in_features: Size of the last dimension of the whole input.
-        out_features: Size of the last dimension of the whole output.
         sequence_parallel: The activations outside the parallel region are sharded along ``s``.
         fuse_wgrad_accumulation: Add weight gradients into ``weight.main_grad``.
         tp_group: Tensor-parallel process group; may be set later.
-        get_rng_state_tracker: Function that returns the RNG tracker for initialisation.
-        rng_tracker_name: Name of the tracker's stream to initialise from.
-        init_method: Called with the weight.
         return_bias: Return ``(output, bias)`` without adding the bias.
         parallel_mode: ``"column"``, ``"row"`` or None.
         delay_wgrad_compute: Compute weight gradients only in :meth:`backward_dw`.
@@ -146,7 +141,6 @@ class LayerNormLinear(Linear):
     """LayerNorm or RMSNorm followed by a :class:`Linear`, as one module with one set of names.
 
     Args:
-        eps: Added to the variance.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: The stored norm weight is the deviation from one.
         return_layernorm_output: Return ``(output, normalised input)``.
@@ -197,7 +191,6 @@ class LayerNormLinear(Linear):
 
         Args:
             inp: ``[s, b, in]``, or its shard, any floating dtype.
-            is_first_microbatch: See :meth:`Linear.forward`.
             **unused: Ignored.
 
         Returns:

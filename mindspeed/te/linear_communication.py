@@ -119,7 +119,6 @@ def multiply(
     Args:
         x: ``[s, b, in]``, a shard of it as the layer requires.
         weight: W of this rank, ``[out, in]``.
-        communication: How the layer is sharded.
         bias: ``[out]``; added once, after a reduction.
         addend: ``[s, b, out]``, added to the term of this rank before a reduction; overwritten.
         keep: Return the gathered x, too.
@@ -177,7 +176,6 @@ def saved_tensors(
 
     Args:
         grad: dy, ``[s, b, out]``, a shard of it as the layer requires.
-        communication: How the layer is sharded.
 
     Returns:
         The tensors, and the gather of dy if the second run has started it.
@@ -205,7 +203,6 @@ def multiply_gradient(
     Args:
         grad: dy, ``[s, b, out]``, a shard of it as the layer requires.
         weight: W of this rank, ``[out, in]``, dtype of dy.
-        communication: How the layer is sharded.
         addend: ``[s, b, in]`` of this rank of a column layer without sequence parallelism, added
             before the reduction; overwritten.
         keep: Return the gathered dy of a layer that gathers it.

@@ -187,7 +187,6 @@ def linear(
         weight: W of this rank, ``[out, in]``.
         bias: ``[out]``.
         communication: How the layer is sharded; not at all by default.
-        wgrad: Where the weight gradient goes.
         casts: How operands are quantised to fp8; None: not.
     """
     wgrad = wgrad or WgradOptions()

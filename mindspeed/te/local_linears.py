@@ -169,7 +169,6 @@ def anchored(experts: torch.nn.Module, anchor: GradientAnchor | None) -> Iterato
     """Give the weight gradients of the calls inside to ``anchor``.
 
     Args:
-        experts: Their linear layers are found.
         anchor: None changes nothing.
     """
     layers = [] if anchor is None else list(_takers(experts))

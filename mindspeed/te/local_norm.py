@@ -75,7 +75,6 @@ def new_norm(
 
     Args:
         config: Megatron's transformer configuration, which decides.
-        eps: Added to the variance.
         persist_layer_norm: Without effect: there is one kernel.
         zero_centered_gamma: Not read; ``config.layernorm_zero_centered_gamma`` is.
         normalization: Not read; ``config.normalization`` is.

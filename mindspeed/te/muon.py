@@ -97,12 +97,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         p.add_(update, alpha=-group["lr"])
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The update of one parameter; subclasses split fused ones.
-
-        Args:
-            p: ``[m, n]``.
-            grad: ``[m, n]``, fp32.
-        """
+        """The fp32 update ``[m, n]`` of one parameter ``[m, n]``; subclasses split fused ones."""
         return self.scaled_orthogonalize_fn(grad)
 
 
@@ -118,7 +113,6 @@ def newton_schulz(
 
     Args:
         x: ``[m, n]``, fp32; with ``tp_group`` the shard of this rank.
-        steps: of the iteration.
         coefficient_type: a key of :data:`COEFFICIENTS`.
         transpose: iterate on the transpose; default: where m > n, which is cheaper.
         tp_group: ranks that share the columns of ``x`` (of its transpose); each step reduces
@@ -160,10 +154,8 @@ def newton_schulz_tp(
 
     Args:
         x: ``[m, n]``, fp32: the shard of this rank.
-        steps: of the iteration.
         coefficient_type: a key of :data:`COEFFICIENTS`.
         partition_dim: dimension that is sharded; None: ``x`` is whole, nothing is communicated.
-        mode: see above.
 
     Returns:
         ``[m, n]``, fp32: the shard of this rank.

@@ -74,12 +74,7 @@ class _Norm(TransformerEngineBaseModule):
 
 
 def narrowed(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return what a norm made in the dtype of its weight, if that has 16 bits.
-
-    Args:
-        normed: ``[..., h]``, any floating dtype.
-        weight: ``[h]``, any floating dtype.
-    """
+    """Return ``normed [..., h]`` in the dtype of its ``weight [h]``, if that has 16 bits."""
     sixteen = weight.dtype.itemsize == 2 and normed.dtype.itemsize > 2
     return normed.to(weight.dtype) if sixteen else normed
 

@@ -141,7 +141,6 @@ class BasicLinear(FusibleOperation):
 
     Args:
         tensor_parallel_mode: ``"column"``, ``"row"`` or None; row does not reduce its output.
-        tensor_parallel_group: Group the weight is split over.
         sequence_parallel: Gather the input of a column layer along the sequence.
         rng_state_tracker_function: Not used: the owner of the weight initialises it.
         accumulate_into_main_grad: Add the weight gradient into ``main_grad``.
@@ -193,7 +192,6 @@ class BasicLinear(FusibleOperation):
 
         Args:
             x: ``[s, b, in]``, or its shard.
-            communication: How the layer is sharded.
 
         Returns:
             ``[s, b, out]``, or its shard, in the dtype of the weight (of autocast, if active).

@@ -121,7 +121,6 @@ class FusedAdam(StoredStates):
         """Update the parameters once.
 
         Args:
-            closure: Recomputes and returns the loss.
             grad_scaler: A scaler whose scale is divided out (only with ``capturable``).
         """
         loss = None
@@ -301,13 +300,7 @@ CHUNK = 2048 * 32
 def multi_tensor_applier(
     operation: Callable[..., Any], overflow: torch.Tensor, lists: Lists, *arguments: Any
 ) -> Any:
-    """Apply ``operation`` to lists of tensors.
-
-    Args:
-        operation: ``(chunk, overflow, lists, *arguments)``.
-        overflow: int32 ``[1]``.
-        lists: Tensors, as the operation requires.
-    """
+    """Apply ``operation(chunk, overflow, lists, *arguments)`` to lists of tensors."""
     return operation(CHUNK, overflow, lists, *arguments)
 
 
@@ -340,7 +333,6 @@ def multi_tensor_scale(chunk: int, overflow: torch.Tensor, lists: Lists, scale: 
         chunk: Not read.
         overflow: int32 ``[1]``, set to 1 if a result is not finite.
         lists: Sources and destinations, pairwise of one shape; any floating dtypes.
-        scale: A number or a scalar tensor.
     """
     pairs = [(a, b) for a, b in zip(lists[0], lists[1], strict=True) if b.numel()]
     sources, destinations = [a for a, _ in pairs], [b for _, b in pairs]

@@ -28,7 +28,6 @@ def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
     """Mark ``parameter`` as this rank's shard, along ``dim``, of a tensor-parallel weight.
 
     Args:
-        parameter: Any shape and dtype; only attributes are set.
         dim: The sharded dimension.
     """
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -132,7 +131,6 @@ def counted(parameter: torch.Tensor, tp_rank: int, expert_tp_rank: int) -> bool:
     """Whether this rank counts a parameter in a sum over the ranks that have the model's parts.
 
     Args:
-        parameter: Any shape and dtype.
         tp_rank: This rank among the tensor-parallel ranks.
         expert_tp_rank: This rank among the expert-tensor-parallel ranks.
     """

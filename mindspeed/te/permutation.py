@@ -33,7 +33,6 @@ def moe_permute(
         routing_map: bool or int ``[t, e]``, true where a token goes to an expert.
         num_out_tokens: Rows of the result; None or negative: one per chosen expert.
         max_token_num: Without effect.
-        map_type: Only ``"mask"``.
     """
     _check_map_type(map_type)
     tokens, _, row_id_map = kernels.moe_permute(inp, None, routing_map, num_out_tokens)
@@ -64,10 +63,8 @@ def moe_unpermute(
 
     Args:
         inp: ``[copies, h]`` expert outputs.
-        row_id_map: Map returned by the permutation.
         merging_probs: ``[t, e]`` weight of each pair; None sums unweighted.
         restore_shape: ``[t, h]`` of the result; without it every copy is its own token.
-        map_type: Only ``"mask"``.
         probs: Old name of ``merging_probs``.
     """
     _check_map_type(map_type)

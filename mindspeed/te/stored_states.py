@@ -36,9 +36,7 @@ class Part:
     """Views of a parameter, its gradient and its stored states: of all elements, or of some, flat.
 
     Attributes:
-        whole: the parameter, any shape and floating dtype.
         start: position in it of the first element of this part.
-        param: any shape and floating dtype.
         grad: shape of ``param``.
         stored: state -> stored tensor, of ``param``'s shape.
         extra: state -> what its codec keeps next to that, flat.
@@ -56,7 +54,6 @@ class StoredStates(torch.optim.Optimizer):
     """The states of an update rule, each stored by a codec.
 
     Args:
-        defaults: Options of param groups.
         rule: Names and initial values of the states.
         dtypes: State -> dtype that Megatron requires. A name that the rule does not have is read as
             zeros: Megatron's checkpoints hold both moments.
@@ -144,7 +141,6 @@ class StoredStates(torch.optim.Optimizer):
         """Return a state in fp32: the state itself when it is stored so, else a decoded copy.
 
         Args:
-            param: The parameter, any shape and floating dtype.
             state_name: For example ``exp_avg``.
             skip_unscale: Without effect.
 
@@ -167,7 +163,6 @@ class StoredStates(torch.optim.Optimizer):
         """Store a state; ignore unknown names.
 
         Args:
-            param: The parameter, any shape and floating dtype.
             state_name: For example ``exp_avg``.
             unscaled_state: Shape of ``param``, fp32, or int16 for a remainder.
         """

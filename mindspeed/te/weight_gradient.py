@@ -86,7 +86,6 @@ def weight_gradient(
         weight: ``[out, in]``.
         x: Input, ``[..., in]``.
         grad: Output gradient, ``[..., out]`` in the dtype of ``x``.
-        options: Where the gradient goes.
     """
     if options.anchor is not None:
         options.anchor.put([weight], lambda: [_compute(weight, x, grad, options.fuse)])
@@ -140,7 +139,6 @@ def add_expert_gradients(
 
     Args:
         weights: ``[out, in]`` of each expert; frozen ones get none.
-        splits: Tokens of each expert.
         fuse: The products are added to ``main_grad`` without rounding them.
         x: Input, ``[t, in]``.
         grad: Output gradient, ``[t, out]`` in the dtype of ``x``.

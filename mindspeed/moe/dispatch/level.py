@@ -30,7 +30,6 @@ class Spread:
     """Where the rows of one level have gone.
 
     Attributes:
-        row_id_map: of the permutation.
         to: bool ``[rows, members]``, which members a row went to.
         copies: rows that were sent.
         shape: ``[rows, h]``.

@@ -49,7 +49,6 @@ class SavePolicy:
         """Elements that the experts keep of one row.
 
         Args:
-            hidden: Width of a row.
             ffn: Width of an expert on this rank.
             gated: ``fc1`` is twice as wide.
         """

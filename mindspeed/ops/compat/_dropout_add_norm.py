@@ -355,20 +355,9 @@ def _fake(
 
 
 def _fake_backward(
-    dout: torch.Tensor,
-    dpre: torch.Tensor | None,
-    pre: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    rng: torch.Tensor | None,
-    x0: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    p: float,
-    rms: bool,
-    separate: bool,
+    dout: torch.Tensor, dpre: torch.Tensor | None, pre: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
+    _, _, weight, _, x0, rowscale, layerscale, _, _, separate = rest
     dscales = [
         pre.new_empty(0) if x0 is None or scale is None else torch.empty_like(scale)
         for scale in (rowscale, layerscale)

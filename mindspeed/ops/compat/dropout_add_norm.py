@@ -83,28 +83,10 @@ def npu_dropout_add_rms_norm(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Any:
-    """``RMSNorm(dropout(x0 * rowscale * layerscale) + residual)``.
+    """``RMSNorm(dropout(x0 * rowscale * layerscale) + residual)``, ``x0 [..., H]``.
 
-    Args:
-        x0: ``[..., H]``, fp32, bf16 or fp16.
-        residual: shape of ``x0``, its dtype or fp32, or None.
-        weight: ``[H]``, dtype of ``x0``.
-        bias: ``[H]`` or None, added to the normalised values.
-        dropout_p: probability of dropping, in [0, 1).
-        epsilon: added to the mean square, greater than 0.
-        rowscale: ``[...]``, a factor for each row, or None.
-        layerscale: ``[H]``, a factor for each column, or None.
-        prenorm: also return what is normalised: in fp32 with ``residual_in_fp32``, else in the
-            dtype of the residual (of ``x0`` without one).
-        residual_in_fp32: see ``prenorm``.
-        return_dropout_mask: also return the mask, bool, True where a value was kept.
-
-    Returns:
-        ``out``, ``(out, pre)``, ``(out, mask)`` or ``(out, pre, mask)``; out in the dtype of
-        ``x0``.
-
-    Raises:
-        OperatorError: wrong dtype, shape, probability or epsilon.
+    Arguments, results and errors are those of :func:`npu_dropout_add_layer_norm`; ``bias`` is added
+    to the normalised values, ``epsilon`` to the mean square.
     """
     return dropout_add_norm(
         _check_rms,

@@ -50,8 +50,7 @@ def npu_gmm(
 
     Raises:
         OperatorError: wrong dtype, shape or group_type; cumulative sizes that decrease or do not
-        end
-            at T (checked where reading them is free); no group_list; a bias that requires a
+            end at T (checked where reading them is free); no group_list; a bias that requires a
             gradient; ``gemm_fusion`` without a parameter that has a ``main_grad``.
     """
     return _gmm("npu_gmm", x, weight, bias, group_list, group_type, gemm_fusion, original_weight)
@@ -67,20 +66,7 @@ def npu_gmm_v2(
     gemm_fusion: bool = False,
     original_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply each group of rows with its own matrix: :func:`npu_gmm` with sizes of groups.
-
-    Args:
-        x: See :func:`npu_gmm`, like everything that is not listed here.
-        group_list: rows of each group, int64 tensor ``[E]``.
-        group_type: Which dimension is grouped.
-        gemm_fusion: Accumulate the weight gradient.
-
-    Returns:
-        As :func:`npu_gmm`.
-
-    Raises:
-        OperatorError: as :func:`npu_gmm`; a group_list that is not a tensor.
-    """
+    """:func:`npu_gmm` with ``group_list`` ``[E]``, a tensor, holding the rows of each group."""
     check = Check("npu_gmm_v2")
     if group_list is not None:
         check.tensor(group_list=group_list)

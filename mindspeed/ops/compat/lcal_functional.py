@@ -65,14 +65,7 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = input1 @ input2 + bias``, without communication.
-
-        Args:
-            input1: ``[m, k]``, fp16, bf16 or fp32.
-            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
-            output: ``[m, n]``, dtype of input1; overwritten.
-            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None.
-        """
+        """``output [m, n] = input1 @ input2 + bias``, without communication."""
         b = _operands(Check("coc_ops.pure_matmul"), input1, input2, output, bias, 1)
         torch.mm(input1, b, out=output)
         _add(output, bias)
@@ -84,14 +77,7 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = sum over ranks of input1 @ input2, + bias``.
-
-        Args:
-            input1: ``[m, k]``, fp16, bf16 or fp32.
-            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
-            output: ``[m, n]``, dtype of input1; overwritten.
-            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None; added once.
-        """
+        """``output [m, n] = sum over ranks of input1 @ input2, + bias``."""
         check = Check("coc_ops.matmul_all_reduce")
         name = self._group(check)
         b = _operands(check, input1, input2, output, bias, 1)
@@ -142,14 +128,7 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = this rank's rows of the sum over ranks of input1 @ input2, + bias``.
-
-        Args:
-            input1: ``[m, k]``, fp16, bf16 or fp32; the p ranks divide m.
-            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
-            output: ``[m / p, n]``, dtype of input1; overwritten.
-            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None; added once.
-        """
+        """``output [m / p, n]``: this rank's rows of the sum of ``input1 @ input2``, + bias."""
         check = Check("coc_ops.matmul_reduce_scatter")
         name = self._group(check)
         ranks = resolve(name).size()
@@ -167,14 +146,7 @@ class CocOps:
         output: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """``output = (input1 of all ranks) @ input2 + bias``.
-
-        Args:
-            input1: ``[m / p, k]``, fp16, bf16 or fp32.
-            input2: ``[k, n]`` or ``[n, k]``, dtype of input1.
-            output: ``[m, n]``, dtype of input1; overwritten.
-            bias: ``[1, n]`` or ``[n]``, dtype of input1, or None.
-        """
+        """``output [m, n] = (input1 of all ranks) @ input2 + bias``."""
         self._all_gather(Check("coc_ops.all_gather_matmul"), input1, input2, output, None, bias)
 
     def all_gather_matmul_v2(
@@ -279,35 +251,6 @@ def _add(output: torch.Tensor, bias: torch.Tensor | None) -> None:
         output.add_(bias)
 
 
-def _all_reduce(
-    a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
-) -> None:
-    overlap.matmul_all_reduce(a, b, output, resolve(group), chunks)
-
-
-def _reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
-) -> None:
-    overlap.matmul_reduce_scatter(a, b, output, resolve(group), chunks)
-
-
-def _gather(
-    a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
-) -> None:
-    overlap.all_gather_matmul(a, b, output, None, resolve(group), chunks)
-
-
-def _gather_v2(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    output: torch.Tensor,
-    comm_output: torch.Tensor,
-    chunks: int,
-    group: str,
-) -> None:
-    overlap.all_gather_matmul(a, b, output, comm_output, resolve(group), chunks)
-
-
 def _gathered_flops(
     a_shape: tuple[int, ...], b_shape: tuple[int, ...], output_shape: tuple[int, ...],
     *_: object, **__: object,
@@ -329,12 +272,28 @@ def _define(name: str, reference: Kernel, gathers: bool = False, outputs: str = 
     )
 
 
-MATMUL_ALL_REDUCE = _define("coc_matmul_all_reduce", _all_reduce)
-MATMUL_REDUCE_SCATTER = _define("coc_matmul_reduce_scatter", _reduce_scatter)
-ALL_GATHER_MATMUL = _define("coc_all_gather_matmul", _gather, gathers=True)
+MATMUL_ALL_REDUCE = _define(
+    "coc_matmul_all_reduce",
+    lambda a, b, out, chunks, group: overlap.matmul_all_reduce(a, b, out, resolve(group), chunks),
+)
+MATMUL_REDUCE_SCATTER = _define(
+    "coc_matmul_reduce_scatter",
+    lambda a, b, out, chunks, group: overlap.matmul_reduce_scatter(
+        a, b, out, resolve(group), chunks
+    ),
+)
+ALL_GATHER_MATMUL = _define(
+    "coc_all_gather_matmul",
+    lambda a, b, out, chunks, group: overlap.all_gather_matmul(
+        a, b, out, None, resolve(group), chunks
+    ),
+    gathers=True,
+)
 ALL_GATHER_MATMUL_V2 = _define(
     "coc_all_gather_matmul_v2",
-    _gather_v2,
+    lambda a, b, out, rows, chunks, group: overlap.all_gather_matmul(
+        a, b, out, rows, resolve(group), chunks
+    ),
     gathers=True,
     outputs="Tensor(a!) output, Tensor(b!) comm_output",
 )

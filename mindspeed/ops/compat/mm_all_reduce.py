@@ -240,18 +240,9 @@ def _npu(
     )
 
 
-def _fake(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    bias: torch.Tensor | None,
-    antiquant_scale: torch.Tensor | None,
-    antiquant_offset: torch.Tensor | None,
-    dequant_scale: torch.Tensor | None,
-    antiquant_group_size: int,
-    group: str,
-) -> torch.Tensor:
-    shape = (*x1.shape[:-1], x2.size(1))
-    return x1.new_empty(shape, dtype=_output_dtype(x1, dequant_scale))
+def _fake(x1: torch.Tensor, x2: torch.Tensor, *rest: Any) -> torch.Tensor:
+    dequant_scale = rest[3]
+    return x1.new_empty((*x1.shape[:-1], x2.size(1)), dtype=_output_dtype(x1, dequant_scale))
 
 
 MM_ALL_REDUCE = Operator(

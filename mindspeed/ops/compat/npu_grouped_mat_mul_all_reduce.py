@@ -55,7 +55,6 @@ def npu_grouped_mat_mul_all_reduce(
         bias: ``[n_i]`` per group; it is inside the sum over ranks: pass it on one rank, or
             bias / W on each of W.
         group_list: where the rows of each group end in x (the last is m), for split_item 1 and 3.
-        split_item: see the table.
         reduce_op: "sum".
         comm_turn: 0.
 

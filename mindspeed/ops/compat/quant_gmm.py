@@ -75,19 +75,7 @@ def npu_quant_gmm_v2(
     output_dtype: torch.dtype | None = None,
     act_type: int = 0,
 ) -> torch.Tensor:
-    """:func:`npu_quant_gmm` with ``group_list`` holding the rows of each group.
-
-    Args:
-        x: See :func:`npu_quant_gmm`, like everything that is not listed here.
-        offset: Only None.
-        group_list: rows of each group, int64 tensor ``[E]``.
-
-    Returns:
-        As :func:`npu_quant_gmm`.
-
-    Raises:
-        OperatorError: as :func:`npu_quant_gmm`; a group_list that is not a tensor.
-    """
+    """:func:`npu_quant_gmm` with the rows of each group as ``group_list``, int64 ``[E]``."""
     check = Check("npu_quant_gmm_v2")
     if group_list is not None:
         check.tensor(group_list=group_list)
@@ -233,17 +221,8 @@ def _npu(
     )
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    per_token_scale: torch.Tensor | None,
-    ends: torch.Tensor,
-    act_type: int,
-    output_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2], dtype=output_dtype)
+def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2], dtype=rest[-1])
 
 
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

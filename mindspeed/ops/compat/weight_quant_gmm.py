@@ -66,18 +66,7 @@ def npu_weight_quant_gmm_v2(
     group_list: torch.Tensor | None = None,
     act_type: int = 0,
 ) -> torch.Tensor:
-    """:func:`npu_weight_quant_gmm` with ``group_list`` holding the rows of each group.
-
-    Args:
-        x: See :func:`npu_weight_quant_gmm`, like everything that is not listed here.
-        group_list: rows of each group, int64 tensor ``[E]``.
-
-    Returns:
-        As :func:`npu_weight_quant_gmm`.
-
-    Raises:
-        OperatorError: as :func:`npu_weight_quant_gmm`; a group_list that is not a tensor.
-    """
+    """:func:`npu_weight_quant_gmm` with the rows of each group, int64 ``[E]``."""
     check = Check("npu_weight_quant_gmm_v2")
     if group_list is not None:
         check.tensor(group_list=group_list)
@@ -190,15 +179,7 @@ def _npu(
     )
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    antiquant_scale: torch.Tensor,
-    antiquant_offset: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    ends: torch.Tensor,
-    act_type: int,
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
