@@ -177,7 +177,7 @@ def attend_by_blocks(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attend by blocks of ``block_size`` queries where ``seen`` is the causal triangle, else at once.
+    """Attend by blocks of ``block_size`` queries where ``seen`` is a causal triangle, else at once.
 
     Arguments and result ``[b, h, s, d_v]`` are those of :func:`mindspeed.te.attention.attend`.
     """
