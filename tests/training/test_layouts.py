@@ -184,6 +184,8 @@ SLOW = {"tensor-2d-pipeline", "tensor-2d-context"}  # eight ranks
 WEEKLY = {
     *("full-recompute", "mtp-context", "mtp-tied-pipeline", "local-tensor-parallel", "tensor-8"),
     *("context-ulysses", "context-adaptive", "moe-expert-parallel", "tensor-2d-4-by-2"),
+    *("tensor-2d-context", "tensor-2d-recompute", "tensor-8-shared-keys", "mla-pipeline"),
+    "optimizer-instances-pipeline",
 }
 
 
@@ -272,6 +274,7 @@ def test_bf16_follows_fp32(one_rank):
     assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.weekly_cases("tensorwise-pipeline-recompute", "delayed-recompute")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FP8_LAYOUTS)
 def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):

@@ -162,6 +162,7 @@ SLICED = f"{TP} --sequence-parallel --expert-tensor-parallel-size 2 --moe-expert
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
+@pytest.mark.weekly_cases("local", "virtual-pipeline")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),
@@ -193,6 +194,7 @@ def test_experts_in_groups_train_adapters_as_together(one_rank):
 BALANCED = "--balanced-moe-experts --balanced-moe-hot-expert-num 1"
 
 
+@pytest.mark.weekly_cases("distributed-overlap", "mtp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),

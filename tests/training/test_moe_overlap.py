@@ -62,7 +62,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.weekly_cases("distributed-optimizer", "sequence")
+@pytest.mark.weekly_cases(
+    "distributed-optimizer", "sequence", "sequential", "pipeline", "zero-2", "fp8-recompute"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_without_the_flag(layout, one_rank):

@@ -65,6 +65,7 @@ def losses(one_rank, row, program=""):
     return plain, reference.train(size, f"{layout} {program} {flags}")
 
 
+@pytest.mark.weekly_cases("distributed-optimizer", "sequence", "fused-permutation", "lora")
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_digits_are_those_without_the_flags(row, one_rank):
