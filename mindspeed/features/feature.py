@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Level = Literal[0, 1, 2]
 Stage = Literal["stable", "prototype"]
+Planning = Literal["changes layers", "needs steps", "layers differ", "divides layers", "no part"]
 Megatron = Mapping[str, Any]
 """Megatron's arguments and our flags by name, read-only."""
 
@@ -114,6 +115,16 @@ class Feature:
         after: Names of features that attach before this one when both are on.
         stage: ``stable`` or ``prototype``.
         devices: The only kinds of device that it runs on; empty: all.
+        planning: What :mod:`mindspeed.planner` must know of it:
+
+            * ``changes layers``: in a pipeline a layer is not as it is by itself.
+            * ``needs steps``: its schedule needs several micro-batches, or later steps use what the
+              first one found out.
+            * ``layers differ``: layers of one kind do, so small runs cannot be composed.
+            * ``divides layers``: its flags divide the layers, as a planned layout does.
+            * ``no part``: its flags are no part of the job that is planned.
+        first_layers: Its flag that limits it to the first layers of a chunk or rank.
+        schedule: The ``--pipeline-schedule`` that its first flag stands for.
     """
 
     name: ClassVar[str]
@@ -126,6 +137,9 @@ class Feature:
     after: ClassVar[tuple[str, ...]]
     stage: ClassVar[Stage]
     devices: ClassVar[tuple[str, ...]]
+    planning: ClassVar[tuple[Planning, ...]]
+    first_layers: ClassVar[str]
+    schedule: ClassVar[str]
 
     def __init_subclass__(
         cls,
@@ -139,6 +153,9 @@ class Feature:
         after: tuple[str, ...] = (),
         stage: Stage = "stable",
         devices: tuple[str, ...] = (),
+        planning: tuple[Planning, ...] = (),
+        first_layers: str = "",
+        schedule: str = "",
     ) -> None:
         super().__init_subclass__()
         flags = vars(cls).get("__annotations__", {}).keys()
@@ -149,6 +166,7 @@ class Feature:
         cls.name = name or cls.__module__.rpartition(".")[2].replace("_", "-")
         cls.summary = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
         cls.level, cls.stage, cls.devices = level, stage, devices
+        cls.planning, cls.first_layers, cls.schedule = planning, first_layers, schedule
         cls.seams, cls.requires, cls.after = seams, requires, after
         named = conflicts if isinstance(conflicts, Mapping) else dict.fromkeys(conflicts, "")
         cls.conflicts, cls.excludes = named, excludes or {}

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Problem, conflict, exclusions
+from mindspeed.features.feature import Feature, Planning, Problem, conflict, exclusions
 from mindspeed.features.level import LevelOptions
 from mindspeed.flags import add_flags, check_value, default_of, flags_of, given_names
 
@@ -81,6 +81,30 @@ def check_declarations(features: Iterable[type[Feature]]) -> None:
         for other in (*feature.conflicts, *feature.requires, *feature.after):
             if other not in names:
                 raise ConfigError(f"{_with_origin(feature)} refers to unknown feature '{other}'")
+
+
+def planned_as(planning: Planning, values: Mapping[str, Any]) -> list[Feature]:
+    """Features that are on and declare this of themselves.
+
+    Args:
+        planning: The trait.
+        values: Megatron's arguments and our flags by name.
+    """
+    kinds = [kind for kind in all_features() if planning in kind.planning]
+    return [one for kind in kinds if (one := _with_values(kind, values)).enabled(values)]
+
+
+@lru_cache
+def flags_planned_as(planning: Planning) -> tuple[str, ...]:
+    """Names of the flags of the features that declare this of themselves."""
+    kinds = [kind for kind in all_features() if planning in kind.planning]
+    return tuple(item.name for kind in kinds for item in flags_of(kind))
+
+
+@lru_cache
+def schedule_flags() -> Mapping[str, str]:
+    """Flags that choose a pipeline schedule in another way, and its ``--pipeline-schedule``."""
+    return {flags_of(kind)[0].name: kind.schedule for kind in all_features() if kind.schedule}
 
 
 def conflicts_of(feature: type[Feature]) -> list[str]:

@@ -15,12 +15,12 @@ import contextlib
 import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 from mindspeed.errors import ConfigError
-from mindspeed.features.compatibility.auto_tuning import AutoTuning
+from mindspeed.features.registry import flags_planned_as
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.resolve import Settings
@@ -75,19 +75,22 @@ def flags_of(
 
 Overrides = Mapping[str, Any]
 
-NOT_PLANNED = {
-    "config": None,  # its flags are among the words
-    "nproc": None,
-    "devices": None,
-    "load": None,
-    "save": None,
-    "save_interval": None,
-    "use_checkpoint_args": None,
-    "pretrained_checkpoint": None,
-    "dry_run": None,
-    **{option.name: None for option in fields(AutoTuning)},
-}
-"""Flags of launching, of files and of in-script planning, which are no part of what is planned."""
+_NOT_PLANNED = (
+    "config",  # its flags are among the words
+    "nproc",
+    "devices",
+    "load",
+    "save",
+    "save_interval",
+    "use_checkpoint_args",
+    "pretrained_checkpoint",
+    "dry_run",
+)
+
+
+def not_planned() -> dict[str, None]:
+    """Flags of launching, of files and of in-script planning, no part of what is planned."""
+    return dict.fromkeys((*_NOT_PLANNED, *flags_planned_as("no part")))
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Job:
         """
         from mindspeed.training.initialize import prepare
 
-        without: dict[str, Any] = dict(NOT_PLANNED)
+        without: dict[str, Any] = dict(not_planned())
         if devices is None:
             del without["nproc"], without["devices"]
         words = ["--dry-run", *self._changed({**without, **(overrides or {})})]

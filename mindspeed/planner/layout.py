@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
+from mindspeed.features.registry import flags_planned_as, schedule_flags
 from mindspeed.moe.comparison import ENTRIES
 
 Flags = Mapping[str, Any]
@@ -134,10 +135,6 @@ _SPLITS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout",
-    "pipeline_num_transformer_layers",
-    "num_layer_list",
-    "manual_layers",
-    "use_manual_layer_allocation",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "account_for_embedding_in_pipeline_split",
@@ -213,7 +210,9 @@ class Layout:
 
     def overrides(self) -> dict[str, Any]:
         """Values of the job's flags, by their names in the namespace."""
-        flags: dict[str, Any] = dict.fromkeys(_SPLITS)
+        flags: dict[str, Any] = dict.fromkeys(
+            (*_SPLITS, *flags_planned_as("divides layers"), *schedule_flags())
+        )
         flags |= {
             "global_batch_size": self.global_batch_size,
             "tensor_model_parallel_size": self.tp,
@@ -225,8 +224,6 @@ class Layout:
             "micro_batch_size": self.mbs,
             "gradient_accumulation_steps": None,
             "pipeline_schedule": self.schedule,
-            "schedules_method": None,
-            "use_nanopipe": None,
         }
         if self.stage_layers is not None:
             flags["pipeline_num_transformer_layers"] = _matrix(self.stage_layers, self.pp)

@@ -31,7 +31,7 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.errors import ConfigError
 from mindspeed.planner.counted.counted_step import CountedStep, count_step
 from mindspeed.planner.counted.loop import Step, batches
-from mindspeed.planner.job import NOT_PLANNED, Job, Overrides, changed_words
+from mindspeed.planner.job import Job, Overrides, changed_words, not_planned
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.resolve import Settings
 
@@ -116,7 +116,7 @@ class ScriptedJob(Job):
         Raises:
             ConfigError: Megatron-LM or a feature refuses the flags.
         """
-        words = self._changed({**NOT_PLANNED, **(overrides or {})})
+        words = self._changed({**not_planned(), **(overrides or {})})
         script = replace(self._script, argv=tuple(words))
         args = script.final_args(devices)
         for name, what in _UNKNOWN_BATCHES.items():

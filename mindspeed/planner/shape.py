@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from mindspeed.features.registry import all_features, planned_as
+from mindspeed.flags import given_names
 from mindspeed.job import Parallel, Precision
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
@@ -27,18 +29,8 @@ _DIFFER = {
     "first_last_layers_bf16": "--first-last-layers-bf16",
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
     "context_parallel_cache_interval": "--context-parallel-cache-interval",
-    "enable_recompute_layers_per_pp_rank": "--enable-recompute-layers-per-pp-rank",
-    "adaptive_recompute_device_size": "--adaptive-recompute-device-size",
-    "adaptive_recompute_device_swap": "--adaptive-recompute-device-swap",
-    "adaptive_memory_optimization": "--adaptive-memory-optimization",
 }
-"""Argument name -> flag, if not the default."""
-_FIRST = (
-    "recompute_norm_num_layers",
-    "recompute_activation_function_num_layers",
-    "moe_zero_memory_num_layers",
-)
-"""Arguments that count the first layers of a chunk or rank."""
+"""Arguments by which layers of one kind differ, and their flags."""
 
 
 def whole_only(args: argparse.Namespace) -> str:
@@ -51,13 +43,15 @@ def whole_only(args: argparse.Namespace) -> str:
     """
     values = vars(args)
     for name, flag in _DIFFER.items():
-        if values.get(name) and values[name] != -1:
+        if values.get(name):
             return f"layers that differ by {flag}"
+    for feature in planned_as("layers differ", values):
+        return f"layers that differ by {given_names(feature)[0]}"
     if (values.get("zero_stage") or 0) > 1 or values.get("use_megatron_fsdp"):
         return "--zero-stage 2 and 3 (--use-megatron-fsdp)"
     if (values.get("num_distributed_optimizer_instances") or 1) > 1:
         return "--num-distributed-optimizer-instances"
-    for name in _FIRST:
+    for name in filter(None, (feature.first_layers for feature in all_features())):
         count, block = values.get(name), args.recompute_method == "block"
         if count is not None and (count < args.num_layers or block):
             return f"layers that differ by --{name.replace('_', '-')}"

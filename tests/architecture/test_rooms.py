@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed.features.registry import all_features
+from mindspeed.flags import flags_of
 from tests.architecture.source import PACKAGE, ROOT, imports_of, parsed, room, sources
 
 # Below the bridge nothing knows Megatron; an algorithm package may in files megatron*.py.
@@ -181,3 +183,23 @@ def test_final_values_are_written_in_one_place() -> None:
         and ast.unparse(target.value) in ("args", "settings.args")
     }
     assert found <= set(MAY_WRITE_ARGUMENTS)
+
+
+# Which optimizers of ours and of Megatron's keep master weights is asked by the closed formula.
+MAY_LIST_FLAGS = {"training/optimizer_size.py"}
+
+
+def test_what_another_room_must_know_of_features_is_a_trait() -> None:
+    """No list of features outside ``features/``: a feature of a plug-in would be missing in it."""
+    features = all_features()
+    flags = {item.name for feature in features for item in flags_of(feature) if not item.megatron}
+    found = set()
+    for path in sources():
+        if room(path) == "features":
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+                words = {one.value for one in node.elts if isinstance(one, ast.Constant)}
+                if len(words & flags) > 2:
+                    found.add(path.relative_to(PACKAGE).as_posix())
+    assert found == MAY_LIST_FLAGS

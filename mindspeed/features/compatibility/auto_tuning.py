@@ -81,7 +81,11 @@ _PLANNING = "MINDSPEED_PLANNING"
 """Set in the process that plans, which reads the same flags again."""
 
 
-class AutoTuning(Feature, level=2):
+class AutoTuning(
+    Feature,
+    level=2,
+    planning=("no part",),
+):
     """A training script plans its parallel configuration in place of training."""
 
     auto_tuning: bool = flag(False, "plan the parallel configuration instead of training")

@@ -59,6 +59,7 @@ class MoeFbOverlap(
     },
     excludes={"pipeline_schedule": _SCHEDULE},
     after=("moe-tp-extend-ep", "unaligned-pipeline"),
+    planning=("changes layers", "needs steps"),
 ):
     """The all-to-all of a micro-batch hides behind another's computation."""
 

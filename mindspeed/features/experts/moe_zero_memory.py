@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 NAME, NUMBER = "--moe-zero-memory", "--moe-zero-memory-num-layers"
 
 
-class MoeZeroMemory(Feature, level=2, seams=("chunk",), conflicts=CONFLICTS, excludes=EXCLUDES):
+class MoeZeroMemory(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    conflicts=CONFLICTS,
+    excludes=EXCLUDES,
+    first_layers="moe_zero_memory_num_layers",
+):
     """Experts keep next to nothing for backward."""
 
     moe_zero_memory: Literal["disable", "level0", "level1"] = flag(

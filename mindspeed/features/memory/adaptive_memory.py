@@ -52,6 +52,7 @@ class AdaptiveMemory(
         "fp8": "trial runs would change the scaling factors",
         "fp4": "trial runs would change the scaling factors",
     },
+    planning=("changes layers", "needs steps", "layers differ"),
 ):
     """Keep as many activations as fit into a budget, chosen after the first steps."""
 

@@ -34,6 +34,7 @@ class RecomputeActivationFunction(
         **EXCLUDES,
         "moe_shared_expert_overlap": "it computes the shared experts in parts",
     },
+    first_layers="recompute_activation_function_num_layers",
 ):
     """The output of the MLP's activation function is computed again in backward."""
 

@@ -27,6 +27,7 @@ class RecomputeInAdvance(
     conflicts=("recompute-in-bubble",),
     excludes=shared.EXCLUDES,
     after=("pipeline-schedule", "nanopipe", "recompute-layers-per-pp-rank"),
+    planning=("changes layers", "needs steps"),
 ):
     """Layers are recomputed before the gradient from the next pipeline stage arrives."""
 

@@ -26,6 +26,7 @@ class RecomputeInBubble(
     seams=("chunk", "schedule"),
     excludes=shared.EXCLUDES,
     after=("pipeline-schedule", "nanopipe"),
+    planning=("changes layers", "needs steps"),
 ):
     """What interleaved schedules store in excess is recomputed while ranks are idle."""
 

@@ -23,6 +23,7 @@ class RecomputeLayersPerRank(
     level=2,
     seams=("chunk",),
     excludes={**EXCLUDES, "fp8": "", "distribute_saved_activations": ""},
+    planning=("layers differ",),
 ):
     """--recompute-num-layers counts layers of a pipeline rank, not of a model chunk."""
 

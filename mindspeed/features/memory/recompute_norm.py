@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
-class RecomputeNorm(Feature, level=2, seams=("chunk",), excludes=EXCLUDES):
+class RecomputeNorm(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    excludes=EXCLUDES,
+    first_layers="recompute_norm_num_layers",
+):
     """The outputs of norms are computed again in backward."""
 
     recompute_norm: bool = flag(False, "compute the outputs of a layer's norms again in backward")

@@ -30,7 +30,13 @@ SITES = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layern
 """Names of modules that Megatron Core calls otherwise."""
 
 
-class SwapAttention(Feature, level=2, seams=("chunk",), excludes=EXCLUDES):
+class SwapAttention(
+    Feature,
+    level=2,
+    seams=("chunk",),
+    excludes=EXCLUDES,
+    planning=("changes layers", "needs steps"),
+):
     """Activations of attention and norms wait in host memory until backward."""
 
     swap_attention: bool = flag(

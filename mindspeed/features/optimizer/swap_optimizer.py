@@ -24,7 +24,12 @@ FLAG = "--swap-optimizer"
 TIMES = 16
 
 
-class SwapOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels")):
+class SwapOptimizer(
+    Feature,
+    level=2,
+    seams=(*precision_aware.SEAMS, "kernels"),
+    planning=("needs steps",),
+):
     """Optimizer states in host memory, streamed through the device in every step."""
 
     swap_optimizer: bool = flag(False, "optimizer states in host memory, streamed in every step")

@@ -36,6 +36,7 @@ class VirtualOptimizer(
     level=2,
     seams=(*precision_aware.SEAMS, "kernels"),
     conflicts={"swap-optimizer": "both move the moments to the host"},
+    planning=("needs steps",),
 ):
     """Both moments in host memory that the device's kernels address."""
 

@@ -42,6 +42,8 @@ class DualPipeV(
         "unaligned-pipeline",
     ),
     excludes={**shared.EXCLUDES, **v_shape.EXCLUDES},
+    planning=("needs steps",),
+    schedule="dualpipev",
 ):
     """Pipeline stages in a V-shape: first and last on rank 0."""
 

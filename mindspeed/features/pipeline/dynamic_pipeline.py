@@ -38,6 +38,7 @@ class DynamicPipeline(
         "rampup_batch_size": _COUNT,
         "decrease_batch_size_if_needed": _COUNT,
     },
+    planning=("needs steps",),
 ):
     """Smaller micro-batches where the pipeline fills and drains."""
 

@@ -37,6 +37,7 @@ class Fold3D(
     seams=("schedule",),
     conflicts=dict.fromkeys(("nanopipe", "dualpipev"), "they are two schedules"),
     excludes=shared.EXCLUDES,
+    planning=("needs steps",),
 ):
     """The reduction of gradients hides behind the backward of a step."""
 

@@ -39,6 +39,8 @@ class Nanopipe(
         "dualpipev": "they are two schedules",
     },
     excludes=plans.EXCLUDES,
+    planning=("needs steps",),
+    schedule="nanopipe",
 ):
     """Weight gradients are computed where a pipeline rank would wait."""
 

@@ -57,7 +57,13 @@ _GROUPED = ("1f1b", "interleaved", "nanopipe", "zb-h1")
 _GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 
-class PipelineSchedule(Feature, level=2, seams=("chunk", "schedule"), excludes=shared.EXCLUDES):
+class PipelineSchedule(
+    Feature,
+    level=2,
+    seams=("chunk", "schedule"),
+    excludes=shared.EXCLUDES,
+    planning=("needs steps",),
+):
     """The order of forwards and backwards in a pipeline, by name or from a file."""
 
     pipeline_schedule: str | None = flag(

@@ -26,7 +26,11 @@ OLD_SWITCH, OLD_LIST = "--use-manual-layer-allocation", "--manual-layers"
 
 
 class UnalignedPipeline(
-    Feature, level=0, seams=("model_arguments",), after=("automated-pipeline",)
+    Feature,
+    level=0,
+    seams=("model_arguments",),
+    after=("automated-pipeline",),
+    planning=("divides layers",),
 ):
     """Pipeline stages with different numbers of layers."""
 

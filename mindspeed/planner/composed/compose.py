@@ -14,12 +14,14 @@ error of composition: composed bytes never decide whether a job fits.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.errors import MindSpeedError
+from mindspeed.features.registry import flags_planned_as
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster, load_cluster
@@ -41,18 +43,20 @@ from mindspeed.planner.counted.check import (
     check,
     group_equal_ranks,
 )
-from mindspeed.planner.job import NOT_PLANNED, Job
+from mindspeed.planner.job import Job, not_planned
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.shape import Shape, shape_of
 
-_CHUNKS = (
-    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    *("pipeline_num_transformer_layers", "num_layer_list"),
-    *("manual_layers", "use_manual_layer_allocation"),
-)
-"""Ways to give ``virtual_pipeline_model_parallel_size`` and ``pipeline_model_parallel_layout``,
-which are compared."""
-_OF_THE_LAUNCH = ("rank", "recipe", "planned_loop", *_CHUNKS, *NOT_PLANNED)
+_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_OF_THE_LAUNCH = ("rank", "recipe", "planned_loop")
+
+
+@functools.cache
+def _not_compared() -> frozenset[str]:
+    """Arguments of the launch, and other ways to give ``virtual_pipeline_model_parallel_size`` and
+    ``pipeline_model_parallel_layout``, which are compared."""
+    layers = flags_planned_as("divides layers")
+    return frozenset((*_OF_THE_LAUNCH, *_CHUNKS, *layers, *not_planned()))
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
-    if name in _OF_THE_LAUNCH or name.startswith("_"):
+    if name in _not_compared() or name.startswith("_"):
         return True
     a, b = one.get(name), other.get(name)
     return bool(a == b) or (a is not None and b is not None and repr(a) == repr(b))

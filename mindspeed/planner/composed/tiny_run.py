@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import PlanError
+from mindspeed.features.registry import planned_as
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster
@@ -174,19 +175,20 @@ def first_may_be_short(args: argparse.Namespace) -> bool:
     Args:
         args: final values.
     """
-    ours = vars(args).get("planned_loop") is None
-    return ours and not any(getattr(args, name, None) for name in _WHOLE_FIRST)
+    values = vars(args)
+    if values.get("planned_loop") is not None or any(map(values.get, _WHOLE_FIRST)):
+        return False
+    return not planned_as("needs steps", values)
 
 
 _WHOLE_FIRST = (
-    *("virtual_pipeline_model_parallel_size", "pipeline_schedule", "schedules_method"),
-    *("use_nanopipe", "fold_mode", "dynamic_pipeline", "recompute_in_bubble"),
-    *("recompute_in_advance", "adaptive_memory_optimization", "swap_attention"),
-    *("swap_optimizer", "virtual_optimizer", "optimizer_cpu_offload", "cpu_offloading"),
-    *("moe_fb_overlap", "overlap_moe_expert_parallel_comm", "rampup_batch_size"),
+    "virtual_pipeline_model_parallel_size",
+    "optimizer_cpu_offload",
+    "cpu_offloading",
+    "overlap_moe_expert_parallel_comm",
+    "rampup_batch_size",
 )
-"""With these a schedule needs several micro-batches, or later steps use what the first one found
-out."""
+"""Arguments of Megatron's with which a first step must be whole, too."""
 
 
 def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:

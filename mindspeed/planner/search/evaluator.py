@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from mindspeed.errors import ConfigError
+from mindspeed.features.registry import planned_as
 from mindspeed.pipeline.layout import evenly
 from mindspeed.pipeline.layout import stage_layers as in_order
 from mindspeed.planner import isolated
@@ -56,7 +57,7 @@ class JobEvaluator:
         self._limit = memory_limit
         self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
         self._exact: dict[Hashable, Signature] = {}
-        self._kinds = () if _hides_layers(args) else shape_of(args).kinds
+        self._kinds = () if _changes_layers(args) else shape_of(args).kinds
         self._layers: dict[Hashable, dict[str, LayerRun]] = {}
 
     def bound(self, layout: Layout) -> Bound:
@@ -163,20 +164,12 @@ class JobEvaluator:
         return predict(signature, reshaped(shape, layout), self._cluster, layout)
 
 
-_HIDE_LAYERS = (
-    "moe_fb_overlap",
-    "overlap_moe_expert_parallel_comm",
-    "recompute_in_bubble",
-    "recompute_in_advance",
-    "adaptive_memory_optimization",
-    "microbatch_group_size_per_vp_stage",
-    "swap_attention",
-)
-"""Features with which a layer of a pipeline is not as it is by itself."""
-
-
-def _hides_layers(args: argparse.Namespace) -> bool:
-    return any(getattr(args, name, None) for name in _HIDE_LAYERS)
+def _changes_layers(args: argparse.Namespace) -> bool:
+    """Whether a layer of a pipeline is not as it is by itself."""
+    values = vars(args)
+    return bool(
+        values.get("microbatch_group_size_per_vp_stage") or planned_as("changes layers", values)
+    )
 
 
 def _alone(layout: Layout) -> Layout:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.features.registry import schedule_flags
 from mindspeed.planner.cluster import Cluster, load_cluster
 from mindspeed.planner.composed.whole_ranks import counted_peak
 from mindspeed.planner.job import Job
@@ -163,10 +164,6 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-_SCHEDULES = {"use_nanopipe": "nanopipe", "schedules_method": "dualpipev"}
-"""Flags whose schedule a layout says in another way."""
-
-
 def _own(job: Job, devices: int | None) -> tuple[Any, Layout]:
     """Final values of the job, and its own layout on the devices.
 
@@ -175,7 +172,7 @@ def _own(job: Job, devices: int | None) -> tuple[Any, Layout]:
     Raises:
         ConfigError: neither can start, or there is no global batch size.
     """
-    for name, schedule in _SCHEDULES.items():
+    for name, schedule in schedule_flags().items():
         if job.gives(name):
             raise ConfigError(
                 f"--{name.replace('_', '-')}: a plan chooses the schedule; take the flag out, or "
