@@ -12,9 +12,9 @@ another micro-batch uses its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -179,3 +179,21 @@ def shard(tensor: torch.Tensor, batch: PackedBatch, rank: int) -> torch.Tensor:
         return tensor
     own = batch.rows(rank).to(tensor.device, non_blocking=True)
     return tensor.reshape(-1).index_select(0, own).view(batch.samples, -1)
+
+
+def adaptive(arguments: Mapping[str, Any]) -> bool:
+    """Do ranks own other tokens than the zigzag of Megatron's batches?"""
+    return (arguments.get("context_parallel_size") or 1) > 1 and arguments.get(
+        "context_parallel_algo"
+    ) in ("adaptive_cp_algo", "hybrid_adaptive_cp_algo")
+
+
+def resets(arguments: Mapping[str, Any]) -> bool:
+    """Does anything begin again with a document?"""
+    names = ("reset_attention_mask", "reset_position_ids", "pack_sequences")
+    return any(arguments.get(name) for name in names) or _splits_conversations(arguments)
+
+
+def _splits_conversations(arguments: Mapping[str, Any]) -> bool:
+    """``--sft`` packs by itself, but Megatron needs Transformer Engine to shard its samples."""
+    return bool(arguments.get("sft")) and (arguments.get("context_parallel_size") or 1) > 1

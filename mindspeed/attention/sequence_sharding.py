@@ -157,6 +157,14 @@ def contiguous(size: int, ranks: int, samples: int = 1) -> SequenceSharding:
     return _for_samples(parts, size, samples)
 
 
+def indivisible(size: int, ranks: int) -> str:
+    """Why a sample cannot be sharded, and what to do."""
+    return (
+        f"sequence length S={size} must be divisible by 2*CP={2 * ranks} (Megatron slices zigzag); "
+        "pack documents or use adaptive_cp_algo"
+    )
+
+
 def zigzag(size: int, ranks: int, samples: int = 1) -> SequenceSharding:
     """Rank r owns chunks r and 2 P - 1 - r of 2 P chunks: equal causal work, Megatron's sharding.
 
@@ -169,10 +177,7 @@ def zigzag(size: int, ranks: int, samples: int = 1) -> SequenceSharding:
         ConfigError: 2 P does not divide the size.
     """
     if size % (2 * ranks):
-        raise ConfigError(
-            f"context parallel: sequence length S={size} must be divisible by 2*CP={2 * ranks} "
-            "(Megatron slices zigzag); pack documents or use adaptive_cp_algo"
-        )
+        raise ConfigError(f"context parallel: {indivisible(size, ranks)}")
     chunk = size // (2 * ranks)
     parts = [
         [(r * chunk, (r + 1) * chunk), (size - (r + 1) * chunk, size - r * chunk)]

@@ -39,6 +39,11 @@ from mindspeed.attention.sequence_sharding import (
 )
 from mindspeed.errors import ConfigError
 
+# A tuple: words of ours, which nobody gave; parsers and callers give a list or a word. Its type
+# survives copies, pickles and checkpoints of the arguments, and Megatron reads it like a list.
+COMM_TYPE_NOT_GIVEN = ("p2p",)
+"""Default of ``--cp-comm-type`` in the parsers."""
+
 Algorithm = Literal[
     "ring", "all_gather", "needed", "ulysses", "hybrid", "adaptive", "hybrid_adaptive"
 ]

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindspeed.errors import CheckpointError, ConfigError
-from mindspeed.features.pipeline.noop_layers import indices_of
-from mindspeed.pipeline.noop_layers import with_noop, without_noop
+from mindspeed.pipeline.noop_layers import indices_of, with_noop, without_noop
 from mindspeed.profiling.model_flops import moe_pattern
 
 # Fields that make a model the same model; Megatron-LM's names.

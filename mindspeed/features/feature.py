@@ -33,6 +33,8 @@ Stage = Literal["stable", "prototype"]
 Planning = Literal["changes layers", "needs steps", "layers differ", "divides layers", "no part"]
 Megatron = Mapping[str, Any]
 """Megatron's arguments and our flags by name, read-only."""
+COMMAND_WORDS = "command_words"
+"""Name in the arguments: the command line, where it is not that of the process."""
 
 
 @dataclass(frozen=True)

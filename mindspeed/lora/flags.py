@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.features.pipeline.noop_layers import indices_of
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.load import config_of
+from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.storage.directory import tracked
 
 # Flag of an adapter -> field of its description.

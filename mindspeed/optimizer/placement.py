@@ -28,6 +28,9 @@ ALIGNMENT = 64
 such groups with vector instructions and the rest with scalar ones, which round differently."""
 
 
+ALL, GIB = "all", 2**30
+
+
 class Placement(ABC):
     """Where one state of every parameter is."""
 
@@ -236,3 +239,17 @@ class HostMapped(Placement):
     def write(self, stored: torch.Tensor, value: torch.Tensor) -> None:
         """Overwrite ``stored``; ``value`` has it, too, any floating dtype and device."""
         stored.fill_(1).mul_(value.to(stored.device, stored.dtype))
+
+
+def limits(values: tuple[str, ...]) -> list[float]:
+    """Values of ``--virtual-optimizer`` in GiB; ``all`` is infinity.
+
+    Raises:
+        ValueError: one is neither a positive number nor ``all``, or ``all`` is not alone.
+    """
+    if values == (ALL,):
+        return [math.inf]
+    numbers = [float(value) for value in values]
+    if not all(number > 0 and math.isfinite(number) for number in numbers):
+        raise ValueError("not positive")
+    return numbers

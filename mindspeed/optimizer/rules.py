@@ -18,13 +18,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 _STEP_WITHOUT_CORRECTION = 2.0**24
 """A step count at which ``1 - beta ** step`` is 1 in fp32: Adam without bias correction."""
 
+ADDED = ("fused_adam", "cadam")  # Megatron does not know them and is given adam
+NAMES = ("adam", "sgd", "muon", "dist_muon", *ADDED)
+"""Values of ``--optimizer``."""
+
 Tensors = list[torch.Tensor]
+
+
+def chosen(arguments: Mapping[str, Any]) -> str:
+    """The optimizer that the user chose, also after Megatron was given another name."""
+    return str(arguments.get("update_rule") or arguments.get("optimizer") or "adam")
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,15 @@ no-op: they are numbered like other layers and compute nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def indices_of(value: Any) -> tuple[int, ...]:
+    """``--noop-layers`` as a namespace has it (``["0,7"]``, ``(0, 7)``, None) as indices."""
+    words = [value] if isinstance(value, str) else value or ()
+    return tuple(int(part) for word in words for part in str(word).split(",") if part.strip())
 
 
 def problem_of(noop_layers: Collection[int], num_layers: int) -> str:

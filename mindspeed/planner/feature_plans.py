@@ -36,8 +36,6 @@ from mindspeed.adaptor.pipeline_profile import (
 from mindspeed.device import Device
 from mindspeed.device.base import MemoryStats
 from mindspeed.errors import ConfigError
-from mindspeed.features.memory.adaptive_memory import AdaptiveMemory
-from mindspeed.features.pipeline.automated_pipeline import AutomatedPipeline
 from mindspeed.files import atomic_write_text
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
@@ -128,7 +126,7 @@ def wrapped_by(feature: str, wrapper: Wrapper) -> Iterator[None]:
         journal.undo()
 
 
-ADAPTIVE_FLAG = "--adaptive-recompute-device-size"
+ADAPTIVE, ADAPTIVE_FLAG = "adaptive-memory", "--adaptive-recompute-device-size"
 PROFILED = 3
 """Steps before the first plan: the first one makes the optimizer's states."""
 
@@ -217,7 +215,7 @@ def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: i
     """Choose for one pipeline stage; see :func:`plan_activations`."""
     from mindspeed.training.fake_job import rank_in_stage
 
-    wrapper_of(AdaptiveMemory.name, ADAPTIVE_FLAG)
+    wrapper_of(ADAPTIVE, ADAPTIVE_FLAG)
     rank = rank_in_stage(args, stage)
     with fake_rank(args, rank) as own:
         return plan_here(own, budget, cluster, rank)
@@ -234,7 +232,7 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
     with LiveMemory() as memory:
         here: Any = CountedDevice(device.current(), memory)
         controller = Controller(settings, here, journal, lambda _: None, modelled_clock(cluster))
-        with wrapped_by(AdaptiveMemory.name, controller.with_schedule):
+        with wrapped_by(ADAPTIVE, controller.with_schedule):
             step = StepOfRank(args, memory)
             for _ in range(PROFILED + len(SHARES)):
                 step.run()
@@ -280,7 +278,7 @@ def _runs(layers: list[tuple[int, dict[str, str]]]) -> Iterator[tuple[int, int, 
         yield numbers[0][0], numbers[-1][0], numbers[0][1]
 
 
-AUTOMATED_FLAG = "--automated-pipeline"
+AUTOMATED, AUTOMATED_FLAG = "automated-pipeline", "--automated-pipeline"
 
 
 def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
@@ -299,7 +297,7 @@ def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
 
 def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profile]:
     """The feature's task and the profile of the job; see :func:`plan_pipeline`."""
-    attached = getattr(wrapper_of(AutomatedPipeline.name, AUTOMATED_FLAG), "__self__", None)
+    attached = getattr(wrapper_of(AUTOMATED, AUTOMATED_FLAG), "__self__", None)
     assert isinstance(attached, Profiler)
     stages = range(args.pipeline_model_parallel_size)
     parts = [_part_of(args, cluster, attached.task, stage) for stage in stages]
@@ -318,7 +316,7 @@ def _part_of(args: argparse.Namespace, cluster: Cluster, task: Task, stage: int)
     instruments = Instruments(lambda: clock.now, modelled_clock(cluster), latency, parts.append)
     with fake_rank(args, rank_in_stage(args, stage)) as own:
         profiler = Profiler(task, instruments)
-        with wrapped_by(AutomatedPipeline.name, profiler.with_schedule):
+        with wrapped_by(AUTOMATED, profiler.with_schedule):
             step = StepOfRank(own, LiveMemory())
             with clock:
                 for _ in range(STEPS):

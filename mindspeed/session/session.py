@@ -38,7 +38,6 @@ from mindspeed.adaptor.repairs.scripts import absent_triton, failed_exit
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError
-from mindspeed.features.attention.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.features.registry import (
     Configuration,
     add_arguments,
@@ -188,6 +187,8 @@ class Session:
 
 def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_arguments(parser, read_config_file())
+    from mindspeed.attention.strategy import COMM_TYPE_NOT_GIVEN
+
     parser.set_defaults(cp_comm_type=COMM_TYPE_NOT_GIVEN)
     return parser
 

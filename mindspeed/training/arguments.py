@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from mindspeed import ranges
+from mindspeed.attention.strategy import COMM_TYPE_NOT_GIVEN
 from mindspeed.errors import ConfigError
-from mindspeed.features.attention.context_parallel import COMM_TYPE_NOT_GIVEN
 from mindspeed.flags import flags_of
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
 from mindspeed.training.flag_types import (

@@ -21,8 +21,8 @@ from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig, SGDOpt
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mindspeed.errors import ConfigError, MindSpeedError
-from mindspeed.features.pipeline.v_shape import layout_of
-from mindspeed.features.tensor_parallel.unaligned_linear import sizes_of
+from mindspeed.pipeline.v_shape import layout_of
+from mindspeed.tensor_parallel.unaligned.sizes import sizes_of
 from mindspeed.training.arguments import namespace_name
 
 

@@ -19,8 +19,8 @@ from mindspeed.checkpoint.architecture import take_architecture
 from mindspeed.checkpoint.find import saved_args
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import ConfigError
-from mindspeed.features.compatibility import auto_tuning
-from mindspeed.features.compatibility.auto_tuning import WORDS
+from mindspeed.features.feature import COMMAND_WORDS
+from mindspeed.features.registry import planned_as
 from mindspeed.files import make_dirs
 from mindspeed.training import configs, setup
 from mindspeed.training.arguments import Parser, build_parser
@@ -61,8 +61,8 @@ def prepare(
     recipe = dump(args, parser)
     assumed = args.dry_run and assume_inputs(args)
     settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe, training=training)
-    if auto_tuning.asked(vars(args)):
-        vars(args)[WORDS] = tuple(argv)
+    if planned_as("no part", vars(args)):  # of planning: they read the words
+        vars(args)[COMMAND_WORDS] = tuple(argv)
     session.install().configure(args)
     configs.check(args)
     if training and not assumed:

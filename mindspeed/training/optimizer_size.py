@@ -18,8 +18,8 @@ import argparse
 
 import torch
 
-from mindspeed.features.optimizer.fused_adam import chosen
-from mindspeed.features.optimizer.virtual_optimizer import GIB, limits
+from mindspeed.optimizer.placement import GIB, limits
+from mindspeed.optimizer.rules import chosen
 
 _ADAM = ("adam", "fused_adam")
 _FP8 = 1 + 4 / 256

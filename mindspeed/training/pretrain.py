@@ -19,10 +19,10 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
-from mindspeed.features.pipeline.dynamic_pipeline import sizes_of_arguments
 from mindspeed.job import TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
+from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 from mindspeed.storage import directory
 from mindspeed.training import adapters, data, loop, setup
 from mindspeed.training.flops import training_flops

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mindspeed.attention.sequence_sharding import indivisible
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
-from mindspeed.features.attention.context_parallel import indivisible
-from mindspeed.features.optimizer.fused_adam import NAMES
+from mindspeed.optimizer.rules import NAMES
 from mindspeed.training.resolve_parallel import parallel
 from mindspeed.training.resolve_run import data, duration, iterations_of, output
 
@@ -205,7 +205,7 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield "--multi-latent-attention and --num-query-groups exclude each other"
     cp = args.context_parallel_size
     if args.optimization_level < 2 and cp > 1 and args.seq_length % (2 * cp):
-        yield indivisible(args.seq_length, cp)  # above, the feature says so
+        yield f"context parallel: {indivisible(args.seq_length, cp)}"  # above, the feature says so
     if aligned and args.sequence_parallel and args.seq_length % tp:
         yield f"--seq-length {args.seq_length} is not divisible by {tp} (--sequence-parallel)"
     if args.position_embedding_type == "rope" and not args.multi_latent_attention:

@@ -203,3 +203,15 @@ def test_what_another_room_must_know_of_features_is_a_trait() -> None:
                 if len(words & flags) > 2:
                     found.add(path.relative_to(PACKAGE).as_posix())
     assert found == MAY_LIST_FLAGS
+
+
+def test_outside_features_only_the_registry_is_imported() -> None:
+    """Facts that others derive from flags belong to the algorithm whose facts they are."""
+    doors = tuple(f"mindspeed.features.{name}" for name in ("registry", "feature"))
+    found = [
+        f"{path.relative_to(ROOT)}:{one.line} imports {one.name}"
+        for path in files(without={"features"})
+        for one in imports_of(path)
+        if one.name.startswith("mindspeed.features.") and not one.name.startswith(doors)
+    ]
+    assert found == []

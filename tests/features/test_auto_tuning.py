@@ -15,7 +15,7 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
 from mindspeed.features.compatibility import auto_tuning as command
-from mindspeed.features.compatibility.auto_tuning import AutoTuning, asked
+from mindspeed.features.compatibility.auto_tuning import AutoTuning
 from mindspeed.processes import free_port
 
 JOB = ["--num-layers", "4", "--bf16"]
@@ -123,7 +123,9 @@ def test_only_the_first_rank_plans(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         AutoTuning(auto_parallel=True).plan_and_end({"command_words": ("--x", "1")})
     assert calls[1][0][-2:] == ["--x", "1"] and not calls[1][2]
-    assert asked({"auto_parallel": True}) and not asked({"nnodes": 2})
+    assert registry.planned_as("no part", {"auto_parallel": True}) and not registry.planned_as(
+        "no part", {}
+    )
 
 
 CHILD = """

@@ -8,10 +8,10 @@ import pickle
 
 import pytest
 
-from mindspeed.attention.strategy import Strategy
+from mindspeed.attention.strategy import COMM_TYPE_NOT_GIVEN, Strategy
 from mindspeed.errors import ConfigError
 from mindspeed.features.attention import context_parallel as feature
-from mindspeed.features.attention.context_parallel import COMM_TYPE_NOT_GIVEN, ContextParallel
+from mindspeed.features.attention.context_parallel import ContextParallel
 from mindspeed.features.registry import resolve
 from mindspeed.training.arguments import build_parser, parse
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.pipeline.v_shape import corrects, layout_of
+from mindspeed.features.pipeline.v_shape import corrects
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.layout import even_layout
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.pipeline.v_shape import layout_of
 
 JOB = {
     "num_layers": 8,

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.pipeline.dynamic_pipeline import sizes_of_arguments
 from mindspeed.features.registry import resolve
+from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 
 JOB = {
     "pipeline_model_parallel_size": 4,

@@ -71,7 +71,7 @@ def model_results(
     from megatron.core.transformer import TransformerConfig
 
     from mindspeed import session
-    from mindspeed.features.tensor_parallel.unaligned_linear import sizes_of
+    from mindspeed.tensor_parallel.unaligned.sizes import sizes_of
 
     size = dist.get_world_size()
     sequence_parallel = sequence_parallel and size > 1

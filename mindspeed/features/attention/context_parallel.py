@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from mindspeed.attention.strategy import Strategy
 
 
-# A tuple: words of ours, which nobody gave; parsers and callers give a list or a word. Its type
-# survives copies, pickles and checkpoints of the arguments, and Megatron reads it like a list.
-COMM_TYPE_NOT_GIVEN = ("p2p",)
-"""Default of ``--cp-comm-type`` in the parsers."""
 _RING, _ULYSSES, _HYBRID, _GATHER = ("p2p",), ("a2a",), ("a2a+p2p",), ("all_gather",)
 
 _ALGORITHMS: dict[str, tuple[str, tuple[str]]] = {
@@ -396,18 +392,6 @@ def _of_comm_types(given: list[str], megatron: Megatron) -> Iterator[Problem]:
         )
 
 
-def indivisible(length: int, ranks: int) -> str:
-    """Why a length cannot be sharded; the executor's error, too."""
-    return str(
-        Problem(
-            "context parallel",
-            f"sequence length S={length} must be divisible by 2*CP={2 * ranks} (Megatron slices "
-            "zigzag)",
-            "pack documents or use adaptive_cp_algo",
-        )
-    )
-
-
 def _length(names: set[str], megatron: Megatron, ranks: int) -> Iterator[Problem]:
     length = megatron.get("seq_length")
     packed = megatron.get("reset_attention_mask") or megatron.get("reset_position_ids")
@@ -415,8 +399,9 @@ def _length(names: set[str], megatron: Megatron, ranks: int) -> Iterator[Problem
         return
     if "adaptive" not in names and not packed:
         if length % (2 * ranks):
-            flag, _, text = indivisible(length, ranks).partition(": ")
-            yield Problem(flag, text)
+            from mindspeed.attention.sequence_sharding import indivisible
+
+            yield Problem("context parallel", *indivisible(length, ranks).split("; "))
     elif length % ranks:
         yield Problem(
             "context parallel",

@@ -35,9 +35,13 @@ class PackedDocuments(Feature, level=2, seams=("documents",)):
     )
 
     def enabled(self, megatron: Megatron) -> bool:
+        from mindspeed.attention.packed_batch import adaptive, resets
+
         return resets(megatron) or adaptive(megatron) or self.fix_sub_seq_length != -1
 
     def problems(self, megatron: Megatron) -> list[Problem]:
+        from mindspeed.attention.packed_batch import adaptive, resets
+
         problems = []
         length, ranks = self.fix_sub_seq_length, megatron.get("context_parallel_size") or 1
         if length != -1 and not resets(megatron):
@@ -81,6 +85,7 @@ class PackedDocuments(Feature, level=2, seams=("documents",)):
             CuSeqlens,
             cu_seqlens_of_length,
             cu_seqlens_of_tokens,
+            resets,
         )
         from mindspeed.errors import ConfigError
 
@@ -110,24 +115,6 @@ _ORDERED = {
     "experimental_attention_variant": "experimental attention",
 }
 """Arguments that add layers which read tokens in order."""
-
-
-def adaptive(megatron: Megatron) -> bool:
-    """Do ranks own other tokens than the zigzag of Megatron's batches?"""
-    return (megatron.get("context_parallel_size") or 1) > 1 and megatron.get(
-        "context_parallel_algo"
-    ) in ("adaptive_cp_algo", "hybrid_adaptive_cp_algo")
-
-
-def resets(megatron: Megatron) -> bool:
-    """Does anything begin again with a document?"""
-    names = ("reset_attention_mask", "reset_position_ids", "pack_sequences")
-    return any(megatron.get(name) for name in names) or _splits_conversations(megatron)
-
-
-def _splits_conversations(megatron: Megatron) -> bool:
-    """``--sft`` packs by itself, but Megatron needs Transformer Engine to shard its samples."""
-    return bool(megatron.get("sft")) and (megatron.get("context_parallel_size") or 1) > 1
 
 
 def _in_order(kind: str) -> str:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed import device
 from mindspeed.errors import DEBUG
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import COMMAND_WORDS, Feature, Megatron, Problem
 from mindspeed.flags import flag, flags_of
 from mindspeed.processes import die_with_parent
 from mindspeed.ranges import MAX_RANKS, Range
@@ -58,9 +58,6 @@ _BELONG_TO: dict[str, tuple[str, ...]] = {
     "master_port": ("auto_tuning", "auto_settings", "auto_parallel"),
 }
 _OF_LAUNCHERS = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"}
-
-WORDS = "command_words"
-"""Name in the arguments: the command line, where it is not that of the process."""
 
 DEVICES = 16
 SEARCHED = "tp,cp,cp_algorithm,pp,mbs"
@@ -259,11 +256,6 @@ def _spelling(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def asked(values: Megatron) -> bool:
-    """Whether a command line asks for a plan in place of training."""
-    return any(values.get(name) for name in ("auto_tuning", "auto_settings", "auto_parallel"))
-
-
 def run_with_signals(
     words: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False
 ) -> tuple[int, bytes]:
@@ -317,7 +309,7 @@ def without_options(words: Sequence[str], options: type) -> list[str]:
 
 def _words_of_job(megatron: Mapping[str, Any]) -> list[str]:
     """The command line of this job: that of our trainer, or of a script of Megatron-LM."""
-    given = megatron.get(WORDS)
+    given = megatron.get(COMMAND_WORDS)
     if given is not None:
         return list(given)
     if sys.argv[0].endswith(("/mindspeed", "mindspeed/__main__.py")):

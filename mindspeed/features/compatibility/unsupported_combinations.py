@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed import device, te
-from mindspeed.features.attention.packed_documents import adaptive, resets
 from mindspeed.features.compatibility import experts, fsdp, optimizer_instances
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.optimizer.fused_adam import chosen
+from mindspeed.optimizer.rules import chosen
 
 
 class UnsupportedCombinations(Feature, level=0):
@@ -51,6 +50,8 @@ def _context_parallel(megatron: Megatron) -> bool:
 
 
 def _has_documents(megatron: Megatron) -> bool:
+    from mindspeed.attention.packed_batch import adaptive, resets
+
     packs = resets(megatron) or adaptive(megatron) or bool(megatron.get("sft"))
     return packs or (megatron.get("fix_sub_seq_length") or -1) > 0
 

@@ -11,7 +11,7 @@ from mindspeed.features.feature import Megatron, Problem
 from mindspeed.features.memory import activation_memory
 from mindspeed.features.memory.activation_memory import attach_plan
 from mindspeed.features.pipeline import plans
-from mindspeed.features.pipeline.noop_layers import indices_of
+from mindspeed.pipeline.noop_layers import indices_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

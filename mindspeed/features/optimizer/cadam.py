@@ -13,7 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
-from mindspeed.features.optimizer.fused_adam import chosen
+from mindspeed.optimizer.rules import chosen
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
-from mindspeed.features.optimizer.fused_adam import chosen
 from mindspeed.flags import flag
+from mindspeed.optimizer.rules import chosen
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from typing import Any, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
-
-ADDED = ("fused_adam", "cadam")  # Megatron does not know them and is given adam
-NAMES = ("adam", "sgd", "muon", "dist_muon", *ADDED)
+from mindspeed.optimizer.rules import ADDED
 
 
 class FusedAdam(Feature, level=0):
@@ -49,8 +47,3 @@ class FusedAdam(Feature, level=0):
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         return {"optimizer": "adam"}
-
-
-def chosen(megatron: Megatron) -> str:
-    """The optimizer that the user chose, also after Megatron was given another name."""
-    return str(megatron.get("update_rule") or megatron.get("optimizer") or "adam")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed.features.feature import Megatron, Problem, conflict, option_of
-from mindspeed.features.optimizer.fused_adam import chosen
+from mindspeed.optimizer.rules import chosen
 
 _EXCLUDED = {
     "reuse_fp32_param": "states in host memory are whole fp32 tensors",

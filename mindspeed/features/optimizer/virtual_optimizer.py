@@ -18,6 +18,7 @@ from mindspeed import device
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.features.optimizer import host_states, precision_aware
 from mindspeed.flags import flag
+from mindspeed.optimizer.placement import ALL, GIB, limits
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mindspeed")
 
 FLAG = "--virtual-optimizer"
-ALL = "all"
-GIB = 2**30
 _WINDOWS = 16  # of --swap-optimizer, where it takes over
 
 
@@ -96,20 +95,6 @@ class VirtualOptimizer(
             return mapped[0]
 
         seams.use_kernels(owner=self.name, state_placement=placement)
-
-
-def limits(values: tuple[str, ...]) -> list[float]:
-    """The numbers in GiB; ``all`` is infinity.
-
-    Raises:
-        ValueError: one is neither a positive number nor ``all``, or ``all`` is not alone.
-    """
-    if values == (ALL,):
-        return [math.inf]
-    numbers = [float(value) for value in values]
-    if not all(number > 0 and math.isfinite(number) for number in numbers):
-        raise ValueError("not positive")
-    return numbers
 
 
 def _swaps() -> bool:

@@ -28,8 +28,8 @@ from mindspeed.features.memory.activation_memory import (
     attach_plan,
     convert_linears,
 )
-from mindspeed.features.pipeline.noop_layers import indices_of
 from mindspeed.flags import flag
+from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.ranges import MAX_SIZE, Range
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from mindspeed.features.pipeline import plans as shared
 from mindspeed.features.pipeline import v_shape
 from mindspeed.features.pipeline.divided_backward import divide_backward, divided_backward_problems
 from mindspeed.flags import flag
+from mindspeed.pipeline.v_shape import flag_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -55,13 +56,13 @@ class DualPipeV(
     )
 
     def enabled(self, megatron: Megatron) -> bool:
-        return self != DualPipeV() or v_shape.flag_of(megatron) is not None
+        return self != DualPipeV() or flag_of(megatron) is not None
 
     def asked_by(self, megatron: Megatron) -> str | None:
-        return v_shape.flag_of(megatron)
+        return flag_of(megatron)
 
     def problems(self, megatron: Megatron) -> list[Problem]:
-        name = v_shape.flag_of(megatron)
+        name = flag_of(megatron)
         if name is None or (self.dualpipev_dw_detach and self.schedules_method is None):
             fix = "add it, or remove this flag"
             return [

@@ -23,7 +23,6 @@ from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.pipeline.schedule.micro_batch_sizes import StepShape
 
 logger = logging.getLogger("mindspeed")
 _COUNT = "the number of micro-batches must not change"
@@ -67,9 +66,11 @@ class DynamicPipeline(
                 "has no effect with --micro-batch-size 1, of which no sample can be taken away",
                 "give --micro-batch-size 2 or more, or remove it",
             )
+        from mindspeed.pipeline.schedule.micro_batch_sizes import step_shape
+
         if step_shape(megatron) is not None and not problems:
             try:
-                sizes = self.sizes_of(megatron)
+                sizes = self._sizes(megatron)
             except ConfigError as error:
                 flag_name, _, message = str(error).partition(": ")
                 yield Problem(flag_name, message)
@@ -81,39 +82,14 @@ class DynamicPipeline(
                 if isinstance(found := shared.plan_of(name, megatron, request), Problem):
                     yield found
 
-    def sizes_of(self, megatron: Megatron) -> tuple[int, ...] | None:
-        """Samples of each micro-batch of a step; None without the feature.
+    def _sizes(self, megatron: Megatron) -> tuple[int, ...] | None:
+        from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 
-        Raises:
-            ConfigError: they cannot be determined.
-        """
-        from mindspeed.pipeline.schedule.micro_batch_sizes import parse_sizes
-        from mindspeed.pipeline.schedule.size_search import search_sizes
-
-        if not self.optimized_pipeline:
-            return None
-        shape = step_shape(megatron)
-        if shape is None:
-            raise ConfigError(
-                "--optimized-pipeline needs --global-batch-size, --micro-batch-size and the "
-                "data-parallel size"
-            )
-        if self.manual_mbs:
-            try:
-                return parse_sizes(self.manual_mbs, shape)
-            except ValueError as error:
-                raise ConfigError(f"--manual-mbs: {error}") from None
-        limit = _limit(megatron)
-        return search_sizes(
-            shape.ranks,
-            shared.chunks_of(megatron),
-            shape.num_microbatches,
-            shape.samples,
-            memory_limit=None if limit is None else limit * shape.micro_batch_size,
-        )
+        own = {"optimized_pipeline": self.optimized_pipeline, "manual_mbs": self.manual_mbs}
+        return sizes_of_arguments({**megatron, **own})
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        sizes = self.sizes_of(megatron)
+        sizes = self._sizes(megatron)
         if sizes is not None and os.environ.get("RANK", "0") == "0":
             logger.info(
                 "--optimized-pipeline: micro-batches of %s samples", ",".join(map(str, sizes))
@@ -131,26 +107,7 @@ class DynamicPipeline(
             seams.batch.add(lambda batch: batch, owner=self.name)
 
 
-def step_shape(megatron: Megatron) -> StepShape | None:
-    """What a step looks like on one data-parallel rank; None where sizes are not known yet."""
-    from mindspeed.pipeline.schedule.micro_batch_sizes import StepShape
-
-    names = ("global_batch_size", "data_parallel_size", "micro_batch_size")
-    if not all(megatron.get(name) for name in names):
-        return None
-    samples, ranks, size = (megatron[name] for name in names)
-    return StepShape(megatron.get("pipeline_model_parallel_size") or 1, size, samples // ranks)
-
-
 def _limit(megatron: Megatron) -> float | None:
     """``--pipeline-memory-limit`` in micro-batches of ``--micro-batch-size``."""
     factor, ranks = megatron.get("pipeline_memory_limit"), megatron["pipeline_model_parallel_size"]
     return None if factor is None else shared.limit_of(factor, ranks, shared.chunks_of(megatron))
-
-
-def sizes_of_arguments(arguments: Megatron) -> tuple[int, ...] | None:
-    """As :func:`sizes_of`, with the feature's own flags among the arguments."""
-    options = DynamicPipeline(
-        bool(arguments.get("optimized_pipeline")), arguments.get("manual_mbs") or ""
-    )
-    return options.sizes_of(arguments)

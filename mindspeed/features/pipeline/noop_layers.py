@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.flags import check_value, flag, flags_of
+from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
@@ -60,9 +60,3 @@ class NoopLayers(
         seams.computing_layers.add(
             lambda layers: without_noop(layers, noop_layers), owner=self.name
         )
-
-
-def indices_of(value: Any) -> tuple[int, ...]:
-    """The flag's value in a namespace (``["0,7"]``, ``(0, 7)``, None) as indices."""
-    (item,) = flags_of(NoopLayers)
-    return check_value(item, value) or ()

@@ -30,8 +30,8 @@ from mindspeed.features.pipeline.divided_backward import (
     divide_backward,
     divided_backward_problems,
 )
-from mindspeed.features.pipeline.v_shape import flag_of
 from mindspeed.flags import flag
+from mindspeed.pipeline.v_shape import flag_of
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Model chunks in a V-shape: which flags ask for it, what they need, what it attaches.
+"""Model chunks in a V-shape: what the flags that choose it need, and what it attaches.
 
 ``--schedules-method dualpipev`` and ``--pipeline-schedule`` with ``zb-v``, ``dualpipev`` or a file
 of such a schedule split the model this way (:mod:`mindspeed.pipeline.megatron_v_shape`).
@@ -7,19 +7,16 @@ The user gives no flag of virtual stages: there are two chunks on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Megatron, Problem, conflict
 from mindspeed.pipeline.layout import even_layout
+from mindspeed.pipeline.v_shape import layout_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.pipeline.megatron_v_shape import VShapeLayout
 
-SCHEDULES = ("zb-v", "dualpipev")
 LAYOUT = "--pipeline-model-parallel-layout"
 _OTHER_SPLITS = {
     "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
@@ -38,47 +35,6 @@ EXCLUDES = dict.fromkeys(
     ),
     "",
 )
-
-
-def flag_of(values: Mapping[str, Any]) -> str | None:
-    """The flag, with its value, that asks for a V-shape; None if none does."""
-    if values.get("schedules_method") == "dualpipev":
-        return "--schedules-method dualpipev"
-    schedule = values.get("pipeline_schedule")
-    if schedule in SCHEDULES or _is_v_shaped_file(schedule or ""):
-        return f"--pipeline-schedule {schedule}"
-    return None
-
-
-def _is_v_shaped_file(name: str) -> bool:
-    """Whether this is a csv file of a schedule in a V-shape; what is wrong with it, others say."""
-    if not name.endswith(".csv"):
-        return False
-    from mindspeed.pipeline.schedule.csv_file import read_plan
-    from mindspeed.pipeline.schedule.placement import Placement
-
-    try:
-        placement = read_plan(Path(name)).placement
-    except ConfigError:
-        return False
-    return placement == Placement.v_shape(placement.ranks)
-
-
-def layout_of(values: Mapping[str, Any]) -> VShapeLayout | None:
-    """What the config of a model in a V-shape has as layout; None without a V-shape.
-
-    Args:
-        values: final arguments.
-    """
-    if flag_of(values) is None:
-        return None
-    from mindspeed.pipeline.megatron_v_shape import VShapeLayout
-
-    ranks = values["pipeline_model_parallel_size"]
-    layout = values.get("pipeline_model_parallel_layout")
-    if layout is None:
-        layout = even_layout(values["num_layers"], ranks, values.get("mtp_num_layers") or 0)
-    return VShapeLayout(layout, ranks)
 
 
 def num_microbatches(megatron: Megatron) -> int | None:

@@ -15,10 +15,10 @@ from mindspeed import device
 from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.flags import flag
+from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes, sizes_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes
 
 NAME = "--unaligned-linear"
 _COLUMNS = "ranks have different numbers of columns"
@@ -119,18 +119,6 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "context_parallel_size": (None, 1),
 }
 """Argument -> values with which layers can be sharded unevenly."""
-
-
-def sizes_of(megatron: Megatron) -> ModelSizes | None:
-    """The sizes that are sharded; None where a framework gives them to the model only."""
-    from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes
-
-    heads, ffn = megatron.get("num_attention_heads"), megatron.get("ffn_hidden_size")
-    if not heads or not ffn:
-        return None
-    grouped = megatron.get("group_query_attention") and megatron.get("num_query_groups")
-    length = megatron.get("seq_length") if megatron.get("sequence_parallel") else None
-    return ModelSizes(heads, grouped or heads, ffn, length)
 
 
 def _size_problems(sizes: ModelSizes, megatron: Megatron) -> Iterator[Problem]:

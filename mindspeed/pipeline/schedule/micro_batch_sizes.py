@@ -12,8 +12,9 @@ step trains the same samples. The mean over a step weights every micro-batch by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,15 @@ class StepShape:
     def num_microbatches(self) -> int:
         """m."""
         return self.samples // self.micro_batch_size
+
+
+def step_shape(arguments: Mapping[str, Any]) -> StepShape | None:
+    """What a step looks like on one data-parallel rank; None where sizes are not known yet."""
+    names = ("global_batch_size", "data_parallel_size", "micro_batch_size")
+    if not all(arguments.get(name) for name in names):
+        return None
+    samples, ranks, size = (arguments[name] for name in names)
+    return StepShape(arguments.get("pipeline_model_parallel_size") or 1, size, samples // ranks)
 
 
 def parse_sizes(text: str, shape: StepShape) -> tuple[int, ...]:

@@ -10,20 +10,54 @@ for p = 16, m = 64.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import BACKWARDS, FORWARDS, REDUCE, Action
 from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.micro_batch_sizes import parse_sizes, step_shape
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan, memory_limit
 from mindspeed.pipeline.schedule.simulate import simulate
 
 Sizes = npt.NDArray[np.int64]  # [candidates, m]
 _STARTS = 8  # candidates from which single samples are moved
 _FLOORS = (0.2, 0.4, 0.6)  # smallest size of a ramp, as a part of the largest
+
+
+def sizes_of_arguments(arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Samples of each micro-batch of a step; None without ``--optimized-pipeline``.
+
+    Args:
+        arguments: Megatron's, and our flags, by name.
+
+    Raises:
+        ConfigError: they cannot be determined.
+    """
+    if not arguments.get("optimized_pipeline"):
+        return None
+    shape = step_shape(arguments)
+    if shape is None:
+        raise ConfigError(
+            "--optimized-pipeline needs --global-batch-size, --micro-batch-size and the "
+            "data-parallel size"
+        )
+    if given := arguments.get("manual_mbs"):
+        try:
+            return parse_sizes(given, shape)
+        except ValueError as error:
+            raise ConfigError(f"--manual-mbs: {error}") from None
+    chunks = arguments.get("virtual_pipeline_model_parallel_size") or 1
+    limit = None
+    if (factor := arguments.get("pipeline_memory_limit")) is not None:
+        limit = memory_limit(factor, shape.ranks, chunks) * shape.micro_batch_size
+    return search_sizes(
+        shape.ranks, chunks, shape.num_microbatches, shape.samples, memory_limit=limit
+    )
 
 
 @functools.lru_cache(maxsize=8)

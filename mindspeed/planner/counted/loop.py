@@ -24,13 +24,17 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed import device, session
-from mindspeed.attention.packed_batch import CuSeqlens, cu_seqlens_of_length, cu_seqlens_of_samples
+from mindspeed.attention.packed_batch import (
+    CuSeqlens,
+    cu_seqlens_of_length,
+    cu_seqlens_of_samples,
+    resets,
+)
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
-from mindspeed.features.attention.packed_documents import resets
-from mindspeed.features.pipeline.dynamic_pipeline import sizes_of_arguments
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Batch
+from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 
 DOCUMENTS = 4
 """Documents of a sample."""

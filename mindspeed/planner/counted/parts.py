@@ -27,9 +27,9 @@ import torch
 
 from mindspeed.built_model import TrainedModel, unwrap
 from mindspeed.device.wrapped_tensors import held
-from mindspeed.features.pipeline.v_shape import flag_of
 from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.pipeline.v_shape import flag_of
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.counted.layer_costs import NANOSECOND, Costs, by_layer, joined_names
 

@@ -8,8 +8,9 @@ channels: a rank has the same channels of gate and up projection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 def part(n: int, ranks: int, rank: int) -> int:
@@ -154,3 +155,13 @@ class ModelSizes:
             if uneven:
                 each = ", ".join(map(str, parts(count, ranks)))
                 yield f"{name} {each} (largest / mean {imbalance(count, ranks):.2f})"
+
+
+def sizes_of(arguments: Mapping[str, Any]) -> ModelSizes | None:
+    """The sizes that are sharded; None where a framework gives them to the model only."""
+    heads, ffn = arguments.get("num_attention_heads"), arguments.get("ffn_hidden_size")
+    if not heads or not ffn:
+        return None
+    grouped = arguments.get("group_query_attention") and arguments.get("num_query_groups")
+    length = arguments.get("seq_length") if arguments.get("sequence_parallel") else None
+    return ModelSizes(heads, grouped or heads, ffn, length)
