@@ -11,8 +11,6 @@ from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
 from mindspeed.moe.save.policy import ALL, SavePolicy
 
-ROUTE = "route"
-
 
 @dataclass(frozen=True)
 class LayerRequest:

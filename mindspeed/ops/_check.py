@@ -28,11 +28,7 @@ class OperatorError(MindSpeedError, ValueError):
 
 
 class Check:
-    """The checks of one public function.
-
-    Args:
-        name: name of the function, as the user calls it.
-    """
+    """The checks of the public function ``name``, as the user calls it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -85,12 +81,7 @@ class Check:
             self.require(whole, name, "a whole number", value)
 
     def same(self, what: str, **tensors: torch.Tensor | None) -> None:
-        """Require that all given tensors agree in the attribute ``what``.
-
-        Args:
-            what: ``dtype``, ``device`` or ``shape``.
-            **tensors: by argument name; None is ignored.
-        """
+        """Require tensors, None aside, that agree in ``dtype``, ``device`` or ``shape``."""
         tensors = {name: x for name, x in tensors.items() if x is not None}
         self.tensor(**tensors)
         given = {name: getattr(x, what) for name, x in tensors.items()}

@@ -30,25 +30,15 @@ def random(shape: Sequence[int], dtype: torch.dtype, *, seed: int = 0) -> torch.
 
 
 def product_flops(x: Sequence[int], w: Sequence[int], *unused: Any, **more: Any) -> int:
-    """Operations of a product: two for every element of the left side and column of the right.
-
-    Args:
-        x: shape of the left side; its rows may be grouped.
-        w: shape of the right side, whose last dimension are the columns.
-        *unused: what else the formula of an operator gets.
-        **more: the same.
-    """
+    """Operations of a product: two for every element of the left side and column of the right."""
     return 2 * math.prod(x) * w[-1]
 
 
 def row_blocks(x: torch.Tensor) -> Iterator[slice]:
     """Yield slices of the first dimension whose intermediate results fit the CPU's cache.
 
-    A formula of several steps that runs slice by slice reads and writes main memory once. A
-    compiler that fuses the steps itself gets everything at once.
-
-    Args:
-        x: the largest tensor of the formula, ``[rows, ...]``, any dtype.
+    A formula of several steps that runs slice by slice reads and writes main memory once;
+    ``x [rows, ...]`` is its largest tensor. A compiler that fuses steps gets everything at once.
     """
     if torch.compiler.is_compiling() or not x.is_cpu:
         yield slice(None)

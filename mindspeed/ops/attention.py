@@ -159,11 +159,9 @@ def _sink_gradient(
 
 
 def pairs(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> int:
-    """Return the number of (query, key) pairs inside band and prefix, over batch and query heads.
+    """Number of (query, key) pairs inside band and prefix, over batch and query heads.
 
-    Args:
-        q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
-        k: ``[b, g, s_k, d]``, likewise.
+    q ``[b, n, s_q, d]`` and k ``[b, g, s_k, d]`` are in the problem's layout (TND: ``[t, n, d]``).
     """
     met = sum(piece.sight.pairs() for piece in problem.pieces(q, k))
     _, heads, *_ = bnsd(q, problem.layout).shape

@@ -101,12 +101,7 @@ class Problem:
         return self.pse is not None and self.pse_type in (ALIBI, ALIBI_SQRT)
 
     def probabilities(self, q: torch.Tensor, k: torch.Tensor) -> int:
-        """Return the number of probabilities, hidden ones included.
-
-        Args:
-            q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
-            k: ``[b, g, s_k, d]``, likewise.
-        """
+        """Number of probabilities of q ``[b, n, s_q, d]``, k ``[b, g, s_k, d]``, hidden too."""
         if self.layout == "TND":
             sizes = [(a.stop - a.start) * (b.stop - b.start) for a, b in self.sequences()]
             return q.shape[1] * sum(sizes)
@@ -134,9 +129,7 @@ class Problem:
     def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[Piece]:
         """Yield the sequences to attend in, one by one; those without work are left out.
 
-        Args:
-            q: ``[b, n, s_q, d]`` in the problem's layout (TND: ``[t, n, d]``), any dtype.
-            k: ``[b, g, s_k, d]``, likewise.
+        q ``[b, n, s_q, d]`` and k ``[b, g, s_k, d]`` are in the problem's layout.
         """
         if not q.numel() or not k.numel():
             return

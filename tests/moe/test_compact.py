@@ -9,10 +9,8 @@ from mindspeed.moe.dispatch.compact import (
     NOBODY,
     TOO_MANY,
     as_bytes,
-    bytes_of_token,
     chosen,
     compact,
-    dense_bytes_of_token,
     expand,
     from_bytes,
     places,
@@ -20,9 +18,7 @@ from mindspeed.moe.dispatch.compact import (
 )
 
 
-def test_metadata_of_a_token():
-    assert bytes_of_token(8) == 48
-    assert dense_bytes_of_token(256) == 1280
+def test_places_of_a_token():
     assert places(8, 256, padded=False) == 8
     assert places(8, 256, padded=True) == 256
 

@@ -26,7 +26,6 @@ from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.dispatch.compact import (
     TOO_MANY,
     as_bytes,
-    bytes_of_token,
     chosen,
     compact,
     expand,
@@ -58,16 +57,6 @@ def program(request: LayerRequest) -> Program:
     if request.overlap:
         return OVERLAP
     return ASYNC if request.async_permutation else SERIAL
-
-
-def dispatch_bytes(tokens: int, hidden: int, element: int, ranks: int) -> int:
-    """Bytes a rank sends to gather ``tokens`` of each rank; combining sends as many."""
-    return tokens * hidden * element * (ranks - 1)
-
-
-def metadata_bytes(tokens: int, width: int, ranks: int, weight: int = 4) -> int:
-    """Bytes a rank sends to gather ids and weights."""
-    return tokens * bytes_of_token(width, weight) * (ranks - 1)
 
 
 @dataclass(frozen=True)

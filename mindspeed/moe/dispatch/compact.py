@@ -17,7 +17,6 @@ NOBODY = -1
 TOO_MANY = -2
 """In all places of a token that has more experts than places."""
 ID_DTYPE = torch.int16
-MOST_EXPERTS = torch.iinfo(ID_DTYPE).max
 
 
 def places(topk: int, experts: int, padded: bool) -> int:
@@ -28,16 +27,6 @@ def places(topk: int, experts: int, padded: bool) -> int:
         padded: Experts are filled up to their capacity, with any tokens.
     """
     return experts if padded else min(topk, experts)
-
-
-def bytes_of_token(width: int, weight: int = 4) -> int:
-    """Bytes of the ids and weights of one token; ``weight``: bytes of one weight."""
-    return width * (ID_DTYPE.itemsize + weight)
-
-
-def dense_bytes_of_token(experts: int, weight: int = 4) -> int:
-    """Bytes of one token's row of a boolean map and of the weights of all experts."""
-    return experts * (1 + weight)
 
 
 def compact(

@@ -38,15 +38,7 @@ GATED: Mapping[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F
 
 
 def apply(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply the activation ``name`` of :data:`PLAIN` or :data:`GATED` over the last dimension.
-
-    Args:
-        name: key of one of the two tables.
-        x: ``[..., f]`` (plain) or ``[..., 2 f]`` (gated: gate, up), floating dtype.
-
-    Returns:
-        ``[..., f]`` in the dtype of ``x``.
-    """
+    """Apply a key of :data:`PLAIN` or :data:`GATED` (``[..., 2 f]``: gate, up) to ``[..., f]``."""
     if name in PLAIN:
         return PLAIN[name](x)
     gate, up = x.chunk(2, -1)

@@ -50,25 +50,10 @@ def dropout_add_norm(
     return_dropout_mask: bool,
     rms: bool,
 ) -> Any:
-    """Check the arguments of a public function and call the operator.
+    """Check the arguments of a public function, ``x0 [..., H]``, and call the operator.
 
-    Args:
-        check: with the name of the public function.
-        x0: ``[..., H]``, fp32, bf16 or fp16.
-        residual: ``[..., H]``, dtype of x0 or fp32, or None.
-        weight: ``[H]``, dtype of x0.
-        bias: ``[H]``, dtype of x0, or None.
-        dropout_p: probability of dropping, in [0, 1).
-        epsilon: added to the variance or the mean square.
-        rowscale: ``[...]``, one number per row, dtype of x0, or None.
-        layerscale: ``[H]``, dtype of x0, or None.
-        prenorm: also return ``pre``.
-        residual_in_fp32: ``pre`` in fp32.
-        return_dropout_mask: also return the mask.
-
-    Returns:
-        ``out`` ``[..., H]`` in the dtype of x0; with ``pre`` ``[..., H]`` in the dtype of the
-        residual stream and the bool mask ``[..., H]``, True where kept, a tuple of those requested.
+    They are those of :func:`mindspeed.ops.compat.dropout_add_norm.npu_dropout_add_layer_norm`;
+    ``rms`` is RMSNorm instead of LayerNorm.
     """
     check.tensor(x0=x0, weight=weight)
     check.floating(x0=x0, weight=weight, bias=bias, rowscale=rowscale, layerscale=layerscale)

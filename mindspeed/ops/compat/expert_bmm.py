@@ -309,15 +309,7 @@ def checked_groups(
 def checked_bias(
     check: Check, bias: torch.Tensor | None, x: torch.Tensor, experts: int, features: int
 ) -> None:
-    """Require one row of features for each of this rank's experts.
-
-    Args:
-        check: with the name of the public function.
-        bias: ``[experts, features]`` or ``[experts, 1, features]``, dtype of x or fp32, or None.
-        x: any shape, for dtype and device.
-        experts: experts of this rank.
-        features: columns of their result.
-    """
+    """Require ``[experts, features]`` or ``[experts, 1, features]`` in the dtype of x or fp32."""
     if bias is None:
         return
     check.dtype((x.dtype, torch.float32) if x.dtype in FLOATS else (x.dtype,), bias=bias)

@@ -174,14 +174,7 @@ def placeholder_grad(weight: torch.Tensor, parameter: Any) -> torch.Tensor | Non
     """Return a placeholder that autograd gets as the gradient, so that the parameter's hooks run.
 
     Its values mean nothing unless the owner of the buffer requires zeros (``zero_out_wgrad``:
-    the parameter also receives gradients another way).
-
-    Args:
-        weight: ``[E, K, N]``, any dtype.
-        parameter: the parameter whose hooks shall run.
-
-    Returns:
-        Shape and dtype of ``weight``; None where no hook waits for it.
+    the parameter also receives gradients another way). None where no hook waits for it.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None

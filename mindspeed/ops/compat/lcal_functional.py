@@ -210,15 +210,7 @@ def _operands(
     bias: torch.Tensor | None,
     growth: float,
 ) -> torch.Tensor:
-    """Check the tensors and return input2 as ``[k, n]``.
-
-    Args:
-        check: refuses in the name of the method.
-        input2: the right matrix, possibly transposed.
-        output: is written to.
-        bias: is added to output.
-        growth: rows of output over rows of input1.
-    """
+    """Check the tensors and return input2 as ``[k, n]``; ``growth``: rows of output / of input1."""
     check.floating(input1=input1, input2=input2)
     check.rank(2, input1=input1, input2=input2, output=output)
     k, n = input1.size(1), output.size(1)

@@ -130,11 +130,7 @@ def _quant_gmm(
 
 
 def unpacked_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Return the values of a scale, elementwise, in fp32 or a wider dtype.
-
-    Args:
-        scale: any shape; int64 holds the bits of fp32 values, floating dtypes hold values.
-    """
+    """Values of a scale, elementwise, fp32 or wider; int64 holds the bits of fp32 values."""
     if scale.dtype == torch.int64:
         return scale.to(torch.int32).view(torch.float32)
     return scale.to(torch.promote_types(scale.dtype, torch.float32))
@@ -240,14 +236,10 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 
 def int8_workload(hidden: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Return the operands of a benchmark with eight experts.
+    """Operands of a benchmark with eight experts.
 
-    Args:
-        hidden: H, columns of x.
-
-    Returns:
-        x int8 ``[T, H]``, weights int8 ``[8, H, 1024]``, scales fp32 ``[8, 1024]`` and cumulative
-        group sizes int64 ``[8]``.
+    x int8 ``[T, H]``, weights int8 ``[8, H, 1024]``, scales fp32 ``[8, 1024]`` and cumulative group
+    sizes int64 ``[8]``.
     """
 
     def numbers(*shape: int) -> torch.Tensor:

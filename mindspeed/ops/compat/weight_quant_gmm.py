@@ -113,17 +113,7 @@ def _weight_quant_gmm(
 def dequantised(
     weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``(weight + offset) * scale`` over the columns of one matrix or several.
-
-    Args:
-        weight: int8 ``[..., k, n]``.
-        scale: ``[..., n]``, floating dtype.
-        offset: ``[..., n]``, floating dtype, or None.
-        dtype: of the result, in which is computed.
-
-    Returns:
-        ``[..., k, n]`` in ``dtype``.
-    """
+    """``(weight + offset) * scale`` over the columns of ``[..., k, n]``, computed in ``dtype``."""
     wide = weight.to(dtype)
     if offset is not None:
         wide = wide.add_(offset.unsqueeze(-2))
