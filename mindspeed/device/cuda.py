@@ -37,13 +37,13 @@ class CudaDevice(Accelerator):
         super().__init__(torch.cuda)
 
     def has(self, capability: str) -> bool:
-        """As documented in the base class; fp8 needs compute capability 8.9."""
+        """See the base class; fp8 needs compute capability 8.9."""
         if capability == "fp8":
             return torch.cuda.get_device_capability() >= (8, 9)
         return super().has(capability)
 
     def allocator_setter(self) -> Callable[[str], None] | None:
-        """As documented in the base class; newer torch has one function for all devices."""
+        """See the base class; newer torch has one function for all devices."""
         setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         return setter or super().allocator_setter()
 

@@ -28,7 +28,7 @@ from math import ceil
 
 DEFAULT_MB = 200
 BUFFERS = 2
-"""Of each communicator: one to send, one to receive."""
+"""Buffers of a communicator: one to send, one to receive."""
 SMALL_MB = 10
 
 # Megatron's description of a group -> its name in the flags.
@@ -63,7 +63,7 @@ NAMES = tuple(dict.fromkeys([*_NAMES.values(), "inter_ep_dp"]))
 
 @dataclass(frozen=True)
 class Traffic:
-    """What determines the largest call of each group.
+    """The sizes that determine the largest call of each group.
 
     Attributes:
         tokens: S, of one sample on a context-parallel rank.

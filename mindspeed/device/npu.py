@@ -42,7 +42,7 @@ class NpuDevice(Accelerator):
     excluded_by_expandable_segments = ("max_split_size_mb", "garbage_collection_threshold")
 
     def allocator_setter(self) -> Callable[[str], None]:
-        """As documented in the base class; torch_npu takes ``expandable_segments`` alone."""
+        """See the base class; torch_npu takes ``expandable_segments`` alone."""
 
         def set_option(text: str) -> None:
             options = dict(part.split(":", 1) for part in text.split(","))

@@ -100,7 +100,7 @@ class LiveMemory(Instrument):
         self._note_peak()
 
     def kind_of_new(self) -> str:
-        """What a storage is that is made now."""
+        """Kind of a storage that is made now."""
         return self.kind
 
     def claim(self, tensor: torch.Tensor, kind: str) -> None:
@@ -127,7 +127,7 @@ class LiveMemory(Instrument):
         self._change(key, storage.nbytes())
 
     def hold(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """What an operator of ``c10d`` was given lives until its ``wait``, or without a handle."""
+        """Keep inputs of a ``c10d`` operator alive until its ``wait``, or without a handle."""
         self._latest = None
         works = [x for x in tree_leaves(result) if isinstance(x, torch.ScriptObject)]
         if works and not _given(func, args, kwargs).get("async_op", True):

@@ -33,7 +33,7 @@ class Link(Protocol):
     """How long a communication takes, such as :class:`mindspeed.instruments.clock.Link`."""
 
     def seconds(self, nbytes: float) -> float:
-        """Of one that sends ``nbytes``."""
+        """Seconds of a communication that sends ``nbytes``."""
         ...
 
 
@@ -172,7 +172,7 @@ def _hot(request: LayerRequest, sizes: Sizes, load: Load) -> dict[str, StageCost
 
 @dataclass(frozen=True)
 class Job:
-    """What the programs are for.
+    """The layer, cluster and parallel sizes that programs are priced for.
 
     Attributes:
         sizes: of the layer, with the expert tensor parallel size that Megatron uses.

@@ -129,7 +129,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 @dataclass(frozen=True)
 class Work:
-    """What a computation takes.
+    """FLOPs and bytes of a computation.
 
     Attributes:
         flops: of matrix products.
@@ -166,7 +166,7 @@ class StageCosts:
 
 
 Costs = Mapping[str, StageCosts]
-"""By name of the stage; a stage that is missing does nothing on these ranks."""
+"""Costs by name of the stage; one that is missing does nothing on these ranks."""
 
 
 def counting(sizes: Sizes) -> StageCosts:
@@ -301,7 +301,7 @@ def all_gather(
 
 
 def both_ways(pairs: Sequence[tuple[Message, Message]]) -> StageCosts:
-    """What is started together; its reverses start in the opposite order."""
+    """Messages that start together; their reverses start in the opposite order."""
     return StageCosts(
         messages=tuple(message for message, _ in pairs),
         reverses=tuple(reverse for _, reverse in reversed(pairs)),

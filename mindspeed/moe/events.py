@@ -17,7 +17,7 @@ from mindspeed.spmd import Passes, typed
 
 
 class Kind(enum.Enum):
-    """What an event is."""
+    """Kind of an event."""
 
     START = ">"
     FINISH = "<"

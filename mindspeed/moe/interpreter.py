@@ -15,7 +15,7 @@ from mindspeed.moe.split_phase import Collective, Ticket, finish, start
 
 @dataclass(eq=False)
 class Chunk:
-    """What one chunk of a layer's tokens carries from stage to stage.
+    """The tensors and values that a chunk of a layer's tokens carries from stage to stage.
 
     It dies with the forward; only tickets and saved tensors survive, so chunks, micro-batches and
     recomputations do not mix.

@@ -149,7 +149,7 @@ def hot(
 
 
 def expert_bytes(sizes: Sizes) -> float:
-    """Of the matrices of one expert, of a rank's slice of it."""
+    """Bytes of one expert's matrices on a rank that has a slice of it."""
     return sizes.hidden * (sizes.fc1 + sizes.ffn / sizes.etp) * sizes.itemsize
 
 
@@ -220,7 +220,7 @@ def two_level(sizes: Sizes, load: Load, *, anchored: bool) -> dict[str, StageCos
 def _once(
     sizes: Sizes, load: Load, sent: float, destinations: int, anchored: bool
 ) -> dict[str, StageCosts]:
-    """What both exchanges share; counts are of experts, of destinations, and of errors."""
+    """Stages that both exchanges share; counts are of experts, of destinations, and of errors."""
     nbytes = COUNT_BYTES * (sizes.experts + destinations + 1)
     counts = gathering("count.counts", sizes, "ep", sizes.ep, nbytes)
     return {

@@ -184,7 +184,7 @@ class _Pieces:
         self._arrange = one.compute["arrange"]
 
     def stages(self, layer: Stages) -> Stages:
-        """Of the pieces, with the experts of a layer and what is computed beside them."""
+        """Stages of the pieces, with the experts of a layer and what is computed beside them."""
 
         def experts(chunk: Chunk) -> None:
             self._arrange(chunk)

@@ -21,7 +21,7 @@ Repeat = Callable[[list[ChunkStep]], list[ChunkStep]]
 
 
 def repeated(policy: SavePolicy, sizes: Sizes, load: Load, costs: Costs) -> Repeat | None:
-    """What a policy adds to backward; None if it does not communicate again.
+    """Insert what a policy repeats in backward; None if it does not communicate again.
 
     Args:
         policy: what the experts keep.

@@ -1,4 +1,4 @@
-"""What the features ask of a mixture-of-experts layer, and the program that follows from it."""
+"""The options that features set on a mixture-of-experts layer, and the program of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mindspeed.moe.save.policy import ALL, SavePolicy
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """What the features ask of one layer; each sets its own fields.
+    """The options of one layer; each feature sets its own fields.
 
     Attributes:
         async_permutation: communications of counts are hidden by the permutation.

@@ -46,14 +46,14 @@ class Rates:
     bytes_per_second: float | None = None
 
     def seconds(self, work: Work) -> float:
-        """Of a computation."""
+        """Seconds of a computation."""
         moving = 0.0 if self.bytes_per_second is None else work.bytes / self.bytes_per_second
         return work.flops / self.flops_per_second + moving
 
 
 @dataclass
 class Simulation:
-    """What a simulation found.
+    """The result of a simulation.
 
     Attributes:
         intervals: in the order in which they begin on the compute stream.
@@ -74,7 +74,7 @@ class Simulation:
 
     @property
     def lanes(self) -> Timeline:
-        """Of computation, and of each group of ranks; backward begins at the mark."""
+        """Lanes of computation, and of each group of ranks; backward begins at the mark."""
         lanes = dict.fromkeys([COMPUTE, *(one.lane for one in self.intervals)])
         forward = self.ends[FORWARD]
         marks = (forward,) if forward < self.total else ()  # else both run at once

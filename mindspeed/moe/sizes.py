@@ -13,7 +13,7 @@ from math import comb
 
 
 def chance(experts: int, topk: int, owners: int) -> float:
-    """That one of ``owners`` equal parts of the experts holds one of a token's ``topk``."""
+    """Probability that a part, 1 / ``owners``, of the experts has one of a token's ``topk``."""
     return 1 - comb(experts - experts // owners, topk) / comb(experts, topk)
 
 
@@ -95,7 +95,7 @@ class Load:
 
     @property
     def rows(self) -> float:
-        """Of the experts of this rank."""
+        """Rows that the experts of this rank compute."""
         return sum(self.slices)
 
     def part(self, chunks: int) -> Load:
@@ -103,7 +103,7 @@ class Load:
         return self.scaled(1 / chunks)
 
     def scaled(self, factor: float) -> Load:
-        """The same with a part of the rows."""
+        """This load with ``factor`` times the rows."""
 
         def share(rows: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(number * factor for number in rows)

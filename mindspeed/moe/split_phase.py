@@ -37,7 +37,7 @@ class Collective(Protocol):
     """A communication and its reverse."""
 
     def typed(self) -> spmd.Collective:
-        """What it does to types."""
+        """Its rule for :mod:`mindspeed.spmd`."""
         ...
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
@@ -51,7 +51,7 @@ class Collective(Protocol):
 
 @dataclass(eq=False)
 class Ticket:
-    """What the two halves of one call share.
+    """The state that the two halves of one call share.
 
     Attributes:
         chunk: index of the chunk, for the log.

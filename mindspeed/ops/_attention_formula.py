@@ -145,7 +145,7 @@ class Formula:
         return x.to(self.operands).reshape(count, -1, x.shape[-1])
 
     def _rounded(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """The same for intermediate results."""
+        """Do the same for intermediate results."""
         x = x.view(count, -1, x.shape[-1])
         same = x.dtype == self.operands
         return x if same else self._memory("rounded", x.shape, self.operands).copy_(x)

@@ -117,7 +117,7 @@ class Problem:
         return list(zip(queries, keys, strict=True))
 
     def sight(self, queries: int, keys: int, sequence: int = 0, sequences: int = 1) -> Sight:
-        """Which keys the queries of one sequence see."""
+        """The keys that the queries of one sequence see."""
         prefix = self.prefix
         if prefix is not None and self.layout == "TND":
             prefix = prefix[sequence : sequence + 1]

@@ -174,7 +174,7 @@ class PrecisionAwareFloat16(Float16OptimizerWithFloat16Params):
                 self.optimizer.set_scaled_state(param, MASTER, param.detach().float())
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """What Megatron's own optimizer writes: all states in fp32, the master weights apart."""
+        """The state as Megatron writes it: all states in fp32, the master weights apart."""
         if is_loading:
             self.init_state_fn(self.optimizer, self.config)
         inner = self.optimizer.state_dict()

@@ -32,7 +32,7 @@ ALL, GIB = "all", 2**30
 
 
 class Placement(ABC):
-    """Where one state of every parameter is."""
+    """Placement of one state of every parameter."""
 
     @abstractmethod
     def allocate(

@@ -115,7 +115,7 @@ def tensor_parallel_size(tp_group: Any, tp_size: int) -> int:
 
 @dataclass(frozen=True)
 class ParameterInit:
-    """What Megatron-FSDP asks of a parameter on the meta device: it will not be fp8."""
+    """Answer to Megatron-FSDP for a parameter on the meta device: it will not be fp8."""
 
     fp8_meta_index: int | None = None
 

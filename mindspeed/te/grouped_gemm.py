@@ -66,7 +66,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class Anchored(NamedTuple):
-    """Where the gradient of a parameter goes.
+    """The anchor that takes the gradient of a parameter.
 
     Attributes:
         anchor: takes its computation.

@@ -79,7 +79,7 @@ class LinearCommunication:
         return self.row and self.sequence_parallel
 
     def typed(self) -> Communication:
-        """What the layer communicates, for the types of its gradients."""
+        """Its communication as a rule for :mod:`mindspeed.spmd`."""
         split = self.sequence_parallel
         return Communication(
             self.group if self.parallel_mode else None,

@@ -66,7 +66,7 @@ def remainder_codec() -> Codec:
 
 
 def state_placement(name: str) -> Placement | None:
-    """Where one state of every parameter is; None: on the device, as its codec allocates it.
+    """Placement of one state of every parameter; None: on the device, as its codec allocates it.
 
     Args:
         name: a state of the update rule, or ``master_param``; it must be stored in fp32.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class GradientAnchor(Protocol):
-    """Where autograd gets weight gradients later in a backward; :mod:`mindspeed.moe.anchor`."""
+    """Returns weight gradients to autograd later in a backward; :mod:`mindspeed.moe.anchor`."""
 
     def put(
         self,
@@ -41,7 +41,7 @@ class GradientAnchor(Protocol):
 
 @dataclass(frozen=True)
 class WgradOptions:
-    """Where the weight gradients of a layer go.
+    """Destination of the weight gradients of a layer.
 
     Attributes:
         fuse: Add them to ``weight.main_grad``.

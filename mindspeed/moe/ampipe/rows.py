@@ -137,7 +137,7 @@ class ContextRows:
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
     def end(self, end: int, rows: int) -> int:
-        """Where in the sequence a block of this rank's ``rows`` ends that ends at ``end`` here."""
+        """Position in the sequence of ``end``, the end of a block in this rank's ``rows``."""
         half, (rank, size) = rows // 2, (self.group.rank(), self.group.size())
         chunk, before = (rank, 0) if end <= half else (2 * size - 1 - rank, half)
         return chunk * half + end - before
@@ -145,7 +145,7 @@ class ContextRows:
 
 @contextmanager
 def alone(core_attention: Any) -> Iterator[None]:
-    """Inside, a core attention does not know its context-parallel ranks."""
+    """Hide its context-parallel ranks from a core attention inside the block."""
     known = {name: vars(core_attention)[name] for name in _GROUPS if name in vars(core_attention)}
     for name in known:
         setattr(core_attention, name, None)

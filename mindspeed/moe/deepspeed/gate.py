@@ -91,7 +91,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a rank go.
+    """The experts of the tokens of a rank.
 
     Attributes:
         probs: weights, fp32 ``[n, E]``, zero where a token does not go.

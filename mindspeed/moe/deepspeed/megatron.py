@@ -119,7 +119,7 @@ class RouterForward:
         return logits.view(-1, router.config.num_moe_experts)
 
     def _scores(self, logits: torch.Tensor, gates: torch.Tensor) -> list[torch.Tensor]:
-        """What the choices are the largest of, ``[n, E]`` each."""
+        """Scores whose largest are chosen, ``[n, E]`` for each choice."""
         topk, training = self._router.topk, self._router.training
         if training and self._options.sinkhorn:
             from megatron.core.transformer.moe.moe_utils import sinkhorn

@@ -113,7 +113,7 @@ class AllGatherDispatcher:
         return {} if group.size() == 1 else {name: Gather(group)}
 
     def locate(self, chunk: Chunk) -> None:
-        """Which gathered token goes to which local expert; the counts start for the host."""
+        """Map gathered tokens to local experts; start copying the counts to the host."""
         ids = from_bytes(chunk.tensors["ids"])
         local = torch.where(ids >= 0, ids - self.groups.first, ids)
         routing_map = chosen(local, self.groups.local)

@@ -27,7 +27,7 @@ from mindspeed.moe.request import LayerRequest, program_of
 
 @dataclass(frozen=True)
 class Routing:
-    """What dispatchers must know of the router.
+    """Properties of the router that dispatchers need.
 
     Attributes:
         topk: experts that it chooses for a token.

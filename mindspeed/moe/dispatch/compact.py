@@ -50,7 +50,7 @@ def compact(
 def within(
     ids: torch.Tensor, weights: torch.Tensor, first: int | torch.Tensor, experts: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is left of ids and weights when only some experts count.
+    """Keep the ids and weights of some experts only.
 
     Args:
         ids: ``[n, w]``.

@@ -27,7 +27,7 @@ from mindspeed.te import kernels
 
 @dataclass(frozen=True)
 class Spread:
-    """Where the rows of one level have gone.
+    """Destinations of the rows of one level.
 
     Attributes:
         to: bool ``[rows, members]``, which members a row went to.
@@ -72,7 +72,7 @@ class Level:
         return min(self.width, self.per_member)
 
     def destinations(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which members rows with ``ids [n, width]`` go to, bool ``[n, members]``."""
+        """The members that rows with ``ids [n, width]`` go to, bool ``[n, members]``."""
         member = torch.div(ids, self.per_member, rounding_mode="floor")
         return chosen(member, self.members)
 

@@ -33,7 +33,7 @@ from mindspeed.moe.save.refetch import Local
 
 
 def program(request: LayerRequest) -> Program:
-    """That of the all-to-all dispatcher, without counts."""
+    """The program of the all-to-all dispatcher, without counts."""
     return program_of(request).without("count")
 
 

@@ -31,7 +31,7 @@ _CHECK = Program.parse("measure rest!").steps
 
 
 def program(request: LayerRequest) -> Program:
-    """That of padded dispatch, with the check after the dispatch."""
+    """The program of padded dispatch, with the check after the dispatch."""
     steps = padded.program(request).steps
     there = steps.index(Step("dispatch", Phase.FINISH)) + 1
     return Program(steps[:there] + _CHECK + steps[there:])
@@ -126,7 +126,7 @@ class WindowDispatcher(PaddedDispatcher):
         return blocks[:, 0].view(torch.uint8)[:, :8]
 
     def _equal(self, chunk: Chunk, name: str, rows: int) -> Mapping[str, Collective]:
-        """So many rows to every rank, if there are others."""
+        """Send ``rows`` rows to every rank, if there are others."""
         ranks = self.groups.ep.size()
         return (
             {} if ranks == 1 else {name: AllToAll(self.groups.ep, [rows] * ranks, [rows] * ranks)}

@@ -140,7 +140,7 @@ class ProgramForward:
         return partial(CheckpointWithoutOutput, fp8=self._layer.config.fp8)
 
     def _row_multiple(self) -> int:
-        """Of the rows that a rank sends an expert; the all-gather dispatcher sends none."""
+        """Multiple of the rows sent to an expert; the all-gather dispatcher sends none."""
         config = self._layer.config
         if (
             not config.moe_router_padding_for_quantization

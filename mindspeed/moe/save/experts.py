@@ -52,7 +52,7 @@ class _Phase(enum.Enum):
 
 @dataclass
 class _FirstOutput:
-    """What a call of ``linear_fc1`` returned: the tensor saved through autograd, and the rest."""
+    """The result of a call of ``linear_fc1``: the tensor saved through autograd, and the rest."""
 
     node: torch.Tensor
     requires_grad: bool
@@ -66,7 +66,7 @@ class _FirstOutput:
 
 @dataclass
 class _State:
-    """Of the forward."""
+    """State of the forward."""
 
     phase: _Phase = _Phase.BESIDE
     exists: set[int] = field(default_factory=set)
@@ -107,7 +107,7 @@ class SavedExperts:
         self._input: tuple[bool, torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor) -> Any:
-        """What the experts return.
+        """Compute the experts.
 
         Args:
             rows: ``[m, h]``, sorted by local expert.
@@ -245,7 +245,7 @@ class SavedExperts:
 
 
 class _Beside:
-    """What is saved outside of the two layers and what lies between them is not of the segment."""
+    """Keep tensors that are saved outside of the two layers out of the segment."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -324,7 +324,7 @@ Watch = Callable[..., Any]
 
 @contextlib.contextmanager
 def watched(calls: Sequence[tuple[Call, Call]], first: Watch, second: Watch) -> Iterator[None]:
-    """Inside, ``first(number, method, *args)`` runs in place of each first layer, and so on.
+    """Run ``first(number, method, *args)`` in place of each first layer inside, and so on.
 
     Args:
         first: Gets the number of the call and the method in whose place it runs.

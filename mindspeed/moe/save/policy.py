@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """What is kept.
+    """The tensors that are kept.
 
     Attributes:
         rows: The experts' input; if not, backward dispatches the tokens again.

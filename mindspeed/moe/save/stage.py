@@ -37,7 +37,7 @@ _KEY = "saved_experts"
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the stage leaves in the chunk for :meth:`Saving.schedule`."""
+    """The values that the stage leaves in the chunk for :meth:`Saving.schedule`."""
 
     experts: SavedExperts
     refetch: Refetch | None
@@ -46,7 +46,7 @@ class _Saved:
 
 @dataclass(frozen=True)
 class Saving:
-    """What one call of a layer keeps.
+    """The experts of one call of a layer under its policy.
 
     Attributes:
         slices: Ranks that hold slices of the same experts.
@@ -60,7 +60,7 @@ class Saving:
     log: EventLog | None = None
 
     def policy(self, rows: int, tokens: int) -> SavePolicy:
-        """What is kept of ``rows`` that this rank has received and ``tokens`` that it had."""
+        """The policy for ``rows`` that this rank has received and ``tokens`` that it had."""
         bound, policy = self.request.recompute_above, self.request.save
         if bound is not None and load(rows, tokens, self.topk, self.slices) > bound:
             policy |= X_ONLY
@@ -74,7 +74,7 @@ class Saving:
         sizes: torch.Tensor,
         probs: torch.Tensor,
     ) -> Any:
-        """What the experts return.
+        """Compute the experts.
 
         Args:
             chunk: With ``hidden [n, h]``, and the dispatcher's maps.
