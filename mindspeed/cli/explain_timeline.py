@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mindspeed.cli.plan_check import layout_of
 from mindspeed.cli.plan_run import progress
-from mindspeed.cli.training_plot import COLORS, check_format, figure_class
+from mindspeed.cli.plot import COLORS, check_format, figure_class
 from mindspeed.errors import ConfigError
 from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.timeline import write_trace

@@ -9,6 +9,9 @@ Every schedule is built, checked and simulated as training would do it. Times ar
 default a micro-batch takes a rank 1 forward, 1 for the gradients of inputs and 1 for those of
 weights. Give measured ones in any unit. Memory is in A: the activations of one micro-batch over all
 layers of a rank. No device is needed.
+
+``search`` chooses layers, recomputation and schedule for the profile that a start with
+``--automated-pipeline`` wrote. Later starts read its result (``--automated-pipeline-file``).
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli import pipeline_search
+from mindspeed.cli.plot import check_format
 from mindspeed.cli.timeline_plot import Style, draw
-from mindspeed.cli.training_plot import check_format
 from mindspeed.errors import ConfigError
 from mindspeed.instruments.timeline import Interval, text, write_trace
+from mindspeed.pipeline.automated.profile import MODULES, read_profile
+from mindspeed.pipeline.automated.result import write_result
+from mindspeed.pipeline.automated.search import search
+from mindspeed.pipeline.automated.stages import Price
 from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, Priced, compare
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import write_plan
@@ -115,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
     add("--json", action="store_true", help="print JSON, with the figures of every rank")
     plan_only = {action.dest: action for action in parser._actions if action.option_strings}
-    pipeline_search.add_arguments(parser)
+    _add_search_arguments(parser)
     both = {action.dest: action for action in parser._actions if action.option_strings}
     search_only = {name: action for name, action in both.items() if name not in plan_only}
     parser.set_defaults(of_action={"plan": plan_only, "search": search_only})
@@ -125,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     """Price the schedules and print, draw or write them, or search one."""
     _refuse_other_action(args)
     if args.action == "search":
-        return pipeline_search.run(args)
+        return _search(args)
     job, names = _job(args), _names(args)
     _check_files(args, names)
     found = compare(job, names)
@@ -353,3 +359,52 @@ def _print(job: Job, found: Sequence[Priced]) -> None:
     for one in found:
         if one.simulation is None:
             console.print(f"{one.name}: {one.reason}", highlight=False, markup=False)
+
+
+def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the action ``search``."""
+    add = parser.add_argument_group("search").add_argument
+    add("--profile", type=Path, metavar="FILE", help="what a start measured")
+    add("--out", type=Path, metavar="FILE", help="result, for --automated-pipeline-file")
+    add("--mode", choices=["memory", "perf"], default="memory", help="(default: memory)")
+    ratio = number(Range(0, 1, above=True))
+    add("--save-memory-ratio", type=ratio, default=0.2, metavar="R", help="(default: 0.2)")
+    add(
+        "--recompute-type",
+        choices=range(len(MODULES)),
+        type=int,
+        default=2,
+        help="0 MLP, 1 attention, 2 layer (default: 2)",
+    )
+    add(
+        "--memory",
+        type=number(Range(0, 1e9, above=True)),
+        metavar="GIB",
+        help="of a rank, instead of a part of what the default needs",
+    )
+
+
+def _search(args: argparse.Namespace) -> int:
+    """Search layers, recomputation and schedule for a measured profile; write the result."""
+    for name in ("profile", "out"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"mindspeed pipeline search: --{name} is missing")
+    profile = read_profile(args.profile)
+    found = search(
+        profile,
+        args.mode,
+        ratio=args.save_memory_ratio,
+        module=MODULES[args.recompute_type],
+        memory_limit=None if args.memory is None else args.memory * 2**30,
+    )
+    result = write_result(args.out, found, profile.job)
+    print(f"before  {_price_row(found.before)}\nafter   {_price_row(found.after)}")
+    print(f"flags   {' '.join(result.flags())}\nwrote {args.out}")
+    return 0
+
+
+def _price_row(price: Price) -> str:
+    return (
+        f"{1e3 * price.makespan:12,.3f} ms {price.peak / 2**20:12,.1f} MiB on the fullest rank "
+        f"{100 * price.bubble:6.1f} % bubble"
+    )

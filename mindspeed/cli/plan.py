@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     add_arguments(parser)
     own, flags = read(parser, argv)
     if own.plot is not None:
-        from mindspeed.cli.training_plot import check_format, figure_class
+        from mindspeed.cli.plot import check_format, figure_class
 
         check_format("--plot", own.plot)
         figure_class()

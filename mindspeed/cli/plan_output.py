@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli.training_plot import COLORS, GREY, figure_class, write_figure
+from mindspeed.cli.plot import COLORS, GREY, figure_class, write_figure
 
 if TYPE_CHECKING:
     from mindspeed.planner.counted.check import Check

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed.cli.training_plot import GREY, check_format, figure_class, write_figure
+from mindspeed.cli.plot import GREY, check_format, figure_class, write_figure
 from mindspeed.instruments.timeline import Interval, Timeline
 
 WAITING = "waiting"

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from mindspeed.attention import Mask, Region
-from mindspeed.cli.attention import mask_of
-from mindspeed.cli.attention_picture import corners
+from mindspeed.cli.attention import corners, mask_of
 from mindspeed.cli.main import main
 
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from mindspeed.cli import metrics, plot, training_plot
+from mindspeed.cli import metrics, plot
 from mindspeed.errors import ConfigError, DataError
 
 
@@ -63,7 +63,7 @@ def drawn_figure(monkeypatch, runs, tmp_path):
     monkeypatch.setattr(
         figure_class, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))
     )
-    training_plot.draw(runs, tmp_path / "x.png")
+    plot.draw(runs, tmp_path / "x.png")
     return saved[0]
 
 
@@ -75,7 +75,7 @@ def test_two_runs_are_named_in_the_legend_with_their_last_losses(monkeypatch, tm
     assert labels[1::2] == ["a: validation 5.50", "b: validation 6.50"]
     assert labels[0].startswith("a: training 5.1")
     titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == ["loss", "loss, difference to a [%]", *training_plot.PANELS]
+    assert titles == ["loss", "loss, difference to a [%]", *plot.PANELS]
 
 
 def test_the_relative_error_to_the_first_run_is_drawn_and_printed(monkeypatch, tmp_path, capsys):
@@ -143,11 +143,11 @@ def test_after_a_resume_the_later_line_of_an_iteration_counts(tmp_path):
 
 def test_the_moving_average_keeps_a_straight_line_and_skips_gaps():
     line = np.linspace(8, 4, 101)
-    average = training_plot.smoothed(line, 3.0)
+    average = plot.smoothed(line, 3.0)
     np.testing.assert_allclose(average[10:-10], line[10:-10], atol=1e-12)
     line[50] = np.nan
-    np.testing.assert_allclose(training_plot.smoothed(line, 3.0)[50], 6.0, atol=1e-12)
-    np.testing.assert_array_equal(training_plot.smoothed([1.0, 5.0], 0.0), [1.0, 5.0])
+    np.testing.assert_allclose(plot.smoothed(line, 3.0)[50], 6.0, atol=1e-12)
+    np.testing.assert_array_equal(plot.smoothed([1.0, 5.0], 0.0), [1.0, 5.0])
 
 
 def test_runs_in_directories_of_equal_name_get_distinct_labels(tmp_path):
@@ -168,11 +168,11 @@ def test_a_path_without_metrics_is_named_with_a_hint(tmp_path):
 def test_an_unknown_ending_is_refused(tmp_path):
     runs = metrics.read_runs([write_run(tmp_path / "a") / "metrics.jsonl"])
     with pytest.raises(ConfigError, match=r"must end in \.png, \.svg, \.pdf"):
-        training_plot.draw(runs, tmp_path / "x.gif")
+        plot.draw(runs, tmp_path / "x.gif")
 
 
 def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = metrics.read_runs([write_run(tmp_path / "a") / "metrics.jsonl"])
     with pytest.raises(ConfigError, match=r"pip install 'mindspeed\[plot\]'"):
-        training_plot.draw(runs, tmp_path / "x.png")
+        plot.draw(runs, tmp_path / "x.png")

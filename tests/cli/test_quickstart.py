@@ -17,9 +17,7 @@ from rich.console import Console
 
 from mindspeed.cli import quickstart, watch
 from mindspeed.cli.main import COMMANDS
-from mindspeed.cli.quickstart import running, summary
-from mindspeed.cli.quickstart.plan import QUESTIONS
-from mindspeed.cli.quickstart.step import TRACKER, Step, typed, words
+from mindspeed.cli.quickstart_plan import QUESTIONS, TRACKER, Step, typed, words
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
 from tests.support import commands_job
 
@@ -129,15 +127,15 @@ class TestRunning:
         console = Console(file=io.StringIO(), width=100)
         output = tmp_path / "models.txt"
         step = Step("x", ("models", "llama2-7b"), output, keeps_text=True)
-        running.run_step(step, tmp_path / "log", console)
+        quickstart.run_step(step, tmp_path / "log", console)
         assert "num_layers" in output.read_text().replace("-", "_")
         assert "more lines" in console.file.getvalue()
 
     def test_a_command_in_a_subprocess_logs_its_errors(self, tmp_path):
         log = tmp_path / "log"
-        assert "llama2-7b" in running._run_subprocess(["models"], log, quiet())
+        assert "llama2-7b" in quickstart._run_subprocess(["models"], log, quiet())
         with pytest.raises(MindSpeedError, match=rf"(?s)closest.*mindspeed plt failed; see {log}"):
-            running._run_subprocess(["plt"], log, quiet())
+            quickstart._run_subprocess(["plt"], log, quiet())
 
     def test_an_outdated_directory_is_removed_before_its_command_makes_it_anew(self, tmp_path):
         source, made = tmp_path / "source", tmp_path / "made"
@@ -147,7 +145,7 @@ class TestRunning:
         source.write_text("")
         os.utime(made / "out", (100, 100))
         step = Step("x", ("models",), made / "out", (source,), replaces=made, keeps_text=True)
-        running.run_step(step, tmp_path / "log", quiet())
+        quickstart.run_step(step, tmp_path / "log", quiet())
         assert [path.name for path in made.iterdir()] == ["out"]
 
     def test_a_plot_without_its_package_is_skipped(self, tmp_path, monkeypatch):
@@ -155,10 +153,10 @@ class TestRunning:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         step = Step("x", ("plot", str(tmp_path)), tmp_path / "loss.png")
         with pytest.raises(ConfigError, match="drawing needs matplotlib"):
-            running.run_step(step, tmp_path / "log", quiet())
+            quickstart.run_step(step, tmp_path / "log", quiet())
         console = quiet()
         optional = Step("x", step.command, step.output, optional=True)
-        running.run_step(optional, tmp_path / "log", console)
+        quickstart.run_step(optional, tmp_path / "log", console)
         assert "skipped: drawing needs matplotlib" in console.file.getvalue()
 
     def test_a_training_that_fails_shows_the_end_of_its_log(self, tmp_path):
@@ -171,7 +169,7 @@ class TestRunning:
             metrics=tmp_path / "metrics.jsonl",
         )
         with pytest.raises(TrainingError, match=r"(?s)closest: pretrain.*the training failed; see"):
-            running.run_step(step, tmp_path / "log", quiet())
+            quickstart.run_step(step, tmp_path / "log", quiet())
 
 
 def test_metrics_are_followed_by_whole_lines_also_when_a_resume_cuts_the_file(tmp_path):
@@ -207,7 +205,7 @@ def test_a_training_is_shown_with_losses_and_speed(tmp_path):
 def test_answers_are_shown_after_their_questions(tmp_path):
     path = tmp_path / "answers.txt"
     path.write_text(f"{QUESTIONS[0]} Yes\n----\n{QUESTIONS[1]} No\n----\n")
-    assert summary.answers(path) == "is KeyError an exception? Yes\nis len an exception? No"
+    assert quickstart.answers(path) == "is KeyError an exception? Yes\nis len an exception? No"
 
 
 @pytest.mark.slow
@@ -225,8 +223,10 @@ def test_a_short_quickstart_and_its_repetition(ranks, tmp_path, capsys, monkeypa
         assert [status for status, _, _ in results] == [0] * size, results[0][2]
         return results[0][1]
 
-    monkeypatch.setattr(running, "_run_subprocess", lambda command, log, console: forked(command))
-    monkeypatch.setattr(running, "_train", lambda step, log, console: forked(step.command))
+    monkeypatch.setattr(
+        quickstart, "_run_subprocess", lambda command, log, console: forked(command)
+    )
+    monkeypatch.setattr(quickstart, "_train", lambda step, log, console: forked(step.command))
     plan = make_plan("--workdir", tmp_path / "qs", "--iters", 16)
     small = arguments("--workdir", plan.workdir, "--iters", 16)
     assert quickstart.run(small) == 0
