@@ -211,7 +211,7 @@ def _run_harness(args: argparse.Namespace) -> int:
     """Tasks of lm-evaluation-harness."""
     _import_megatron_adaptor()
     try:
-        from mindspeed.evaluation import lm_eval_run
+        from mindspeed.evaluation import lm_eval_adapter
         from mindspeed.evaluation.lm_eval_tasks import LocalTasks
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -224,7 +224,7 @@ def _run_harness(args: argparse.Namespace) -> int:
     tasks.check(names, args.num_fewshot, args.allow_code_execution)
 
     def body(generator: TextGenerator) -> None:
-        model = lm_eval_run.MindSpeedLM.of(
+        model = lm_eval_adapter.MindSpeedLM.of(
             generator,
             max_length=args.max_length,
             batch_size=args.evaluation_batch_size,
@@ -233,7 +233,7 @@ def _run_harness(args: argparse.Namespace) -> int:
             answers=None if args.output is None else args.output / "answers",
             weights=_model(args),
         )
-        results = lm_eval_run.evaluate(
+        results = lm_eval_adapter.evaluate(
             model,
             names,
             tasks,
@@ -243,7 +243,7 @@ def _run_harness(args: argparse.Namespace) -> int:
             allow_code=args.allow_code_execution,
         )
         if results is not None:
-            lm_eval_run.report(results, _model(args), args.output)
+            lm_eval_adapter.report(results, _model(args), args.output)
 
     return run_model("evaluate", args, body)
 

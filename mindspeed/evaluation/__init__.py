@@ -9,17 +9,16 @@
     run.py                  every question once, over data-parallel replicas
     samples.py              answers on disk, so that an interrupted run can continue
     answer_matching.py      generated text -> right or wrong
-    code_execution.py       generated programs in child processes (isolation.py, sandbox.py)
+    code_execution.py       generated programs in child processes (sandbox.py), isolation
     report.py               scores per subject and group, standard errors, table
     evaluate.py             all of it, from prepared tasks and a model to files
 
 lm-evaluation-harness with the same models, data and sandbox:
 
-    lm_eval_adapter.py      a model as the harness' ``LM`` class
+    lm_eval_adapter.py      a model as the harness' ``LM`` class; the evaluation
     response_cache.py       its responses on disk, so that an interrupted run can continue
     lm_eval_tasks.py        its tasks on local data
     lm_eval_datasets.py     local files -> the splits that a task uses
-    lm_eval_run.py          its evaluation, from our command
 
 Nothing is downloaded, and all inputs are checked before a model is loaded.
 """

@@ -2,14 +2,25 @@
 
 Every program runs in a separate Python (``-I -S``: no site-packages, no user files) with an empty
 environment, a temporary directory, no open file but its output, its own session, and limits on CPU
-time, memory, files and processes. The isolation from the rest of the machine depends on the machine
-(:mod:`.isolation`); gaps are reported once, as a warning and in the results. All processes of a
-program are killed at the time limit, or when they exceed a limit that the kernel does not enforce
-for a group of processes (their number, total memory, disk space).
+time, memory, files and processes. All processes of a program are killed at the time limit, or when
+they exceed a limit that the kernel does not enforce for a group of processes (their number, total
+memory, disk space).
 
 A program passes if it ends by itself with status 0 and has printed a random word as the last thing
 after its tests. ``os._exit(0)`` in the middle prints none. A program that searches its own source
 for the word can print it: this protects scores from accidents, not from malice.
+
+Three mechanisms isolate it from the rest of the machine, each used if the machine supports it:
+
+================ ==============================================================================
+``bubblewrap``   a root directory with only the interpreter, system libraries and the program's
+                 directory; no network, other processes invisible
+``namespaces``   without bubblewrap: ``unshare``, no network, other processes invisible
+Landlock,        in the child itself (:mod:`.sandbox`): allow-lists of files and of system calls
+seccomp
+================ ==============================================================================
+
+:meth:`Isolation.gaps` lists what remains possible; a run prints it and writes it to its results.
 """
 
 from __future__ import annotations
@@ -19,8 +30,10 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -29,13 +42,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import psutil
 
 from mindspeed.errors import ConfigError
-from mindspeed.evaluation import isolation
-from mindspeed.evaluation.isolation import Isolation
+from mindspeed.evaluation import sandbox
 from mindspeed.files import SecurityWarning, atomic_write_text
 
 _POLL_SECONDS = 0.02
@@ -100,7 +112,7 @@ def best_isolation() -> Isolation:
 
 def available_isolations() -> Iterator[Isolation]:
     """Isolations in which an ordinary program runs on this machine, strongest first."""
-    for candidate in isolation.candidates():
+    for candidate in candidate_isolations():
         if run_program(_PROBE, ResourceLimits(), candidate).passed:
             yield candidate
 
@@ -266,3 +278,85 @@ def _tail(output: IO[bytes]) -> str:
     size = output.seek(0, os.SEEK_END)
     output.seek(max(0, size - _TAIL))
     return output.read().decode("utf-8", errors="replace")
+
+
+Wrapper = Literal["bubblewrap", "namespaces", "none"]
+_COMMANDS: dict[Wrapper, str] = {"bubblewrap": "bwrap", "namespaces": "unshare", "none": ""}
+_INSIDE, _SCRIPT_INSIDE = "/program", "/sandbox.py"
+_NAMESPACES = "unshare --user --map-root-user --net --pid --ipc --fork --kill-child=KILL"
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """A combination of isolation mechanisms.
+
+    Attributes:
+        wrapper: The command that starts the program.
+        landlock: Version of the kernel's Landlock; 0: not used.
+        seccomp: Whether system calls are filtered.
+    """
+
+    wrapper: Wrapper = "none"
+    landlock: int = 0
+    seccomp: bool = False
+
+    def __str__(self) -> str:
+        parts: list[str] = [self.wrapper] if self.wrapper != "none" else []
+        parts += [f"Landlock {self.landlock}"] if self.landlock else []
+        parts += ["seccomp"] if self.seccomp else []
+        return ", ".join([*parts, "resource limits"])
+
+    def command(self, directory: str, limits: str) -> list[str]:
+        """The command that runs ``program.py`` in ``directory``.
+
+        Args:
+            directory: The program's directory, which must be the working directory.
+            limits: JSON for :mod:`.sandbox`.
+        """
+        script = str(Path(sandbox.__file__).resolve())
+        python = os.path.realpath(sys.executable)
+        if self.wrapper == "bubblewrap":
+            prefix, script = _bubblewrap(directory, script), _SCRIPT_INSIDE
+        else:
+            prefix = [*_NAMESPACES.split(), "--"] if self.wrapper == "namespaces" else []
+        return [*prefix, python, "-I", "-S", script, limits, "program.py"]
+
+    def gaps(self) -> tuple[str, ...]:
+        """Actions that this isolation does not prevent."""
+        namespaces = self.wrapper != "none"
+        private_root = self.wrapper == "bubblewrap"
+        possible = {
+            "read every file that you may read": not private_root and not self.landlock,
+            "change every file that you may change": not private_root and not self.landlock,
+            "change modes, times and attributes of your files": not private_root
+            and not self.seccomp,
+            "find out whether a file exists": not private_root,
+            "see other processes and their command lines": not private_root and not self.landlock,
+            "use the network": not namespaces and not self.seccomp,
+            "send signals to your processes": not namespaces
+            and not self.seccomp
+            and self.landlock < sandbox.SCOPES_SINCE,
+            "outlive its test": not namespaces and not self.seccomp,
+            "use more memory than its limit for some hundredths of a second": not self.seccomp,
+        }
+        return tuple(deed for deed, is_possible in possible.items() if is_possible)
+
+
+def candidate_isolations() -> Iterator[Isolation]:
+    """Isolations that this machine may support, strongest first; they still have to be tried."""
+    landlock, seccomp = sandbox.landlock_version(), sandbox.libseccomp() is not None
+    present = [name for name, command in _COMMANDS.items() if not command or shutil.which(command)]
+    for filters in dict.fromkeys(
+        [(landlock, seccomp), (landlock, False), (0, seccomp), (0, False)]
+    ):
+        for wrapper in present:
+            yield Isolation(wrapper, *filters)
+
+
+def _bubblewrap(directory: str, script: str) -> list[str]:
+    """A root directory with what the program needs; only its own directory is writable."""
+    command = ["bwrap", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
+    for path in sandbox.readable():
+        command += ["--ro-bind", path, path]
+    command += ["--ro-bind", script, _SCRIPT_INSIDE, "--dev", "/dev", "--bind", directory, _INSIDE]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _INSIDE, "--"]

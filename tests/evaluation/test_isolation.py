@@ -18,9 +18,8 @@ from functools import cache
 import psutil
 import pytest
 
-from mindspeed.evaluation import code_execution, isolation, sandbox
-from mindspeed.evaluation.code_execution import ResourceLimits, run_program
-from mindspeed.evaluation.isolation import Isolation
+from mindspeed.evaluation import code_execution, sandbox
+from mindspeed.evaluation.code_execution import Isolation, ResourceLimits, run_program
 
 NOTHING = Isolation()
 LANDLOCK, SECCOMP = sandbox.landlock_version(), sandbox.libseccomp() is not None
@@ -294,8 +293,8 @@ def test_missing_protection_is_reported_and_recorded(monkeypatch):
 
 def test_the_strongest_working_isolation_is_chosen(monkeypatch):
     assert code_execution.best_isolation() == next(code_execution.available_isolations())
-    monkeypatch.setattr(isolation.shutil, "which", lambda name: None)
+    monkeypatch.setattr(code_execution.shutil, "which", lambda name: None)
     assert next(code_execution.available_isolations()).wrapper == "none"
-    monkeypatch.setattr(isolation, "_COMMANDS", {"bubblewrap": "", "none": ""})
-    monkeypatch.setattr(isolation, "_bubblewrap", lambda *unused: ["false"])
+    monkeypatch.setattr(code_execution, "_COMMANDS", {"bubblewrap": "", "none": ""})
+    monkeypatch.setattr(code_execution, "_bubblewrap", lambda *unused: ["false"])
     assert next(code_execution.available_isolations()).wrapper == "none"
