@@ -2,7 +2,7 @@
 
 load                  a checkpoint or a Hugging Face directory -> this rank's model stage
 text_generator        model + tokenizer + process groups: texts in, texts out
-gpt_model             the same with the interface of transformers (hf_generate, prompts)
+gpt_model             the same with the interface of transformers (hf_generate)
 generate, decoder     the decoding loop; forward passes with a KV cache, through all stages
 sampling, beam_search next tokens from logits
 text_stream           tokens -> text, incrementally, with stop strings
@@ -10,5 +10,5 @@ continuous_batching   requests that enter and leave a running batch
 loglikelihood         log-probabilities of given continuations
 chat, conversation    chat on a terminal
 server                OpenAI-compatible HTTP server
-parallel_groups, rank0_broadcast   communication between the ranks
+parallel_groups       communication between the ranks
 """

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from mindspeed.errors import MindSpeedError
 from mindspeed.files import atomic_write_text
 from mindspeed.inference.conversation import Conversation
-from mindspeed.inference.rank0_broadcast import Rank0Broadcast
+from mindspeed.inference.parallel_groups import Rank0Broadcast
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import TextGenerator
 

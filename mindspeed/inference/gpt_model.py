@@ -26,10 +26,9 @@ from megatron.core.models.gpt import GPTModel as MegatronGPTModel
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError
-from mindspeed.inference.hf_generate import OutputFormat, new_token_limit
+from mindspeed.inference.hf_generate import OutputFormat, Prompts, new_token_limit
 from mindspeed.inference.hf_tokenizer_adapter import adapt, without_text
 from mindspeed.inference.load import LoadedModel, Source, build_and_load, load_model
-from mindspeed.inference.prompts import Prompts
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import TextGenerator
 from mindspeed.models import model_extras

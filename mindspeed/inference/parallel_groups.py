@@ -1,9 +1,10 @@
-"""Process groups of one model for inference, and the communication between its pipeline stages."""
+"""Process groups of one model for inference, and the communication between its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -104,4 +105,29 @@ class ModelParallelGroups:
         box = [value]
         target = device.current().torch_device()
         dist.broadcast_object_list(box, src=self.sampling_rank, group=self.mp, device=target)
+        return box[0]
+
+
+_TIMEOUT = timedelta(days=30)
+
+
+class Rank0Broadcast:
+    """Broadcasts Python objects from rank 0 to all ranks of the job. Its creation is collective.
+
+    Rank 0 may wait hours for its user. The other ranks therefore wait in a separate gloo group (on
+    the CPU, so that no accelerator spins in a collective) with a timeout of 30 days.
+    """
+
+    def __init__(self) -> None:
+        self.is_source = dist.get_rank() == 0
+        self._group = None
+        if dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's picklable ``value``, on every rank."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]

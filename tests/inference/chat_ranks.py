@@ -15,7 +15,7 @@ def talk(
     from mindspeed.inference.chat import Chat
     from mindspeed.inference.conversation import Conversation, template_of, with_stops
     from mindspeed.inference.load import Source, load_model
-    from mindspeed.inference.rank0_broadcast import Rank0Broadcast
+    from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.text_generator import TextGenerator
 
     tp, pp = layout

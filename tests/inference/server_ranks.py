@@ -18,7 +18,7 @@ def _service(folder: str, **limits: Any) -> Any:
 
 def _service_of(generator: Any, **limits: Any) -> Any:
     from mindspeed.inference.conversation import template_of
-    from mindspeed.inference.rank0_broadcast import Rank0Broadcast
+    from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.server.app import Service
     from mindspeed.inference.server.engine import Engine
 

@@ -278,7 +278,7 @@ def over_http(model: str) -> dict[str, list[Any]]:
 
     from mindspeed.evaluation.lm_eval_adapter import MindSpeedLM
     from mindspeed.inference.load import Source, load_model
-    from mindspeed.inference.rank0_broadcast import Rank0Broadcast
+    from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.sampling import SamplingOptions
     from mindspeed.inference.server.app import Service, create_app
     from mindspeed.inference.server.engine import Engine

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.inference.continuous_batching import ContinuousBatcher, PromptScores
-from mindspeed.inference.rank0_broadcast import Rank0Broadcast
+from mindspeed.inference.parallel_groups import Rank0Broadcast
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import OutputChunk, TextGenerator
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import uvicorn
 
 from mindspeed.data.chat_template import ChatTemplate
-from mindspeed.inference.rank0_broadcast import Rank0Broadcast
+from mindspeed.inference.parallel_groups import Rank0Broadcast
 from mindspeed.inference.server.app import Service, create_app
 from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
 from mindspeed.inference.server.engine import Engine, follow
