@@ -84,7 +84,7 @@ def save(root: Path, tensors: dict[str, Any]) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
-    from mindspeed.checkpoint.writer import Writing
+    from mindspeed.checkpoint.save import Writing
     from mindspeed.storage import directory
     from mindspeed.storage.megatron import queue_in_this_process
 

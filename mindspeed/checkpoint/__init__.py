@@ -8,6 +8,6 @@
         mindspeed.json                      sizes of all files, versions, position in the data
 
 ``state`` lists what a checkpoint holds, ``fsdp_state`` the same for parameters that are sharded
-over data-parallel ranks (ZeRO 2 and 3), ``writer`` writes the files without starting processes;
-``save`` and ``load`` use all of them. Names, digests and retention are in :mod:`mindspeed.storage`.
+over data-parallel ranks (ZeRO 2 and 3); ``save`` and ``load`` use both. Names, digests and
+retention are in :mod:`mindspeed.storage`.
 """

@@ -3,15 +3,24 @@
 A save that fails (disk full, no permission) leaves the checkpoints before it as they are. During
 training it is reported and training continues, with the next save as retry; at the end of a run it
 is an error.
+
+Megatron writes with a queue server it spawns and writer processes it forks. Forking a process with
+communication threads is risky, and starting processes takes seconds where the data of a small model
+takes milliseconds. Here Megatron plans and formats the checkpoint and the same files are written by
+this thread, or by one background thread while training continues (:class:`Writing`). Every byte
+goes through a hash on its way (:mod:`mindspeed.storage.digests`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import queue
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +30,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -30,15 +40,16 @@ from mindspeed import device
 from mindspeed.adaptor.printing import print_rank_0
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
-from mindspeed.checkpoint.writer import Writing
 from mindspeed.errors import CheckpointError, MindSpeedError
+from mindspeed.files import secure_open
 from mindspeed.job import Parallel, TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora.config import DESCRIPTION
 from mindspeed.lora.export import export_peft
 from mindspeed.lora.state import description
 from mindspeed.storage import directory
-from mindspeed.storage.megatron import errors_kept, queue_in_this_process
+from mindspeed.storage.digests import DigestingFile, FileDigest
+from mindspeed.storage.megatron import errors_kept, queue_in_this_process, write_item
 
 _RESERVE_BYTES = 1 << 20
 
@@ -258,3 +269,101 @@ def _bytes_to_write(state: dict[str, Any]) -> int:
         if isinstance(data, torch.Tensor) and is_main_replica(getattr(part, "replica_id", 0)):
             total += data.numel() * data.element_size()
     return total
+
+
+class Writing:
+    """The files of one checkpoint, being written.
+
+    Args:
+        request: Megatron's plan, from ``dist_checkpointing.save(async_sharded_save=True)``.
+        in_background: write in a thread; the data is copied first, so training may change it.
+        errors: What went wrong on this rank already.
+    """
+
+    def __init__(
+        self, request: AsyncRequest, *, in_background: bool, errors: Sequence[BaseException] = ()
+    ) -> None:
+        self._request = request
+        self._error: BaseException | None = next(iter(errors), None)
+        self._thread: threading.Thread | None = None
+        self._digests: dict[str, FileDigest] = {}
+        if request.async_fn is None:  # nothing to write on this rank
+            return
+        _, _, results = request.async_fn_args
+        buckets = request.preload_fn()
+        if in_background:
+            if device.current().on_host:
+                buckets = _copied(buckets)
+            self._thread = threading.Thread(
+                target=self._write, args=(buckets, results), name="checkpoint-writer", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._write(buckets, results)
+
+    def done_everywhere(self) -> bool:
+        """Whether all ranks have written their files. Collective."""
+        running = self._thread is not None and self._thread.is_alive()
+        return not _anywhere(running)
+
+    def finish(self) -> dict[str, FileDigest]:
+        """Wait for the files, then write the index. Collective.
+
+        Returns:
+            The digests of the files of all ranks.
+
+        Raises:
+            CheckpointError: a rank could not write; the index is missing then, and all ranks raise.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._raise_everywhere()
+        errors: list[BaseException] = []
+        with errors_kept(errors):
+            for finalize in self._request.finalize_fns:
+                finalize()
+        self._error = next(iter(errors), None)
+        self._raise_everywhere()
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(written, self._digests)
+        return {name: digest for files in written for name, digest in files.items()}
+
+    def _raise_everywhere(self) -> None:
+        """Raise on all ranks if this or another one has an error. Collective."""
+        failed = self._error is not None
+        if _anywhere(failed):
+            if failed:
+                reason = str(self._error).strip().splitlines() or [repr(self._error)]
+                raise CheckpointError(reason[0]) from self._error
+            raise CheckpointError("another rank could not write its part")
+
+    def _write(self, buckets: list[Any], results: queue.Queue[Any]) -> None:
+        outcome: dict[int, Any] = {}
+        try:
+            for index, (path, name, (objects, tensors)) in enumerate(buckets):
+                with secure_open(path, "wb") as raw:
+                    file = DigestingFile(raw)
+                    outcome[index] = [
+                        write_item(self._request, file, data, item, name)
+                        for item, data in (*objects, *tensors)
+                    ]
+                    raw.flush()
+                    os.fsync(raw.fileno())
+                self._digests[name] = file.hash.digest()
+        except BaseException as error:  # also in a thread: every error is shown by finish()
+            self._error = error
+        results.put(outcome)
+
+
+def _copied(buckets: list[Any]) -> list[Any]:
+    return [
+        (path, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, key, (data, tensors) in buckets
+    ]
+
+
+def _anywhere(flag: bool) -> bool:
+    where = device.current().torch_device()
+    total = torch.tensor([int(flag)], dtype=torch.int32, device=where)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    return bool(total.item())

@@ -14,12 +14,11 @@ model does not have, except one sum per step:
 
 ===============  ==================================================================================
 ``config``       :class:`LoraConfig`, and which names mean which modules
-``linear``       base and adapter in one autograd function; how the adapter is sharded
+``linear``       layers with an adapter, how it is sharded, the sum per step
 ``layers``       linear layers of a stage, and the parts of one
 ``names``        names of modules in the whole model
 ``experts``      adapters of experts
 ``attach``       freezes a model and gives its linear layers adapters
-``gradients``    the sum per step
 ``state``        what an adapter checkpoint holds
 ``peft``         files of the ``peft`` package, read
 ``peft_fields``  every key of their configuration, and what becomes of it

@@ -8,7 +8,7 @@ Layout ``[s, b, h]``; W is this rank's shard, scale = alpha / r and ``u = x A^T`
 The correction is added before the collective of the layer, and in the backward pass the input
 gradients of both are reduced together, so the adapter needs no collective. What is left partial on
 each rank (the gradient of A in a column layer, of B in a row layer) is summed once per step
-(:mod:`mindspeed.lora.gradients`).
+(:mod:`mindspeed.lora.linear`).
 
 With sequence parallelism a column layer gathers its input once for both. The backward pass needs
 that input again for the gradient of A; instead of gathering or keeping it whole, ``du`` is reduced

@@ -34,9 +34,9 @@ from mindspeed.lora.hf_names import (
 )
 from mindspeed.lora.peft_blocks import Block, divided, unfused
 from mindspeed.lora.peft_fields import check_fields
-from mindspeed.models.finite import check_finite
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter
+from mindspeed.models.weight_source import check_finite
 from mindspeed.parsing import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

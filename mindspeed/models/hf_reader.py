@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from mindspeed.errors import CheckpointError
-from mindspeed.models.finite import check_finite
 from mindspeed.models.hf_files import CONFIG, DTYPE_NAMES, TensorFiles
 from mindspeed.models.shape import CONFIG_KEYS
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_shards import overlap, source_rows
+from mindspeed.models.weight_source import check_finite
 
 # Buffers that old versions of transformers saved; they are computed, not learned.
 _COMPUTED = (

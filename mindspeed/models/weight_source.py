@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from mindspeed.errors import CheckpointError
 from mindspeed.models.families import Family
-from mindspeed.models.finite import check_finite
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import Parameter, parameters
 
@@ -123,3 +124,27 @@ def padded_vocab(
         return padded
     unit = (multiple or getattr(weights.args, "make_vocab_size_divisible_by", None) or 128) * tensor
     return -(-(weights.shape["vocab"] + added_tokens) // unit) * unit
+
+
+def check_finite(tensor: torch.Tensor, name: str, where: str | Path) -> None:
+    """Check that a tensor that was read from a file holds finite numbers only.
+
+    Args:
+        tensor: Any shape, any floating-point dtype; other dtypes are not checked.
+        name: Its name, for messages.
+        where: The file or directory it comes from.
+
+    Raises:
+        CheckpointError: Names the tensor, the first wrong value and its place.
+    """
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    if torch.stack(torch.aminmax(tensor.detach())).isfinite().all():
+        return
+    wrong = (~tensor.isfinite()).nonzero()
+    place = wrong[0].tolist()
+    value = tensor[tuple(place)].item()
+    raise CheckpointError(
+        f"{where}: {name} has {len(wrong):,} of {tensor.numel():,} values that are not finite, the "
+        f"first is {value} at {place}: the file is damaged, or the training that wrote it diverged"
+    )

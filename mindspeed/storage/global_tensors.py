@@ -38,9 +38,8 @@ from torch.distributed.checkpoint.planner import (
 
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.storage import directory
-from mindspeed.storage.checked_file import CheckedFile
+from mindspeed.storage.checked_file import CheckedFile, FileSlice
 from mindspeed.storage.digests import Digests
-from mindspeed.storage.file_views import FileSlice
 from mindspeed.storage.safe_metadata import read_index
 from mindspeed.unpickle import read_object
 

@@ -8,7 +8,7 @@ Megatron reads them as attributes of a parameter:
     allreduce              False: an expert's, whose gradient is summed over the expert-data-
                            parallel ranks, with copies on the expert-tensor-parallel ranks
     sequence_parallel      unsharded, and each tensor-parallel rank has a part of its gradient
-    partial_over_tp        the same for an adapter (:mod:`mindspeed.lora.gradients`): these ranks
+    partial_over_tp        the same for an adapter (:mod:`mindspeed.lora.linear`): these ranks
 
 Linear layers, experts, adapters and attention get theirs here and nowhere else.
 """

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.journal import Journal
-from mindspeed.lora.gradients import sum_partial_gradients
+from mindspeed.lora.linear import sum_partial_gradients
 from mindspeed.spmd import (
     Arguments,
     Collective,

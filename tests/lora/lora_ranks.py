@@ -243,7 +243,7 @@ def _traffic(args: Any, model: Any) -> Traffic:
     from megatron.core import parallel_state
 
     from mindspeed.instruments import CommLedger
-    from mindspeed.lora.gradients import sum_partial_gradients
+    from mindspeed.lora.linear import sum_partial_gradients
 
     group = parallel_state.get_tensor_model_parallel_group()
     model.config.finalize_model_grads_func = None

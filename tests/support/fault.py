@@ -15,7 +15,7 @@ def disk_full_at(saves: tuple[int, ...], rank: int) -> None:
     """Some saves (1, 2, ...) of one rank meet a full disk in the middle of its file."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from mindspeed.checkpoint.writer import Writing
+    from mindspeed.checkpoint.save import Writing
 
     if int(os.environ["RANK"]) != rank:
         return
@@ -118,7 +118,7 @@ def killed_in_save(save: int, moment: str) -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from mindspeed.checkpoint.writer import Writing
+    from mindspeed.checkpoint.save import Writing
     from mindspeed.storage import directory
 
     if int(os.environ["RANK"]) != 0:

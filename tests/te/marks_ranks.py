@@ -69,7 +69,7 @@ def _with_gradients(layout: Layout, whole: Any) -> tuple[Any, dict[str, Any]]:
     )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from mindspeed.lora.gradients import sum_partial_gradients
+    from mindspeed.lora.linear import sum_partial_gradients
 
     model_parallel_cuda_manual_seed(7)
     model = build_model(layout)
