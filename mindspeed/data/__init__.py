@@ -9,7 +9,7 @@ preprocess            files of records -> indexed data sets (preprocess_options)
   sentence_splitting  texts -> sentences
   indexed_writer      token ids -> .bin and .idx, resumable
 instruction_dataset   tokenized conversations as training samples (packing)
-weighted_splits       fractions of data sets with weights
+megatron              in order, with last tokens, or by weighted fractions
 templates             chat templates as data; hf_template: those of Hugging Face tokenizers
 tokenizer             tokenizers from Megatron's flags
 quickstart_corpus     training data from the documentation of this Python (python_docs)

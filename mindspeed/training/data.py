@@ -3,14 +3,19 @@
 Data sets are Megatron Core's: ``.bin``/``.idx`` files, blended, split and shuffled, with index
 files built once by rank 0 and cached. They exist on tensor-parallel rank 0
 of first and last pipeline stages, and in all where documents are packed or lengths vary;
-:mod:`mindspeed.training.batches` broadcasts each micro-batch. Conversations
-(``--is-instruction-dataset``) are collated by :mod:`mindspeed.training.instruction`.
+:mod:`mindspeed.training.batches` broadcasts each micro-batch.
+
+Batches of conversations (``--is-instruction-dataset``) hold samples of different lengths:
+
+    --variable-seq-lengths   a micro-batch is as long as its longest sequence, rounded up
+    --pack-sequences         a sequence holds several samples that do not see each other
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,24 +40,26 @@ from mindspeed.data.megatron import (
     InOrderDataset,
     InOrderMockDataset,
     LastTokenDataset,
+    WeightedSplit,
     WeightedSplitBuilder,
+    weighted_splits,
 )
+from mindspeed.data.packing import rounded_up
 from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
-from mindspeed.data.weighted_splits import WeightedSplit, parse
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
 from mindspeed.job import Batch, Schedule
-from mindspeed.training.batches import MicroBatch, MicroBatches
-from mindspeed.training.flops import keys_of_a_query
-from mindspeed.training.instruction import Collate, length_multiple
-from mindspeed.training.samplers import (
+from mindspeed.training.batches import (
     CyclicSampler,
+    MicroBatch,
+    MicroBatches,
     SamplerConfig,
     SequentialSampler,
     SizedSampler,
 )
-from mindspeed.training.token_counts import TokenCounter
+from mindspeed.training.flops import keys_of_a_query
+from mindspeed.training.token_counts import TokenCounter, sample_counts
 
 Reader = Iterator[MicroBatch]
 _SPLITS = ("train", "valid", "test")
@@ -127,7 +134,7 @@ def _parts(args: argparse.Namespace) -> list[list[WeightedSplit] | None]:
     for split in _SPLITS:
         flag = f"{split}_weighted_split_paths"
         given = getattr(args, flag)
-        found.append(given and parse(f"--{flag.replace('_', '-')}", given))
+        found.append(given and weighted_splits(f"--{flag.replace('_', '-')}", given))
     return found
 
 
@@ -148,7 +155,7 @@ def build_datasets(
         dataset_config = _instruction_config(args)
     else:
         dataset_config = _gpt_config(args, tokenizer)
-    counts = list(sample_counts(args))
+    counts = list(samples_by_split(args))
     if dataset_config.split_matrix:
         _leave_out_unused_splits(dataset_config, counts)
         _check_splits(args, dataset_config)
@@ -237,7 +244,7 @@ def _check_splits(args: argparse.Namespace, config: BlendedMegatronDatasetConfig
                 )
 
 
-def sample_counts(args: argparse.Namespace) -> tuple[int, int, int]:
+def samples_by_split(args: argparse.Namespace) -> tuple[int, int, int]:
     """Samples of training, validation and test over the whole run."""
     schedule = Schedule.of(args)
     if not schedule.evaluation_steps or schedule.evaluation_interval is None:
@@ -353,3 +360,61 @@ def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
 def _read_everywhere(args: argparse.Namespace) -> bool:
     """Whether every stage needs document boundaries or the lengths of micro-batches."""
     return args.variable_seq_lengths or bool(session.install().seams.documents.functions)
+
+
+_WORDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def length_multiple(args: argparse.Namespace) -> int:
+    """Lengths of micro-batches are multiples of this."""
+    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    context = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    return math.lcm(args.pad_to_multiple_of, tensor, context)
+
+
+class Collate:
+    """Pads samples to one length; called in the reader processes.
+
+    Args:
+        pad: token id of padding.
+        seq_length: longest sequence.
+        multiple: lengths are rounded up to a multiple of this; None: always ``seq_length``.
+        keys: :func:`mindspeed.training.flops.keys_of_a_query`.
+    """
+
+    def __init__(
+        self, pad: int, seq_length: int, multiple: int | None, keys: Callable[[int], float]
+    ) -> None:
+        self._pad = pad
+        self._seq_length = seq_length
+        self._multiple = multiple
+        self._keys = keys
+
+    def __call__(self, items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Pad samples to one length.
+
+        Args:
+            items: tensors [s_i] with the dtypes below.
+
+        Returns:
+            ``tokens``, ``labels``, ``position_ids`` int64 [b, s], ``loss_mask`` fp32 [b, s];
+            positions of padding count from 0, as those of a sample. ``counts`` int64 [2] are
+            :func:`mindspeed.training.token_counts.sample_counts`.
+        """
+        width = self._seq_length
+        if self._multiple is not None:
+            width = rounded_up(max(len(item["tokens"]) for item in items), self._multiple)
+        shape = (len(items), width)
+        batch = {
+            "tokens": torch.full(shape, self._pad),
+            "labels": torch.zeros(shape, dtype=torch.int64),
+            "loss_mask": torch.zeros(shape),
+            "position_ids": torch.zeros(shape, dtype=torch.int64),
+            "counts": sample_counts(items, self._keys),
+        }
+        for index, item in enumerate(items):
+            length = len(item["tokens"])
+            for name in _WORDS:
+                batch[name][index, :length] = item[name]
+            batch["position_ids"][index, length:] = torch.arange(width - length)
+        return batch

@@ -12,6 +12,11 @@ waits did not send.
 
 torchrun prints its own report at the end. It quotes the file that ``TORCHELASTIC_ERROR_FILE``
 names, to which each rank writes the same line.
+
+A rank ends when its launcher is gone, also after kill -9 of the launcher. On Linux the kernel ends
+the rank (``PR_SET_PDEATHSIG``); elsewhere, and where the kernel was asked too late, the thread
+notices that the parent has changed. This holds for launchers that run as long as the job: ours, and
+torchrun. A shell that starts ranks in the background may end.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +36,7 @@ import torch.distributed as dist
 
 from mindspeed.errors import DEBUG, MindSpeedError, NoAnswer, describe
 from mindspeed.files import atomic_write_text
-from mindspeed.training.launcher_watch import end_with, is_gone, launcher_of
+from mindspeed.processes import die_with_parent
 
 _KEY = "mindspeed/first_failure"
 _POLL_SECONDS = 1.0
@@ -255,3 +260,36 @@ def _leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+LAUNCHER = "MINDSPEED_LAUNCHER_PID"
+
+
+def launcher_of(environment: Mapping[str, str]) -> int | None:
+    """Process id of the launcher of this rank; None if none runs as long as the job."""
+    given = environment.get(LAUNCHER, "")
+    if given.isdigit() and (int(given) == os.getppid() or not _exists(int(given))):
+        return int(given)  # of a parent, not of an ancestor: a rank may start programs
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in environment else None
+
+
+def end_with(launcher: int) -> None:
+    """Let the kernel end this process when ``launcher``, its parent, ends."""
+    die_with_parent()
+    if is_gone(launcher):
+        os._exit(1)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def is_gone(launcher: int) -> bool:
+    """Whether ``launcher`` is no longer the parent of this process."""
+    return os.getppid() != launcher

@@ -20,8 +20,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from mindspeed.training.fail_together import report_failure
-from mindspeed.training.launcher_watch import LAUNCHER
+from mindspeed.training.fail_together import LAUNCHER, report_failure
 
 _POLL_SECONDS = 0.05
 _SECONDS_TO_STOP = 10.0

@@ -31,11 +31,10 @@ from megatron.core.transformer.module import Float16Module
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.built_model import BuiltModel, TrainedModel
-from mindspeed.checkpoint.load import load
-from mindspeed.checkpoint.load_weights import needs_whole_stages
+from mindspeed.checkpoint.load import load, needs_whole_stages
 from mindspeed.job import Precision, Schedule
 from mindspeed.lora import LoraConfig, adapted, attach
-from mindspeed.lora.gradients import summed_over_tp
+from mindspeed.lora.linear import summed_over_tp
 from mindspeed.models import model_extras
 from mindspeed.training import sharded_init, zero
 from mindspeed.training.adapters import load_base

@@ -12,12 +12,13 @@ needs("megatron.core")
 
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TokenizerOptions
-from mindspeed.data.weighted_splits import WeightedSplit, parse
 from mindspeed.errors import ConfigError
 
 GPTDatasetConfig = Lazy("megatron.core.datasets.gpt_dataset", "GPTDatasetConfig")
 IndexedDatasetBuilder = Lazy("megatron.core.datasets.indexed_dataset", "IndexedDatasetBuilder")
+WeightedSplit = Lazy("mindspeed.data.megatron", "WeightedSplit")
 WeightedSplitBuilder = Lazy("mindspeed.data.megatron", "WeightedSplitBuilder")
+weighted_splits = Lazy("mindspeed.data.megatron", "weighted_splits")
 
 
 DOCUMENTS, LENGTH = 40, 8
@@ -35,7 +36,7 @@ def read(folder, train: str, valid: str) -> list[list[int]]:
     """The documents that samples of training and validation come from."""
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    parts = [parse("--x", [train]), parse("--x", [valid]), None]
+    parts = [weighted_splits("--x", [train]), weighted_splits("--x", [valid]), None]
     blends = [some and ([p.prefix for p in some], [p.weight for p in some]) for some in parts]
     config = GPTDatasetConfig(
         random_seed=1,
@@ -90,11 +91,11 @@ def test_every_data_set_contributes_by_weight_within_its_split(tmp_path, ranks):
 )
 def test_invalid_weighted_splits_are_named(groups, said):
     with pytest.raises(ConfigError, match="--train-weighted-split-paths ") as refused:
-        parse("--train-weighted-split-paths", groups)
+        weighted_splits("--train-weighted-split-paths", groups)
     assert said in str(refused.value)
 
 
 def test_the_name_of_a_group_may_be_missing():
     expected = [WeightedSplit("a", 0.6, 0.0, 0.6), WeightedSplit("b c", 0.4, 0.1, 1.0)]
-    assert parse("--x", ["TRAIN: 0.6 0:0.6 a, 0.4 0.1:1 b c"]) == expected
-    assert parse("--x", ["0.6 0:0.6 a, 0.4 0.1:1 b c"]) == expected
+    assert weighted_splits("--x", ["TRAIN: 0.6 0:0.6 a, 0.4 0.1:1 b c"]) == expected
+    assert weighted_splits("--x", ["0.6 0:0.6 a, 0.4 0.1:1 b c"]) == expected

@@ -97,8 +97,8 @@ def _losses_and_gradients(args: Any, model: Any, items: list[Any], packed: bool)
     from argparse import Namespace
 
     from mindspeed.training.batches import MicroBatches
+    from mindspeed.training.data import Collate
     from mindspeed.training.forward_step import forward_step
-    from mindspeed.training.instruction import Collate
 
     how = Namespace(**{**vars(args), "micro_batch_size": len(items), "pack_sequences": packed})
     loader = iter([Collate(0, args.seq_length, None, lambda n: n / 2)(items)])

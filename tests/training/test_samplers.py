@@ -8,12 +8,14 @@ from itertools import chain, islice
 import pytest
 
 from mindspeed.errors import DataError
-from mindspeed.training.samplers import (
-    CyclicSampler,
-    SamplerConfig,
-    SequentialSampler,
-    SizedSampler,
-)
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core")
+
+CyclicSampler = Lazy("mindspeed.training.batches", "CyclicSampler")
+SamplerConfig = Lazy("mindspeed.training.batches", "SamplerConfig")
+SequentialSampler = Lazy("mindspeed.training.batches", "SequentialSampler")
+SizedSampler = Lazy("mindspeed.training.batches", "SizedSampler")
 
 
 def config(rank: int = 0, consumed: int = 0, total: int = 22) -> SamplerConfig:
