@@ -45,7 +45,6 @@ _MOST_LENGTHS = 1 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed attention``."""
     add = parser.add_argument
     add("action", choices=["plan"], help="plan: build the plans, compute their costs, plot them")
     add("--mask", default="causal", metavar="MASK", help="see above (default: causal)")

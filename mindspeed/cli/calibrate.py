@@ -44,7 +44,6 @@ SMALL_MESSAGE, LARGE_MESSAGE = 1 << 20, 1 << 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed calibrate``."""
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="cluster file to write, .json")
     add("--name", metavar="NAME", help="of the cluster (default: that of the file)")

@@ -56,7 +56,6 @@ def template_name(args: argparse.Namespace) -> str | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     add_model_arguments(parser)
     add_template_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")

@@ -48,7 +48,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command alone."""
     add = parser.add_argument
     add("--types", action="store_true", help="follow the types of gradients through the program")
     add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks of the job")

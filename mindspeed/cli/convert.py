@@ -28,7 +28,6 @@ _MEGATRON = ("torch_dist", "torch", "deepspeed", "safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed convert``."""
     parser.add_argument("--input", required=True, metavar="DIR", help="directory to convert")
     parser.add_argument("--output", required=True, metavar="DIR", help="directory to write")
     parser.add_argument(
@@ -126,7 +125,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the conversion."""
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()

@@ -17,7 +17,6 @@ HELP = "write small training data from this Python's documentation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="directory to write"
     )

@@ -19,7 +19,6 @@ _MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed doctor``."""
     parser.add_argument("--security", type=Path, metavar="DIR", help="audit the files below DIR")
 
 

@@ -52,7 +52,6 @@ HELP = "score a model on benchmarks from local files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     add_model_arguments(parser)
     parser.add_argument(
         "--dp", type=whole(1, MAX_RANKS), default=1, help="data-parallel replicas of the model"

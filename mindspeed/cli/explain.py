@@ -102,7 +102,6 @@ def _refuse_without_timeline(own: argparse.Namespace) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command alone."""
     add_job_arguments(parser)
     add = parser.add_argument
     add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)")

@@ -13,7 +13,6 @@ HELP = "write a trained model for transformers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed export``."""
     parser.add_argument("--hf", action="store_true", required=True, help="in Hugging Face format")
     parser.add_argument(
         "--load", required=True, metavar="DIR", dest="input", help="directory of checkpoints"
@@ -25,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the export."""
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()

@@ -26,7 +26,6 @@ HELP = "list the features: flag, level, devices, conflicts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed features``."""
     parser.add_argument("--level", type=int, choices=(0, 1, 2), help="only features of this level")
     parser.add_argument(
         "--stage", choices=("stable", "prototype"), help="only features of this stage"

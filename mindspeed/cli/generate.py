@@ -32,7 +32,6 @@ HELP = "continue a text with a trained model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     add_model_arguments(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     parser.add_argument(

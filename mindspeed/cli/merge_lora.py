@@ -23,7 +23,6 @@ _FORMATS = ("torch_dist", "hf", "torch", "safetensors", "peft")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed merge-lora``."""
     parser.add_argument("--load", metavar="DIR", help="base model: checkpoints, or hf:DIR")
     parser.add_argument(
         "--lora-load", required=True, metavar="DIR", help="adapter of mindspeed or PEFT"

@@ -19,7 +19,6 @@ HELP = "list the models for --model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed models``."""
     parser.add_argument(
         "model", nargs="?", help="preset or Hugging Face directory: print its flags"
     )

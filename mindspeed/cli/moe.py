@@ -70,7 +70,6 @@ _OF_MODEL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed moe``."""
     add = parser.add_argument
     add("action", choices=["plan"], help="plan: price and draw the programs of a layer")
     add("--model", metavar="NAME", help="take the sizes of a model: mindspeed models lists them")

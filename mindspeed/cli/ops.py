@@ -23,7 +23,6 @@ HELP = "list the fused operators: implementation on this device, why not others"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed ops``."""
     parser.add_argument("--device", choices=DEVICES, help="device (default: that of this machine)")
     parser.add_argument("--explain", metavar="NAME", help="describe one operator in full")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -27,7 +27,6 @@ _STYLES = {"repaired": "green", "refused": "green", "not applicable": "dim", "op
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed patches``."""
     parser.add_argument("--check", action="store_true", help="check all targets and signatures")
     parser.add_argument("--megatron", type=Path, help="directory that contains megatron/core")
     parser.add_argument(

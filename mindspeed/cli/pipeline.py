@@ -59,7 +59,6 @@ _OPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed pipeline``."""
     add = parser.add_argument
     add(
         "action",

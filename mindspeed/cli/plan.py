@@ -107,7 +107,6 @@ def job_parser(command: str, description: str | None) -> Parser:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command alone."""
     add = parser.add_argument
     add("--check", action="store_true", help="count one configuration, the one of the flags")
     add(

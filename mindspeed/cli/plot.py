@@ -40,7 +40,6 @@ HELP = "plot loss, gradient norm, throughput and memory of one or more runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"with {METRICS_FILE}")
     parser.add_argument(
         "-o",

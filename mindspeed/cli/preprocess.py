@@ -53,7 +53,6 @@ _IGNORED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     _input_arguments(parser.add_argument_group("input"))
     _conversation_arguments(parser.add_argument_group("conversations (with --handler-name)"))
     _output_arguments(parser.add_argument_group("output"))

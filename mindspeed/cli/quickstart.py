@@ -44,7 +44,6 @@ FAST_ITERATIONS = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     parser.add_argument(
         "--workdir",
         type=Path,

@@ -15,7 +15,6 @@ HELP = "list the recipes for --config, or print one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``mindspeed recipes``."""
     parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
     parser.add_argument("name", nargs="?", help="name of the recipe to show")
     parser.add_argument("--family", help="only recipes of this model family")

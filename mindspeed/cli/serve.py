@@ -32,7 +32,6 @@ _OTHER_FILES = 128  # open files besides connections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     add_model_arguments(parser)
     add_template_arguments(parser)
     group = parser.add_argument_group("server")

@@ -24,7 +24,6 @@ EXAMPLE = "The import statement finds a module"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     parser.add_argument(
         "--input", type=Path, nargs="+", required=True, metavar="FILE", help="jsonl or plain text"
     )

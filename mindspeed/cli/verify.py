@@ -34,7 +34,6 @@ TOLERANCE = {"fp32": 1e-3, "half": 0.25}  # maximum difference of a logit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this sub-command."""
     parser.add_argument(
         "--checkpoint",
         type=Path,

@@ -57,24 +57,19 @@ class ExtraIds:
 
     @property
     def unique_identifiers(self) -> Mapping[str, Any]:
-        """Properties that a data set's index cache depends on."""
         return {**self._inner.unique_identifiers, "vocab_extra_ids": self._count}
 
     def token_id(self, text: str) -> int | None:
-        """The id of a single token, None where the vocabulary lacks it."""
         mark = self._mark(_MARK.fullmatch(text))
         return self._inner.token_id(text) if mark is None else mark
 
     def piece(self, token: int) -> str | None:
-        """The vocabulary's own spelling of a token, None where it has none."""
         return self._inner.piece(token) if token < self._first else self.detokenize([token])
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts."""
         plain = [text for text in texts if not self._marked(text)]
         found = iter(self._inner.tokenize_batch(plain))
         return [list(self._of_parts(text)) if self._marked(text) else next(found) for text in texts]
@@ -88,7 +83,6 @@ class ExtraIds:
         return self._inner.tokenize_with_offsets(texts, add_special_tokens)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``."""
         parts = []
         for extra, group in groupby(ids, lambda token: token >= self._first):
             if extra:

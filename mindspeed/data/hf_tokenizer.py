@@ -134,13 +134,11 @@ class HuggingFaceTokenizer:
 
     @property
     def unique_identifiers(self) -> Mapping[str, Any]:
-        """Properties that a data set's index cache depends on."""
         return OrderedDict(
             {"class": type(self).__qualname__, "tokenizer_path": str(self.directory.resolve())}
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -154,11 +152,9 @@ class HuggingFaceTokenizer:
         return self._backend.encode_with_offsets(texts, add_special_tokens)
 
     def token_id(self, text: str) -> int | None:
-        """The id of a single token, None where the vocabulary lacks it."""
         return self._vocabulary.get(text)
 
     def piece(self, token: int) -> str | None:
-        """The vocabulary's own spelling of a token, None where it has none."""
         return self._pieces.get(token)
 
     @cached_property

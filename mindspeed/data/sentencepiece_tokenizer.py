@@ -66,17 +66,14 @@ class SentencePieceTokenizer:
 
     @property
     def unique_identifiers(self) -> Mapping[str, Any]:
-        """Properties that a data set's index cache depends on."""
         return OrderedDict(
             {"class": type(self).__qualname__, "tokenizer_path": str(self._path.resolve())}
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts."""
         if self._split is None:
             found = self._model.encode(list(texts))
         else:
@@ -86,18 +83,15 @@ class SentencePieceTokenizer:
         return [self._head + ids + self._tail for ids in found]
 
     def tokenize_with_offsets(self, texts: Sequence[str], add_special_tokens: bool) -> list[Tokens]:
-        """Ids and characters."""
         return [self._with_offsets(text, add_special_tokens) for text in texts]
 
     def token_id(self, text: str) -> int | None:
-        """The id of a single token, None where the vocabulary lacks it."""
         if text in self._added:
             return self._added[text]
         found = self._model.piece_to_id(text)
         return None if found == self._model.unk_id() else found
 
     def piece(self, token: int) -> str | None:
-        """The vocabulary's own spelling of a token, None where it has none."""
         return self._model.id_to_piece(token) if 0 <= token < len(self._model) else None
 
     def detokenize(self, ids: Sequence[int]) -> str:

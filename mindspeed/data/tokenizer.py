@@ -221,11 +221,9 @@ class MegatronTokenizer:
             return self.eod
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
         return list(self._inner.tokenize(text))
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts."""
         return [self.tokenize(text) for text in texts]
 
     def tokenize_with_offsets(self, texts: Sequence[str], add_special_tokens: bool) -> None:
@@ -233,7 +231,6 @@ class MegatronTokenizer:
         return None
 
     def token_id(self, text: str) -> int | None:
-        """The id of a single token, None where the vocabulary lacks it."""
         try:
             vocabulary = self._inner.vocab
         except (AttributeError, NotImplementedError):
@@ -247,7 +244,6 @@ class MegatronTokenizer:
         return None
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``."""
         return self._inner.detokenize(list(ids))
 
 

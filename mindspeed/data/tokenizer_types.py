@@ -54,7 +54,8 @@ class TextTokenizer(Protocol):
     def pad(self) -> int: ...
 
     @property
-    def unique_identifiers(self) -> Mapping[str, Any]: ...
+    def unique_identifiers(self) -> Mapping[str, Any]:
+        """Properties that a data set's index cache depends on."""
 
     def tokenize(self, text: str) -> list[int]: ...
 
