@@ -1,4 +1,4 @@
-"""Sequence packing, length grouping, and the cost of padding.
+"""Sequence packing and length grouping.
 
 Samples of an instruction data set have very different lengths. A batch can
 
@@ -7,13 +7,10 @@ Samples of an instruction data set have very different lengths. A batch can
     group samples of similar length   A A A A .         little
     pack several into one sequence    A A B B B C C .   hardly any
 
-:func:`first_fit_decreasing` packs, :func:`grouped` sorts, :func:`padding` measures.
+:func:`first_fit_decreasing` packs, :func:`grouped` sorts.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -88,61 +85,6 @@ def grouped(
         window = window[np.argsort(-lengths[window], kind="stable")].reshape(-1, batch)
         batches.append(window[random.permutation(len(window))])
     return np.concatenate([*(part.ravel() for part in batches), order[whole:]])
-
-
-@dataclass(frozen=True)
-class Padding:
-    """The cost of some micro-batches.
-
-    Attributes:
-        tokens: tokens of samples.
-        positions: computed positions, including padding.
-        pairs: query-key pairs that causal attention computes.
-    """
-
-    tokens: int
-    positions: int
-    pairs: int
-
-    @property
-    def fraction(self) -> float:
-        """Fraction of the positions that is padding."""
-        return 1 - self.tokens / self.positions
-
-    def flops(self, per_token: float, per_pair: float) -> float:
-        """FLOPs, from those of a position outside attention and of a query-key pair."""
-        return per_token * self.positions + per_pair * self.pairs
-
-
-def padding(
-    sequences: Iterable[Sequence[int]],
-    batch: int,
-    multiple: int,
-    *,
-    fixed: int | None = None,
-    packed: bool = False,
-) -> Padding:
-    """Measure the padding of sequences that are computed ``batch`` at a time.
-
-    Args:
-        sequences: lengths of the samples in each sequence.
-        batch: sequences of a micro-batch.
-        multiple: a micro-batch is as long as its longest sequence, rounded up to this, unless
-        fixed: every sequence has this length.
-        packed: samples of a sequence attend neither to each other nor to padding.
-    """
-    tokens = positions = pairs = 0
-    sequences = list(sequences)
-    for start in range(0, len(sequences), batch):
-        micro_batch = sequences[start : start + batch]
-        width = fixed or rounded_up(max(map(sum, micro_batch)), multiple)
-        for samples in micro_batch:
-            used = sum(samples)
-            tokens += used
-            positions += width
-            parts = [*samples, width - used] if packed else [width]
-            pairs += sum(part * (part + 1) // 2 for part in parts)
-    return Padding(tokens, positions, pairs)
 
 
 def rounded_up(length: int, multiple: int) -> int:

@@ -19,7 +19,7 @@ import platform
 import random
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,21 +59,16 @@ class Document:
     text: str
 
 
-def write_python_docs(path: Path, progress: Callable[[int], None] | None = None) -> CorpusSummary:
+def write_python_docs(path: Path) -> CorpusSummary:
     """Write the corpus to ``path`` (jsonl) and a licence notice next to it.
 
     Args:
         path: The jsonl file; replaced atomically when it exists.
-        progress: Called with the number of documents found so far.
 
     Raises:
         DataError: This Python has no documentation or no library sources.
     """
-    documents = []
-    for document in python_docs():
-        documents.append(document)
-        if progress is not None:
-            progress(len(documents))
+    documents = list(python_docs())
     characters = sum(len(document.text) for document in documents)
     if characters < MIN_CORPUS_CHARS:
         raise DataError(

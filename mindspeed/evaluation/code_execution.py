@@ -136,14 +136,12 @@ def isolation_record() -> dict[str, Any]:
 
 
 def run_programs(
-    programs: Sequence[str],
-    limits: ResourceLimits = ResourceLimits(),
-    progress: Callable[[int], object] | None = None,
+    programs: Sequence[str], progress: Callable[[int], object] | None = None
 ) -> list[Verdict]:
     """Run programs, several in parallel."""
     verdicts = []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        for verdict in pool.map(lambda program: run_program(program, limits), programs):
+        for verdict in pool.map(run_program, programs):
             verdicts.append(verdict)
             if progress is not None:
                 progress(1)

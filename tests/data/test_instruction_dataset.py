@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -213,20 +215,75 @@ def test_grouped_batches_hold_similar_lengths_in_random_order():
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.3
 
 
+@dataclass(frozen=True)
+class Padding:
+    """The cost of some micro-batches.
+
+    Attributes:
+        tokens: tokens of samples.
+        positions: computed positions, including padding.
+        pairs: query-key pairs that causal attention computes.
+    """
+
+    tokens: int
+    positions: int
+    pairs: int
+
+    @property
+    def fraction(self) -> float:
+        """Fraction of the positions that is padding."""
+        return 1 - self.tokens / self.positions
+
+    def flops(self, per_token: float, per_pair: float) -> float:
+        """FLOPs, from those of a position outside attention and of a query-key pair."""
+        return per_token * self.positions + per_pair * self.pairs
+
+
+def padding(
+    sequences: Iterable[Sequence[int]],
+    batch: int,
+    multiple: int,
+    *,
+    fixed: int | None = None,
+    packed: bool = False,
+) -> Padding:
+    """Measure the padding of sequences that are computed ``batch`` at a time.
+
+    Args:
+        sequences: lengths of the samples in each sequence.
+        batch: sequences of a micro-batch.
+        multiple: a micro-batch is as long as its longest sequence, rounded up to this, unless
+        fixed: every sequence has this length.
+        packed: samples of a sequence attend neither to each other nor to padding.
+    """
+    tokens = positions = pairs = 0
+    sequences = list(sequences)
+    for start in range(0, len(sequences), batch):
+        micro_batch = sequences[start : start + batch]
+        width = fixed or packing.rounded_up(max(map(sum, micro_batch)), multiple)
+        for samples in micro_batch:
+            used = sum(samples)
+            tokens += used
+            positions += width
+            parts = [*samples, width - used] if packed else [width]
+            pairs += sum(part * (part + 1) // 2 for part in parts)
+    return Padding(tokens, positions, pairs)
+
+
 # Llama-2-7B: weights per token, and query-key pairs of 32 layers with 4096 channels.
 PER_TOKEN, PER_PAIR = 6 * 6.6e9, 12 * 32 * 4096
 
 
 @pytest.fixture(scope="module")
-def costs(tmp_path_factory) -> dict[str, packing.Padding]:
+def costs(tmp_path_factory) -> dict[str, Padding]:
     """What one epoch costs in each of the four ways, micro-batches of 8."""
     folder = tmp_path_factory.mktemp("costs")
     lengths = lognormal(4000)
 
-    def measured(fixed: int | None = None, **options) -> packing.Padding:
+    def measured(fixed: int | None = None, **options) -> Padding:
         data = dataset(folder, lengths, **options)
         rows = [data.sample_lengths(index) for index in range(len(data))]
-        return packing.padding(rows, 8, 8, fixed=fixed, packed=options.get("pack", False))
+        return padding(rows, 8, 8, fixed=fixed, packed=options.get("pack", False))
 
     return {
         "fixed": measured(ROOM),

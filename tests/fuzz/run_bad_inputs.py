@@ -100,8 +100,8 @@ def warm_up(root: Path) -> None:
     for name in (
         "inference.text_generator", "inference.load", "inference.generate", "evaluation.evaluate",
         "evaluation.prepared_tasks", "evaluation.model_adapter", "checkpoint.weights.convert",
-        "lora.merge", "lora.peft", "training.pretrain", "cli.training_plot", "data.hf_tokenizer",
-        "data.hf_template", "data.templates", "cli.attention_picture",
+        "lora.merge", "lora.peft", "training.pretrain", "cli.plot", "data.hf_tokenizer",
+        "data.hf_template", "data.templates", "cli.attention",
     ):  # fmt: skip
         __import__(f"mindspeed.{name}")
     for name in (
