@@ -27,8 +27,14 @@ from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError
 from mindspeed.inference.hf_generate import OutputFormat, Prompts, new_token_limit
-from mindspeed.inference.hf_tokenizer_adapter import adapt, without_text
-from mindspeed.inference.load import LoadedModel, Source, build_and_load, load_model
+from mindspeed.inference.load import (
+    LoadedModel,
+    Source,
+    adapt_tokenizer,
+    build_and_load,
+    load_model,
+    without_text,
+)
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import TextGenerator
 from mindspeed.models import model_extras
@@ -127,7 +133,7 @@ class GPTModel(MegatronGPTModel):
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
             loaded = load_model(source, world_size, _provider(model_provider))
             if tokenizer is not None and folder is None:
-                loaded = _with_tokenizer(loaded, adapt(tokenizer))
+                loaded = _with_tokenizer(loaded, adapt_tokenizer(tokenizer))
         stage = loaded.stage
         stage.generator = TextGenerator.of(loaded)
         if not isinstance(stage, GPTModel):  # built by the caller's provider
@@ -232,7 +238,7 @@ def _with_overrides(
     generator: TextGenerator, tokenizer: Any, eos: int | Sequence[int] | None
 ) -> TextGenerator:
     if tokenizer is not None:
-        adapted = adapt(tokenizer)
+        adapted = adapt_tokenizer(tokenizer)
         generator = replace(generator, tokenizer=adapted, eos=frozenset({adapted.eod}))
     if eos is not None:
         generator = replace(generator, eos=frozenset([eos] if isinstance(eos, int) else eos))
@@ -272,7 +278,7 @@ def _tokenizer_of(args: argparse.Namespace, tokenizer: Any) -> TextTokenizer:
     if isinstance(tokenizer, str):
         return build_tokenizer(TokenizerOptions(tokenizer_model=tokenizer))
     if tokenizer is not None:
-        return adapt(tokenizer)
+        return adapt_tokenizer(tokenizer)
     try:
         return initialize.get_tokenizer()
     except ConfigError:

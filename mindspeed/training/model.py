@@ -1,4 +1,13 @@
-"""Model, optimizer and schedule, built from Megatron Core's parts."""
+"""Model, optimizer and schedule, built from Megatron Core's parts; adapters and what they resume.
+
+With adapters, flags mean:
+
+    --load BASE                  weights of the frozen model, of any format --load takes
+    --lora-target-modules ...    new adapters
+    --lora-load ADAPTER          adapters of a checkpoint (its optimizer and iteration too), or
+                                 of a PEFT directory; its targets, rank and alpha as well
+    --save OUT                   holds the adapters only
+"""
 
 from __future__ import annotations
 
@@ -31,13 +40,16 @@ from megatron.core.transformer.module import Float16Module
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.built_model import BuiltModel, TrainedModel
-from mindspeed.checkpoint.load import load, needs_whole_stages
+from mindspeed.checkpoint.fsdp_state import is_sharded
+from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
 from mindspeed.job import Precision, Schedule
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.linear import summed_over_tp
+from mindspeed.lora.load import is_peft
+from mindspeed.lora.load import load as load_adapter
 from mindspeed.models import model_extras
+from mindspeed.storage.directory import root_and_iteration
 from mindspeed.training import sharded_init, zero
-from mindspeed.training.adapters import load_base
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
@@ -282,3 +294,29 @@ def connect(
 
 def _one_or_all(single: bool, functions: list[Any]) -> Any:
     return functions[0] if single else functions
+
+
+def load_base(args: argparse.Namespace, model: BuiltModel) -> None:
+    """Load the frozen model, and adapters that come without an optimizer. Collective."""
+    base = argparse.Namespace(**vars(args))
+    base.finetune = base.exit_on_missing_checkpoint = True
+    load(base, model)
+    if args.lora_load is not None and is_peft(args.lora_load):
+        load_adapter(model.chunks, args.lora_load, train=True)
+
+
+def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
+    """Load the frozen model, then the adapters of ``--lora-load``. Collective.
+
+    Returns:
+        Where training continues; None if the adapters are new.
+    """
+    if not is_sharded(model.chunks[0]):  # there it was loaded while it was whole
+        load_base(args, model)
+        model.optimizer.reload_model_params()
+    if args.lora_load is None or is_peft(args.lora_load):
+        return None
+    own = argparse.Namespace(**vars(args))
+    own.load, own.ckpt_step = root_and_iteration(args.lora_load)
+    own.exit_on_missing_checkpoint = True
+    return load(own, model, adapter=True)

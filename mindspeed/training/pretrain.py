@@ -24,10 +24,10 @@ from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 from mindspeed.storage import directory
-from mindspeed.training import adapters, data, loop, setup
+from mindspeed.training import data, loop, setup
 from mindspeed.training.flops import training_flops
 from mindspeed.training.forward_step import ForwardStep, forward_step
-from mindspeed.training.model import ModelProvider, build, gpt_model
+from mindspeed.training.model import ModelProvider, build, gpt_model, resume_adapters
 from mindspeed.training.resolve import Settings
 from mindspeed.training.token_counts import FixedLengthCounter, SampleCounter
 
@@ -100,7 +100,7 @@ def _is_finished(args: argparse.Namespace) -> bool:
 def resume(args: argparse.Namespace, model: TrainedModel) -> TrainState:
     """Load what ``--load`` names; returns how far its run was."""
     if adapted(model.chunks):
-        loaded = adapters.resume(args, model)
+        loaded = resume_adapters(args, model)
     else:
         loaded = load(args, model) if args.load else None
     if loaded is None:
