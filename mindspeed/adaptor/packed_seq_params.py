@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed.adaptor.patch import Patch
-from mindspeed.adaptor.repairs.layers.mtp_token_count import weighed
+from mindspeed.adaptor.repairs.layers.mtp import weighed
 from mindspeed.adaptor.signatures import bind
 from mindspeed.errors import ConfigError
 from mindspeed.te import is_substitute

@@ -32,8 +32,8 @@ from mindspeed.adaptor.importing import (
 )
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import repairs_for, repairs_for_arguments
-from mindspeed.adaptor.repairs.attention.mla_rope_fusion import corrected_arguments
 from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles, enumerations
+from mindspeed.adaptor.repairs.layers.cuda_kernels import corrected_arguments
 from mindspeed.adaptor.repairs.scripts import absent_triton, failed_exit
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version

@@ -90,10 +90,10 @@ def gated_attention(spec: str, repaired: bool) -> dict[str, torch.Tensor]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.spec_utils import build_module
 
-    from mindspeed.adaptor.repairs.attention import gated_attention
+    from mindspeed.adaptor.repairs.attention import output_gate
     from tests.support import gpt_ranks
 
-    configured(gated_attention, {"attention_output_gate": True}, repaired)
+    configured(output_gate, {"attention_output_gate": True}, repaired)
     ranks = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(ranks)
     model_parallel_cuda_manual_seed(1)
@@ -194,10 +194,10 @@ def split_of_muon(repaired: bool) -> tuple[torch.Tensor, int]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, muon
 
-    from mindspeed.adaptor.repairs.optimizer import muon_gate
+    from mindspeed.adaptor.repairs.attention import output_gate
     from tests.support import gpt_ranks
 
-    configured(muon_gate, {"attention_output_gate": True, "optimizer": "muon"}, repaired)
+    configured(output_gate, {"attention_output_gate": True, "optimizer": "muon"}, repaired)
     one_rank()
     config = gpt_ranks.config("rmsnorm-swiglu-gqa", attention_output_gate=True)
     model = gpt_ranks.build(config, "te")
@@ -214,10 +214,10 @@ def logged_logits(repaired: bool) -> list[float]:
     """What is logged of three steps whose queries have these sizes: 1, 3, 2."""
     from megatron.core.optimizer import qk_clip
 
-    from mindspeed.adaptor.repairs.attention import logged_logits
+    from mindspeed.adaptor.repairs.attention import attention_logits
     from tests.support import gpt_ranks
 
-    configured(logged_logits, {"log_max_attention_logit": True}, repaired)
+    configured(attention_logits, {"log_max_attention_logit": True}, repaired)
     one_rank()
     config = gpt_ranks.config("rmsnorm-swiglu-gqa", log_max_attention_logit=True)
     model = gpt_ranks.build(config, "te")
@@ -238,10 +238,10 @@ def clipped_heads(name: str, repaired: bool) -> list[torch.Tensor]:
     Returns:
         Those of the queries' projection (joint where there is one) and of the keys'; ``[2, rows]``.
     """
-    from mindspeed.adaptor.repairs.attention import clipped_heads
+    from mindspeed.adaptor.repairs.attention import attention_logits
     from tests.support import gpt_ranks
 
-    configured(clipped_heads, {"qk_clip": True}, repaired)
+    configured(attention_logits, {"qk_clip": True}, repaired)
     one_rank()
     config = gpt_ranks.config(name, qk_clip=True, qk_clip_threshold=2.0, qk_clip_alpha=0.25)
     attention = gpt_ranks.build(config, "te").decoder.layers[0].self_attention

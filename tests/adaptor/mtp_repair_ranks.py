@@ -58,10 +58,10 @@ def without_targets(repaired: bool) -> tuple[float, bool]:
     """The prediction loss of a micro-batch whose mask is zero; whether all gradients are zero."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from mindspeed.adaptor.repairs.layers import mtp_token_count
+    from mindspeed.adaptor.repairs.layers import mtp
     from tests.support import gpt_ranks
 
-    configured(mtp_token_count, {"mtp_num_layers": 1}, repaired)
+    configured(mtp, {"mtp_num_layers": 1}, repaired)
     one_rank()
     model = gpt_ranks.build(gpt_ranks.config("layernorm-gelu-bias", mtp_num_layers=1), "te")
     tokens = torch.arange(16)[None]
@@ -83,10 +83,10 @@ def gradients_of_four_tokens(
         per_token: The loss is a sum, and gradients are divided by the tokens.
         masked: The model gets the loss mask; else the labels alone.
     """
-    from mindspeed.adaptor.repairs.layers import mtp_token_count
+    from mindspeed.adaptor.repairs.layers import mtp
     from tests.support import gpt_ranks
 
-    configured(mtp_token_count, {"mtp_num_layers": 2}, repaired)
+    configured(mtp, {"mtp_num_layers": 2}, repaired)
     one_rank()
     config = gpt_ranks.config(
         "layernorm-gelu-bias", mtp_num_layers=2, calculate_per_token_loss=per_token
@@ -108,10 +108,10 @@ def packed_gradients(repaired: bool, recompute: dict[str, Any]) -> dict[str, tor
     """Gradients of a model with a prediction layer, of two packed documents."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from mindspeed.adaptor.repairs.layers import mtp_recompute
+    from mindspeed.adaptor.repairs.layers import mtp
     from tests.support import gpt_ranks
 
-    configured(mtp_recompute, {"mtp_num_layers": 1, **recompute}, repaired)
+    configured(mtp, {"mtp_num_layers": 1, **recompute}, repaired)
     one_rank()
     config = gpt_ranks.config("layernorm-gelu-bias", mtp_num_layers=1, **recompute)
     model = gpt_ranks.build(config, "te")
@@ -128,10 +128,10 @@ def attention_of_layers(repaired: bool) -> list[str]:
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer import TransformerConfig
 
-    from mindspeed.adaptor.repairs.layers import mtp_layer_spec
+    from mindspeed.adaptor.repairs.layers import mtp
 
     variant = {"experimental_attention_variant": "gated_delta_net", "mtp_num_layers": 1}
-    configured(mtp_layer_spec, variant, repaired)
+    configured(mtp, variant, repaired)
     one_rank()
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, linear_attention_freq=[0, 1],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.repairs.data import packed_batch
+from mindspeed.adaptor.repairs.data import packed_conversations
 from mindspeed.adaptor.repairs.parallel import process_groups
 from mindspeed.journal import Journal
 from tests.support.enumerations import Attribute
@@ -56,7 +56,7 @@ def broadcast_of_packed_documents() -> dict[str, torch.Tensor]:
         "cu_seqlens": torch.tensor([[0, 3, 8]], dtype=torch.int32),
         "max_seqlen": torch.tensor([5], dtype=torch.int32),
     }
-    get_batch = packed_batch.broadcast_packing(get_batch_on_this_tp_rank)
+    get_batch = packed_conversations.broadcast_packing(get_batch_on_this_tp_rank)
     return get_batch(iter([sample]) if dist.get_rank() == 0 else None)
 
 
@@ -80,7 +80,7 @@ def megatron_broadcast_of_packed_documents(repaired: bool) -> dict[str, torch.Te
     )
     get_batch = utils.get_batch_on_this_tp_rank
     if repaired:
-        get_batch = packed_batch.broadcast_packing(get_batch)
+        get_batch = packed_conversations.broadcast_packing(get_batch)
     sample = {
         "tokens": torch.arange(8)[None],
         "labels": torch.arange(8)[None] + 1,
@@ -109,22 +109,26 @@ def yarn_frequencies() -> tuple[str, torch.Tensor]:
         embedding(16, rotary_base=10000, scaling_factor=4.0)
     except Exception as raised:
         error = str(raised)
-    embedding.__init__ = yarn.initialize_on_host(embedding.__init__)
+    embedding.__init__ = yarn.rotate_a_part(embedding.__init__)
     return error, embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra
 
 
 def partial_yarn(repaired: bool) -> torch.Tensor:
     """Frequencies of YaRN, factor 4 of 64 positions, for half of the 64 channels of a head."""
     from mindspeed import session
-    from mindspeed.adaptor.repairs.attention import partial_yarn
+    from mindspeed.adaptor.repairs.attention import yarn
 
     session.current().configure({"position_embedding_type": "yarn"})
     if not repaired:
-        session.current().engine.remove(partial_yarn.OWNER)
+        session.current().engine.remove(yarn.OWNER)
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
     embedding = YarnRotaryEmbedding(
-        64, rotary_percent=0.5, scaling_factor=4.0, original_max_position_embeddings=64
+        64,
+        rotary_percent=0.5,
+        scaling_factor=4.0,
+        original_max_position_embeddings=64,
+        use_cpu_initialization=True,
     )
     frequencies: torch.Tensor = embedding.get_emb(2)[0][1, 0, 0]
     return frequencies
@@ -405,10 +409,10 @@ def checkpointed_bias(repaired: bool) -> tuple[bool, list[torch.Tensor]]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs.layers import checkpointed_parameters
+    from mindspeed.adaptor.repairs.layers import recompute
 
     if not repaired:
-        session.current().engine.remove(checkpointed_parameters.OWNER)
+        session.current().engine.remove(recompute.OWNER)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     x, linear = layer_with_bias()
@@ -646,7 +650,7 @@ def writers_of_shards(
             checkpointing.mpu.get_expert_model_parallel_rank(),
         )
 
-    save = with_repair("legacy-shards", save_grads, "save_grads", num_experts=2)
+    save = with_repair("expert-shards", save_grads, "save_grads", num_experts=2)
     found = {}
     for tensor, expert, expert_tensor, context in layouts:
         parallel_state.initialize_model_parallel(

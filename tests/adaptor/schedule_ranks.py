@@ -46,10 +46,10 @@ _isend = dist.isend
 def late_sends(repaired: bool) -> dict[str, tuple[int, int]]:
     """Two stages of two chunks: sends that lost their memory and that nobody waited for."""
     from mindspeed import session
-    from mindspeed.adaptor.repairs.parallel import pipeline_sends
+    from mindspeed.adaptor.repairs.parallel import overlap
 
     if not repaired:
-        session.current().engine.remove(pipeline_sends.OWNER)
+        session.current().engine.remove(overlap.OWNER)
     model = step_ranks.Model(step_ranks.Layout(pipeline=2, chunks=2, num_layers=4))
     found = {}
     for name, flush, forward_only in (
@@ -71,10 +71,10 @@ def late_sends(repaired: bool) -> dict[str, tuple[int, int]]:
 def uneven_recomputation(repaired: bool) -> tuple[bool, bool]:
     """Three layers, two a checkpoint: whether losses and gradients are those without."""
     from mindspeed import session
-    from mindspeed.adaptor.repairs.layers import uniform_recompute
+    from mindspeed.adaptor.repairs.layers import recompute
 
     if not repaired:
-        session.current().engine.remove(uniform_recompute.OWNER)
+        session.current().engine.remove(recompute.OWNER)
     options = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -210,10 +210,10 @@ def streams_of_a_reduction(repaired: bool) -> tuple[bool, bool]:
     from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
     from mindspeed import session
-    from mindspeed.adaptor.repairs.parallel import reduction_stream
+    from mindspeed.adaptor.repairs.parallel import overlap
 
     if not repaired:
-        session.current().engine.remove(reduction_stream.OWNER)
+        session.current().engine.remove(overlap.OWNER)
     waits = []
 
     class Stream(torch.cuda.Stream):  # type: ignore[misc]

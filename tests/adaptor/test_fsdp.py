@@ -1,6 +1,6 @@
 """Megatron-FSDP trains as data parallelism without sharding does, whatever it shards.
 
-Repairs: ``fsdp_gradients``, ``fsdp_generators``, ``fsdp_swiglu``, ``parameter_marks``.
+Repairs: ``fsdp``, ``parameter_marks``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed.adaptor.repairs.checkpoints import fsdp_swiglu
+from mindspeed.adaptor.repairs.parallel import fsdp
 from tests.adaptor import fsdp_ranks
 from tests.adaptor.fsdp_ranks import Case
 from tests.te.marks_ranks import Layout
@@ -69,7 +69,7 @@ def test_only_gated_layers_are_split_in_checkpoints():
     name = "{}.mlp.linear_fc1.weight".format
     state = {name("vision"): 1, name("language"): 2}
     states = {"state": {f"module.{name('vision')}": 3, f"module.{name('language')}": 4}, "lr": 5}
-    weights, optimizer = fsdp_swiglu.split_gated_layers(original)(wrapped, state, states)
+    weights, optimizer = fsdp.split_gated_layers(original)(wrapped, state, states)
     halves = {name("language") + half: 0 for half in ("_w", "_v")}
     assert weights == {**halves, name("vision"): 1}
     split = f"module.{name('language')}_w"

@@ -16,7 +16,7 @@ import torch
 
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.repairs.data import dataset_helpers
-from mindspeed.adaptor.repairs.scripts import absent_triton, first_report
+from mindspeed.adaptor.repairs.scripts import absent_triton, log_line
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
@@ -168,8 +168,8 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
 
 
 WITHOUT_TRITON = {
-    "fusions/fused_pad_routing_map.py": "repairs/experts/fused_routing_map.py",
-    "fusions/fused_mla_yarn_rope_apply.py": "repairs/attention/mla_rope_fusion.py",
+    "fusions/fused_pad_routing_map.py": "repairs/layers/cuda_kernels.py",
+    "fusions/fused_mla_yarn_rope_apply.py": "repairs/layers/cuda_kernels.py",
     "fusions/fused_indices_converter.py": "refused: --moe-token-dispatcher-type flex",
     "transformer/custom_layers/batch_invariant_kernels.py": "refused: --batch-invariant-mode",
     "inference/contexts/attention_context/triton/tensor_ops.py": "kernels of Mamba's inference",
@@ -312,7 +312,7 @@ def test_every_report_has_the_iterations_of_its_interval(interval, started, prin
             total_loss_dict.update({"loss": 0, "advanced iterations": 0})
         return iteration, mean
 
-    assert run(first_report.reset_at_the_end_of_an_interval(training_log)) == printed
+    assert run(log_line.reset_at_the_end_of_an_interval(training_log)) == printed
     unrepaired = run(training_log)
     assert (unrepaired == printed) == (interval == 3 and started == 0)
 
@@ -344,7 +344,7 @@ def test_losses_of_zero_and_below_are_printed(reset, monkeypatch):
 
     losses = {"lm loss": 3.0, "load_balancing_loss": 0.0, "reward": -2.0}
     sums = {"advanced iterations": 1, "lm loss": torch.ones(1), "reward": -torch.ones(1)}
-    with_repair("zero-losses", training_log, "training_log")(losses, sums, 1e-3)
+    log_line.print_every_loss(training_log)(losses, sums, 1e-3)
     assert lines == [
         " iteration 2 | lm loss: 2.000000E+00 | reward: -1.500000E+00 |"
         " load_balancing_loss: 0.000000E+00 | loss scale: 1.0 |"
@@ -387,7 +387,7 @@ def test_a_report_is_not_divided_with_its_loss(counts):
         loss /= 4
         return loss, report
 
-    calculate = with_repair("loss-normalisation", divide_in_place, "forward_step_calc_loss")
+    calculate = with_repair("losses", divide_in_place, "forward_step_calc_loss")
     config = types.SimpleNamespace(calculate_per_token_loss=False)
     reports = []
 

@@ -44,11 +44,10 @@ def megatron_formula(checkout: str, variants: dict[str, dict[str, Any]]) -> dict
     sys.path.append(checkout)
     from megatron.training.training import num_floating_point_operations
 
-    from mindspeed.adaptor.repairs.experts import latent_expert_flops
-    from mindspeed.adaptor.repairs.scripts import window_flops
+    from mindspeed.adaptor.repairs.scripts import flops
 
-    formula = latent_expert_flops.count_latent_experts(num_floating_point_operations)
-    formula = window_flops.count_windows(formula)
+    formula = flops.count_latent_experts(num_floating_point_operations)
+    formula = flops.count_windows(formula)
     return {name: formula(types.SimpleNamespace(**values), 3) for name, values in variants.items()}
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed.adaptor.repairs import repairs_for_arguments
-from mindspeed.adaptor.repairs.scripts import window_flops
+from mindspeed.adaptor.repairs.scripts import flops
 from mindspeed.instruments import FlopCounter
 from mindspeed.instruments.flops import add
 from mindspeed.profiling import ModelShape, model_flops
@@ -368,7 +368,7 @@ def test_megatrons_formula_counts_the_keys_in_a_window(ranks, megatron_lm):
 
 def test_the_formula_is_repaired_where_there_is_a_window():
     for values, needed in (({}, False), (WINDOW, True), (BAND, True)):
-        assert (window_flops.PATCHES[0] in repairs_for_arguments(values)) is needed
+        assert (flops.PATCHES[0] in repairs_for_arguments(values)) is needed
 
 
 def test_latent_attention_is_read_from_megatrons_arguments():

@@ -1,4 +1,4 @@
-"""Fixes of upstream defects of Megatron, one module per fix.
+"""Fixes of upstream defects of Megatron, a module per subject.
 
 The docstring of each module states the defect, where it is in Megatron, its symptom, the fix and
 the versions of megatron-core that it applies to ("all": every version that

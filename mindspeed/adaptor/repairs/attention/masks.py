@@ -1,4 +1,6 @@
-"""Defect: the padding mask of a model is not sharded like its hidden states.
+"""Defects of masks of tokens.
+
+Defect: the padding mask of a model is not sharded like its hidden states.
 
 Where: ``GPTModel._preprocess``, under sequence parallelism. It shards the mask on the stage of the
 embedding only (Megatron-LM PR 5563), and over the global tensor-parallel group instead of that of
@@ -7,6 +9,14 @@ Symptom: routers of later stages mask other tokens or fail on the shape; with a 
 ranks they silently mask the tokens of another rank.
 Fix: every stage takes the part of its rank in the model's group.
 Versions: >=0.16.
+
+Defect: image patches see earlier patches only.
+
+Where: ``megatron.core.models.vision.vit_layer_specs.get_vit_layer_with_local_spec`` has a causal
+mask; its twin for Transformer Engine has none (Megatron-LM PR 4395).
+Symptom: silent, with ``--transformer-impl local``.
+Fix: no mask.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ import torch
 
 from mindspeed.adaptor.patch import Patch
 
-OWNER = "repair:padding-mask"
+OWNER = "repair:masks"
 _PLACE = 5  # of the mask in what _preprocess returns
 
 
@@ -44,6 +54,19 @@ def shard_masks(original: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
     return _preprocess
 
 
+def remove_mask(original: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap ``get_vit_layer_with_local_spec``."""
+
+    def get_vit_layer_with_local_spec() -> Any:
+        from megatron.core.transformer.enums import AttnMaskType
+
+        spec = original()
+        spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+        return spec
+
+    return get_vit_layer_with_local_spec
+
+
 PATCHES = (
     Patch(
         "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
@@ -52,5 +75,12 @@ PATCHES = (
         "padding masks are sharded like hidden states, on every pipeline stage",
         expects="(self, input_ids, position_ids, ...)",
         versions=">=0.16",
+    ),
+    Patch(
+        "megatron.core.models.vision.vit_layer_specs:get_vit_layer_with_local_spec",
+        remove_mask,
+        OWNER,
+        "patches of an image see each other",
+        expects="()",
     ),
 )

@@ -1,4 +1,6 @@
-"""Defect: single experts with biases cannot be trained with the local layer spec.
+"""Defects of reductions over the tensor-parallel ranks.
+
+Defect: single experts with biases cannot be trained with the local layer spec.
 
 Where: ``reduce_from_tensor_model_parallel_region`` and
 ``reduce_scatter_to_sequence_parallel_region`` of ``megatron.core.tensor_parallel.mappings``, which
@@ -8,6 +10,15 @@ Symptom: ``RuntimeError: Output 0 of _ReduceFromModelParallelRegion is a view an
 inplace`` in the first step, on one rank and with ``--expert-tensor-parallel-size 1``.
 Fix: with one rank a view that autograd knows is returned, whose gradient is the same. It is a node
 of its own in the graph, as before: ``SharedExpertMLP`` sets when that node runs in backward.
+Versions: all.
+
+Defect: an all-reduce over the tensor-parallel ranks drops the sum of a strided tensor.
+
+Where: ``megatron.core.tensor_parallel.mappings._reduce``, which reduces a contiguous copy and
+returns its input (Megatron-LM PR 5338). ``reduce_from_tensor_model_parallel_region`` calls it, and
+the backward of ``copy_to_tensor_model_parallel_region``.
+Symptom: silent; a transposed or sliced tensor comes back as it was.
+Fix: what is reduced is returned.
 Versions: all.
 """
 
@@ -20,7 +31,9 @@ import torch
 
 from mindspeed.adaptor.patch import Patch
 
-OWNER = "repair:one-rank-regions"
+OWNER = "repair:reductions"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings:"
+_WHY = "what one rank reduces can be changed in place"
 
 
 def nothing_to_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -37,8 +50,15 @@ def nothing_to_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., to
     return reduced
 
 
-_MAPPINGS = "megatron.core.tensor_parallel.mappings:"
-_WHY = "what one rank reduces can be changed in place"
+def reduce_contiguous(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap ``_reduce``, which sums ``[...]`` rightly if it is contiguous."""
+
+    def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
+        return original(input_.contiguous(), group)
+
+    return _reduce
+
+
 PATCHES = (
     Patch(
         _MAPPINGS + "reduce_from_tensor_model_parallel_region",
@@ -53,5 +73,12 @@ PATCHES = (
         OWNER,
         _WHY,
         expects="(input_, group, input_split_sizes, use_global_buffer)",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings:_reduce",
+        reduce_contiguous,
+        OWNER,
+        "the sum of a strided tensor over the tensor-parallel ranks is not lost",
+        expects="(input_, group)",
     ),
 )

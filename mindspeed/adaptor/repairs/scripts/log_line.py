@@ -1,4 +1,17 @@
-"""Defect: losses that are zero or negative are missing in the log line.
+"""Defects of the log line.
+
+Defect: the second loss that a run prints is the mean of its first two iterations.
+
+Where: ``megatron.training.training.training_log`` reports the first iteration after every start
+without resetting its sums and its timer, so that the interval that has begun stays complete. Where
+the first iteration is also the end of an interval (each one with ``--log-interval 1``; number 100
+of a run resumed at 99 with an interval of 10), the next report counts it a second time.
+Symptom: loss, auxiliary losses, and time of an iteration in that report are means over one
+iteration too many; gradient norms beside them are not.
+Fix: a first report that ends an interval resets the sums, as all others do.
+Versions: >=0.16.
+
+Defect: losses that are zero or negative are missing in the log line.
 
 Where: ``megatron.training.training.training_log`` prints means above zero only (Megatron-LM PR
 1555).
@@ -16,10 +29,24 @@ from typing import Any
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:zero-losses"
+OWNER = "repair:log-line"
 _COUNT = "advanced iterations"
 _COUNTS = (_COUNT, "skipped iterations", "nan iterations")
 _NEXT = " loss scale: "
+
+
+def reset_at_the_end_of_an_interval(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``training_log``."""
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        given = bind(original, args, kwargs)
+        if given["iteration"] % get_args().log_interval == 0:
+            given["is_first_iteration"] = False
+        return original(**given)
+
+    return training_log
 
 
 class _Sums(dict[str, Any]):
@@ -70,6 +97,18 @@ def print_every_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
+    Patch(
+        "megatron.training.training:training_log",
+        reset_at_the_end_of_an_interval,
+        OWNER,
+        "the second report after a start does not count the first iteration again",
+        expects=(
+            "(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
+            "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad, "
+            "max_attention_logit, pg_collection, is_first_iteration, ...)"
+        ),
+        versions=">=0.16",
+    ),
     Patch(
         "megatron.training.training:training_log",
         print_every_loss,

@@ -1,4 +1,6 @@
-"""Defect: tokens per expert are counted in bf16, and a padding mask does not fit the counts.
+"""Defects of what routers count and log.
+
+Defect: tokens per expert are counted in bf16, and a padding mask does not fit the counts.
 
 Where: ``megatron.core.transformer.moe.router.TopKRouter``. Its buffers (counts behind the expert
 bias and behind the global balancing loss) are fp32, but ``Float16Module`` converts them with the
@@ -9,6 +11,16 @@ wrong way. With a padding mask: an error, or other tokens are left out where bot
 Fix: the buffers of a router keep their dtype whatever converts the model, so nothing is rounded on
 the way either; the mask gets a dimension for the experts.
 Versions: 0.16.
+
+Defect: the log of router losses has another size on stages without experts.
+
+Where: ``megatron.core.transformer.moe.moe_utils.track_moe_metrics`` makes one value a transformer
+layer where a stage has recorded nothing; routers record one more for each layer of multi-token
+prediction (Megatron-LM PR 3401).
+Symptom: with multi-token prediction and a pipeline stage without experts the ranks reduce tensors
+of different sizes: they wait for ever, or the report ends in an error.
+Fix: stages without experts have the values of all layers.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -18,9 +30,13 @@ from typing import Any
 
 import torch
 
+from mindspeed import device
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:expert-counts"
+OWNER = "repair:router"
+_ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
+_VERSIONS = ">=0.16,<0.17"
 
 
 def keep_dtype_of_buffers(original: None) -> Callable[..., Any]:
@@ -50,8 +66,28 @@ def mask_all_experts(original: Callable[..., None]) -> Callable[..., None]:
     return _apply_expert_bias
 
 
-_ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
-_VERSIONS = ">=0.16,<0.17"
+def count_predicted_layers(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``track_moe_metrics``."""
+
+    def track_moe_metrics(*args: Any, **kwargs: Any) -> None:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        given = bind(original, args, kwargs)
+        if given["force_initialize"] and given["mtp_num_layers"]:
+            layers = given["num_layers"] + given["mtp_num_layers"]
+            tracker = get_moe_layer_wise_logging_tracker()
+            for name in set(given["track_names"] or ()) - tracker.keys():
+                tracker[name] = {
+                    "values": torch.zeros(layers, device=device.current().torch_device()),
+                    "reduce_group": None,
+                    "avg_group": None,
+                    "reduce_group_has_dp": False,
+                }
+        original(*args, **kwargs)
+
+    return track_moe_metrics
+
+
 PATCHES = (
     Patch(
         _ROUTER + "_apply",
@@ -68,5 +104,15 @@ PATCHES = (
         "padding is not counted for any expert",
         expects="(self, routing_map, padding_mask)",
         versions=_VERSIONS,
+    ),
+    Patch(
+        "megatron.core.transformer.moe.moe_utils:track_moe_metrics",
+        count_predicted_layers,
+        OWNER,
+        "the log of router losses has one size on all pipeline stages",
+        expects=(
+            "(loss_scale, iteration, writer, wandb_writer, total_loss_dict, per_layer_logging, "
+            "force_initialize, track_names, num_layers, moe_layer_freq, mtp_num_layers, ...)"
+        ),
     ),
 )
