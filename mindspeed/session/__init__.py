@@ -1,7 +1,7 @@
 """Composition root of the bridge: which features are on, and what is installed in this process.
 
-:mod:`.session` installs the adaptor and attaches the features that the arguments enable,
-:mod:`.config_file` reads ``MINDSPEED_CONFIG``.
+:mod:`.session` installs the adaptor, reads ``MINDSPEED_CONFIG`` and attaches the features that the
+arguments enable.
 """
 
 from __future__ import annotations

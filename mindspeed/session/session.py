@@ -32,7 +32,7 @@ from mindspeed.adaptor.importing import (
 )
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import repairs_for, repairs_for_arguments
-from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles, enumerations
+from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles
 from mindspeed.adaptor.repairs.layers.cuda_kernels import corrected_arguments
 from mindspeed.adaptor.repairs.scripts import absent_triton, failed_exit
 from mindspeed.adaptor.seams import Seams
@@ -47,7 +47,26 @@ from mindspeed.features.registry import (
     resolve,
 )
 from mindspeed.journal import Journal
-from mindspeed.session.config_file import CONFIG_FILE, read_config_file
+
+CONFIG_FILE = "MINDSPEED_CONFIG"
+
+
+def read_config_file() -> dict[str, Any]:
+    """The values of the file named by ``MINDSPEED_CONFIG``, or nothing.
+
+    Raises:
+        ConfigError: the file is missing or no mapping.
+    """
+    name = os.environ.get(CONFIG_FILE)
+    if not name:
+        return {}
+    from mindspeed.parsing import read_yaml  # loads the YAML package, rarely needed here
+
+    values = read_yaml(name, f"{CONFIG_FILE}={name}")
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{CONFIG_FILE}={name} must hold a mapping from option names to values")
+    return {key.lstrip("-").replace("-", "_"): value for key, value in values.items()}
+
 
 logger = logging.getLogger("mindspeed")
 _HOLDERS = ("megatron.", "mindspeed.", "__main__")
@@ -82,7 +101,6 @@ class Session:
         if self.te == "substitute":
             te.install(self.journal)
         absent_triton.install(self.hooks)
-        enumerations.install(self.hooks, self.journal)
         checkpoint_pickles.install(self.hooks, self.journal)
         failed_exit.install(self.journal)
         with self.engine.batch():

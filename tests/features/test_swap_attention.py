@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
-from mindspeed.memory.host_limit import HostLimit
+from mindspeed.memory.host_pool import HostLimit
 from mindspeed.memory.plan import LAYER, SiteAction
 from mindspeed.memory.presets import ChunkLayers, swap_plan
 

@@ -244,12 +244,12 @@ def calls_in_flight(samples: int) -> dict[str, int]:
 
 def refused(flags: list[str], fraction: float | None = None) -> str:
     """Train with swapping; returns the error, with ``fraction`` of the host's memory to use."""
-    from mindspeed.memory import host_limit
+    from mindspeed.memory import host_pool
     from tests.support.trainer_job import train
 
     journal = Journal()
     if fraction is not None:
-        journal.set(host_limit, "FRACTION", fraction, owner="test")
+        journal.set(host_pool, "FRACTION", fraction, owner="test")
     try:
         return str(train(flags)["error"])
     finally:

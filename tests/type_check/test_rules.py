@@ -16,8 +16,8 @@ WITHOUT_RULE = {
     "moe.hot_experts._OwnWeights": "--balanced-moe-experts",
     "tensor_parallel.two_dimensional.norm._Norm": "--tp-2d",
     "tensor_parallel.two_dimensional.linear._Linear": "--tp-2d",
-    "tensor_parallel.two_dimensional.exchange._ToGrid": "--tp-2d",
-    "tensor_parallel.two_dimensional.exchange._FromGrid": "--tp-2d",
+    "tensor_parallel.two_dimensional.grid._ToGrid": "--tp-2d",
+    "tensor_parallel.two_dimensional.grid._FromGrid": "--tp-2d",
 }
 
 

@@ -128,7 +128,7 @@ class SwapAttention(
             )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.memory.host_limit import HostLimit, ranks_of_host
+        from mindspeed.memory.host_pool import HostLimit, ranks_of_host
         from mindspeed.memory.offload import Offload
 
         in_flight = _CallsInFlight(megatron)

@@ -103,7 +103,7 @@ def _host_check(megatron: Megatron) -> Callable[[int, int], None]:
 
     Rank r keeps those of 2 r backwards there, of r without model chunks.
     """
-    from mindspeed.memory.host_limit import HostLimit, ranks_of_host
+    from mindspeed.memory.host_pool import HostLimit, ranks_of_host
 
     ranks = megatron.get("pipeline_model_parallel_size") or 1
     each = 2 if plans.chunks_of(megatron) > 1 else 1

@@ -26,8 +26,7 @@ from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.adaptive import Adaptation, Settings
 from mindspeed.memory.adaptive.profile import Kind, agree
-from mindspeed.memory.adaptive.replay import Replay
-from mindspeed.memory.adaptive.sections import FORWARD, FRONT, HEAD, Sections, on_gradient
+from mindspeed.memory.adaptive.sections import FORWARD, FRONT, HEAD, Replay, Sections, on_gradient
 from mindspeed.memory.candidates import ALL_ON_HOST, KEEP_ALL, LEAST, name_of, plans_for
 from mindspeed.memory.estimate import Clock, device_clock
 from mindspeed.memory.in_flight import most_held

@@ -6,6 +6,7 @@ A layer's section begins when the gradient of its output is there and ends where
 before begins; what its backward needs is the peak of the section less what was allocated when it
 began. ``head`` is everything from the end of the last layer's forward to its backward, ``front``
 everything after the first layer's backward: the gradient of the embedding, the next embedding.
+A step that is measured can be repeated: :class:`Replay` has its micro-batches.
 """
 
 from __future__ import annotations
@@ -103,3 +104,32 @@ def on_gradient(tensors: Any, call: Callable[[], None]) -> bool:
 
     tensor.register_hook(hook)
     return True
+
+
+class Replay:
+    """Remembers the micro-batches of one step.
+
+    Args:
+        source: the data iterator, whose attributes it has; None on stages that read nothing.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._next = source, 0
+        self._read: list[Any] = []
+
+    def from_the_start(self) -> Replay | None:
+        """The iterator at the first micro-batch; None if there is no source."""
+        self._next = 0
+        return None if self._source is None else self
+
+    def __iter__(self) -> Replay:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._read):
+            self._read.append(next(self._source))
+        self._next += 1
+        return self._read[self._next - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)

@@ -1,6 +1,6 @@
 """Weights of micro-batches of different sizes in Megatron's losses.
 
-The loss itself is weighted where it is computed (:mod:`mindspeed.pipeline.schedule.weighted_loss`).
+The loss itself is weighted in :mod:`mindspeed.pipeline.schedule.regrouped_samples`.
 The losses of experts and of multi-token prediction take their scale from a global variable when
 their backward runs; it is set for every micro-batch. What they report is summed in global tables.
 """
@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_token_prediction import (
 
 from mindspeed import device
 from mindspeed.pipeline.schedule.micro_batch_sizes import loss_weight
-from mindspeed.pipeline.schedule.weighted_loss import with_weight
+from mindspeed.pipeline.schedule.regrouped_samples import with_weight
 
 
 @dataclass(frozen=True)

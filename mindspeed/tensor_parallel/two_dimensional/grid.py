@@ -6,12 +6,21 @@
 
 Neighbours form an x-group, which is best placed inside a node. Attention needs each token on one
 rank of a y-group: it is context-parallel over y, and over context-parallel ranks as well.
+
+Hidden states change between sequence parallelism and the grid by an all-to-all over y:
+
+    [s/p, b, h]  <->  [s/X, b, h/Y]
+
+At the first layer (after the embedding) and after the last one (before the final norm and the
+output layer, which are Megatron's own). A rank sends (Y - 1)/Y of its s b h / p elements. Row i of
+tensor-parallel rank (x, y) is row (y, i) of the grid (:func:`token_order`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,3 +95,49 @@ def token_order(tokens: int, x: int, y: int) -> torch.Tensor:
     chunks = torch.arange(tokens).view(2 * y, -1)
     by_attention_rank = torch.stack([chunks[:y], chunks[y:].flip(0)], dim=1)
     return by_attention_rank.reshape(x, y, -1).transpose(0, 1).flatten()
+
+
+class _ToGrid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _rows_for_columns(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return _columns_for_rows(grads[0], ctx.group), None
+
+
+class _FromGrid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _columns_for_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return _rows_for_columns(grads[0], ctx.group), None
+
+
+def to_grid(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[s/p, b, h]``, any dtype, to ``[s/X, b, h/Y]``; differentiable, collective over y."""
+    return _ToGrid.apply(x, group)  # type: ignore[no-any-return]
+
+
+def from_grid(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[s/X, b, h/Y]``, any dtype, to ``[s/p, b, h]``; differentiable, collective over y."""
+    return _FromGrid.apply(x, group)  # type: ignore[no-any-return]
+
+
+def _rows_for_columns(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = x.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received.flatten(0, 1)
+
+
+def _columns_for_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = x.contiguous().unflatten(0, (group.size(), -1))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received.movedim(0, -2).flatten(-2)

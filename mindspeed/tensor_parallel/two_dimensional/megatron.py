@@ -27,9 +27,8 @@ from megatron.core.utils import make_viewless_tensor
 from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
 from mindspeed.tensor_parallel.two_dimensional import grid as ranks_of_grid
-from mindspeed.tensor_parallel.two_dimensional.exchange import from_grid, to_grid
-from mindspeed.tensor_parallel.two_dimensional.grid import Grid, token_order
-from mindspeed.tensor_parallel.two_dimensional.modules.megatron import (
+from mindspeed.tensor_parallel.two_dimensional.grid import Grid, from_grid, to_grid, token_order
+from mindspeed.tensor_parallel.two_dimensional.megatron_modules import (
     GridLinear,
     GridNorm,
     GridNormLinear,

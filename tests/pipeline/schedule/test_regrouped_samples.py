@@ -7,8 +7,7 @@ import torch
 
 from mindspeed.errors import DataError
 from mindspeed.pipeline.schedule.micro_batch_sizes import loss_weight
-from mindspeed.pipeline.schedule.regrouped_samples import RegroupedSamples
-from mindspeed.pipeline.schedule.weighted_loss import with_weight
+from mindspeed.pipeline.schedule.regrouped_samples import RegroupedSamples, with_weight
 from mindspeed.training.forward_step import MicroBatchLoss
 
 SIZES = (1, 2, 3, 2)

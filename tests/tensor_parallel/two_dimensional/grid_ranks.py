@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from mindspeed.instruments import CommLedger
 from mindspeed.te import comm, kernels
 from mindspeed.tensor_parallel.two_dimensional import grid as grids
-from mindspeed.tensor_parallel.two_dimensional.exchange import from_grid, to_grid
-from mindspeed.tensor_parallel.two_dimensional.grid import Grid
+from mindspeed.tensor_parallel.two_dimensional.grid import Grid, from_grid, to_grid
 from mindspeed.tensor_parallel.two_dimensional.linear import Communication, Products, linear
 from mindspeed.tensor_parallel.two_dimensional.norm import norm
 

@@ -1,4 +1,6 @@
-"""Defect: checkpoints and cached index maps are read with unrestricted ``pickle``.
+"""Defects of what a checkpoint's pickles may name.
+
+Defect: checkpoints and cached index maps are read with unrestricted ``pickle``.
 
 Where: ``torch.distributed.checkpoint`` (``DefaultLoadPlanner.load_bytes``,
 ``FileSystemReader.read_metadata``) for the index of a directory and every object in it (generator
@@ -9,13 +11,24 @@ own ``load_checkpoint``.
 Fix: these functions, and the names ``pickle`` and ``numpy`` in these modules, are replaced when the
 module is imported by readers with an allow-list of classes (:mod:`mindspeed.unpickle`).
 Versions: all.
+
+Defect: enum members pickled by Python 3.11.0 to 3.11.3 are not in Megatron's allow-list.
+
+Where: ``megatron.core.safe_globals.SAFE_GLOBALS``, the classes that ``torch.load`` accepts. These
+Pythons pickle an enum member as ``getattr(kind, name)``, and ``getattr`` is not in the list.
+Symptom: on these Pythons Megatron refuses its own checkpoints, and every Python refuses checkpoints
+written by them.
+Fix: add a ``getattr`` to the list that resolves members of enums and nothing else.
+Versions: all.
 """
 
 from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +37,7 @@ import numpy
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.errors import SecurityError
 from mindspeed.journal import Journal
+from mindspeed.security import ENUM_MEMBER
 from mindspeed.unpickle import PickleModule, read_index, read_object
 
 OWNER = "security"
@@ -35,6 +49,7 @@ ENGINES = (
     "transformer_engine.pytorch.ops.op",
     "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention",
 )
+SAFE_GLOBALS = "megatron.core.safe_globals"
 DATA_SETS = tuple(
     f"megatron.core.datasets.{name}"
     for name in ("gpt_dataset", "blended_dataset", "masked_dataset")
@@ -42,7 +57,7 @@ DATA_SETS = tuple(
 
 
 def install(hooks: PostImportHooks, journal: Journal) -> None:
-    """Replace the readers when their modules are imported."""
+    """Replace readers and extend Megatron's list when their modules are imported."""
 
     def planner(module: ModuleType) -> None:
         journal.set(module.DefaultLoadPlanner, "load_bytes", _load_bytes, owner=OWNER)
@@ -53,12 +68,21 @@ def install(hooks: PostImportHooks, journal: Journal) -> None:
     def data_set(module: ModuleType) -> None:
         journal.set(module, "numpy", _Numpy(), owner=OWNER)
 
+    hooks.around_import(SAFE_GLOBALS, functools.partial(_allow_enum_members, journal))
     hooks.when_imported(PLANNER, planner)
     hooks.when_imported(READER, reader)
     for name in ENGINES:
         hooks.when_imported(name, lambda module: guard_extra_state(module, journal))
     for name in DATA_SETS:
         hooks.when_imported(name, data_set)
+
+
+@contextmanager
+def _allow_enum_members(journal: Journal) -> Iterator[None]:
+    """Extend the list when Megatron defines it, before it is passed to torch."""
+    yield
+    module = sys.modules[SAFE_GLOBALS]
+    journal.set(module, "SAFE_GLOBALS", [*module.SAFE_GLOBALS, ENUM_MEMBER], owner="adaptor")
 
 
 def guard_extra_state(module: ModuleType, journal: Journal) -> None:

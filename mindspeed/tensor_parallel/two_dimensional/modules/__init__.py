@@ -1,1 +1,0 @@
-"""Linear layers and norms of the grid as modules of Megatron."""
