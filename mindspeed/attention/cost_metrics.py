@@ -103,15 +103,6 @@ class CostMetrics:
         """Mean over largest area; 1 is perfect, attention takes 1 / balance of the ideal time."""
         return sum(self.area) / len(self.area) / max(max(self.area), 1)
 
-    def forward_flops(self, sizes: Sizes) -> tuple[int, ...]:
-        """FLOPs of the forward pass: two products."""
-        return tuple(2 * a * sizes.heads * (sizes.head_size + sizes.value_size) for a in self.area)
-
-    def backward_flops(self, sizes: Sizes) -> tuple[int, ...]:
-        """FLOPs of the backward pass: five products."""
-        each = sizes.heads * (3 * sizes.head_size + 2 * sizes.value_size)
-        return tuple(2 * a * each for a in self.area)
-
     def forward_bytes(self, sizes: Sizes) -> tuple[int, ...]:
         """Bytes received in the forward pass."""
         result = sizes.output_row + sizes.statistics_row

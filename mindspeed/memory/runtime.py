@@ -44,7 +44,6 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.reruns = 0
-        self.transparent = 0
 
 
 class Runtime:
@@ -83,13 +82,7 @@ class Runtime:
         self._segments: list[tuple[Any, weakref.ref[Segment]]] = []
 
     def layer(self, name: str, forward: Forward, parameters: Tensors) -> Forward:
-        """Return ``forward`` of a layer, with the hooks around it where the layer has a plan.
-
-        Args:
-            name: The layer's name in the plan.
-            forward: The layer's forward.
-            parameters: Returns parameters and buffers of the layer, which exist anyway.
-        """
+        """Return ``forward`` of a layer, with the hooks around it where the layer has a plan."""
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -127,15 +120,6 @@ class Runtime:
             return self._run_site(outer, site, forward, args, kwargs)
 
         return run
-
-    @contextlib.contextmanager
-    def keep_everything(self) -> Iterator[None]:
-        """Run the block as if nothing were planned."""
-        self._state.transparent += 1
-        try:
-            yield
-        finally:
-            self._state.transparent -= 1
 
     @contextlib.contextmanager
     def trial(self, layer: str, plan: LayerPlan) -> Iterator[Figures]:
@@ -184,15 +168,7 @@ class Runtime:
     def begin(
         self, outer: Frame, site: str, forward: Forward, args: tuple[Any, ...], kwargs: Any
     ) -> Frame:
-        """A site starts to compute inside ``outer``.
-
-        Args:
-            outer: From :meth:`site_frame`.
-            site: Its name.
-            forward: What a second run calls, with ``args`` and ``kwargs``.
-            args: As ``forward`` gets them.
-            kwargs: Likewise.
-        """
+        """A site starts to compute inside ``outer``."""
         call, action = outer.call, outer.call.plan[site]
         figures = self.figures.of(call.name, site)
         figures.calls += 1
@@ -217,7 +193,7 @@ class Runtime:
 
     def _active(self) -> bool:
         state = self._state
-        return torch.is_grad_enabled() and not state.reruns and not state.transparent
+        return torch.is_grad_enabled() and not state.reruns
 
     def _run_site(
         self, outer: Frame, site: str, forward: Forward, args: tuple[Any, ...], kwargs: Any

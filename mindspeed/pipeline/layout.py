@@ -69,13 +69,7 @@ def parse_matrix(text: str) -> Layers:
 
 
 def problem_of(layers: Layers, ranks: int | None, num_layers: int | None) -> str:
-    """The error message for a division among other ranks or of another model; empty if it fits.
-
-    Args:
-        layers: of each chunk of each rank.
-        ranks: of the pipeline; None if it is not known.
-        num_layers: of the model, no-op layers among them; None if it is not known.
-    """
+    """The error message for a division among other ranks or of another model; empty if it fits."""
     if ranks is not None and len(layers) != ranks:
         return (
             f"has {len(layers)} ranks: --pipeline-model-parallel-size is {ranks}; give one entry "
@@ -88,12 +82,7 @@ def problem_of(layers: Layers, ranks: int | None, num_layers: int | None) -> str
 
 
 def layout(layers: Layers, mtp_num_layers: int = 0) -> str:
-    """Megatron's layout string.
-
-    Args:
-        layers: of each chunk of each rank.
-        mtp_num_layers: layers of multi-token prediction, on the last stage.
-    """
+    """Megatron's layout string."""
     stages = ["t" * count for count in stage_layers(layers)]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * mtp_num_layers + "L"
@@ -124,23 +113,6 @@ def evenly(num_layers: int, ranks: int, chunks: int = 1) -> Layers:
 def imbalance(costs: Sequence[float]) -> float:
     """Longest over mean cost of the ranks: the factor by which the slowest delays the others."""
     return max(costs) * len(costs) / sum(costs)
-
-
-def rank_costs(
-    layers: Layers, layer: float = 1.0, first: float = 0.0, last: float = 0.0
-) -> tuple[float, ...]:
-    """The cost of one micro-batch on each rank.
-
-    Args:
-        layers: of each chunk of each rank.
-        layer: cost of a transformer layer.
-        first: of the embedding.
-        last: of the output layer and the loss.
-    """
-    costs = [layer * sum(row) for row in layers]
-    costs[0] += first
-    costs[-1] += last
-    return tuple(costs)
 
 
 def even_layout(num_layers: int, ranks: int, mtp_layers: int = 0) -> str:

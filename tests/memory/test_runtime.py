@@ -320,14 +320,6 @@ def test_a_plan_changes_between_two_steps():
         assert all(map(torch.equal, step(layers), expected))
 
 
-def test_everything_is_kept_in_a_block():
-    layers = model()
-    runtime = planned(layers, plan_of({"layer": SiteAction.RECOMPUTE}))
-    with runtime.keep_everything():
-        step(layers)
-    assert runtime.figures.total().reruns == 0
-
-
 def test_the_report_has_a_line_for_each_site_and_their_sum():
     layers = model()
     runtime = planned(

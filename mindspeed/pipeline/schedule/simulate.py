@@ -85,20 +85,6 @@ class Simulation:
         return self.bubble_time / self.makespan if self.makespan else 0.0
 
     @cached_property
-    def span(self) -> float:
-        """The longest time from the first start to the last end of one rank.
-
-        Papers on zero bubble quote the bubble of this time: it leaves out that later ranks start
-        later, which an optimizer without global synchronisation may hide.
-        """
-        return max((row[-1].end - row[0].start for row in self.timeline if row), default=0.0)
-
-    @cached_property
-    def span_bubble(self) -> float:
-        """Fraction of :attr:`span` in which the mean rank does nothing useful."""
-        return 1 - self.useful / self.span if self.span else 0.0
-
-    @cached_property
     def exposed_reduction(self) -> float:
         """Time of the data-parallel reduction after the end of the last rank.
 
@@ -120,14 +106,6 @@ class Simulation:
     def messages(self) -> dict[tuple[int, int], int]:
         """Number of messages of each (source, target)."""
         return {ends: len(transfers) for ends, transfers in self.plan.channels.items()}
-
-    @cached_property
-    def volume(self) -> dict[tuple[int, int], float]:
-        """Data of each (source, target); 1 is the output of a stage for a micro-batch of size 1."""
-        return {
-            ends: sum(self.plan.size(transfer.microbatch) for transfer in transfers)
-            for ends, transfers in self.plan.channels.items()
-        }
 
     @cached_property
     def counts(self) -> Counter[str]:
