@@ -43,11 +43,7 @@ class _Index:
 
 
 class AliasSearch:
-    """Replaces values in all loaded modules that may hold aliases.
-
-    Args:
-        holds_aliases: which loaded modules are searched.
-    """
+    """Replaces values in all loaded modules that may hold aliases."""
 
     def __init__(self, holds_aliases: Callable[[ModuleType], bool]) -> None:
         self._holds_aliases = holds_aliases

@@ -23,11 +23,7 @@ _MUON = "megatron.core.optimizer.muon"
 
 
 class OptimizerConstruction:
-    """The two seams of one session, and the patch that they share.
-
-    Args:
-        seams: All seams of the session.
-    """
+    """The two seams of one session, and the patch that they share."""
 
     def __init__(self, seams: SeamTable) -> None:
         self._seams, self._building = seams, False

@@ -36,12 +36,7 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 
 def model_patches(owner: str, versions: str) -> tuple[Patch, ...]:
-    """The patches of the model: everything that reads ``packed_seq_params``.
-
-    Args:
-        owner: Name under which the patches are listed.
-        versions: The range of megatron-core that they are written for.
-    """
+    """The patches of the model: everything that reads ``packed_seq_params``."""
     return (
         Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel.forward",

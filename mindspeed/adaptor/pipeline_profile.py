@@ -99,12 +99,7 @@ def profile_of(parts: Sequence[RankPart], task: Task) -> Profile:
 
 
 class Profiler:
-    """One process's part.
-
-    Args:
-        task: what is measured for.
-        instruments: default: those of the device.
-    """
+    """One process's part."""
 
     def __init__(self, task: Task, instruments: Instruments | None = None) -> None:
         self.task, self._here, self._journal = task, device.current(), Journal()

@@ -56,13 +56,6 @@ def costs_of(
 ) -> AlgorithmCosts:
     """Plan and price a strategy.
 
-    Args:
-        strategy: The algorithm.
-        mask: Of all samples.
-        ranks: Context-parallel size.
-        sizes: Of q, k and v on a tensor-parallel rank.
-        name: To show; by default that of the plan.
-
     Raises:
         ConfigError: The Ulysses degree does not divide the ranks, or exceeds the heads.
     """
@@ -135,15 +128,7 @@ def _inputs(sizes: Sizes) -> int:
 def compare(
     mask: Mask, ranks: int, sizes: Sizes, algorithms: Iterable[str], options: Strategy
 ) -> list[AlgorithmCosts]:
-    """Price several algorithms, ``mesh`` among them.
-
-    Args:
-        mask: Of all samples.
-        ranks: Context-parallel size.
-        sizes: Of q, k and v on a tensor-parallel rank.
-        algorithms: Names of :class:`Strategy`, or ``mesh``.
-        options: The other fields of the strategies.
-    """
+    """Price several algorithms, ``mesh`` among them."""
     found = []
     for algorithm in algorithms:
         if algorithm == "mesh":

@@ -22,9 +22,6 @@ def alibi_slopes(heads: int) -> list[float]:
 
     ``2^(-8k/n)`` for a power of two n; other numbers use those of the next smaller power of two,
     then every second one of the next larger power.
-
-    Args:
-        heads: Query heads of the whole model.
     """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * k / power) for k in range(1, power + 1)]

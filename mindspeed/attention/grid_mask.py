@@ -48,10 +48,6 @@ def generate_adaptive_cp_mask_list_by_user(
 def mask_by_user(size: int, ranks: int) -> Mask:
     """The mask of a sequence by the two functions.
 
-    Args:
-        size: Tokens.
-        ranks: Of the context-parallel group, P.
-
     Raises:
         ConfigError: There is no grid, it has another shape, or a query sees nothing.
     """

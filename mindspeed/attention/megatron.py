@@ -30,12 +30,7 @@ class PlanPackedSeqParams(PackedSeqParams):
 
     @classmethod
     def of(cls, packed: PackedBatch, cp_group: Any = None) -> PlanPackedSeqParams:
-        """Parameters of a micro-batch.
-
-        Args:
-            packed: The micro-batch.
-            cp_group: The ranks it is sharded over, if not the context-parallel group.
-        """
+        """Parameters of a micro-batch."""
         cu_seqlens = _on_device(packed)
         return cls(
             qkv_format="sbhd",

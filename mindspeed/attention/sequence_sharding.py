@@ -145,13 +145,7 @@ def without(ranges: Iterable[Range], taken: Iterable[Range]) -> Ranges:
 
 
 def contiguous(size: int, ranks: int, samples: int = 1) -> SequenceSharding:
-    """Rank r owns the r-th part of every sample; their lengths differ by at most one token.
-
-    Args:
-        size: Length of a sample.
-        ranks: Number of ranks.
-        samples: Number of concatenated samples.
-    """
+    """Rank r owns the r-th part of every sample; their lengths differ by at most one token."""
     cuts = [size * rank // ranks for rank in range(ranks + 1)]
     parts = [[(cuts[rank], cuts[rank + 1])] for rank in range(ranks)]
     return _for_samples(parts, size, samples)
@@ -167,11 +161,6 @@ def indivisible(size: int, ranks: int) -> str:
 
 def zigzag(size: int, ranks: int, samples: int = 1) -> SequenceSharding:
     """Rank r owns chunks r and 2 P - 1 - r of 2 P chunks: equal causal work, Megatron's sharding.
-
-    Args:
-        size: Length of a sample.
-        ranks: Number of ranks, P.
-        samples: Number of concatenated samples.
 
     Raises:
         ConfigError: 2 P does not divide the size.

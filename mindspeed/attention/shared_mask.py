@@ -52,10 +52,6 @@ def get_attention_mask(device: torch.device | str = "cpu") -> UserMask:
 def mask_of_batch(length: int, samples: int) -> Mask | None:
     """The mask that was set, for the concatenated samples of a micro-batch; None if none was.
 
-    Args:
-        length: Tokens of a sample.
-        samples: Number of samples.
-
     Raises:
         ConfigError: It has another length or another number of samples.
     """

@@ -129,11 +129,6 @@ class Strategy:
         Adaptive strategies shard by the mask. The others use the zigzag sharding of Megatron's
         batches; contiguous parts where 2 P does not divide the length, and for ``needed`` where
         that sends fewer rows (sliding windows).
-
-        Args:
-            mask: Of all samples.
-            ranks: Of the whole group.
-            samples: Number of concatenated samples of equal length.
         """
         if self.adaptive:
             outer = planners.adaptive_sharding(

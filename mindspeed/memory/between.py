@@ -26,13 +26,7 @@ from mindspeed.memory.runtime import Forward, Runtime
 
 
 class BetweenCalls:
-    """The site of one module.
-
-    Args:
-        runtime: Executes the plan.
-        layer: Name of the layer.
-        site: Name of the site.
-    """
+    """The site of one module."""
 
     def __init__(self, runtime: Runtime, layer: str, site: str) -> None:
         self._runtime, self._layer, self._site = runtime, layer, site

@@ -23,13 +23,7 @@ _INSIDE_MLP = (f"{_MLP}.activation", f"{_MLP}.experts.activation")
 
 
 def plans_for(sites: Collection[str], *, offload: bool, rescue: bool) -> list[LayerPlan]:
-    """Candidate plans of a layer, at most 66; the first keeps everything, the last is LEAST.
-
-    Args:
-        sites: of the layer.
-        offload: whether attention and MLP may wait in host memory.
-        rescue: whether the whole layer may.
-    """
+    """Candidate plans of a layer, at most 66; the first keeps everything, the last is LEAST."""
     wholes = [SiteAction.RECOMPUTE, SiteAction.OFFLOAD] if offload else [SiteAction.RECOMPUTE]
     inside = [(site, SiteAction.RECOMPUTE_OUTPUT) for site in _INSIDE_MLP]
     attention = [(_INSIDE_ATTENTION, SiteAction.RECOMPUTE), *((_ATTENTION, one) for one in wholes)]

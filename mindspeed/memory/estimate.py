@@ -51,15 +51,7 @@ class Cost:
 def try_plan(
     runtime: Runtime, layer: str, call: Callable[[], object], plan: LayerPlan, clock: Clock
 ) -> Cost:
-    """Call a layer once under ``plan``.
-
-    Args:
-        runtime: has wrapped the layer and the sites of the plan.
-        layer: its name in plans.
-        call: calls the layer's forward; random states are the caller's to restore.
-        plan: not empty: a layer without a plan is not counted.
-        clock: times the second runs.
-    """
+    """Call a layer once under ``plan``."""
     key = object()
     with runtime.trial(layer, plan) as figures, runtime.microbatch(key):
         outputs = call()

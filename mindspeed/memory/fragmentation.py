@@ -149,11 +149,7 @@ class LongLivedPool:
 
 
 class Report:
-    """Records the first two steps of training, and shows :func:`table` after them.
-
-    Args:
-        show: gets the text.
-    """
+    """Records the first two steps of training, and shows :func:`table` after them."""
 
     STEPS = 2
 

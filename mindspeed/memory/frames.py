@@ -69,11 +69,6 @@ def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
     """Later sites of the layer get outputs that they save from the second run of the segment.
 
     Nothing to do unless the site's action is ``recompute_output``.
-
-    Args:
-        frame: The site that has computed.
-        outputs: Its outputs, as its second run returns them.
-        inputs: Its inputs; outputs that share their storage exist anyway.
     """
     call, segment = frame.call, frame.segment
     if frame.action is not SiteAction.RECOMPUTE_OUTPUT or segment is None:

@@ -151,10 +151,6 @@ class HostCopy:
     def get(self, size: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
         """The elements on their device, as they were when they were saved.
 
-        Args:
-            size: Of a view of them.
-            strides: Of this view.
-
         Raises:
             InPlaceChange: They were changed before their copy was complete.
         """
@@ -183,12 +179,7 @@ class HostCopy:
 
 
 class OnHost:
-    """What autograd holds instead of a tensor in host memory.
-
-    Args:
-        copy: Of its elements.
-        tensor: Any shape and dtype.
-    """
+    """What autograd holds instead of a tensor in host memory."""
 
     __slots__ = ("__weakref__", "_size", "_strides", "copy")
 

@@ -45,9 +45,6 @@ class LayerRule:
 def rules_of(value: Any) -> tuple[LayerRule, ...]:
     """The rules of a file's content.
 
-    Args:
-        value: What a YAML or JSON file holds.
-
     Raises:
         ValueError: What it holds is no plan; says where.
     """

@@ -84,13 +84,7 @@ def sites_of(layer: torch.nn.Module) -> dict[str, Site]:
 
 
 def chunk_layers(model: torch.nn.Module, config: Any, vp_stage: int | None) -> ChunkLayers:
-    """The layers of a model chunk as flags with a number of layers count them.
-
-    Args:
-        model: A chunk, as the seam ``chunk`` gives it.
-        config: Its transformer config.
-        vp_stage: Number of the chunk among those of its rank; None without virtual stages.
-    """
+    """The layers of a model chunk as flags with a number of layers count them."""
     paths = layers_of(model)
     decoder = {path: int(path.rsplit(".", 1)[1]) for path in paths if path.startswith("decoder.")}
     return ChunkLayers(
@@ -164,10 +158,6 @@ def refuse_different_plans(plan: ChunkPlan, owner: str) -> None:
 
     A collective of all ranks of the stage.
 
-    Args:
-        plan: Of one model chunk.
-        owner: Whose plan it is, for the message.
-
     Raises:
         TrainingError: On all ranks; names those with another plan.
     """
@@ -191,10 +181,6 @@ def stage_groups() -> list[Any]:
 
 def check_names(plan: ChunkPlan, known: dict[str, Any]) -> None:
     """Refuse layers and sites that do not exist.
-
-    Args:
-        plan: The plan.
-        known: Layer -> its sites.
 
     Raises:
         ValueError: Names the nearest that exist.

@@ -117,14 +117,7 @@ class Offload:
     def save(
         self, tensor: torch.Tensor, group: Group, where: str, figures: SiteFigures
     ) -> HostCopy:
-        """Copy a tensor that :meth:`takes` allows.
-
-        Args:
-            tensor: Any shape and dtype.
-            group: Of the layer call.
-            where: Layer and site, for messages.
-            figures: Of the site.
-        """
+        """Copy a tensor that :meth:`takes` allows."""
         self.live += 1
         copy = HostCopy(
             tensor,

@@ -66,11 +66,6 @@ def swap_plan(
     The last layer before the loss is kept: its copies would be fetched at once. While its backward
     runs, those of the layer before it come back. On all other chunks the last layer has to wait for
     the pipeline, and its copies have time.
-
-    Args:
-        sites: The sites of each layer by path, in the order in which layers run.
-        layers: Of the chunk.
-        swapped: Sites that are offloaded, where a layer has them.
     """
     plan = {
         layer: {site: SiteAction.OFFLOAD for site in swapped if site in known}
@@ -84,12 +79,7 @@ def swap_plan(
 
 
 def regions_of(sites: Container[str], level: int) -> tuple[str, ...]:
-    """The sites of a layer that is recomputed: at level 2 its halves, else the layer.
-
-    Args:
-        sites: Those that the layer has.
-        level: 1 or 2.
-    """
+    """The sites of a layer that is recomputed: at level 2 its halves, else the layer."""
     halves = (ATTENTION_SUBLAYER, MLP_SUBLAYER)
     return halves if level == 2 and all(half in sites for half in halves) else (LAYER,)
 
@@ -99,11 +89,5 @@ def plan_of(
     sites: Callable[[str], tuple[str, ...]],
     action: SiteAction,
 ) -> ChunkPlan:
-    """One action for the same sites of several layers.
-
-    Args:
-        layers: Paths of the layers.
-        sites: The sites of a layer by its path.
-        action: What happens to them.
-    """
+    """One action for the same sites of several layers."""
     return ChunkPlan({layer: dict.fromkeys(sites(layer), action) for layer in layers})

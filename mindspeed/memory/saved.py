@@ -48,12 +48,7 @@ class Kept:
 
 
 class Recomputed:
-    """A tensor that a segment computes again.
-
-    Args:
-        tensor: What was saved; only its shape and dtype are remembered.
-        compute: Gives this object its ``value``.
-    """
+    """A tensor that a segment computes again."""
 
     __slots__ = ("__weakref__", "_compute", "dtype", "shape", "value")
 

@@ -45,11 +45,7 @@ class ScheduledRecomputation:
 
     @contextlib.contextmanager
     def dropped(self, microbatch: Any) -> Iterator[None]:
-        """The forwards of the block drop whole layers.
-
-        Args:
-            microbatch: any key, by which :meth:`recompute` finds them.
-        """
+        """The forwards of the block drop whole layers."""
         with self._runtime.microbatch(microbatch):
             yield
 

@@ -197,13 +197,7 @@ class _Stage:
 
 
 def peak(layers: Sequence[LayerCosts], chosen: Sequence[Candidate], budget: Budget) -> int:
-    """Bytes of the device at the peak of a step.
-
-    Args:
-        layers: in the order of their forward.
-        chosen: a candidate of each.
-        budget: what is needed beside layers.
-    """
+    """Bytes of the device at the peak of a step."""
     return budget.static + _Stage.of(layers, budget).need(chosen)
 
 
@@ -344,16 +338,7 @@ def _states(
     kept: int,
     host: int | None,
 ) -> list[_States] | None:
-    """The states after no layer, one layer, ..., all layers; None if nothing fits.
-
-    Args:
-        layers: in the order of their forward.
-        columns: their candidates.
-        stage: how bytes add up.
-        most: bytes that a micro-batch in backward may need.
-        kept: the largest sum of kept bytes.
-        host: the most host bytes; None: unlimited.
-    """
+    """The states after no layer, one layer, ..., all layers; None if nothing fits."""
     host, kept = _UNLIMITED if host is None else host, min(kept, stage.most_kept(most))
     allowed = [one.take(np.flatnonzero(one.need <= most)) for one in columns]
     if kept < 0 or not all(len(one.kept) for one in allowed):

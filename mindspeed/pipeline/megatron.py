@@ -59,12 +59,6 @@ def with_noop_layers(
     The other layers are unchanged and are numbered in checkpoints as if no-op layers did not
     exist. The standard deviation of Megatron's default initialisation of output projections, in
     ``config``, is adjusted to the number of computing layers.
-
-    Args:
-        block: the specs of the chunk's layers.
-        config: of the whole model.
-        first_layer: index of the chunk's first layer in the model.
-        noop_layers: indices in the model.
     """
     problem = problem_of(noop_layers, config.num_layers)
     if problem:

@@ -171,12 +171,7 @@ class SharedEmbedding:
 
 
 def share_embedding(model: Any, first: Any) -> None:
-    """Replace the copy of the embedding in ``model`` by that of ``first``.
-
-    Args:
-        model: the last stage.
-        first: the first stage.
-    """
+    """Replace the copy of the embedding in ``model`` by that of ``first``."""
     tied, predicts = model.share_embeddings_and_output_weights, model.mtp_process
     if not tied and not predicts:
         return

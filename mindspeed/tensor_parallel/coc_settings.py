@@ -54,10 +54,6 @@ class CocSettings:
 def read_settings(given: Mapping[str, Any], where: str) -> CocSettings:
     """Check settings by name.
 
-    Args:
-        given: any of the names in the table above.
-        where: what to call their source in a message.
-
     Raises:
         ConfigError: names the entry, what it is and what it may be.
     """

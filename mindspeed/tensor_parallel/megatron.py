@@ -13,9 +13,6 @@ def closing_linears(layer: Any) -> dict[str, tuple[torch.nn.Module, ...]]:
     Decided by structure: a layer, attention or MLP of any other class (experts, cross attention, a
     norm after the sublayer) has none, because what follows may read the output.
 
-    Args:
-        layer: A transformer layer.
-
     Returns:
         ``self_attention`` or ``mlp`` -> the linear layer and the module that returns its output.
     """

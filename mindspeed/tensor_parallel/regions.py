@@ -133,11 +133,7 @@ def next_gather() -> AheadGather | None:
 
 @contextlib.contextmanager
 def ahead_of(start: Gather) -> Iterator[AheadGather]:
-    """Let a second run that begins in this block start the gather after its own last one.
-
-    Args:
-        start: Starts the gather.
-    """
+    """Let a second run that begins in this block start the gather after its own last one."""
     before, gather = _threads.ahead, AheadGather(start)
     _threads.ahead = gather
     try:

@@ -101,13 +101,7 @@ class Strategy:
 
 
 def choose(overlap: Overlap, product: Product, unfit: str | None) -> Strategy:
-    """The strategy of a product.
-
-    Args:
-        overlap: what the user chose.
-        product: its operation and shape.
-        unfit: why no fused kernel can compute it, None if one can.
-    """
+    """The strategy of a product."""
     if product.operation not in overlap.operations:
         return Strategy("plain")
     parts = overlap.parts_of.get(product.shape)

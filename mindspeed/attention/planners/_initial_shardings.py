@@ -32,13 +32,7 @@ _EVEN = (105, 100)
 
 
 def initial_shardings(work: Workload, ranks: int, granularity: int) -> Iterator[Parts]:
-    """Yield the initial shardings.
-
-    Args:
-        work: The mask.
-        ranks: Size of the group.
-        granularity: Chunks of the min-heap have up to 16 times as many tokens.
-    """
+    """Yield the initial shardings."""
     quota = quotas(work.size, ranks)
     yield in_order(quota)
     yield zigzag(quota)

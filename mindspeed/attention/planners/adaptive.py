@@ -35,14 +35,7 @@ _PAIRS_PER_KEY = 1024
 
 
 def adaptive(mask: Mask, ranks: int, granularity: int = 128, overlap: int = 2) -> Plan:
-    """Plan attention with the sharding chosen for the mask.
-
-    Args:
-        mask: Any.
-        ranks: Size of the group.
-        granularity: As in :func:`adaptive_sharding`.
-        overlap: Number of stages in which keys and values arrive.
-    """
+    """Plan attention with the sharding chosen for the mask; keys arrive in ``overlap`` stages."""
     return needed_only(mask, adaptive_sharding(mask, ranks, granularity), overlap)
 
 
@@ -50,10 +43,7 @@ def adaptive(mask: Mask, ranks: int, granularity: int = 128, overlap: int = 2) -
 def adaptive_sharding(mask: Mask, ranks: int, granularity: int = 128) -> SequenceSharding:
     """Shard for equal tokens, nearly equal work, and few keys received; cached by arguments.
 
-    Args:
-        mask: Any.
-        ranks: Size of the group.
-        granularity: Swaps move multiples of this many tokens.
+    Swaps move multiples of ``granularity`` tokens.
     """
     work = Workload(mask)
     least = int(work.area[-1]) * _BALANCE[1] // (ranks * _BALANCE[0])  # of a balanced busiest rank

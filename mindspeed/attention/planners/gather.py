@@ -17,24 +17,13 @@ from mindspeed.attention.sequence_sharding import Ranges, SequenceSharding, leng
 
 
 def all_gather(mask: Mask, sharding: SequenceSharding) -> Plan:
-    """Plan attention in which every rank receives all keys and values at once.
-
-    Args:
-        mask: Any.
-        sharding: Any; zigzag balances a causal mask.
-    """
+    """Plan attention in which every rank receives all keys and values at once."""
     wanted: list[Ranges] = [((0, mask.size),)] * sharding.ranks
     return _plan("all-gather", mask, sharding, [_moves(sharding, wanted)])
 
 
 def needed_only(mask: Mask, sharding: SequenceSharding, steps: int = 2) -> Plan:
-    """Plan attention in which every rank receives the keys and values its queries attend to.
-
-    Args:
-        mask: Any.
-        sharding: Any.
-        steps: Number of stages in which they arrive.
-    """
+    """Plan attention whose ranks receive the needed keys and values only, in ``steps`` stages."""
     wanted = [seen(mask, own) for own in sharding.segments]
     groups: list[list[Transfer]] = [[] for _ in range(steps)]
     for rank in range(sharding.ranks):

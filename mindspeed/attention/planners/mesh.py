@@ -78,13 +78,7 @@ def mesh(mask: Mask, sharding: SequenceSharding, queries: int) -> Plan:
 
 
 def mesh_side(ranks: int, heads: int, groups: int) -> int:
-    """The number of ranks that share queries for which the fewest bytes are sent.
-
-    Args:
-        ranks: Size of the group.
-        heads: Query heads.
-        groups: Key heads.
-    """
+    """The number of ranks that share queries for which the fewest bytes are sent."""
     sides = [side for side in range(1, ranks + 1) if ranks % side == 0]
     # In units of half a row of one key head, forward plus backward.
     return min(sides, key=lambda a: 5 * (a - 1) * heads + 6 * (ranks // a - 1) * groups)

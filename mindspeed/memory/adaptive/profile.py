@@ -51,15 +51,7 @@ class Kind:
         arguments: tuple[Any, Any],
         clock: Clock,
     ) -> None:
-        """Call a layer once under each plan, with equal random states; they stay as they are.
-
-        Args:
-            runtime: has wrapped the layer.
-            name: of the layer.
-            forward: of the layer, as the runtime wrapped it.
-            arguments: positional and keyword arguments of a call.
-            clock: times second runs and the forward.
-        """
+        """Call a layer once under each plan, with equal random states; they stay as they are."""
 
         def call() -> object:
             args, kwargs = like_activations(arguments)

@@ -40,9 +40,6 @@ class Peaks:
 class Sections:
     """Divides steps of one rank into sections.
 
-    Args:
-        device: whose memory is measured.
-
     Attributes:
         peaks: of the step.
     """
@@ -67,13 +64,7 @@ class Sections:
     def enter(
         self, section: str, ended: Callable[[int], None] | None = None, first: bool = False
     ) -> None:
-        """A section begins, and the one before ends.
-
-        Args:
-            section: its kind.
-            ended: called with the bytes that it needed beyond those when it began.
-            first: it is the backward of a chunk's first layer.
-        """
+        """Begin a section; ``ended`` gets the bytes that it needed beyond those at its begin."""
         stats = self._device.memory_stats()
         self._most = max(self._most, stats.peak)
         if self._section == HEAD:
@@ -89,12 +80,7 @@ class Sections:
 
 
 def on_gradient(tensors: Any, call: Callable[[], None]) -> bool:
-    """Call once the gradient of the first tensor is there; False if it gets none.
-
-    Args:
-        tensors: a tensor, or a sequence that begins with one.
-        call: is called.
-    """
+    """Call once the gradient of the (first) tensor is there; False if it gets none."""
     tensor = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
     if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
         return False

@@ -36,13 +36,7 @@ class _Communicator:
 
 
 def held_by_stage(stage: int, micro_batches: int, config: Any) -> frozenset[Held]:
-    """:func:`~mindspeed.memory.in_flight.held_at_once` for one pipeline stage.
-
-    Args:
-        stage: rank in the pipeline group.
-        micro_batches: of a step.
-        config: Megatron's ``ModelParallelConfig``.
-    """
+    """:func:`~mindspeed.memory.in_flight.held_at_once` for one pipeline stage."""
     stages = config.pipeline_model_parallel_size
     chunks = config.virtual_pipeline_model_parallel_size
     if chunks:

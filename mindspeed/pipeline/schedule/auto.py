@@ -47,14 +47,6 @@ def fastest(
 ) -> Plan:
     """The plan with the shortest simulated step.
 
-    Args:
-        placement: of the stages: a loop or a V.
-        num_microbatches: m.
-        costs: times and memory of the actions.
-        memory_limit: most activations of a rank, in A.
-        sizes: of the micro-batches, where they differ.
-        split: backwards may be split.
-
     Raises:
         ConfigError: no candidate fits; names the least memory of all.
     """

@@ -71,11 +71,6 @@ class Directions:
     def waiting(self, rank: int, other: int, action: str) -> Iterator[None]:
         """Wait for another rank of the pipeline in the block.
 
-        Args:
-            rank: that waits, in the pipeline.
-            other: that is waited for.
-            action: what it has not done, for the error.
-
         Raises:
             NoAnswer: time is up, or the connection broke.
         """

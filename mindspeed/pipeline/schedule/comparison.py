@@ -122,12 +122,7 @@ class Priced:
 
 
 def compare(job: Job, names: Sequence[str] = tuple(ENTRIES)) -> list[Priced]:
-    """Price schedules.
-
-    Args:
-        job: sizes and costs.
-        names: keys of :data:`ENTRIES`, or paths of csv files.
-    """
+    """Price schedules."""
     return [_priced(job, name) for name in names]
 
 

@@ -110,11 +110,6 @@ def check_declared(
 ) -> None:
     """Check what ``stage`` sends.
 
-    Args:
-        infos: the tensors.
-        declared: ``shape`` and ``dtype`` of each.
-        stage: that sends.
-
     Raises:
         TrainingError: names stage, position, shape and dtype.
     """

@@ -25,10 +25,6 @@ def joined(plan: Plan, costs: Costs) -> Plan:
 
     The message of a whole backward leaves later by the time of its W. It must still arrive one more
     such time before it is needed: real ranks are not as punctual as simulated ones.
-
-    Args:
-        plan: may divide any backward.
-        costs: by which it is simulated.
     """
     timeline = simulate(plan, costs).timeline
     starts = {action: start for row in timeline for action, start, _ in row}

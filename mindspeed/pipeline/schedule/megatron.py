@@ -106,14 +106,7 @@ def channels_of(
     messages: Messages,
     instrument: Callable[[Buffers], Buffers] = lambda buffers: buffers,
 ) -> PeerToPeer:
-    """The channels of this rank in one step.
-
-    Args:
-        plan: the plan of the step.
-        arguments: what decides on shapes.
-        messages: how they may differ.
-        instrument: makes room in messages of known shapes.
-    """
+    """The channels of this rank in one step."""
     pp_group = arguments.groups.pp
     rank, directions = pp_group.rank(), directions_of(pp_group)
     unknown = messages.variable_lengths and arguments.lengths is None
@@ -279,12 +272,7 @@ def scheduled(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline
 
 
 def with_messages(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline:
-    """A pipeline that runs plans, whose messages differ.
-
-    Args:
-        previous: as for :func:`scheduled`.
-        changes: fields of :class:`Messages`.
-    """
+    """A pipeline that runs plans, whose messages differ."""
     pipeline = scheduled(previous)
     return replace(pipeline, messages=replace(pipeline.messages, **changes))
 

@@ -64,10 +64,6 @@ def in_advance(plan: Plan, costs: Costs) -> Plan:
     """Recompute every chunk but those of the last stage, without waiting for its gradient.
 
     ``R`` moves forward to where its rank is idle, by at most one chunk.
-
-    Args:
-        plan: without recomputation.
-        costs: decide where ranks are idle.
     """
     last = plan.placement.num_stages - 1
     dropped = [{chunk for chunk in _backwards(row) if chunk[0] != last} for row in plan.rows]
@@ -125,12 +121,6 @@ def place(plan: Plan, dropped: Sequence[Collection[Chunk]], cap: float, costs: C
 
     ``R`` runs at the first idle moment from which the cap holds until its backward, and right
     before its backward otherwise.
-
-    Args:
-        plan: without recomputation.
-        dropped: of each rank.
-        cap: activations stored at once, in A.
-        costs: of the actions; they say where ranks are idle.
     """
     weight = _weight(plan, costs)
     rows = [
@@ -192,12 +182,7 @@ class _Row:
 
 
 class _Times:
-    """When actions end.
-
-    Args:
-        plan: without recomputation.
-        costs: of its actions.
-    """
+    """When actions end."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._plan, self._costs = plan, costs

@@ -107,13 +107,7 @@ ForwardStep = Callable[..., tuple[Any, Any]]
 
 
 def with_weight(forward_step: ForwardStep, weight: float, *, per_token: bool) -> ForwardStep:
-    """A forward step for one micro-batch that counts ``weight`` times.
-
-    Args:
-        forward_step: Megatron's: returns an output and its loss function.
-        weight: of the micro-batch.
-        per_token: losses are summed over all tokens of the step.
-    """
+    """A forward step for one micro-batch that counts ``weight`` times."""
 
     def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         output, loss_function = forward_step(*args, **kwargs)

@@ -23,10 +23,6 @@ Buffers = Callable[[Transfer], Tensors | None]
 class VirtualTime:
     """The clock of one rank in one step.
 
-    Args:
-        plan: that is executed.
-        costs: how long actions and messages take.
-
     Attributes:
         now: the clock.
         trace: the actions that have run.

@@ -152,12 +152,7 @@ class WeightGradients:
         )
 
     def put(self, run: Callable[..., None], *tensors: torch.Tensor) -> None:
-        """Compute a weight gradient: now, or in the W of the backward that is running.
-
-        Args:
-            run: gets the tensors, and adds the gradient where it belongs.
-            *tensors: all activations and gradients that it needs.
-        """
+        """Compute a weight gradient: now, or in the W of the backward that is running."""
         if self._key is None:
             with torch.no_grad():
                 run(*tensors)

@@ -56,12 +56,7 @@ def y_groups(tp_ranks: Sequence[int], x: int) -> list[list[int]]:
 
 
 def sequence_groups(tp_groups: Sequence[Sequence[int]], x: int) -> list[list[int]]:
-    """The ranks that share tokens in attention, one list for each x.
-
-    Args:
-        tp_groups: The tensor-parallel groups of a context-parallel group, by context-parallel rank.
-        x: Ranks of an x-group.
-    """
+    """The ranks that share tokens in attention, one list for each x."""
     return [[rank for ranks in tp_groups for rank in ranks[first::x]] for first in range(x)]
 
 
@@ -75,11 +70,6 @@ def token_order(tokens: int, x: int, y: int) -> torch.Tensor:
     tensor-parallel rank r = y X + x; so ids and labels are put in the order
 
         for y: for x: part (x, y) of [tokens of attention rank 0, of rank 1, ...]
-
-    Args:
-        tokens: Number of tokens of a sample on this context-parallel rank.
-        x: X.
-        y: Y.
 
     Returns:
         int64 ``[tokens]``: position of each token in the batch.

@@ -72,14 +72,7 @@ def _own_group(groups: list[list[int]], description: str) -> dist.ProcessGroup:
 
 
 class GridTransformerLayer(TransformerLayer):
-    """Megatron's layer on the grid: heads over x, tokens over y and context-parallel ranks.
-
-    Args:
-        config: Of the whole model.
-        layers: The groups.
-        pg_collection: Of the whole model.
-        **options: Other arguments of Megatron's layer.
-    """
+    """Megatron's layer on the grid: heads over x, tokens over y and context-parallel ranks."""
 
     first_of_chunk = last_of_chunk = False
 

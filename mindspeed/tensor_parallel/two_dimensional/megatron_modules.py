@@ -186,14 +186,7 @@ class GridNormLinear(GridLinear):
 
 
 class GridNorm(torch.nn.Module):
-    """RMSNorm or LayerNorm on the grid; weight and bias ``[h]``.
-
-    Args:
-        config: Megatron's transformer config.
-        hidden_size: h.
-        eps: Added to the variance.
-        layers: The groups.
-    """
+    """RMSNorm or LayerNorm on the grid; weight and bias ``[h]``."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, layers: Layers) -> None:
         super().__init__()

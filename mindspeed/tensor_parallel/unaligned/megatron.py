@@ -66,14 +66,7 @@ def with_sizes_of_rank(arguments: Mapping[str, Any], sizes: ModelSizes) -> dict[
 def with_uneven_linears(
     block: Any, sizes: ModelSizes, group: Any, base: Callable[[type], type]
 ) -> Any:
-    """The specs of a model chunk with linear layers that know their part of the whole weight.
-
-    Args:
-        block: specs of the chunk's layers.
-        sizes: of the model.
-        group: the tensor-parallel ranks.
-        base: the class to derive a linear layer from, for each class of a spec.
-    """
+    """The specs of a model chunk with linear layers that know their part of the whole weight."""
     ranks, rank = group.size(), group.rank()
     attention = Share(sizes.num_query_groups, ranks, rank)
     mlp = Share(sizes.ffn_hidden_size, ranks, rank)
