@@ -22,7 +22,7 @@ from mindspeed.adaptor.versions import read_version
 
 @dataclass(frozen=True)
 class Finding:
-    """What the check says about one patch: ``problem`` is empty when the contract holds."""
+    """Result of the check of one patch: ``problem`` is empty when the contract holds."""
 
     patch: Patch
     status: str  # "ok", "not needed", "no such module", "missing", "changed"

@@ -63,7 +63,7 @@ def set_actual_seq_len(actual_seq_len: Sequence[int] | torch.Tensor | None) -> N
 
 
 def get_actual_seq_len() -> list[int] | None:
-    """Where the documents of the current micro-batch end, without a leading 0."""
+    """Ends of the documents of the current micro-batch, without a leading 0."""
     ends = _CURRENT.get().ends
     return None if ends is None else list(ends)
 

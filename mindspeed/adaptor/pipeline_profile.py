@@ -37,7 +37,7 @@ _PLANS: list[LayerPlan] = [KEEP_ALL, *({SITES[name]: SiteAction.RECOMPUTE} for n
 
 @dataclass
 class _Figures:
-    """Of this rank; seconds are lists of single calls."""
+    """Measurements of this rank; seconds are lists of single calls."""
 
     forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -48,7 +48,7 @@ class _Figures:
 
 @dataclass(frozen=True)
 class Instruments:
-    """What measures instead of the device, and who gets the figures.
+    """Clocks that replace those of the device, and the receiver of the figures.
 
     Attributes:
         now: seconds.
@@ -65,7 +65,7 @@ class Instruments:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank of a pipeline measured.
+    """Measurements of one rank of a pipeline.
 
     Attributes:
         layers: by their number in the model.
@@ -113,7 +113,7 @@ class Profiler:
         self._in_layers = 0.0
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For the seam ``schedule``: ``function`` runs the micro-batches of a step."""
+        """Wrap for the seam ``schedule``: ``function`` runs the micro-batches of a step."""
 
         @functools.wraps(function)
         def run(**options: Any) -> Any:
@@ -303,7 +303,7 @@ class Profiler:
         return found
 
     def _ends(self) -> Part:
-        """What this rank computes outside of layers; at both ends of the pipeline it counts."""
+        """Measurements outside of layers; at both ends of the pipeline it counts."""
         seconds = statistics.median(self._figures.chunk_forward)
         backward = self._figures.head_backward
         in_layers = sum(self._static(layer) for _, layer in self._layers.values())

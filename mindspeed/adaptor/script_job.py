@@ -205,7 +205,7 @@ class ScriptJob:
         )
 
     def prepare_training(self, chunks: list[Any], optimizer: Any) -> None:
-        """What Megatron-LM's loop connects before its first step."""
+        """Connect what Megatron-LM's loop connects before its first step."""
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
         from megatron.core.utils import get_model_config
         from megatron.training import global_vars
@@ -258,7 +258,7 @@ def _capture(path: Path, found: list[Mapping[str, Any]]) -> Iterator[None]:
 def _environment(
     module: ModuleType, argv: Sequence[str], world_size: int, rank: int
 ) -> Iterator[None]:
-    """What a launcher gives a script: command line, import path, variables; it is ``__main__``."""
+    """Set command line, import path and variables as a launcher does, and ``__main__``."""
     path = str(module.__file__)
     directory = str(Path(path).resolve().parent)
     if directory not in sys.path:  # it stays: the script's functions import later, too
@@ -278,7 +278,7 @@ def _environment(
 
 @contextlib.contextmanager
 def _refusals(path: Path) -> Iterator[None]:
-    """What Megatron-LM refuses, as our error."""
+    """Raise refusals of Megatron-LM as our error."""
     said: list[str] = []
 
     def error(parser: argparse.ArgumentParser, message: str) -> NoReturn:

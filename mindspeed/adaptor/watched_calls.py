@@ -21,7 +21,7 @@ def routing() -> tuple[Any, Any]:
 
 
 def sharded_data_parallel() -> tuple[tuple[Any, str], tuple[tuple[Any, str], ...]]:
-    """Of Megatron-FSDP: who makes device meshes, and who compares or copies what ranks have."""
+    """Calls of Megatron-FSDP that make device meshes, compare or copy what ranks have."""
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 

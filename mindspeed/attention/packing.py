@@ -26,7 +26,7 @@ class PackedKVShape:
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor) -> PackedKVShape:
-        """From keys ``[t, g, d]`` and values ``[t, g, d_v]``, any dtype."""
+        """Shape of keys ``[t, g, d]`` and values ``[t, g, d_v]``, any dtype."""
         return cls(k.shape[1], k.shape[2], v.shape[2])
 
     @property

@@ -61,7 +61,7 @@ _BALANCED = 0.95
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a context-parallel group computes attention.
+    """Choice of how a context-parallel group computes attention.
 
     Attributes:
         algorithm: One of the table above.
@@ -95,7 +95,7 @@ class Strategy:
 
     @classmethod
     def from_comm_type(cls, comm_type: str | None, ulysses_degree: int = 1) -> Strategy:
-        """From the entry of a layer in Megatron's ``--cp-comm-type``.
+        """Strategy of a layer's entry in Megatron's ``--cp-comm-type``.
 
         Args:
             comm_type: One of :data:`COMM_TYPES`; None for ``p2p``.

@@ -66,7 +66,7 @@ class HeadAllToAll:
     def to_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, share: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """From own rows and all heads to all rows and own heads. Collective.
+        """Exchange own rows of all heads for all rows of own heads. Collective.
 
         Key heads are repeated where the query heads of a rank use them unequally often.
 
@@ -127,7 +127,7 @@ class HeadAllToAll:
         return KVBeforeAllToAll(self, heads, share, k.detach(), values)
 
     def to_sequence(self, out: torch.Tensor, heads: int) -> torch.Tensor:
-        """From all rows, own heads ``[T, n', d_v]`` to ``[t, n, d_v]``, any dtype. Collective."""
+        """Exchange all rows of own heads ``[T, n', d_v]`` for ``[t, n, d_v]``. Collective."""
         return _ToSequence.apply(self, out, heads)  # type: ignore[no-any-return]
 
     def order(self) -> torch.Tensor:

@@ -123,7 +123,7 @@ def _of_rule(rule: Rule, size: int) -> Mask:
 
 
 def _of_strips(strips: Iterable[torch.Tensor], size: int, hint: str | None) -> Mask:
-    """From the visibility of consecutive queries ``[rows, size]``; ``hint`` sets the limit."""
+    """Mask from the visibility of consecutive queries ``[rows, size]``; ``hint`` sets the limit."""
     found, first = [np.zeros((3, 0), np.int64)], 0
     for seen in strips:
         padded = F.pad(seen.cpu(), (1, 1))
@@ -169,7 +169,7 @@ def _regions(found: np.ndarray, size: int) -> tuple[Region, ...]:
 
 
 def _chains(found: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """For each interval the number of its chain: consecutive queries whose ends shift like this."""
+    """Number of each interval's chain: consecutive queries whose ends shift like this."""
     rows = found[0]
     line = np.stack([rows, found[2] - stop * rows, found[1] - start * rows])
     order = np.lexsort(line)

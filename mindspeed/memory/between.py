@@ -99,7 +99,7 @@ class BetweenCalls:
 
 
 def _not_the_sites() -> Any:
-    """What leads to the first call saves tensors, too: they are not the site's."""
+    """Ignore tensors saved on the way to the first call: they are not the site's."""
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
 
 
@@ -129,7 +129,7 @@ class _Replay:
 
 
 class _Current(threading.local):
-    """What this thread runs."""
+    """Call that this thread runs."""
 
     def __init__(self) -> None:
         self.call: _Call | None = None

@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """How the allocator is used.
+    """Options of the allocator.
 
     Attributes:
         expandable: ``expandable_segments:True``: one segment per pool that grows.

@@ -32,7 +32,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one call of a layer under one plan.
+    """Cost of one call of a layer under one plan.
 
     Attributes:
         kept: bytes kept on the device that exist for no other reason.
@@ -103,7 +103,7 @@ def device_clock(device: Device) -> Clock:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second: FLOPs of its widest 16-bit format, bytes of its memory."""
+    """Rates of a device per second: FLOPs of its widest 16-bit format, bytes of its memory."""
 
     flops: float
     bandwidth: float

@@ -136,14 +136,14 @@ class LongLivedPool:
         self._begun = False
 
     def before_model(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """For the seam ``model_arguments``."""
+        """Hook for the seam ``model_arguments``."""
         if not self._begun:
             self._begun = True
             self._building.enter_context(self._pool())
         return arguments
 
     def with_optimizer(self, optimizer: Any) -> Any:
-        """For the seam ``optimizer``."""
+        """Hook for the seam ``optimizer``."""
         self._building.close()
         return _around_steps(optimizer, lambda count: self._pool() if count == 1 else None)
 
@@ -160,12 +160,12 @@ class Report:
         self._done = False
 
     def with_optimizer(self, optimizer: Any) -> Any:
-        """For the seam ``optimizer``."""
+        """Hook for the seam ``optimizer``."""
         self._optimizer = optimizer
         return _around_steps(optimizer, self._step)
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For the seam ``schedule``: evaluation is not recorded."""
+        """Hook for the seam ``schedule``: evaluation is not recorded."""
 
         @functools.wraps(function)
         def recorded(*args: Any, **options: Any) -> Any:

@@ -17,7 +17,7 @@ from mindspeed.memory.segment import Segment
 
 
 class Region(Protocol):
-    """What one call of a site that is computed again is surrounded by."""
+    """Context around one call of a recomputed site."""
 
     def first_run(self) -> AbstractContextManager[object]:
         """Entered around the site in forward."""

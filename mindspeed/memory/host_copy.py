@@ -40,12 +40,12 @@ class Streams:
 
     @property
     def out(self) -> Any:
-        """From the device to the host."""
+        """Stream of copies from the device to the host."""
         return self._streams()[0]
 
     @property
     def back(self) -> Any:
-        """From the host to the device."""
+        """Stream of copies from the host to the device."""
         return self._streams()[1]
 
     def _streams(self) -> tuple[Any, Any]:
@@ -179,7 +179,7 @@ class HostCopy:
 
 
 class OnHost:
-    """What autograd holds instead of a tensor in host memory."""
+    """Placeholder that autograd saves for a tensor in host memory."""
 
     __slots__ = ("__weakref__", "_size", "_strides", "copy")
 

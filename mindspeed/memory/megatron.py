@@ -46,7 +46,7 @@ _SUBLAYERS = {ATTENTION_SUBLAYER: "_forward_attention", MLP_SUBLAYER: "_forward_
 
 @dataclass(frozen=True)
 class Site:
-    """Where a site is: a method of a module, or what lies between two of its linear layers."""
+    """Location of a site: a method of a module, or what lies between two of its linear layers."""
 
     module: torch.nn.Module
     method: str = "forward"
@@ -319,7 +319,7 @@ def _copied(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _environment(model: torch.nn.Module) -> Callable[..., Any]:
-    """What a second run must find, and what it must not leave behind.
+    """State that a second run must find, and state that it must restore.
 
     Random states of Megatron's tracker, and what :func:`remember_state` finds.
     """

@@ -39,7 +39,7 @@ Tensors = Callable[[], Iterable[torch.Tensor]]
 
 
 class _State(threading.local):
-    """Of one thread: backward may run in another than forward."""
+    """State of one thread: backward may run in another than forward."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []

@@ -36,7 +36,7 @@ class Kept:
         self._version, self._site = tensor._version, site
 
     def problem(self) -> InPlaceChange | None:
-        """What is wrong with the tensor, if anything."""
+        """Reason why the tensor cannot be used, if any."""
         changed = self._tensor._version != self._version
         return InPlaceChange(self._site, self._tensor) if changed else None
 

@@ -72,7 +72,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan may use, and what copies to the host cost.
+    """Limits of a plan, and cost of copies to the host.
 
     Attributes:
         device: bytes of the device.
@@ -148,7 +148,7 @@ def _mib(size: int) -> str:
 
 @dataclass(frozen=True)
 class _Stage:
-    """How bytes of layers add up.
+    """Rule by which bytes of layers add up.
 
     Attributes:
         weights: of the kept bytes of each layer in their sum.
@@ -369,7 +369,7 @@ def _fewest_kept(
     most: int,
     host: int | None,
 ) -> list[int] | None:
-    """Of choices whose layers need at most ``most`` in backward that with the fewest kept bytes.
+    """Choice with the fewest kept bytes whose layers need at most ``most`` in backward.
 
     What an earlier layer keeps only leaves less to later ones, so without a limit of host memory
     each layer takes the first candidate that fits.
@@ -402,7 +402,7 @@ def _grow(states: _States, some: _Columns, in_flight: int) -> _States:
 
 
 def _undominated_states(states: _States) -> _States:
-    """Of states with equal host bytes those that are faster than all with fewer device bytes."""
+    """Keep, per number of host bytes, states faster than all with fewer device bytes."""
     order = np.lexsort((states.seconds, states.kept, states.moved, states.host))
     states = states.take(order)
     starts = (np.diff(states.host, prepend=-1) != 0) | (np.diff(states.moved, prepend=-1) != 0)

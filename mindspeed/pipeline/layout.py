@@ -102,7 +102,7 @@ def stage_counts(layout: str) -> tuple[int, ...]:
 
 
 def evenly(num_layers: int, ranks: int, chunks: int = 1) -> Layers:
-    """As even as possible: the first stages have one layer more."""
+    """Divide as evenly as possible: the first stages have one layer more."""
     each, more = divmod(num_layers, ranks * chunks)
     return tuple(
         tuple(each + (chunk * ranks + rank < more) for chunk in range(chunks))

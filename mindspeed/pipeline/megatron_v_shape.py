@@ -163,7 +163,7 @@ class SharedEmbedding:
         self._first: list[Any] = []
 
     def __call__(self, model: Any, config: Any, vp_stage: int | None) -> None:
-        """For the seam ``chunk``: remember the first stage, and share with the last one."""
+        """Hook for the seam ``chunk``: remember the first stage, and share with the last one."""
         if model.pre_process:
             self._first[:] = [model]
         elif model.post_process:

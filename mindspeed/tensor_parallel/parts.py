@@ -92,7 +92,7 @@ def in_parts(
 def _started(
     rows: torch.Tensor, collective: Collective, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
-    """What is sent, what will have been received, and the handle."""
+    """Tensor that is sent, tensor that is received, and the handle."""
     if collective == "all_reduce":
         work = dist.all_reduce(rows, group=group, async_op=True)
         return rows, rows, work

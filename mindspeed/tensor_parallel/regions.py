@@ -44,7 +44,7 @@ class Region:
 
     @contextlib.contextmanager
     def first_run(self) -> Iterator[None]:
-        """In forward."""
+        """Context of the run in forward."""
         run = _Run(self, second=False)
         with _entered(run):
             yield
@@ -52,7 +52,7 @@ class Region:
 
     @contextlib.contextmanager
     def second_run(self) -> Iterator[None]:
-        """In backward."""
+        """Context of the run in backward."""
         ahead = None
         if self.gathers:
             ahead, _threads.ahead = _threads.ahead, None
@@ -86,7 +86,7 @@ class _Run:
 
 
 class _Threads(threading.local):
-    """Of one thread: backward may run in another than forward."""
+    """State of one thread: backward may run in another than forward."""
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []

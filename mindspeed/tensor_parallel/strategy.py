@@ -60,7 +60,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the user chose.
+    """Overlap as the user configured it.
 
     Attributes:
         parts: into how many the rows are divided.
@@ -93,7 +93,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What runs, and why it is not what was chosen ("" where it is)."""
+    """Implementation of a product, and why it is not the configured one ("" where it is)."""
 
     kind: Literal["plain", "chunked", "fused"]
     parts: int = 1

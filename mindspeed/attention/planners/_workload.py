@@ -48,7 +48,7 @@ class Segments:
         self.rank, self.start, self.end = rank, start, end
 
     def sharding(self, ranks: int) -> SequenceSharding:
-        """As a sharding, adjacent segments joined."""
+        """The sharding with adjacent segments joined."""
         own: list[list[Range]] = [[] for _ in range(ranks)]
         rows = (self.rank.tolist(), self.start.tolist(), self.end.tolist())
         for rank, start, end in zip(*rows, strict=True):
@@ -90,7 +90,7 @@ class Workload:
         self.documents = self.documents_between(bounds)
 
     def _regions_of_pieces(self, table: Ints) -> None:
-        """For each piece the regions of its queries: columns of ``_region`` from ``_first``."""
+        """Regions of the queries of each piece: columns of ``_region`` from ``_first``."""
         begin, end = (np.searchsorted(self.bound, table[:, i]) for i in (0, 1))
         count = end - begin
         piece = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - begin, count)

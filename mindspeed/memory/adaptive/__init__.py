@@ -77,7 +77,7 @@ class Adaptation:
 
     @property
     def finished(self) -> bool:
-        """No more corrections."""
+        """Whether no more corrections follow."""
         return self.solved == len(SHARES)
 
     def next(self, needed: int) -> Solution:

@@ -97,7 +97,7 @@ class Controller:
         self._solution: Solution | None = None
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For the seam ``schedule``: ``function`` runs the micro-batches of a step."""
+        """Wrap for the seam ``schedule``: ``function`` runs the micro-batches of a step."""
 
         @functools.wraps(function)
         def run(**options: Any) -> Any:

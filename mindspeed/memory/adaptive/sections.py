@@ -52,7 +52,7 @@ class Sections:
         self.peaks = Peaks()
 
     def begin_step(self) -> None:
-        """Nothing is measured yet."""
+        """Reset all measurements."""
         self._device.reset_peak_memory()
         self._most, self._section, self._ended = 0, FORWARD, None
         self.peaks = Peaks()

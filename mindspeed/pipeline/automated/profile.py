@@ -83,7 +83,7 @@ class Layer(Part):
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a job.
+    """Measurements of a job.
 
     Attributes:
         layers: in the order of the model; those of multi-token prediction belong to ``last``.

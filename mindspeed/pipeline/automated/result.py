@@ -46,7 +46,7 @@ _FIELDS: dict[str, Allowed] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found.
+    """Outcome of a search.
 
     Attributes:
         mode: ``memory`` or ``perf``.

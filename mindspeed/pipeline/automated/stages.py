@@ -23,7 +23,7 @@ MOST_ACTIONS = 10_000
 
 @dataclass(frozen=True)
 class Choice:
-    """What the search decides.
+    """Variables of the search.
 
     Attributes:
         layers: of each chunk of each rank.
@@ -108,7 +108,7 @@ class StageCosts(Costs):
         return self.stages[stage].kept
 
     def seconds(self, plan: Plan, action: Action) -> float:
-        """How long ``action`` occupies its rank."""
+        """Duration of ``action`` on its rank."""
         if action.microbatch is None:
             return 0.0
         stage = self.stages[action.stage]
@@ -119,7 +119,7 @@ class StageCosts(Costs):
 
 @dataclass(frozen=True)
 class Price:
-    """Of a choice.
+    """Price of a choice.
 
     Attributes:
         makespan: seconds of forward and backward of a step.
@@ -155,7 +155,7 @@ def _simulated(
 
 
 def _of_the_filler(profile: Profile, stages: Sequence[Stage]) -> Costs:
-    """By which weight gradients are placed: one share of a stage for time and memory."""
+    """Costs by which weight gradients are placed: one share of a stage for time and memory."""
     forward = sum(stage.forward for stage in stages) / profile.ranks
     backward = sum(stage.backward for stage in stages) / profile.ranks
     shares = tuple((one.forward + one.backward) / (forward + backward) for one in stages)

@@ -15,7 +15,7 @@ from mindspeed.pipeline.automated.search import Mode, search
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured for.
+    """Job for which the profile is measured.
 
     Attributes:
         mode: ``memory`` or ``perf``.

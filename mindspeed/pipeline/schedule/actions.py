@@ -30,7 +30,7 @@ _CELL = re.compile(r"(\d+)(Fc|[FRBIWGOL])(\d*)")
 
 
 class Action(NamedTuple):
-    """What a rank does at one place of its row.
+    """Entry of a rank's row.
 
     Attributes:
         op: one of :data:`OPS`.

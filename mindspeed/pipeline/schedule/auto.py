@@ -88,7 +88,7 @@ def _orders(placement: Placement, m: int, split: bool) -> Iterator[list[orders.R
 
 
 def _bound(plan: Plan, costs: Costs) -> float:
-    """No order of this placement is faster: a rank waits for its first input, then never again."""
+    """Lower bound of a placement: each rank waits for its first input, then never again."""
     smallest = min(range(plan.num_microbatches), key=plan.size)
     last = plan.placement.ranks - 1
     start = sum(

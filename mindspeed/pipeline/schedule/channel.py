@@ -135,7 +135,7 @@ def _device() -> torch.device:
 
 
 def _timeout(group: Any) -> Any:
-    """How long operations of ``group`` may take; None if it does not tell."""
+    """Time-out of operations of ``group``; None if it does not tell."""
     for backend_device in getattr(group, "_device_types", []):
         with contextlib.suppress(AttributeError, RuntimeError):
             return group._get_backend(backend_device).options._timeout
@@ -231,7 +231,7 @@ class PeerToPeer:
 
 
 def receipts(plan: Plan, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
-    """For each message to ``rank`` those from it that have arrived when this one does.
+    """Per message to ``rank``, those from it that have arrived when this one does.
 
     A rank that sends a message has received all that the actions before needed. A handle of gloo
     does not tell by itself: it is complete only once it was waited for.

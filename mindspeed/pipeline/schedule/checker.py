@@ -54,7 +54,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checker has counted.
+    """Counts of the checker.
 
     Attributes:
         peak_memory: for each rank the most activations alive, in A, in the order of its row.
@@ -190,7 +190,7 @@ def _peak(plan: Plan, name: str, rank: int, costs: Costs, limit: float | None) -
 
 
 def _changes(plan: Plan, rank: int, costs: Costs) -> Iterator[tuple[Action, float]]:
-    """How every action of a rank changes its memory, in A."""
+    """Change of a rank's memory by each action, in A."""
     late, kept = costs.weight_share, costs.input_share
     parts = {"F": 1.0, "Fc": kept, "R": 1 - kept, "B": -1.0}
     parts |= {"I": late - 1, "W": -late, "O": -late, "L": late}
@@ -221,7 +221,7 @@ def follow(plan: Plan, name: str, prefetch: int, one_stream_per_pair: bool) -> t
 
 
 class _Followed:
-    """How far every rank is."""
+    """Progress of every rank."""
 
     def __init__(self, plan: Plan, prefetch: int, one_stream_per_pair: bool) -> None:
         self.plan, self.prefetch, self.pair = plan, prefetch, one_stream_per_pair
@@ -341,7 +341,7 @@ class _Followed:
         return {rank}
 
     def chain(self, rank: int) -> str:
-        """Who waits for whom, from a rank of the circle until that rank again."""
+        """Chain of waiting ranks, from a rank of the circle until that rank again."""
         path: list[int] = []
         while rank not in path:
             path.append(rank)
@@ -357,7 +357,7 @@ class _Followed:
         return ", ".join(links)
 
     def _blocked(self, rank: int) -> tuple[_Message, int, Action]:
-        """What ``rank`` waits for, from which rank, and the action that makes it."""
+        """Message that ``rank`` waits for, from which rank, and the action that makes it."""
         message = self.source(self.plan.rows[rank][self.position[rank]])
         assert message is not None
         return message, *self.sender(message)

@@ -64,7 +64,7 @@ ENTRIES: dict[str, Entry] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What the schedules are for.
+    """Job for which schedules are compared.
 
     Attributes:
         ranks: p.

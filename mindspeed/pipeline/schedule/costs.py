@@ -44,7 +44,7 @@ class Costs:
         return 1.0 / plan.placement.chunks
 
     def seconds(self, plan: Plan, action: Action) -> float:
-        """How long ``action`` occupies its rank; actions in the background take 0."""
+        """Duration of ``action`` on its rank; actions in the background take 0."""
         if action.microbatch is None:
             return 0.0
         return (

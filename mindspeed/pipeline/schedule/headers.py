@@ -50,7 +50,7 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a receiver must know of a tensor.
+    """Description of a tensor for its receiver.
 
     Attributes:
         shape: its sizes.
@@ -64,7 +64,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorInfo:
-        """What there is to know of a tensor ``[...]``."""
+        """Description of a tensor ``[...]``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self) -> torch.Tensor:

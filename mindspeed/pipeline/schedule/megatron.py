@@ -46,7 +46,7 @@ from mindspeed.pipeline.schedule.virtual_time import Buffers, VirtualTime
 
 @dataclass(frozen=True)
 class Messages:
-    """How the messages of a pipeline may differ.
+    """Ways in which the messages of a pipeline may differ.
 
     Attributes:
         variable_lengths: micro-batches have different lengths.
@@ -245,7 +245,7 @@ class ScheduledPipeline:
         execute(plan, arguments.groups.pp.rank(), work, time.channels(channels), done=time.done)
 
     def _recomputations(self, plan: Plan, chunks: list[Any]) -> list[Recomputation | None]:
-        """For each chunk what drops and recomputes its activations."""
+        """Recomputation of each chunk's activations."""
         if self.recomputation is not None:
             return [self.recomputation(unwrap_model(chunk)) for chunk in chunks]
         asked = self.request.recompute is not None or self.request.plan is not None

@@ -29,7 +29,7 @@ from mindspeed.pipeline.schedule.regrouped_samples import with_weight
 
 @dataclass(frozen=True)
 class MicroBatchWeights:
-    """What each micro-batch of a step counts.
+    """Weight of each micro-batch of a step.
 
     Attributes:
         sizes: samples of each micro-batch; None where all are equal: nothing changes.

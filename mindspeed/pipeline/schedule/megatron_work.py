@@ -217,7 +217,7 @@ class MegatronWork:
 
     @property
     def num_live(self) -> int:
-        """How many (stage, micro-batch) have activations, for a backward or for a ``W``."""
+        """Number of (stage, micro-batch) pairs with activations, for a backward or for a ``W``."""
         split = any(action.op == BACKWARD_INPUT for action in self._plan.rows[self._rank])
         return len(self.live) + (len(self._weight_gradients.pending) if split else 0)
 
@@ -257,7 +257,7 @@ class MegatronWork:
             self.losses = []
 
     def _stored_or_dropped(self, action: Action, chunk: int) -> AbstractContextManager[object]:
-        """What becomes of the activations of a forward."""
+        """Store or drop the activations of a forward."""
         layers = self._step.recomputations[chunk]
         if layers is None or self._step.forward_only:
             return contextlib.nullcontext()

@@ -48,7 +48,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a training step looks like on one data-parallel rank.
+    """Shape of a training step on one data-parallel rank.
 
     Attributes:
         ranks: pipeline ranks, p.

@@ -182,7 +182,7 @@ class _Row:
 
 
 class _Times:
-    """When actions end."""
+    """End times of actions."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._plan, self._costs = plan, costs
@@ -197,7 +197,7 @@ class _Times:
             self._ends[action.op in FORWARDS, action.stage, action.microbatch] = rank.clock
 
     def ready(self, rank: int, action: Action) -> float | None:
-        """When what ``action`` needs from other ranks is there; None: not known yet."""
+        """Time at which the inputs of ``action`` have arrived; None: not known yet."""
         forward = action.op in FORWARDS
         if not forward and action.op not in BACKWARDS:
             return 0.0
@@ -242,7 +242,7 @@ def _ends(row: Row) -> dict[Chunk, int]:
 
 
 def _stored(row: Row, dropped: Collection[Chunk], weight: Weight) -> list[float]:
-    """What is stored during each action, where dropped chunks are only from their backward on."""
+    """Activations stored during each action; dropped chunks count from their backward on."""
     ends, sums, total = _ends(row), [], 0.0
     for position, action in enumerate(row):
         if action.microbatch is None:
@@ -258,7 +258,7 @@ def _stored(row: Row, dropped: Collection[Chunk], weight: Weight) -> list[float]
 
 
 def _weight(plan: Plan, costs: Costs) -> Weight:
-    """What a chunk stores, in A."""
+    """Activations that a chunk stores, in A."""
     shares = [costs.share(plan, stage) for stage in range(plan.placement.num_stages)]
     return lambda chunk: shares[chunk[0]] * plan.size(chunk[1])
 

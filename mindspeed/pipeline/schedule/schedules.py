@@ -35,7 +35,7 @@ from mindspeed.pipeline.schedule.swap import swap
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What the flags of a job ask of its pipeline schedule.
+    """Pipeline schedule that the flags of a job request.
 
     Attributes:
         kind: one of :data:`KINDS`. ``1f1b`` with several chunks per rank is its interleaved form,
@@ -74,7 +74,7 @@ class ScheduleRequest:
     split: bool = True
 
     def placement(self, ranks: int, chunks: int) -> Placement:
-        """Which rank has which stages."""
+        """Placement of the stages on ranks."""
         if self.plan is not None:
             return self.plan.placement
         if self.v_shape or self.kind in ("zb-v", "dualpipev"):
@@ -276,7 +276,7 @@ def _filled(request: ScheduleRequest, plan: Plan) -> Plan:
 
 
 def _peaks(request: ScheduleRequest, plan: Plan) -> tuple[float, ...]:
-    """What an order of whole forwards and backwards needs on each rank, which is the least."""
+    """Least memory of each rank: that of an order of whole forwards and backwards."""
     peaks = simulate(plan, request.costs).peak_memory
     if request.memory_limit is not None and max(peaks) > request.memory_limit + 1e-6:
         raise ConfigError(

@@ -23,7 +23,7 @@ from mindspeed.pipeline.schedule.plan import Plan
 
 
 class TimedAction(NamedTuple):
-    """When an action ran, in the unit of the costs."""
+    """Action with its start and end, in the unit of the costs."""
 
     action: Action
     start: float
@@ -58,12 +58,12 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank the time in which it computes, recomputation included."""
+        """Time in which each rank computes, recomputation included."""
         return tuple(sum(end - start for _, start, end in row) for row in self.timeline)
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
-        """For each rank the rest of the makespan."""
+        """Rest of the makespan on each rank."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property
@@ -109,7 +109,7 @@ class Simulation:
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """How often each op occurs: R is recomputed chunks, I split backwards."""
+        """Number of actions per op: R is recomputed chunks, I split backwards."""
         return Counter(action.op for _, action in self.plan)
 
     @cached_property

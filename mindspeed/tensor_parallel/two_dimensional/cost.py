@@ -45,7 +45,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank sends on a grid; forward, backward and attention in units of s b e / p bytes."""
+    """Traffic of a rank on a grid; forward, backward and attention in units of s b e / p bytes."""
 
     x: int
     y: int

@@ -36,7 +36,7 @@ from mindspeed.ops import overlap
 
 @dataclass(frozen=True)
 class Products:
-    """What linear layers compute and send; :mod:`mindspeed.te.kernels` documents the arguments.
+    """Kernels of linear layers; :mod:`mindspeed.te.kernels` documents the arguments.
 
     Attributes:
         gather: ``(x, group, async_op=) -> (gathered, handle)``, along the first dimension.

@@ -139,7 +139,7 @@ def on_grid(block: Any, config: Any, layers: Layers) -> Any:
 
 
 def _check(config: Any, grid: Grid) -> None:
-    """What the flags' own check has seen already, except in frameworks that have no flags."""
+    """Repeat the check of the flags, for frameworks that have none."""
     x, y = grid.x.size(), grid.y.size()
     over_x = ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
     for name, divisor in (*((name, x) for name in over_x), ("hidden_size", y)):

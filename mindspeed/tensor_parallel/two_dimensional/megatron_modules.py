@@ -29,7 +29,7 @@ from mindspeed.tensor_parallel.two_dimensional.norm import norm
 
 @dataclass(frozen=True)
 class Layers:
-    """What the layers of a model need to know.
+    """Groups and options of the layers of a model.
 
     Attributes:
         grid: The groups.
@@ -46,12 +46,12 @@ class Layers:
     overlap_backward: bool = False
 
     def first(self) -> Communication:
-        """Of qkv and fc1."""
+        """Communication of qkv and fc1."""
         grid = self.grid
         return Communication(grid.x, grid.y, False, self.overlap_scatter, self.overlap_backward)
 
     def second(self) -> Communication:
-        """Of proj and fc2."""
+        """Communication of proj and fc2."""
         grid = self.grid
         return Communication(grid.y, grid.x, self.overlap_gather, False, self.overlap_backward)
 

@@ -152,7 +152,7 @@ def _draw_whole(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is in the whole one: blocks of dimension ``axis``, of size ``total``."""
+    """Location of a shard in its parameter: blocks of dimension ``axis``, of size ``total``."""
 
     axis: int
     total: int

@@ -14,17 +14,17 @@ from typing import Any
 
 
 def part(n: int, ranks: int, rank: int) -> int:
-    """How many of ``n`` units a rank has."""
+    """Number of ``n`` units that a rank has."""
     return n // ranks + (rank < n % ranks)
 
 
 def offset(n: int, ranks: int, rank: int) -> int:
-    """How many of ``n`` units the ranks before this one have."""
+    """Number of ``n`` units on the ranks before this one."""
     return rank * (n // ranks) + min(rank, n % ranks)
 
 
 def parts(n: int, ranks: int) -> tuple[int, ...]:
-    """What each rank has of ``n`` units."""
+    """Number of ``n`` units on each rank."""
     return tuple(part(n, ranks, rank) for rank in range(ranks))
 
 
@@ -81,7 +81,7 @@ class Share:
         return divisible_size // self.divisible * self.count
 
     def blocks(self, divisible_size: int, stride: int) -> list[tuple[int, int]]:
-        """Where this rank's part is in a dimension of the whole weight, as (start, length).
+        """Blocks of this rank in a dimension of the whole weight, as (start, length).
 
         Args:
             divisible_size: as in :meth:`total`.
@@ -145,7 +145,7 @@ class ModelSizes:
         return {"num_attention_heads": heads, "num_query_groups": groups}
 
     def report(self, ranks: int) -> Iterator[str]:
-        """What each rank has of the sizes that are not divisible, and the load imbalance."""
+        """Report the parts of indivisible sizes per rank, and the load imbalance."""
         shown = (
             ("query groups", self.uneven_attention(ranks), self.num_query_groups),
             ("MLP channels", self.uneven_mlp(ranks), self.ffn_hidden_size),
