@@ -1,4 +1,4 @@
-"""What a feature is: a class whose fields are its flags, and whose methods say what they do.
+"""Base class of features: a class whose fields are its flags, and whose methods say what they do.
 
     class SquaredRelu(Feature, level=1, seams=("model_arguments",)):
         \"\"\"Squared ReLU as one operator.\"\"\"
@@ -193,7 +193,7 @@ class Feature:
         return {}
 
     def problems(self, megatron: Megatron) -> Iterable[Problem]:
-        """What is wrong with the flags; asked only when the feature is on."""
+        """Find what is wrong with the flags; asked only when the feature is on."""
         return ()
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:

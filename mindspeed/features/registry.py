@@ -285,7 +285,7 @@ def attachment_order(features: Iterable[F]) -> list[F]:
     try:
         sorter.prepare()
     except CycleError as error:
-        raise ConfigError(f"features wait for each other: {' -> '.join(error.args[1])}") from error
+        raise ConfigError(f"cyclic feature order: {' -> '.join(error.args[1])}") from error
     while sorter.is_active():
         ready = sorted(sorter.get_ready())
         order += [by_name[name] for name in ready]

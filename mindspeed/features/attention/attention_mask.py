@@ -1,4 +1,4 @@
-"""Which mask the attention reads: ``--attention-mask-type``.
+"""The mask that attention reads: ``--attention-mask-type``.
 
 ``causal`` (default): the rule of the layer. The mask tensor of Megatron's data loader is the causal
 one, so the loader does not make it (``b * s * s`` bytes per micro-batch, which are broadcast over

@@ -118,7 +118,7 @@ class ContextParallel(Feature, level=2, seams=("kernels", "parallel_groups")):
         return _ranks(megatron) > 1 or needs_ranks
 
     def strategy_of(self, comm_type: str | None = None, ulysses_degree: int = 1) -> Strategy:
-        """What the flags say.
+        """Return the strategy that the flags choose.
 
         Args:
             comm_type: Megatron's word for the layer, where it decides.

@@ -323,7 +323,7 @@ def _device_name() -> str:
 
 
 def _environment(level: str) -> dict[str, str]:
-    """That of a process outside of the job."""
+    """The environment of a process outside of the job."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -11,7 +11,7 @@ from mindspeed.features.feature import Megatron, Problem
 
 
 def problems(megatron: Megatron) -> Iterator[Problem]:
-    """What is wrong with the experts of a model."""
+    """Find what is wrong with the experts of a model."""
     experts, topk = megatron.get("num_experts"), megatron.get("moe_router_topk") or 1
     if not experts:
         return

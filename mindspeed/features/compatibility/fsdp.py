@@ -1,4 +1,4 @@
-"""What Megatron-FSDP 0.16.1 cannot do, or does wrong without a word.
+"""Refuses what Megatron-FSDP 0.16.1 cannot do, or does wrong without a word.
 
 Megatron refuses none of it before the model is built. The trainer names ``--zero-stage`` for some
 of it first (:mod:`mindspeed.training.zero`).
@@ -43,7 +43,7 @@ _EXCLUDED = {
 
 
 def problems(megatron: Megatron) -> Iterator[Problem]:
-    """What is wrong with Megatron-FSDP in these arguments."""
+    """Find what is wrong with Megatron-FSDP in these arguments."""
     if not megatron.get("use_megatron_fsdp"):
         return
     for name, (other, why, fix) in _EXCLUDED.items():

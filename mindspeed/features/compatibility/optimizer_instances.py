@@ -14,7 +14,7 @@ _NAME = "--num-distributed-optimizer-instances"
 
 
 def problems(megatron: Megatron) -> Iterator[Problem]:
-    """What excludes the given number of instances."""
+    """Find what excludes the given number of instances."""
     count = megatron.get("num_distributed_optimizer_instances") or 1
     if count == 1 or megatron.get("use_megatron_fsdp"):  # whose instances are other groups
         return

@@ -1,4 +1,4 @@
-"""What the features that execute experts' layers as programs share."""
+"""Checks of features that execute experts' layers as programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mindspeed.features.feature import Megatron, Problem
 
 
 def expert_ranks(megatron: Megatron) -> int:
-    """How many ranks share the experts of a layer."""
+    """Number of ranks that share the experts of a layer."""
     tp = megatron.get("tensor_model_parallel_size") or 1
     slices = megatron.get("expert_tensor_parallel_size") or tp
     return (megatron.get("expert_model_parallel_size") or 1) * slices

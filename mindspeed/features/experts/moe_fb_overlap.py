@@ -114,7 +114,7 @@ class MoeFbOverlap(
 
 
 def _requirements(megatron: Megatron) -> Iterator[Problem]:
-    """What Megatron asks for, too, one by one and later."""
+    """Find what is missing; Megatron asserts the same, one by one and later."""
     if not megatron.get("num_experts", 1):
         yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
         return

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "--moe-tp-extend-ep"
 GIVEN = "moe_tp_extend_ep_of"
-"""Where the arguments keep the expert parallel size that the user has given."""
+"""Name in the arguments: the expert parallel size that the user has given."""
 
 
 class MoeTpExtendEp(Feature, level=2, seams=("model_arguments",)):

@@ -1,4 +1,4 @@
-"""What the features that drop activations of experts share."""
+"""Checks of features that drop activations of experts, and the layers they choose."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OFFLOADED = ("expert_fc1", "moe_act")
 
 
 def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """What no policy can run with.
+    """Find what no policy can run with.
 
     Args:
         flag: That asks for it.

@@ -1,4 +1,4 @@
-"""What the features that plan the memory of activations share."""
+"""Checks of features that plan the memory of activations, and how a plan is installed."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class AdaptiveMemory(
 
     @property
     def flags(self) -> list[str]:
-        """Those that switch the feature on."""
+        """Given flags that switch the feature on."""
         given = {
             _SIZE: self.adaptive_recompute_device_size != -1,
             _SWAP: self.adaptive_recompute_device_swap,

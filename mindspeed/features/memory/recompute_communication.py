@@ -116,7 +116,7 @@ def _native() -> bool:
 
 
 def _full_problems(megatron: Megatron) -> Iterator[Problem]:
-    """What Megatron would check, had it still the granularity, and what our regions cannot."""
+    """Find what Megatron would refuse if it still had the granularity, and what regions cannot."""
     method, number = megatron.get("recompute_method"), megatron.get("recompute_num_layers")
     if method not in ("uniform", "block"):
         yield Problem(

@@ -1,4 +1,4 @@
-"""What ``--recompute-in-bubble`` and ``--recompute-in-advance`` share."""
+"""Recomputation that a schedule places: in bubbles, in advance, or by a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXCLUDES = {**LAYER_EXCLUDES, **plans.EXCLUDES}
 
 
 def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> Iterator[Problem]:
-    """What neither flag can run with.
+    """Find what neither flag can run with.
 
     Args:
         flag: Of the feature.
@@ -165,7 +165,7 @@ def _layers_of_stages(megatron: Megatron) -> tuple[int, ...]:
 
 
 def _of_chunk(model: Any) -> Any:
-    """What drops and recomputes the layers of a model chunk; None: it has no such layers."""
+    """Recomputation of a model chunk's layers; None: it has no such layers."""
     from mindspeed.memory.megatron import runtime_of
     from mindspeed.memory.scheduled import ScheduledRecomputation
 

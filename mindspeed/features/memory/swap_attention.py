@@ -172,7 +172,7 @@ def _largest_tensor(megatron: Megatron) -> int | None:
 
 
 class _CallsInFlight:
-    """How many layer calls of this rank have copies on the host at once.
+    """Number of layer calls of this rank that have copies on the host at once.
 
     Args:
         megatron: Megatron's arguments.

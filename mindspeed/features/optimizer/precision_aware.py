@@ -39,7 +39,7 @@ _EXCLUDED = {
 
 
 def problems(flag: str, megatron: Megatron) -> list[Problem]:
-    """What excludes ``flag``, which needs 16-bit parameters and ``FusedAdam``."""
+    """Find what excludes ``flag``, which needs 16-bit parameters and ``FusedAdam``."""
     found = []
     if (optimizer := megatron.get("optimizer", "adam")) not in _ADAM:
         found.append(conflict(flag, f"--optimizer {optimizer}", fix="use adam"))

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.optimizer import host_states, precision_aware
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
+from mindspeed.features.optimizer import precision_aware
 from mindspeed.flags import flag
+from mindspeed.optimizer.rules import chosen
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 
 FLAG = "--swap-optimizer"
 TIMES = 16
+_EXCLUDED = {
+    "reuse_fp32_param": "states in host memory are whole fp32 tensors",
+    "quant_states": "states in host memory are whole fp32 tensors",
+    "optimizer_cpu_offload": "both move the optimizer's states to the host",
+    "use_megatron_fsdp": "ZeRO 2 and 3 keep their own states",
+}
+_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 class SwapOptimizer(
@@ -46,7 +54,7 @@ class SwapOptimizer(
     def problems(self, megatron: Megatron) -> list[Problem]:
         if not self.swap_optimizer:
             return [Problem("--swap-optimizer-times", "has no effect alone", f"add {FLAG}")]
-        problems = host_states.problems(FLAG, megatron)
+        problems = host_state_problems(FLAG, megatron)
         if not megatron.get("use_distributed_optimizer"):
             what = "needs main weights that the optimizer owns"
             problems.append(Problem(FLAG, what, "add --use-distributed-optimizer"))
@@ -59,3 +67,19 @@ class SwapOptimizer(
             precision_aware.attach(seams, self.name)
         space = HostSwap(self.swap_optimizer_times)
         seams.use_kernels(owner=self.name, state_placement=lambda name: space)
+
+
+def host_state_problems(flag: str, megatron: Megatron) -> list[Problem]:
+    """Flags that exclude states in host memory, which ``flag`` wants."""
+    found = [
+        conflict(option_of(name), flag, why)
+        for name, why in _EXCLUDED.items()
+        if megatron.get(name)
+    ]
+    for name in _DTYPES:
+        if str(megatron.get(name, "fp32")) not in ("fp32", "torch.float32"):
+            found.append(conflict(option_of(name), flag, "states in host memory are fp32"))
+    name = chosen(megatron)
+    if name not in ("adam", "fused_adam"):
+        found.append(conflict(flag, f"--optimizer {name}"))
+    return found

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
 from mindspeed.features.feature import Feature, Megatron, Problem
-from mindspeed.features.optimizer import host_states, precision_aware
+from mindspeed.features.optimizer import precision_aware
+from mindspeed.features.optimizer.swap_optimizer import host_state_problems
 from mindspeed.flags import flag
 from mindspeed.optimizer.placement import ALL, GIB, limits
 
@@ -50,7 +51,7 @@ class VirtualOptimizer(
         return {"store_param_remainders": False} if _swaps() else {}
 
     def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = host_states.problems(FLAG, megatron)
+        problems = host_state_problems(FLAG, megatron)
         given, stages = self.virtual_optimizer, megatron.get("pipeline_model_parallel_size") or 1
         try:
             count = len(limits(given))

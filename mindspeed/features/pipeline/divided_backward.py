@@ -1,4 +1,4 @@
-"""What the features share whose schedules divide backward into I and W."""
+"""Checks and costs of schedules that divide backward into I and W."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What features share that run a plan instead of Megatron's own pipeline schedule.
+"""Checks of features that run a plan in place of Megatron's own pipeline schedule.
 
 The plan of a full step is made and checked while the flags are, by every rank alike: a schedule
 that does not exist for these sizes, or needs more memory than allowed, is refused before training.

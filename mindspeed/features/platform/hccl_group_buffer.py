@@ -59,7 +59,7 @@ class HcclGroupBuffer(Feature, level=2, seams=("parallel_groups",), devices=("np
         return problems
 
     def traffic_of(self, megatron: Megatron) -> hccl_buffers.Traffic:
-        """What Megatron's arguments say about the largest calls."""
+        """Sizes of the largest calls by Megatron's arguments."""
         heads, h = megatron["num_attention_heads"], megatron["hidden_size"]
         groups = megatron["num_query_groups"] if megatron.get("group_query_attention") else heads
         cp = megatron.get("context_parallel_size") or 1

@@ -53,7 +53,7 @@ class OpFlops(Feature, level=0, seams=("step", "log", "computing_layers")):
 
 
 def _signature_of(megatron: Megatron) -> Callable[[], Hashable]:
-    """What the FLOPs of a step depend on, besides values that never change in a run.
+    """Key of what the FLOPs of a step depend on, besides values that never change in a run.
 
     Routing of an MoE moves work between ranks but doesn't change the mean, unless tokens are
     dropped; sequences of varying length change it in every step. Such steps are all counted.

@@ -1,4 +1,4 @@
-"""What the features that overlap a product with its collective share."""
+"""Checks of features that overlap a product with its collective, and what they attach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def strict() -> bool:
 
 
 def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """What keeps every one of these features from having an effect.
+    """Find what keeps every one of these features from having an effect.
 
     A framework that calls ``mindspeed.configure`` may not say how it shards; that is no problem.
     """

@@ -195,7 +195,7 @@ class TensorParallel2D(
 
 
 def _products(fuse: bool) -> Any:
-    """What every linear layer of this library computes and sends; features may replace it."""
+    """Products and collectives of all linear layers here; features may replace them."""
     from mindspeed.te import comm, kernels
     from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
     from mindspeed.tensor_parallel.two_dimensional.linear import Products

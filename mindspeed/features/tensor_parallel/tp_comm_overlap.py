@@ -80,7 +80,7 @@ class TpCommOverlap(Feature, level=0, seams=("kernels", "chunk")):
 
 
 def _of_config(config: Any) -> dict[str, Any]:
-    """Which products the config of a model chunk overlaps, as fields of ``Overlap``."""
+    """The products that the config of a model chunk overlaps, as fields of ``Overlap``."""
     gathers, scatters = config.tp_comm_overlap_ag, config.tp_comm_overlap_rs
     scatters_dgrad = config.tp_comm_overlap_rs_dgrad
     operations: list[Operation] = ["gather_matmul"] if gathers else []
