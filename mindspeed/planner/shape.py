@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mindspeed.features.registry import all_features, planned_as
 from mindspeed.flags import given_names
 from mindspeed.job import Parallel, Precision
+from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 
@@ -207,8 +208,7 @@ def _stages(args: argparse.Namespace, counts: tuple[int, ...]) -> tuple[tuple[st
     """Kinds of the layers of each stage."""
     from mindspeed.profiling.model_flops import moe_pattern
 
-    words = getattr(args, "noop_layers", None) or ()  # as they were given, or numbers
-    noop = {int(number) for word in words for number in str(word).split(",")}
+    noop = indices_of(getattr(args, "noop_layers", None))
     kinds = [EXPERT if expert else DENSE for expert in moe_pattern(vars(args))]
     kinds = [NOOP if i in noop else kind for i, kind in enumerate(kinds)]
     block = args.recompute_granularity == "full" and args.recompute_method == "block"
