@@ -18,7 +18,7 @@ from mindspeed.device.accelerator import Accelerator
 from mindspeed.device.base import CAPABILITIES, Device, MemoryStats, Properties
 from mindspeed.device.detect import current, named
 from mindspeed.device.determinism import make_deterministic
-from mindspeed.device.host_tensors import host_tensor
+from mindspeed.device.host_tensors import host_mapped_tensor, host_tensor
 from mindspeed.device.torch_cuda_shim.callers import treat_as_megatron
 from mindspeed.device.tracker import MemoryTracker, track_memory
 from mindspeed.journal import Journal
@@ -31,6 +31,7 @@ __all__ = [
     "MemoryTracker",
     "Properties",
     "current",
+    "host_mapped_tensor",
     "host_tensor",
     "install",
     "make_deterministic",

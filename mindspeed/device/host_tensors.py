@@ -27,6 +27,16 @@ def empty(
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
+def mapped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor ``shape`` in host memory that kernels of the device address."""
+    return current().empty_host_mapped(shape, dtype)
+
+
+def host_mapped_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """:func:`mapped`, as instruments see it."""
+    return mapped(shape, dtype)
+
+
 def host_tensor(
     shape: Sequence[int] | int, dtype: torch.dtype, *, pinned: bool | None = None
 ) -> torch.Tensor:

@@ -15,7 +15,8 @@ FakeTensors give the same figures.
 The tensors of a collective live until its ``wait``, also if the program has dropped them, as those
 of NCCL and HCCL do.
 
-Memory that :func:`mindspeed.device.host_tensor` makes is the host's: it counts apart.
+Memory that :func:`mindspeed.device.host_tensor` and ``host_mapped_tensor`` make, or that is claimed
+as such, is the host's: it counts apart.
 """
 
 from __future__ import annotations
@@ -69,22 +70,17 @@ class LiveMemory(Instrument):
 
     def enter_contexts(self, stack: ExitStack) -> None:
         """Notice storages that are resized, and memory of the host, too."""
-        resize, empty, journal = torch.UntypedStorage.resize_, host_tensors.empty, Journal()
+        resize, journal = torch.UntypedStorage.resize_, Journal()
 
         def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             result = resize(storage, nbytes)
             self._resized(storage)
             return result
 
-        def host_tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
-            self._on_host = True
-            try:
-                return empty(*args, **kwargs)
-            finally:
-                self._on_host = False
-
         journal.set(torch.UntypedStorage, "resize_", resize_, owner="live memory")
-        journal.set(host_tensors, "empty", host_tensor, owner="live memory")
+        for name in ("empty", "mapped"):
+            made = self._made_on_host(getattr(host_tensors, name))
+            journal.set(host_tensors, name, made, owner="live memory")
         for kind in kinds_of(Work):
             journal.set(kind, "wait", self._awaited(kind.wait), owner="live memory")
         stack.callback(journal.undo)
@@ -109,9 +105,9 @@ class LiveMemory(Instrument):
             key = one.untyped_storage()._cdata
             nbytes, before = self._storages.get(key, (0, HOST))
             if before != HOST:
-                self._storages[key] = nbytes, kind
-                self.now[before] -= nbytes
-                self.now[kind] += nbytes
+                self._change(key, 0)
+                self._storages[key] = 0, kind
+                self._change(key, nbytes)
 
     def see(self, tensor: torch.Tensor) -> None:
         """A tensor that exists; its storage may be new."""
@@ -137,6 +133,16 @@ class LiveMemory(Instrument):
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             self._sent[id(work)] = given
             weakref.finalize(work, self._sent.pop, id(work), None).atexit = False
+
+    def _made_on_host(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self._on_host = True
+            try:
+                return make(*args, **kwargs)
+            finally:
+                self._on_host = False
+
+        return run
 
     def _awaited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """gloo copies results while it is waited for; that is no memory of a device's program."""

@@ -230,7 +230,7 @@ class HostMapped(Placement):
         if not nbytes or (self.limit is not None and self.mapped + nbytes > self.limit):
             return torch.empty(shape, dtype=dtype, device=place)
         self.mapped += nbytes
-        return device.current().empty_host_mapped(shape, dtype)
+        return device.host_mapped_tensor(shape, dtype)
 
     def read(self, stored: torch.Tensor) -> torch.Tensor:
         """A copy in device memory: any shape, dtype of ``stored``."""

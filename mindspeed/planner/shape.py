@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mindspeed.features.registry import all_features, planned_as
 from mindspeed.flags import given_names
 from mindspeed.job import Parallel, Precision
+from mindspeed.optimizer.placement import ALL
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
@@ -56,6 +57,8 @@ def whole_only(args: argparse.Namespace) -> str:
         count, block = values.get(name), args.recompute_method == "block"
         if count is not None and (count < args.num_layers or block):
             return f"layers that differ by --{name.replace('_', '-')}"
+    if (host := values.get("virtual_optimizer")) and tuple(host) != (ALL,):
+        return "--virtual-optimizer SIZE"
     uniform = args.recompute_granularity == "full" and args.recompute_method == "uniform"
     if uniform and args.recompute_num_layers > 1:
         return f"layers recomputed in groups of {args.recompute_num_layers}"

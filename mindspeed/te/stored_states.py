@@ -86,7 +86,7 @@ class StoredStates(torch.optim.Optimizer):
         self._full, self._keeps_fp32 = Full(), optimizer_policy.keeps_fp32
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
-        self._extra: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.extras: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._allocated: set[torch.Tensor] = set()
         self._in_place = all(type(self._codecs[name]) is Full for name in rule.states)
         super().__init__(params, defaults)
@@ -118,7 +118,7 @@ class StoredStates(torch.optim.Optimizer):
         )
         extra = codec.allocate_extra(param)
         if extra is not None:
-            self._extra.setdefault(param, {})[state_name] = extra
+            self.extras.setdefault(param, {})[state_name] = extra
 
     def _adopt(self, param: torch.Tensor) -> None:
         """Make states that Megatron has created itself (moments in fp32) those of the rule."""
@@ -154,7 +154,7 @@ class StoredStates(torch.optim.Optimizer):
         placement = self._placements[state_name]
         if placement is not None:
             return placement.read(stored)
-        extra = self._extra.get(param, {}).get(state_name)
+        extra = self.extras.get(param, {}).get(state_name)
         return self._codec(param, state_name).decode(stored, extra, param)
 
     def set_scaled_state(
@@ -177,18 +177,18 @@ class StoredStates(torch.optim.Optimizer):
         if placement is not None:
             placement.write(stored, unscaled_state)
             return
-        extra = self._extra.get(param, {}).get(state_name)
+        extra = self.extras.get(param, {}).get(state_name)
         codec.encode(unscaled_state, stored, extra, param)
 
     def state_bytes(self) -> int:
         """Bytes of all states as they are stored, scales and the like included."""
-        kept = [*self.state.values(), *self._extra.values()]
+        kept = [*self.state.values(), *self.extras.values()]
         return sum(t.nbytes for state in kept for t in state.values())
 
     def _parts(self, param: torch.Tensor, grad: torch.Tensor) -> Iterator[Part]:
         """Cut large parameters where rule and codecs allow it, to bound what is decoded at once."""
         stored = {name: t for name, t in self.state[param].items() if name in self._codecs}
-        extra = self._extra.get(param, {})
+        extra = self.extras.get(param, {})
         blocks = {name: self._codec(param, name).block for name in stored}
         tensors = (param, grad, *stored.values())
         if (

@@ -329,6 +329,8 @@ def test_schedules_that_are_only_counted_whole(changes, what):
         ({"zero_stage": 1}, ""),
         ({"zero_stage": 2}, "--zero-stage 2"),
         ({"num_distributed_optimizer_instances": 2}, "--num-distributed-optimizer-instances"),
+        ({"virtual_optimizer": ("all",)}, ""),
+        ({"virtual_optimizer": ("1.5",)}, "--virtual-optimizer SIZE"),
         ({"activation_plan": "{all: {input_layernorm: recompute_output}}"}, ""),
         ({"activation_plan": "{2: {input_layernorm: recompute_output}}"}, "--activation-plan"),
     ],

@@ -32,17 +32,19 @@ def figures_of(found: TinyRun) -> dict[str, float]:
     Bytes: ``weights``, ``gradients``, ``optimizer`` ... between steps; ``tail`` alive after the
     last action; ``freed`` before the first one; ``kept`` by a micro-batch in flight, ``stash`` by a
     pending weight gradient.
-    ``flops``, ``recomputed`` of a micro-batch, ``parameters``. Of an action: its seconds, ``seconds
-    F`` ..., those of waiting, ``F wait GROUP``, and its messages, ``F payload ...``; messages of a
-    micro-batch between actions, ``payload ...`` (:attr:`TinyRun.messages`). Of a step: ``seconds
-    tail`` after the last action without waiting, ``closing payload ...``, and whole bytes of
-    collectives of data-parallel groups, as ``dp all_gather``.
+    ``flops``, ``recomputed`` of a micro-batch, ``parameters``, ``host`` bytes between steps. Of an
+    action: its seconds, ``seconds F`` ..., those of waiting, ``F wait GROUP``, and its messages,
+    ``F payload ...``; messages of a micro-batch between actions, ``payload ...``
+    (:attr:`TinyRun.messages`). Of a step: ``seconds tail`` after the last action without waiting,
+    ``closing payload ...``, and whole bytes of collectives of data-parallel groups, as
+    ``dp all_gather``.
     """
     batches = found.micro_batches
     ops = Counter(action.op for action in found.actions)
     figures: dict[str, float] = {f"static {kind}": n for kind, n in found.static.items()}
     figures |= {
         "parameters": found.parameters,
+        "host": found.host,
         "tail": found.tail,
         "freed": -found.actions[0].level,
         "kept": kept(found),

@@ -86,6 +86,7 @@ class TinyRun:
             group's size; within actions by their op: ``B wire TENSOR_MODEL_PARALLEL_GROUP|8|...``.
         closing: the same after the last action, of a step.
         exposed: seconds of waiting within actions, by op and description of the process group.
+        host: bytes of host memory between steps.
     """
 
     static: Counter[str]
@@ -102,6 +103,7 @@ class TinyRun:
     messages: Counter[str]
     closing: Counter[str]
     exposed: Counter[str]
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
         messages=timing.messages(tail[0].start, closing=False),
         closing=timing.messages(tail[0].start, closing=True),
         exposed=timing.waits(tail[0].start),
+        host=step.host_static,
     )
 
 

@@ -48,6 +48,7 @@ class CountedStep:
         moved: bytes read and written by operators without FLOPs, by operator.
         calls: how often each operator that computes or moves bytes ran.
         host: most bytes of host memory, for copies that are swapped out.
+        host_static: bytes of host memory between steps.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class CountedStep:
     moved: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     host: int = 0
+    host_static: int = 0
 
 
 def count_step(
@@ -118,7 +120,7 @@ def count_here(
         (step.run_shortest if short else step.run)()  # a later step finds optimizer states
         claim(counter, step.model)
         gc.collect()
-        static = _found(counter.now)
+        static, host = _found(counter.now), counter.host
         counter.restart()
         with counter.counting(), watch(counter):
             step.run()
@@ -136,6 +138,7 @@ def count_here(
             counter.moved,
             counter.calls,
             counter.host_peak,
+            host,
         )
 
 

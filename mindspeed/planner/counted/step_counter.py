@@ -40,7 +40,7 @@ from mindspeed.instruments import flops as flop_reports
 from mindspeed.instruments.clock import Call, moved_bytes
 from mindspeed.instruments.flops import FlopCount, formula_of, repeated_in
 from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
-from mindspeed.instruments.live_memory import LiveMemory, tensors_of
+from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
 from mindspeed.ops import registry
 from mindspeed.planner.cluster.rates import Product, product_of
 
@@ -59,7 +59,9 @@ def claim(memory: LiveMemory, model: TrainedModel) -> None:
 def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         inner = getattr(part, "optimizer", None) or part
-        for states in getattr(inner, "state", {}).values():
+        yield from _offloaded(inner)
+        kept = [*getattr(inner, "state", {}).values(), *getattr(inner, "extras", {}).values()]
+        for states in kept:
             for name, value in states.items() if isinstance(states, dict) else ():
                 kind = MAIN_WEIGHTS if name in _MAIN else OPTIMIZER
                 for tensor in _tensors(value):
@@ -69,6 +71,16 @@ def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield MAIN_WEIGHTS, parameter
                 if parameter.grad is not None:
                     yield GRADIENTS, parameter.grad
+
+
+def _offloaded(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Host memory of ``--optimizer-cpu-offload``, which on a CPU is like all other memory."""
+    for one in getattr(optimizer, "cpu_optimizers", ()):
+        for group in one.param_groups:
+            for weight in group["params"]:
+                yield from ((HOST, tensor) for tensor in _tensors([weight, weight.grad]))
+        for state in one.state.values():
+            yield from ((HOST, tensor) for tensor in _tensors(list(state.values())))
 
 
 def _of_chunks(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
