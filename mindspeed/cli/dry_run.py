@@ -1,19 +1,28 @@
-"""Final values of a training job for commands that inspect it: flags as of ``mindspeed pretrain``.
+"""``--dry-run`` of a training job, and its final values for commands that inspect them.
 
-Figures of shapes do not depend on learning rate and duration, so these flags may be missing.
+The dry run prints the resolved values, parameters, bubble and FLOPs at once, then the bytes that
+the planner counts (:mod:`mindspeed.planner`), as ``mindspeed plan --check`` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.cli.plan_output import composed_within, memory_table, print_whole
+from mindspeed.cli.plan_run import progress
+from mindspeed.errors import MindSpeedError
 
 if TYPE_CHECKING:
+    from mindspeed.planner.composed.compose import Composed
     from mindspeed.training.resolve import Settings
 
 
 def settings_of(flags: Sequence[str], command: str, ranks: int | None = None) -> Settings:
     """The values of a dry run; features of this process are then those of the job.
+
+    Figures of shapes do not depend on learning rate and duration: these flags may be missing.
 
     Args:
         flags: of the job.
@@ -36,3 +45,90 @@ def settings_of(flags: Sequence[str], command: str, ranks: int | None = None) ->
     if not {"--train-samples", "--config"} & set(flags):
         parser.set_defaults(train_iters=1)
     return prepare(["--dry-run", *flags], ranks, parser=parser)
+
+
+def print_dry_run(settings: Settings, flags: Sequence[str], defaults: Mapping[str, Any]) -> None:
+    """Print what would run, and the bytes of its ranks.
+
+    Args:
+        settings: of the dry run; its features are attached.
+        flags: of the job.
+        defaults: values of flags that neither these nor a recipe set.
+    """
+    args = settings.args
+    print(f"# resolved configuration\n{settings.recipe}\n# figures\n{figures(args)}", flush=True)
+    try:
+        found = counted(args, flags, defaults)
+    except MindSpeedError as error:  # the other figures do not depend on it
+        print(f"# bytes are not counted: {(str(error).strip() or type(error).__name__)}")
+        return
+    print("# bytes of the tensors of a rank, counted")
+    print_whole(memory_table(found.check, flops=False))
+    for text in (found.check.note, composed_within(found.error)):
+        if text:
+            print(text)
+
+
+def figures(args: argparse.Namespace) -> str:
+    """Sizes, parameters, bubble and FLOPs, one a line.
+
+    Args:
+        args: final values; the process is not part of a job.
+    """
+    from mindspeed.training.flops import training_flops
+    from mindspeed.training.parameter_counts import count, entries_of_model
+    from mindspeed.training.pipeline_figures import figures, micro_batches
+
+    stages, pipeline = count(args), figures(args)
+    fullest = max(stage.entries() for stage in stages)
+    layout = (
+        f"{args.world_size} = tensor {args.tensor_model_parallel_size} x pipeline "
+        f"{args.pipeline_model_parallel_size} x context {args.context_parallel_size} x data "
+        f"{args.data_parallel_size}"
+    )
+    lines = {
+        "ranks": layout,
+        "micro-batches": f"{micro_batches(args)} per step and rank",
+        "parameters": f"{entries_of_model(args, stages):,} ({fullest:,} on the fullest rank)",
+        "pipeline bubble": f"{100 * pipeline.bubble:.1f} % ({pipeline.name})",
+        "model FLOPs": f"{training_flops(args, args.global_batch_size):.3e} per step",
+    }
+    return "\n".join(f"  {name:<16} {value}" for name, value in lines.items())
+
+
+FEW_LAYER_RUNS = 100
+"""Layers times micro-batches that are counted as soon as small runs are."""
+
+
+def counted(
+    args: argparse.Namespace, flags: Sequence[str], defaults: Mapping[str, Any]
+) -> Composed:
+    """Bytes of whole ranks with as few micro-batches as show their peak, or of small runs.
+
+    Args:
+        args: final values of a dry run; its features are attached.
+        flags: of the job.
+        defaults: values of flags that neither these nor a recipe set.
+
+    Raises:
+        MindSpeedError: the job cannot be counted; says what is in the way.
+    """
+    from mindspeed.planner.composed.compose import Composed, compose
+    from mindspeed.planner.composed.whole_ranks import peak_micro_batches
+    from mindspeed.planner.counted.check import check
+    from mindspeed.planner.job import Job
+
+    batches = peak_micro_batches(args)
+    layers = args.num_layers / args.pipeline_model_parallel_size
+    composed = None
+    if batches is None or layers * sum(batches) > FEW_LAYER_RUNS:
+        try:
+            with progress("counting bytes of small runs") as tell:
+                tell(0, 1)
+                composed = compose(Job(flags, defaults), args, None)
+        except MindSpeedError:  # the job reads values from files that small runs do without
+            pass
+    if composed is not None:
+        return composed
+    with progress("counting bytes of whole ranks") as tell:
+        return Composed(check(args, progress=tell, micro_batches=batches), 0.0)

@@ -21,7 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed.cli.dry_run import settings_of
-from mindspeed.cli.plan_output import bytes_unit, flops_unit, new_table, print_whole, ranges
+from mindspeed.cli.plan_output import (
+    bytes_unit,
+    composed_within,
+    memory_table,
+    new_table,
+    print_whole,
+    ranges,
+)
 from mindspeed.cli.plan_run import job_of, progress
 from mindspeed.errors import MindSpeedError
 
@@ -47,10 +54,12 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
     """
     limit, origin = memory_limit(own)
     job = job_of(flags)
+    from mindspeed.planner.counted.check import megatron_formula
+
     args = job.settings(None, own.devices).args
     counted = _counted(own, job, args, limit)
     found, prediction = counted.check, counted.prediction
-    others = other_figures(args, found)
+    others = {"Megatron-LM's formula": megatron_formula(args, found.micro_batches)}
     if own.json:
         print(json.dumps(as_data(args, counted, others), indent=2))
     else:
@@ -100,17 +109,6 @@ def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:
     return cluster.memory_limit, (
         f"{cluster.name}: {device.memory_gib:g} GiB without {device.reserved_gib:g} GiB reserved"
     )
-
-
-def other_figures(args: argparse.Namespace, found: Check) -> dict[str, float | None]:
-    """Bytes of the fullest rank by closed formulas."""
-    from mindspeed.planner.counted.check import megatron_formula
-    from mindspeed.training.estimate import estimate
-
-    formula = {"Megatron-LM's formula": megatron_formula(args, found.micro_batches)}
-    if "planned_loop" in args:  # a script's own arguments
-        return formula
-    return {**formula, "estimate of --dry-run": estimate(args).memory}
 
 
 def as_data(
@@ -167,16 +165,9 @@ def print_check(
             percent = 100 * (value / peak - 1)
             text = f"{unit(value)} {unit.name}, {percent:+.0f} % of what is counted"
         line(f"{name}: {text}")
+    if found.note:
+        line(found.note)
     line(verdict(found, origin))
-
-
-def composed_within(error: float) -> str:
-    """The error of composed bytes, if it is large enough to report; empty otherwise."""
-    from mindspeed.planner.composed.signature import TOLERANCE
-
-    if error <= TOLERANCE:
-        return ""
-    return f"bytes are composed of small runs, within {error:.2%} by those that were compared"
 
 
 def modelled(prediction: Prediction, cluster: str) -> str:
@@ -201,31 +192,6 @@ def verdict(found: Check, origin: str) -> str:
     if found.fits:
         return f"fits: {need}, {unit(left)} are left"
     return f"does not fit: {need}, {unit(-left)} too much"
-
-
-def memory_table(found: Check) -> Table:
-    """Bytes and FLOPs of pipeline ranks."""
-    kinds = list(dict.fromkeys(kind for rank in found.ranks for kind in rank.at_peak))
-    size = bytes_unit([found.fullest.peak])
-    flops = flops_unit(rank.flops for rank in found.ranks)
-    table = new_table(
-        f"{size.name} of tensors at the peak of a step, by kind; static: between steps;\n"
-        f"{flops.name} of a step, again: those of recomputation",
-        ["pipeline rank"],
-        ["parameters", *kinds, "peak", "static", flops.name, "again"],
-    )
-    for rank in found.ranks:
-        table.add_row(
-            ranges(rank.pipeline_ranks),
-            f"{rank.parameters:,}",
-            *(size(rank.at_peak.get(kind, 0)) for kind in kinds),
-            size(rank.peak),
-            size(sum(rank.static.values())),
-            flops(rank.flops),
-            flops(rank.recomputed),
-            style="bold" if rank is found.fullest else "",
-        )
-    return table
 
 
 def traffic_table(found: Check) -> Table:

@@ -89,6 +89,46 @@ def print_whole(table: Table) -> None:
     Console(width=max(width, console.width)).print(table)
 
 
+def memory_table(found: Check, flops: bool = True) -> Table:
+    """Bytes and FLOPs of pipeline ranks.
+
+    Args:
+        found: counted figures.
+        flops: with columns of FLOPs.
+    """
+    kinds = list(dict.fromkeys(kind for rank in found.ranks for kind in rank.at_peak))
+    size = bytes_unit([found.fullest.peak])
+    title = f"{size.name} of tensors at the peak of a step, by kind; static: between steps"
+    host = ["host"] if any(rank.host for rank in found.ranks) else []
+    title += ";\nhost: in host memory between steps, not of the device" if host else ""
+    unit = flops_unit(rank.flops for rank in found.ranks)
+    title += f";\n{unit.name} of a step, again: those of recomputation" if flops else ""
+    more = [unit.name, "again"] if flops else []
+    columns = ["parameters", *kinds, "peak", "static", *host, *more]
+    table = new_table(title, ["pipeline rank"], columns)
+    for rank in found.ranks:
+        table.add_row(
+            ranges(rank.pipeline_ranks),
+            f"{rank.parameters:,}",
+            *(size(rank.at_peak.get(kind, 0)) for kind in kinds),
+            size(rank.peak),
+            size(sum(rank.static.values())),
+            *([size(rank.host)] if host else []),
+            *([unit(rank.flops), unit(rank.recomputed)] if flops else []),
+            style="bold" if rank is found.fullest else "",
+        )
+    return table
+
+
+def composed_within(error: float) -> str:
+    """The error of composed bytes, if it is large enough to report; empty otherwise."""
+    from mindspeed.planner.composed.signature import TOLERANCE
+
+    if error <= TOLERANCE:
+        return ""
+    return f"bytes are composed of small runs, within {error:.2%} by those that were compared"
+
+
 _LIMIT = "#dc2626"
 _WIDE = 72
 """Characters above one of two pictures."""

@@ -41,10 +41,11 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
 
     if inside_a_job():
         with stop_together(command):
-            return _train(_prepare(argv, int(os.environ["WORLD_SIZE"]), command, defaults))
+            settings = _prepare(argv, int(os.environ["WORLD_SIZE"]), command, defaults)
+            return _train(settings, argv, defaults)
     settings = _prepare(argv, None, command, defaults)
     if settings.args.world_size == 1 or settings.args.dry_run:
-        return _train(settings)
+        return _train(settings, argv, defaults)
     check_fits_here(settings.args.world_size)
     ranks = [sys.executable, "-m", "mindspeed", command, *argv]
     return run_ranks(ranks, settings.args.world_size)
@@ -65,12 +66,12 @@ def _prepare(
     return prepare(argv, ranks, parser=parser)
 
 
-def _train(settings: Settings) -> int:
+def _train(settings: Settings, argv: Sequence[str], defaults: Mapping[str, Any]) -> int:
     if settings.args.dry_run:
-        from mindspeed.training.estimate import describe
+        from mindspeed.cli.dry_run import print_dry_run
 
         if os.environ.get("RANK", "0") == "0":
-            print(describe(settings))
+            print_dry_run(settings, argv, defaults)
         return 0
     from mindspeed.training.pretrain import pretrain
 

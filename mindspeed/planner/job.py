@@ -93,22 +93,32 @@ def not_planned() -> dict[str, None]:
     return dict.fromkeys((*_NOT_PLANNED, *flags_planned_as("no part")))
 
 
+NO_EFFECT_ON_A_STEP: Mapping[str, Any] = {"lr": 1e-4, "train_iters": 1}
+"""Flags that a job to plan need not have."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A training job by its flags.
 
     Attributes:
         argv: flags of ``mindspeed pretrain``; ``--config`` and ``--model`` are looked up.
+
+    Args:
+        argv: these flags.
+        defaults: values of flags that neither ``argv`` nor its recipe sets.
     """
 
     argv: tuple[str, ...]
     _parser: Parser = field(init=False, repr=False, compare=False)
     _words: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(
+        self, argv: Sequence[str], defaults: Mapping[str, Any] = NO_EFFECT_ON_A_STEP
+    ) -> None:
         object.__setattr__(self, "argv", tuple(argv))
         parser = build_parser(with_help=False)
-        parser.set_defaults(lr=1e-4, train_iters=1)  # of no effect on a step
+        parser.set_defaults(**defaults)
         object.__setattr__(self, "_parser", parser)
         object.__setattr__(self, "_words", tuple(_expanded(argv, parser)))
 

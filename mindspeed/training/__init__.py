@@ -13,7 +13,7 @@ log, sinks          the log line and the files; warning_filters: warnings that a
 stopping            SIGTERM and time limits
 fail_together       one rank fails, all stop
 launch              local ranks without torchrun
-estimate            ``--dry-run``; parameter_counts: of every rank, from the models they build
+parameter_counts    parameters of every rank, from the models they build; pipeline_figures: bubble
 pretrain            from final values to the last checkpoint
 ==================  ==============================================================
 """

@@ -157,8 +157,6 @@ MAY_WRITE_ARGUMENTS = {
     "training/initialize.py": "final values: the command line of --auto-tuning",
     "training/recipe.py": "flags of a recipe",
     "training/parameter_counts.py": "a copy with fewer ranks",
-    "training/activation_trace.py": "a copy with one data-parallel rank",
-    "training/estimate.py": "a copy",
     "lora/flags.py": "final values: what the adapters' files say",
     "lora/merge.py": "values of the model that is written",
     "models/weight_source.py": "values of a model from its files",
@@ -185,10 +183,6 @@ def test_final_values_are_written_in_one_place() -> None:
     assert found <= set(MAY_WRITE_ARGUMENTS)
 
 
-# Which optimizers of ours and of Megatron's keep master weights is asked by the closed formula.
-MAY_LIST_FLAGS = {"training/optimizer_size.py"}
-
-
 def test_what_another_room_must_know_of_features_is_a_trait() -> None:
     """No list of features outside ``features/``: a feature of a plug-in would be missing in it."""
     features = all_features()
@@ -202,7 +196,7 @@ def test_what_another_room_must_know_of_features_is_a_trait() -> None:
                 words = {one.value for one in node.elts if isinstance(one, ast.Constant)}
                 if len(words & flags) > 2:
                     found.add(path.relative_to(PACKAGE).as_posix())
-    assert found <= MAY_LIST_FLAGS
+    assert found == set()
 
 
 def test_outside_features_only_the_registry_is_imported() -> None:

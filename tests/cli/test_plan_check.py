@@ -18,11 +18,11 @@ JOB = [*TINY, "--tensor-model-parallel-size", "2", "--sequence-parallel",
 
 @pytest.fixture
 def plan(ranks, tmp_path):
-    def run(*words, flags=JOB):
-        command = ["plan", *map(str, words), *flags]
+    def run(*words, flags=JOB, command="plan", **environment):
+        command = [command, *map(str, words), *flags]
         (answer,) = ranks(
             1, commands_job.run, command, str(tmp_path), setup=commands_job.SETUP, backend=None,
-            env={"COLUMNS": "60"}, timeout=120,
+            env={"COLUMNS": "60", **environment}, timeout=120,
         )  # fmt: skip
         return answer
 
@@ -50,8 +50,21 @@ def test_bytes_and_messages_of_both_ranks(plan, tmp_path):
     assert [(row["calls"], row["wire"]) for row in sent] == [(4, 4 * 32 * 2 * 64 * 2)]
     gathers = {row["op"]: row["calls"] for row in last["traffic"] if "TENSOR" in row["group"]}
     assert gathers["all_gather"] > gathers["reduce_scatter"]
-    assert set(found["formulas"]) == {"Megatron-LM's formula", "estimate of --dry-run"}
+    assert set(found["formulas"]) == {"Megatron-LM's formula"}
     assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+
+
+def test_a_dry_run_prints_the_bytes_of_the_check(plan):
+    status, text, errors = plan("--dry-run", command="pretrain", WORLD_SIZE="4")
+    assert status == 0, errors
+    _, whole, _ = plan("--check", "--whole", "--json")
+    assert "pipeline bubble  20.0 % (1f1b)" in text
+    table = text.partition("MiB of tensors at the peak of a step")[2].splitlines()
+    ranks = [line.split() for line in table if line.strip()[:1].isdigit()]
+    for row, rank in zip(ranks, json.loads(whole)["ranks"], strict=True):
+        assert row[1] == f"{rank['parameters']:,}"
+        static = sum(rank["static"].values())
+        assert row[-2:] == [f"{nbytes / 2**20:,.3f}" for nbytes in (rank["peak"], static)]
 
 
 def test_the_verdict_is_the_status(plan):

@@ -328,19 +328,16 @@ def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
     return {"losses": losses, **_bytes_of(model)}
 
 
-def estimated(folder: str, flags: Sequence[str], ranks: int) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer states, as a dry run says."""
+def planned(folder: str, flags: Sequence[str], ranks: int) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer states, as the planner counts them."""
     from mindspeed import session
-    from mindspeed.training.estimate import estimate
+    from mindspeed.planner.counted.check import check
 
     args = resolved(folder, [*flags, "--micro-batch-size=1"], ranks)
     session.install().configure(args)
-    figures = estimate(args)
-    return {
-        "parameters": figures.weights,
-        "gradients": figures.gradients,
-        "optimizer": figures.optimizer,
-    }
+    static = check(args).fullest.static
+    kinds = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}
+    return {name: static.get(kind, 0) for name, kind in kinds.items()}
 
 
 def _bytes_of(model: Any) -> dict[str, int]:

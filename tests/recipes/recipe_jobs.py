@@ -18,7 +18,7 @@ def resolve_recipes(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _resolved(name: str) -> dict[str, Any]:
     from mindspeed.cli.recipes import text_of
     from mindspeed.errors import MindSpeedError
-    from mindspeed.training.estimate import GIB, estimate
+    from mindspeed.training.parameter_counts import count, entries_of_model
 
     try:
         args = _dry_run(name)
@@ -28,35 +28,39 @@ def _resolved(name: str) -> dict[str, Any]:
             again = _dry_run(str(copy))
     except MindSpeedError as error:
         return {"error": str(error)}
-    figures = estimate(args)
     return {
         "error": None,
         "values": {name: value for name, value in vars(args).items() if _is_plain(value)},
         "same as its text": vars(args) | {"config": ""} == vars(again) | {"config": ""},
-        "parameters": figures.parameters,
-        "gib": figures.memory / GIB,
+        "parameters": entries_of_model(args, count(args)),
     }
 
 
-def resolve_advice(names: Sequence[str]) -> dict[str, list[tuple[str, str | None, float]]]:
-    """What a dry run says of a recipe with each flags that it advises: flags, error, GiB."""
+def resolve_advice(names: Sequence[str]) -> dict[str, list[tuple[str, str | None]]]:
+    """What a dry run says of a recipe with each flags that it advises: flags and error."""
     from mindspeed import recipes
 
     lines = {name: [line for line in recipes.advice(name) if "try: " in line] for name in names}
     return {name: [_tried(name, line) for line in found] for name, found in lines.items()}
 
 
-def _tried(name: str, line: str) -> tuple[str, str | None, float]:
+def _tried(name: str, line: str) -> tuple[str, str | None]:
     from mindspeed.cli.pretrain import _prepare
     from mindspeed.errors import MindSpeedError
-    from mindspeed.training.estimate import GIB, estimate
 
     flags = line.removeprefix("try: ").partition("   (")[0]
     try:
-        args = _prepare(["--config", name, "--dry-run", *flags.split()]).args
+        _prepare(["--config", name, "--dry-run", *flags.split()])
     except MindSpeedError as error:
-        return flags, str(error), 0.0
-    return flags, None, estimate(args).memory / GIB
+        return flags, str(error)
+    return flags, None
+
+
+def gib_of(name: str) -> float:
+    """GiB of the fullest rank of a recipe, as its dry run counts them."""
+    from mindspeed.cli.dry_run import counted
+
+    return counted(_dry_run(name), ["--config", name], {}).check.fullest.peak / 2**30
 
 
 def layers_of_stages(layout: str, stages: int) -> list[int]:

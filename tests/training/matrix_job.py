@@ -44,10 +44,20 @@ def modes_of_passes(flags: Sequence[str]) -> list[tuple[bool, bool]]:
     return modes
 
 
-def estimated(flags: Sequence[str]) -> tuple[str, int]:
-    """What a dry run on two ranks says: the schedule, and parameters on the fullest rank."""
+def dry_run(flags: Sequence[str]) -> tuple[str, int]:
+    """What a dry run on two ranks says: the schedule, and parameters on the first rank."""
     from mindspeed.cli.pretrain import _prepare
-    from mindspeed.training.estimate import estimate
+    from mindspeed.training.parameter_counts import count
+    from mindspeed.training.pipeline_figures import figures
 
-    found = estimate(_prepare([*MODEL, *TRAINING, "--dry-run", *flags], 2).args)
-    return found.schedule, found.parameters_per_rank
+    args = _prepare([*MODEL, *TRAINING, "--dry-run", *flags], 2).args
+    return figures(args).name, count(args)[0].entries()
+
+
+def figures_text(flags: Sequence[str]) -> str:
+    """Figures that a dry run of a tiny job on two ranks prints."""
+    from mindspeed.cli.dry_run import figures
+    from mindspeed.training.initialize import prepare
+    from tests.support.trainer_job import command
+
+    return figures(prepare(command(["--dry-run", *flags]), 2).args)

@@ -155,13 +155,18 @@ def train_muon_with_seams(flags: Sequence[str], directly: bool = False) -> dict[
     return seen
 
 
-def estimated(flags: Sequence[str], ranks: int) -> tuple[float, float]:
-    """Bytes of the optimizer on the device and the host, as a dry run says."""
-    from mindspeed.training.estimate import estimate
+def planned(flags: Sequence[str], ranks: int) -> dict[str, Any]:
+    """Bytes of the optimizer on the device and the host, as the planner counts them, and its note.
+
+    They are those of the first rank, whose moments of fp8 and whole parameters may be few.
+    """
+    from mindspeed.planner.counted.check import check
     from mindspeed.training.initialize import prepare
 
-    figures = estimate(prepare(command(["--dry-run", *flags]), ranks).args)
-    return figures.optimizer, figures.host
+    found = check(prepare(command(["--dry-run", *flags]), ranks).args)
+    static = found.fullest.static
+    kept = static.get("main weights", 0) + static.get("optimizer", 0)
+    return {"kept": (kept, found.fullest.host), "note": found.note, "static": dict(static)}
 
 
 def counted(flags: Sequence[str]) -> tuple[float, float]:
@@ -211,16 +216,3 @@ def _weights(inner: Any) -> float:
     """fp32 weights of the optimizer's own."""
     weights = [p for group in inner.param_groups for p in group["params"]]
     return sum(p.nbytes for p in weights if p.dtype == torch.float32)
-
-
-def bytes_per_parameter(cases: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """For each command line: bytes of states per parameter, and of gradient copies."""
-    from mindspeed.training.initialize import prepare
-    from mindspeed.training.optimizer_size import gradient_copy_bytes, state_bytes
-
-    found = {}
-    for flags in cases:
-        args = prepare(command(flags.split()), 2).args
-        element = 2 if args.bf16 or args.fp16 else 4
-        found[flags] = state_bytes(args, element), gradient_copy_bytes(args)
-    return found

@@ -10,7 +10,7 @@ from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.training import pipeline_figures
 from mindspeed.training.pipeline_figures import figures_of
 from tests.support.trainer_job import SETUP
-from tests.training.activation_trace_job import described
+from tests.training.matrix_job import figures_text
 
 KINDS = {
     "1f1b": 1,
@@ -110,6 +110,6 @@ def test_dry_run_prints_the_figures_of_the_schedule_of_its_flags(ranks):
         f"{pipeline} 2147483646 {virtual}": "0.0 % (interleaved)",
     }
     for flags, expected in cases.items():
-        (text,) = ranks(1, described, flags.split(), setup=SETUP, backend=None, timeout=60)
+        (text,) = ranks(1, figures_text, flags.split(), setup=SETUP, backend=None, timeout=60)
         (bubble,) = [line for line in text.splitlines() if "pipeline bubble" in line]
         assert bubble.split(maxsplit=2)[2] == expected, flags

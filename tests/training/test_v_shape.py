@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.trainer_job import SETUP
-from tests.training.matrix_job import estimated
+from tests.training.matrix_job import dry_run
 from tests.training.one_rank import column
 from tests.training.test_layouts import MTP_TIED
 
@@ -124,7 +124,7 @@ def test_dry_run_counts_the_ends_of_the_first_rank(rank_pool):
     for model in (GQA, TIED):
         for flags in (DUALPIPEV, ZB_V, PP):
             words = [*model.split(), *flags.split()]
-            (found,) = rank_pool.run(1, estimated, words, setup=SETUP, backend=None)
+            (found,) = rank_pool.run(1, dry_run, words, setup=SETUP, backend=None)
             counted[model, flags] = found
     norm = 64  # of the last stage
     ends = 1024 * 64 + norm  # padded vocabulary, hidden size

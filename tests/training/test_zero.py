@@ -30,9 +30,7 @@ def test_stage_equals_stage_0_with_less_on_each_rank(stage, base, unsharded, ran
         pytest.importorskip("einops")
     flags = [f"--zero-stage={stage}"]
     found = ranks(RANKS, lora_ranks.steps, str(base), flags, setup=SETUP, timeout=120)
-    (estimated,) = ranks(
-        1, lora_ranks.estimated, str(base), flags, RANKS, setup=SETUP, backend=None
-    )
+    (planned,) = ranks(1, lora_ranks.planned, str(base), flags, RANKS, setup=SETUP, backend=None)
     for mine, whole in zip(found, unsharded, strict=True):
         assert mine["losses"] == pytest.approx(whole["losses"], rel=2e-6)
     for kind, first_stage in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
@@ -43,7 +41,10 @@ def test_stage_equals_stage_0_with_less_on_each_rank(stage, base, unsharded, ran
         for mine in found:
             # Shares are padded to equal sizes; those of the optimizer are not equal.
             assert mine[kind] == pytest.approx(share, rel=0.1), kind
-            assert estimated[kind] == pytest.approx(mine[kind], rel=0.1), kind
+            if (kind, stage) == ("parameters", 3):  # what is gathered between steps counts, too
+                assert mine[kind] <= planned[kind] <= 1.1 * (mine[kind] + whole)
+            else:
+                assert planned[kind] == pytest.approx(mine[kind], rel=0.1), kind
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from mindspeed.planner.counted.check import (
     RankCheck,
     Traffic,
     check,
+    counted_rank,
     group_equal_ranks,
 )
 from mindspeed.planner.job import Job, not_planned
@@ -111,7 +112,8 @@ def compose(
     except MindSpeedError:  # a small pipeline refuses what a large one may accept
         return None
     ranks = ranks_of(signature, shape)
-    found = Check(shape.micro_batches, tuple(group_equal_ranks(ranks)), memory_limit, True)
+    equal = tuple(group_equal_ranks(ranks))
+    found = Check(shape.micro_batches, equal, memory_limit, True, counted_rank(args))
     error = signature.error_at(found.fullest.peak)
     if error > LARGEST_ERROR:
         return None
@@ -211,6 +213,7 @@ def _figures(signature: Signature, shape: Shape, found: RankFigures, actions: Ac
         round(total["flops"] * shape.micro_batches),
         round(total["recomputed"] * shape.micro_batches),
         tuple(_traffic(total, sent, shape)),
+        round(total["host"]),
     )
 
 

@@ -103,6 +103,18 @@ def enough_micro_batches(shape: Shape, rank: int) -> int:
     return longest
 
 
+def peak_micro_batches(args: argparse.Namespace) -> list[int] | None:
+    """Of each pipeline rank the micro-batches after which its peak repeats; None: all may matter.
+
+    Args:
+        args: final values of the job.
+    """
+    shape = shape_of(args)
+    if shape.uncomposable != shape.whole_only:  # a schedule whose micro-batches differ
+        return None
+    return [enough_micro_batches(shape, rank) for rank in range(shape.ranks)]
+
+
 def _most_in_flight(shape: Shape, rank: int, micro_batches: int) -> int:
     """Chunks of micro-batches whose activations a rank keeps at most."""
     plan: Plan = build_plan(shape.request, shape.ranks, shape.chunks, micro_batches)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from mindspeed.adaptor.repairs.experts.memory_estimate import has_unknown_experts
 from mindspeed.instruments.ledger import Communication
@@ -61,6 +63,7 @@ class RankCheck:
         flops: executed in a step; recomputation is a part of it.
         recomputed: FLOPs of recomputation.
         traffic: by group and operation.
+        host: bytes of host memory between steps.
     """
 
     pipeline_ranks: tuple[int, ...]
@@ -71,6 +74,7 @@ class RankCheck:
     flops: int
     recomputed: int
     traffic: tuple[Traffic, ...]
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,14 @@ class Check:
         ranks: all pipeline ranks.
         memory_limit: bytes that the tensors of a rank may take; None: not known.
         composed: composed of small runs (:mod:`mindspeed.planner.composed.compose`), not counted.
+        note: which rank of a stage was counted, where others have other bytes.
     """
 
     micro_batches: int
     ranks: tuple[RankCheck, ...]
     memory_limit: int | None = None
     composed: bool = False
+    note: str = ""
 
     @property
     def fullest(self) -> RankCheck:
@@ -106,6 +112,7 @@ def check(
     *,
     jobs: int = 1,
     progress: Progress = lambda done, of: None,
+    micro_batches: Sequence[int] | None = None,
 ) -> Check:
     """Count a step of every pipeline rank.
 
@@ -114,6 +121,7 @@ def check(
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
         progress: progress callback.
+        micro_batches: of the step that each pipeline rank runs; default: those of the job.
 
     Raises:
         MindSpeedError: the step cannot be counted; says what is in the way.
@@ -121,19 +129,41 @@ def check(
     steps: list[CountedStep] = []
     stages = args.pipeline_model_parallel_size
     progress(0, stages)
-    for step in _count(args, range(stages), jobs):
+    for step in _count(args, micro_batches or [None] * stages, jobs):
         if isinstance(step, Exception):
             raise step
         steps.append(step)
         progress(len(steps), stages)
     ranks = [figures_of_step(stage, step) for stage, step in enumerate(steps)]
-    return Check(steps[0].micro_batches, tuple(group_equal_ranks(ranks)), memory_limit)
+    equal = tuple(group_equal_ranks(ranks))
+    return Check(steps[0].micro_batches, equal, memory_limit, note=counted_rank(args))
+
+
+def counted_rank(args: argparse.Namespace) -> str:
+    """Which rank of a stage is counted, where its optimizer keeps more or less than others'.
+
+    Args:
+        args: final values.
+    """
+    if args.data_parallel_size * args.context_parallel_size == 1:
+        return ""
+    quantized = args.quant_states or torch.uint8 in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
+    if args.optimizer == "dist_muon":
+        why = "--optimizer dist_muon gives whole parameters to ranks"
+    elif quantized and args.quant_states_exempt and args.use_distributed_optimizer:
+        why = "parameters that --quant-states-exempt leaves in fp32 are on some ranks only"
+    else:
+        return ""
+    return f"the first data-parallel rank of each stage is counted; others differ: {why}"
 
 
 def _count(
-    args: argparse.Namespace, stages: Iterable[int], jobs: int
+    args: argparse.Namespace, micro_batches: Sequence[int | None], jobs: int
 ) -> Iterator[CountedStep | Exception]:
-    return isolated.map(count_step, [(args, rank_in_stage(args, stage)) for stage in stages], jobs)
+    def count(stage: int, batches: int | None) -> CountedStep:
+        return count_step(args, rank_in_stage(args, stage), micro_batches=batches)
+
+    return isolated.map(count, enumerate(micro_batches), jobs)
 
 
 def group_equal_ranks(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
@@ -166,6 +196,7 @@ def figures_of_step(stage: int, step: CountedStep) -> RankCheck:
         step.flops.total,
         step.flops.recompute,
         traffic(step.communications),
+        step.host_static,
     )
 
 

@@ -159,10 +159,10 @@ class TrainerLoop:
         yield
 
     def build(self, args: argparse.Namespace) -> TrainedModel:
-        """The trainer's model."""
+        """The trainer's model; weights are not read."""
         from mindspeed.training.model import build
 
-        return build(args)
+        return build(argparse.Namespace(**vars(args) | {"load": None}))
 
     def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
         """The trainer's step."""

@@ -18,12 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from mindspeed.job import Precision
+from mindspeed.optimizer.rules import chosen
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import V_SHAPES, Layout
 from mindspeed.planner.shape import DENSE, EXPERT
 from mindspeed.training.flops import attention_weights, layer_kinds, mlp_weights
-from mindspeed.training.optimizer_size import state_bytes
 
 if TYPE_CHECKING:
     from mindspeed.planner.composed.layer_run import LayerRun
@@ -88,7 +90,7 @@ class Bounds:
         self._weight = 1 if args.fp8 else precision.element
         self._gradient = precision.element
         offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
-        self._state = 0.0 if offloaded else state_bytes(args, precision.element)
+        self._state = 0.0 if offloaded else _state_bytes(args, precision.element)
         self._distributed = bool(args.use_distributed_optimizer or args.use_megatron_fsdp)
         self._stage = 3 if args.data_parallel_sharding_strategy == "optim_grads_params" else 2
         self._stage *= bool(args.use_megatron_fsdp)
@@ -258,3 +260,19 @@ def _in_flight(layout: Layout, rank: int) -> list[int]:
     for number in range(most):  # in turns of as many micro-batches as there are ranks
         found[number // ranks % chunks] += 1
     return found
+
+
+def _state_bytes(args: argparse.Namespace, element: int) -> float:
+    """Least bytes of the optimizer's states of one parameter of ``element`` bytes."""
+    name = chosen(vars(args))
+    moments = [args.exp_avg_dtype, args.exp_avg_sq_dtype]
+    if args.quant_states or name == "cadam":
+        moments = [torch.uint8] * 2  # without their scales
+    elif name not in ("adam", "fused_adam"):
+        moments = moments[:1]
+    shared = args.reuse_fp32_param or (
+        args.use_precision_aware_optimizer and args.store_param_remainders and args.bf16
+    )
+    narrow = shared or args.main_params_dtype == torch.float16
+    master = (2.0 if narrow else 4.0) if element < 4 else 0.0
+    return master + sum(dtype.itemsize for dtype in moments)
