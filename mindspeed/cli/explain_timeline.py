@@ -25,8 +25,8 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.counted.layer_costs import (
     PHASES,
     Costs,
-    alike,
     by_layer,
+    group_equal_layers,
     lanes,
     total,
 )
@@ -196,7 +196,7 @@ def _table(step: TimedStep, every: Costs) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("compute", "exposed"):
         table.add_column(name, justify="right", no_wrap=True)
-    for names, _, phases in alike(by_layer(step.intervals)):
+    for names, _, phases in group_equal_layers(by_layer(step.intervals)):
         names = names or "start of the step"
         for phase in PHASES:
             if phase in phases:

@@ -1,6 +1,6 @@
 """Reports of a run: one aligned line and one record per log interval.
 
-The last rank speaks, because the last pipeline stage knows the loss. Between log lines a step only
+The last rank logs, because the last pipeline stage knows the loss. Between log lines a step only
 appends a device tensor to a list; sums over data-parallel ranks and copies to the host happen once
 per interval. Tokens per second and FLOPs are those of samples, not of padding
 (:mod:`mindspeed.training.token_counts`). Where the records go: :mod:`mindspeed.training.sinks`.

@@ -154,7 +154,7 @@ def test_layers_alike_are_one_row_and_others_are_not():
         intervals.append(_interval("compute", f"layer {number}", 0.0, 1.0, flops=10))
     intervals.append(_interval("wait", "layer 3", 1.0, 1.5, op="all_gather"))
     layers = layer_costs.by_layer(intervals)
-    names = [name for name, _, _ in layer_costs.alike(layers)]
+    names = [name for name, _, _ in layer_costs.group_equal_layers(layers)]
     assert names == ["layers 1-2, 5", "layer 3"]
 
 

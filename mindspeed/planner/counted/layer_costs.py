@@ -61,7 +61,9 @@ def by_layer(intervals: Iterable[TimedCall]) -> dict[str, dict[str, Costs]]:
     return found
 
 
-def alike(layers: dict[str, dict[str, Costs]]) -> list[tuple[str, int, dict[str, Costs]]]:
+def group_equal_layers(
+    layers: dict[str, dict[str, Costs]],
+) -> list[tuple[str, int, dict[str, Costs]]]:
     """Layers that cost the same in every phase, together: names, how many, costs of one."""
     groups: dict[Any, list[str]] = {}
     for name, phases in layers.items():
