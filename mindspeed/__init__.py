@@ -3,6 +3,7 @@
 import mindspeed.megatron_adaptor          # one line in a Megatron script, or
 mindspeed.configure(noop_layers=(0,))      # from Python, then
 mindspeed.undo()                           # everything is as before
+mindspeed.check(model_provider, args)      # are gradients summed over the right ranks?
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    import torch
+
     from mindspeed.features.registry import Configuration
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "configure", "undo"]
+__all__ = ["__version__", "check", "configure", "undo"]
 
 
 def configure(**options: Any) -> Configuration:
@@ -38,3 +44,16 @@ def undo() -> None:
     from mindspeed import session
 
     session.undo()
+
+
+def check(
+    model_provider: Callable[..., torch.nn.Module], args: argparse.Namespace, jobs: int = 1
+) -> str:
+    """Prove that every gradient is summed over the right ranks: before a run, without devices.
+
+    As ``mindspeed check --types``, for a framework's own model; see
+    :func:`mindspeed.type_check.check_model` for arguments, result and errors.
+    """
+    from mindspeed.type_check import check_model
+
+    return check_model(model_provider, args, jobs)

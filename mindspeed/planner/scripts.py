@@ -18,7 +18,7 @@ import argparse
 import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.planner.counted.counted_step import CountedStep, count_step
 from mindspeed.planner.counted.loop import Step, batches
 from mindspeed.planner.job import Job, Overrides, changed_words, not_planned
-from mindspeed.training.arguments import build_parser
+from mindspeed.training.arguments import add_names_of_the_trainer
 from mindspeed.training.resolve import Settings
 
 # Options whose batches depend on the data.
@@ -125,7 +125,7 @@ class ScriptedJob(Job):
                     f"--{name.replace('_', '-')}: {what} are not known before the data are read, "
                     "so the script cannot be planned with it; plan without it, an upper bound"
                 )
-        _add_names_of_the_trainer(args)
+        add_names_of_the_trainer(args)
         args.planned_loop = ScriptLoop(script)
         return Settings(args, "")
 
@@ -178,22 +178,6 @@ def count_script(
     """
     settings = settings_of_script(path, argv, world_size=world_size)
     return count_step(settings.args, rank, micro_batches=micro_batches)
-
-
-def _add_names_of_the_trainer(args: argparse.Namespace) -> None:
-    """Flags that only our trainer has, as not given; none that Megatron's configurations read."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer import MLATransformerConfig
-
-    read = {
-        item.name
-        for config in (DistributedDataParallelConfig, OptimizerConfig, MLATransformerConfig)
-        for item in fields(config)
-    }
-    for action in build_parser()._actions:
-        if action.dest not in read and action.default is not argparse.SUPPRESS:
-            vars(args).setdefault(action.dest, action.default)
 
 
 def _batches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

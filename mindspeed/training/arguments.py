@@ -200,6 +200,25 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
     return args
 
 
+def add_names_of_the_trainer(args: argparse.Namespace) -> None:
+    """Add flags that only our trainer has, as not given, to the arguments of another program.
+
+    None that Megatron's configurations read.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig
+
+    read = {
+        item.name
+        for config in (DistributedDataParallelConfig, OptimizerConfig, MLATransformerConfig)
+        for item in dataclasses.fields(config)
+    }
+    for action in build_parser()._actions:
+        if action.dest not in read and action.default is not argparse.SUPPRESS:
+            vars(args).setdefault(action.dest, action.default)
+
+
 def set_by(tokens: Sequence[str], parser: Parser) -> set[str]:
     """Names that these command line words set, found by parsing over an empty namespace."""
     nothing = object()

@@ -1,6 +1,7 @@
 """``mindspeed check --types``: does a parallel program compute the gradients of one rank?
 
-    check_types(args)           # a job's final values -> a :class:`Verdict`
+    check_types(args)                  # a job's final values -> a :class:`Verdict`
+    check_model(model_provider, args)  # the same for a model that a framework builds
 
 What it proves: every value that ranks share is used as it is, and every gradient is summed over
 exactly the ranks that hold a part of it, on each pipeline stage and for any number of ranks. What
@@ -11,6 +12,7 @@ pipeline. Data-parallel ranks are taken to sum their gradients, as Megatron's DD
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ from typing import TYPE_CHECKING
 from mindspeed.errors import ConfigError, MindSpeedError
 
 if TYPE_CHECKING:
+    import torch
+
     from mindspeed.spmd import Type
     from mindspeed.type_check.stage import StageResult, WrongUse
 
@@ -72,8 +76,52 @@ def check_types(
     return Verdict(tuple(found))
 
 
+def check_model(
+    model_provider: Callable[..., torch.nn.Module], args: argparse.Namespace, jobs: int = 1
+) -> str:
+    """Check the model of a framework before it trains.
+
+    Args:
+        model_provider: Megatron's: takes ``pre_process``, ``post_process`` and, with virtual
+            pipeline stages, ``vp_stage``; returns a chunk with Megatron's ``forward`` and
+            ``config``.
+        args: the final values of Megatron's arguments.
+        jobs: children at a time, one for each pipeline stage.
+
+    Returns:
+        What is proven, in words.
+
+    Raises:
+        ConfigError: the first wrong use, in words; the package ``spmd_types`` is missing; or
+            torch.distributed is initialised, whose groups would be shared by the children.
+        MindSpeedError: the model cannot be built, or not without values of tensors.
+    """
+    import torch.distributed as dist
+
+    require_package()
+    import mindspeed.megatron_adaptor  # noqa: F401  (Megatron asks for the CUDA device)
+
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "mindspeed.check makes the process groups of every stage itself: call it before "
+            "torch.distributed.init_process_group"
+        )
+    from mindspeed.training.arguments import add_names_of_the_trainer
+    from mindspeed.type_check.report import describe
+    from mindspeed.type_check.stage import ProvidedModel
+
+    job = copy.copy(args)
+    add_names_of_the_trainer(job)
+    job.planned_loop = ProvidedModel(model_provider)
+    verdict = check_types(job, jobs)
+    text = describe(job, verdict)
+    if verdict.wrong is not None:
+        raise ConfigError(text)
+    return text
+
+
 def require_package() -> None:
-    """Import the type checker, which must be there before torch's factories are wrapped.
+    """Import the type checker.
 
     Raises:
         ConfigError: it is not installed; says what to install.

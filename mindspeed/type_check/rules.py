@@ -13,7 +13,6 @@ import spmd_types
 import torch
 from spmd_types import MeshAxis, SpmdTypeError
 from spmd_types import _checker as checker
-from spmd_types import checker as _  # noqa: F401  # before torch's factories are wrapped
 from spmd_types._type_attr import get_local_type
 from spmd_types.runtime import (
     _set_local_type,
@@ -85,7 +84,14 @@ def install(journal: Journal) -> None:
     """
     for function, rule in {**megatron.rules(), **_own()}.items():
         _register(function, rule)
+    _know_wrapped_factories()
     _register_operators(journal)
+
+
+def _know_wrapped_factories() -> None:
+    """Let the checker know torch's own ``arange`` where it met the adaptor's at its import."""
+    for factories in (checker._DETERMINISTIC_FACTORIES, checker._DETERMINISTIC_NEW_FACTORIES):
+        factories |= {one.__wrapped__ for one in factories if hasattr(one, "__wrapped__")}
 
 
 def _own() -> dict[type, Rule]:

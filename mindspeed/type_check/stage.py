@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from spmd_types import MeshAxis, SpmdTypeError
 from spmd_types.checker import typecheck
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from mindspeed.built_model import BuiltModel
 from mindspeed.job import Parallel
 from mindspeed.journal import Journal
 from mindspeed.planner.counted.balanced_routing import assumed_routing
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
-from mindspeed.planner.counted.loop import loop_of, readers_of
+from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import megatron, rules
 from mindspeed.type_check.rules import WrongType
@@ -105,6 +106,34 @@ class _Mesh:
 
     def name(self, axis: Any) -> str | None:
         return next((name for name, one in self.axes.items() if one == axis), None)
+
+
+class ProvidedModel(TrainerLoop):
+    """The loop of a framework: its model, our groups and forward step.
+
+    Args:
+        model_provider: of :func:`mindspeed.type_check.check_model`.
+    """
+
+    def __init__(self, model_provider: Callable[..., torch.nn.Module]) -> None:
+        self._provider = model_provider
+
+    def build(self, args: argparse.Namespace) -> BuiltModel:  # type: ignore[override]
+        """The chunks of this rank in the precision of the job, without optimizer."""
+        from megatron.core import parallel_state
+
+        count = args.virtual_pipeline_model_parallel_size
+        chunks = []
+        for vp_stage in range(count) if count else [None]:
+            where: dict[str, Any] = {"ignore_virtual": count is None, "vp_stage": vp_stage}
+            given = {} if vp_stage is None else {"vp_stage": vp_stage}
+            chunk = self._provider(
+                pre_process=parallel_state.is_pipeline_first_stage(**where),
+                post_process=parallel_state.is_pipeline_last_stage(**where),
+                **given,
+            )
+            chunks.append(chunk.to(args.params_dtype))
+        return BuiltModel(chunks[0].config, chunks)  # type: ignore[arg-type]
 
 
 def check_stage(args: argparse.Namespace, stage: int) -> StageResult:

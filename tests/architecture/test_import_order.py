@@ -35,7 +35,7 @@ def edges() -> dict[tuple[str, str], list[str]]:
     rooms = {room(path) for path in sources()} - {"__init__"}
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path in sources():
-        if path == PACKAGE / "__init__.py":  # configure() and undo() call the session
+        if path == PACKAGE / "__init__.py":  # its functions call the session and the check
             continue
         for line, name, lazy in imports_of(path):
             top, _, rest = name.partition(".")

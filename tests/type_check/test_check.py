@@ -186,6 +186,51 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def framework(*words: str) -> list[str]:
+    """The lines of a framework that has imported the adaptor, bound names and asks for a check."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.type_check.framework_job", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_model_of_a_framework_is_proven():
+    found = framework()
+    assert found[0] == "4 ranks: tensor 2, sequence parallel yes, pipeline 2"
+    assert found[-2].startswith("accepted: every gradient is summed")
+
+
+@pytest.mark.slow
+def test_a_mark_that_a_framework_forgot_is_named():
+    found = framework("fault")
+    assert found[1].startswith("REFUSED: stage 0, ") and "framework_job.py:" in found[1]
+    assert found[2].split() == ["parameters", "embedding.shift.bias"]
+
+
+def test_a_check_inside_a_running_job_is_refused(ranks):
+    (said,) = ranks(1, check_inside_a_job, setup="mindspeed.megatron_adaptor")
+    assert "before torch.distributed.init_process_group" in said
+
+
+def check_inside_a_job() -> str:
+    """What :func:`mindspeed.check` says where torch.distributed is initialised."""
+    import argparse
+
+    import mindspeed
+    from mindspeed.errors import ConfigError
+
+    with pytest.raises(ConfigError) as raised:
+        mindspeed.check(lambda **_: None, argparse.Namespace())
+    return str(raised.value)
+
+
 def test_a_missing_package_is_named(monkeypatch):
     from mindspeed.errors import ConfigError
     from mindspeed.type_check import require_package

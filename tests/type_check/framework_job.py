@@ -1,0 +1,81 @@
+"""A framework: binds Megatron's names behind the import line, then asks about its own model.
+
+``python -m tests.type_check.framework_job [fault]`` prints what :func:`mindspeed.check` returns or
+raises.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import mindspeed.megatron_adaptor
+
+# isort: split
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+import mindspeed
+
+
+class Head(torch.nn.Module):
+    """A bias after the embedding that the framework has added."""
+
+    def __init__(self, size: int, marked: bool) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(size))
+        self.bias.sequence_parallel = marked
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Add it to ``[s, b, h]``."""
+        return hidden + self.bias
+
+
+def provider_of(args, marked: bool):
+    """The model provider; with sequence parallelism the bias must be marked."""
+    config = TransformerConfig(
+        num_layers=args.num_layers // args.pipeline_model_parallel_size,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        pipeline_dtype=torch.float32,
+        sequence_parallel=args.sequence_parallel,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        num_moe_experts=None,
+    )
+    config.num_layers = args.num_layers
+
+    def provide(pre_process=True, post_process=True):
+        model = GPTModel(
+            config, get_gpt_layer_local_spec(), args.padded_vocab_size, args.seq_length,
+            pre_process=pre_process, post_process=post_process, position_embedding_type="rope",
+        )  # fmt: skip
+        if pre_process:
+            model.embedding.register_module("shift", Head(args.hidden_size, marked))
+            forward = model.embedding.forward
+            model.embedding.forward = lambda *a, **k: model.embedding.shift(forward(*a, **k))
+        return model
+
+    return provide
+
+
+def main() -> None:
+    """Check the model."""
+    from mindspeed.errors import ConfigError
+    from mindspeed.planner.job import Job
+    from tests.type_check.check_job import SMALL
+
+    flags = f"{SMALL} --transformer-impl local --nproc 4 --tensor-model-parallel-size 2 "
+    flags += "--sequence-parallel --pipeline-model-parallel-size 2"
+    args = Job(flags.split()).settings().args
+    try:
+        print(mindspeed.check(provider_of(args, marked="fault" not in sys.argv), args))
+    except ConfigError as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    main()
