@@ -86,6 +86,36 @@ def micro_batches(args: argparse.Namespace) -> int:
     return max(1, Batch.of(args).micro_batches)
 
 
+def check_interleaved(args: argparse.Namespace) -> None:
+    """Refuse steps that Megatron's interleaved schedule stops at, before work starts.
+
+    Args:
+        args: final values of a job whose features are attached.
+
+    Raises:
+        ConfigError: says which number of micro-batches or which groups of them would do.
+    """
+    if args.virtual_pipeline_model_parallel_size is None or scheduled_pipeline(args) is not None:
+        return
+    stages = args.pipeline_model_parallel_size
+    count, group = micro_batches(args), args.microbatch_group_size_per_vp_stage or stages
+
+    def runs(group: int) -> bool:
+        return stages <= group <= count and not 0 < count % group < stages
+
+    if runs(group):
+        return
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    other = next(filter(runs, range(stages, count + 1)), None)
+    raise ConfigError(
+        f"--global-batch-size {args.global_batch_size} has {count} micro-batches on a rank, which "
+        f"the interleaved schedule cannot run in groups of {group}: each group must have at least "
+        f"{stages} (--pipeline-model-parallel-size), the last one too; give a multiple of "
+        f"{Batch.of(args).samples_of(group)} samples"
+        + (f", or {flag} {other}" if other is not None else "")
+    )
+
+
 def request_of(args: argparse.Namespace) -> ScheduleRequest:
     """The schedule that the flags of a job ask for."""
     if (pipeline := scheduled_pipeline(args)) is not None:
