@@ -55,16 +55,21 @@ def print_dry_run(settings: Settings, flags: Sequence[str], defaults: Mapping[st
         flags: of the job.
         defaults: values of flags that neither these nor a recipe set.
     """
+    from mindspeed.planner import isolated
+    from mindspeed.planner.composed.measurement import import_ahead
+
     args = settings.args
-    print(f"# resolved configuration\n{settings.recipe}\n# figures\n{figures(args)}", flush=True)
+    import_ahead()
+    found = isolated.call(figures, args)  # initialises an accelerator, after which none may fork
+    print(f"# resolved configuration\n{settings.recipe}\n# figures\n{found}", flush=True)
     try:
-        found = counted(args, flags, defaults)
+        composed = counted(args, flags, defaults)
     except MindSpeedError as error:  # the other figures do not depend on it
-        print(f"# bytes are not counted: {(str(error).strip() or type(error).__name__)}")
+        print(f"# bytes are not counted: {str(error).strip() or type(error).__name__}")
         return
     print("# bytes of the tensors of a rank, counted")
-    print_whole(memory_table(found.check, flops=False))
-    for text in (found.check.note, composed_within(found.error)):
+    print_whole(memory_table(composed.check, flops=False))
+    for text in (composed.check.note, composed_within(composed.error)):
         if text:
             print(text)
 

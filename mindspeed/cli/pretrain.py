@@ -42,10 +42,14 @@ def train(argv: Sequence[str], command: str, defaults: Mapping[str, Any]) -> int
     if inside_a_job():
         with stop_together(command):
             settings = _prepare(argv, int(os.environ["WORLD_SIZE"]), command, defaults)
-            return _train(settings, argv, defaults)
+            if not settings.args.dry_run:
+                return _train(settings)
+        return _dry_run(settings, argv, defaults)  # forks: without the thread that watches ranks
     settings = _prepare(argv, None, command, defaults)
-    if settings.args.world_size == 1 or settings.args.dry_run:
-        return _train(settings, argv, defaults)
+    if settings.args.dry_run:
+        return _dry_run(settings, argv, defaults)
+    if settings.args.world_size == 1:
+        return _train(settings)
     check_fits_here(settings.args.world_size)
     ranks = [sys.executable, "-m", "mindspeed", command, *argv]
     return run_ranks(ranks, settings.args.world_size)
@@ -69,13 +73,15 @@ def _prepare(
     return settings
 
 
-def _train(settings: Settings, argv: Sequence[str], defaults: Mapping[str, Any]) -> int:
-    if settings.args.dry_run:
-        from mindspeed.cli.dry_run import print_dry_run
+def _dry_run(settings: Settings, argv: Sequence[str], defaults: Mapping[str, Any]) -> int:
+    from mindspeed.cli.dry_run import print_dry_run
 
-        if os.environ.get("RANK", "0") == "0":
-            print_dry_run(settings, argv, defaults)
-        return 0
+    if os.environ.get("RANK", "0") == "0":
+        print_dry_run(settings, argv, defaults)
+    return 0
+
+
+def _train(settings: Settings) -> int:
     from mindspeed.training.pretrain import pretrain
 
     pretrain(settings)
