@@ -373,6 +373,14 @@ def test_what_runs_had_only_whole_or_only_divided():
     assert less == {"seconds F": 2.0, "kept": 2.0}
 
 
+def test_states_in_host_memory_are_shared_as_those_of_the_device():
+    one = {"static optimizer": 8.0, "host": 8.0, "kept": 8.0}
+    two = {"static optimizer": 4.0, "host": 4.0, "kept": 8.0}
+    found = pieces.data_parallel_shared_fraction(one, two)
+    assert found == {"static optimizer": 1.0, "host": 1.0}
+    assert pieces.of_steps(one) == {"static optimizer": 8.0, "host": 8.0}
+
+
 def test_a_shape_for_another_pipeline():
     request = ScheduleRequest("interleaved", group_size=4)
     base = replace(shape(4, 16, 8, 2), request=request)

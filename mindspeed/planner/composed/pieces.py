@@ -164,13 +164,14 @@ def released(op: str, kept: float, stash: float) -> float:
 def of_steps(figures: Figures) -> dict[str, float]:
     """Figures per step or between steps, not per action or micro-batch."""
     prefixes = ("static ", "dp ", "edp ", "closing ")
-    names = ("tail", "seconds tail")
+    names = ("host", "tail", "seconds tail")
     return {n: v for n, v in figures.items() if n in names or n.startswith(prefixes)}
 
 
 def data_parallel_shared_fraction(one: Figures, wide: Figures) -> dict[str, float]:
     """The part of each figure that halves on twice as many data-parallel ranks."""
-    names = [n for n in one if n.startswith("static") or n in ("tail", "freed", "seconds tail")]
+    others = ("host", "tail", "freed", "seconds tail")
+    names = [n for n in one if n.startswith("static") or n in others]
     return {n: 2 * (one[n] - wide.get(n, 0.0)) / one[n] if one[n] else 0.0 for n in names}
 
 
