@@ -16,9 +16,6 @@ import torch.distributed as dist
 
 from mindspeed.job import Parallel
 
-ROUTED = "shapes of routed experts depend on values; mindspeed plan --check takes balanced ones"
-"""Why experts are refused, and what counts them."""
-
 
 def rank_in_stage(args: argparse.Namespace, stage: int) -> int:
     """The first rank of a pipeline stage."""

@@ -5,8 +5,9 @@
     found.fits, found.ranks[0].peak
 
 Each pipeline rank runs one step on FakeTensors (:mod:`mindspeed.planner.counted.counted_step`) as
-the first rank of its stage: the tensor, context and data parallel ranks of a stage are equal. Ranks
-with equal figures are grouped. :func:`megatron_formula` is Megatron-LM's estimate for comparison.
+the first rank of its stage: the tensor, context and data parallel ranks of a stage are equal, but
+for what :attr:`Check.note` says. Ranks with equal figures are grouped. :func:`megatron_formula` is
+Megatron-LM's estimate for comparison.
 """
 
 from __future__ import annotations
