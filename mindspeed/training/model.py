@@ -171,9 +171,11 @@ def _load_unsharded(
     args: argparse.Namespace, config: TransformerConfig, modules: list[Any]
 ) -> None:
     """Load formats that need unsharded stages, before Megatron-FSDP shards them."""
+    if not args.load:  # a planned job reads no weights, its adapters' base neither
+        return
     if adapted(modules):
         load_base(args, BuiltModel(config, modules))
-    elif args.load and needs_whole_stages(args):
+    elif needs_whole_stages(args):
         load(args, BuiltModel(config, modules))
 
 
