@@ -24,7 +24,9 @@ own wrappers. Nothing is ever downloaded and remote code runs only with ``--trus
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,7 @@ from mindspeed.data.tokenizer_types import (
     VOCABULARY_FILE_TYPES,
     TextTokenizer,
     TokenizerOptions,
+    Tokens,
     required_file,
 )
 from mindspeed.errors import ConfigError, DataError
@@ -48,11 +51,6 @@ if TYPE_CHECKING:
     import argparse
 
     import tokenizers
-import re
-from collections.abc import Iterator
-from itertools import groupby, takewhile
-
-from mindspeed.data.tokenizer_types import Tokens
 
 PADDING = "<|padding|>"
 MIN_VOCAB_SIZE = 256 + 2  # all bytes and the two special tokens
