@@ -124,6 +124,7 @@ def as_data(
         "micro_batches": found.micro_batches,
         "memory_limit": found.memory_limit,
         "fits": found.fits,
+        "note": found.note,
         "ranks": [asdict(rank) for rank in found.ranks],
         "formulas": dict(others),
     }

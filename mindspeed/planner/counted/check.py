@@ -21,6 +21,7 @@ import torch
 
 from mindspeed.adaptor.repairs.experts.memory_estimate import has_unknown_experts
 from mindspeed.instruments.ledger import Communication
+from mindspeed.job import Parallel
 from mindspeed.planner import isolated
 from mindspeed.planner.counted.counted_step import CountedStep, count_step
 from mindspeed.profiling.model_flops import moe_pattern
@@ -146,7 +147,9 @@ def counted_rank(args: argparse.Namespace) -> str:
     Args:
         args: final values.
     """
-    if args.data_parallel_size * args.context_parallel_size == 1:
+    parallel = Parallel.of(args)
+    replicas = parallel.data * parallel.context
+    if max(replicas, parallel.expert_data if args.num_experts else 1) == 1:
         return ""
     quantized = args.quant_states or torch.uint8 in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
     if args.optimizer == "dist_muon":
