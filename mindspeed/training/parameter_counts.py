@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mindspeed.errors import ConfigError
 from mindspeed.lora import LoraConfig
 from mindspeed.lora.attach import meant, unknown
-from mindspeed.optimizer.megatron import mark_rare_gradients
-from mindspeed.te import optimizer_policy
 from mindspeed.training.fake_job import build_chunks, fake_job
-
-_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+")
 
 
 @dataclass(frozen=True)
@@ -36,26 +30,18 @@ class Parameter:
     """A parameter on one rank.
 
     Attributes:
-        layer: that it belongs to, with its chunk; None for embedding, final norm and output layer.
         entries: on this rank.
         element: bytes of an entry.
-        trained: it gets gradients.
         expert: its replicas are the expert-data-parallel ranks.
         sharded: the tensor-parallel ranks have a part each, else all of it.
         copied: an embedding that belongs to another stage.
-        exempt: moments of fp8 optimizers stay fp32.
-        matrix: Muon updates it; others it leaves to Adam.
     """
 
-    layer: str | None
     entries: int
     element: int
-    trained: bool
     expert: bool
     sharded: bool
     copied: bool
-    exempt: bool
-    matrix: bool
 
 
 @dataclass(frozen=True)
@@ -77,14 +63,6 @@ class RankParameters:
     def nbytes(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:
         """Bytes of those that are chosen."""
         return sum(one.entries * one.element for one in self.parameters if choose(one))
-
-    def largest_layer(self) -> int:
-        """Bytes of the layer that has most."""
-        layers = Counter[str]()
-        for one in self.parameters:
-            if one.layer is not None:
-                layers[one.layer] += one.entries * one.element
-        return max(layers.values(), default=0)
 
 
 def count(args: argparse.Namespace) -> list[RankParameters]:
@@ -162,28 +140,17 @@ def _of_rank(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> Rank
 
     with fake_job(args, stage, tensor_rank), FakeTensorMode(allow_non_fake_inputs=True):
         chunks = build_chunks(args, transformer_config(args))
-        mark_rare_gradients(chunks)
-        named = {
-            id(parameter): _parameter(index, name, parameter)
-            for index, chunk in enumerate(chunks)
-            for name, parameter in chunk.named_parameters()
-        }
+        found = {id(one): _parameter(one) for chunk in chunks for one in chunk.parameters()}
         adapters = LoraConfig.from_args(args)
         matched, there = meant(chunks, adapters) if adapters else (set(), set())
-        return RankParameters(tuple(named.values()), (frozenset(matched), frozenset(there)))
+        return RankParameters(tuple(found.values()), (frozenset(matched), frozenset(there)))
 
 
-def _parameter(chunk: int, name: str, parameter: Any) -> Parameter:
-    layer = _LAYER.search(name)
+def _parameter(parameter: Any) -> Parameter:
     return Parameter(
-        layer=f"{chunk}.{layer[0]}" if layer else None,
         entries=parameter.numel(),
         element=parameter.element_size(),
-        trained=parameter.requires_grad,
         expert=not getattr(parameter, "allreduce", True),
         sharded=getattr(parameter, "tensor_model_parallel", False),
         copied=getattr(parameter, "shared", False),
-        exempt=optimizer_policy.keeps_fp32(parameter),
-        matrix=parameter.dim() == 2
-        and not getattr(parameter, "is_embedding_or_output_parameter", False),
     )
