@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
+from mindspeed.errors import ConfigError
+
 T = TypeVar("T")
 
 
 def indices_of(value: Any) -> tuple[int, ...]:
-    """``--noop-layers`` as a namespace has it (``["0,7"]``, ``(0, 7)``, None) as indices."""
+    """``--noop-layers`` as a namespace has it (``["0,7"]``, ``(0, 7)``, None) as indices.
+
+    Raises:
+        ConfigError: one is no number.
+    """
     words = [value] if isinstance(value, str) else value or ()
-    return tuple(int(part) for word in words for part in str(word).split(",") if part.strip())
+    try:
+        return tuple(int(part) for word in words for part in str(word).split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--noop-layers takes whole numbers, not {value!r}") from None
 
 
 def problem_of(noop_layers: Collection[int], num_layers: int) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
-from mindspeed.pipeline.noop_layers import problem_of, with_noop, without_noop
+from mindspeed.pipeline.noop_layers import indices_of, problem_of, with_noop, without_noop
 from tests.pipeline.noop_ranks import MOE, Case, run_all
 
 SETUP = "tests.support.warm"
@@ -125,6 +125,8 @@ def test_lists_over_layers_lose_and_regain_the_noop_layers(noop_layers):
 def test_text_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="--noop-layers takes a whole number, not 'x'"):
         resolve({"noop_layers": ["0,x"], "num_layers": 4}, "cpu")
+    with pytest.raises(ConfigError, match="--noop-layers takes whole numbers"):
+        indices_of(["0,x"])  # before flags are checked, with --use-checkpoint-args
 
 
 def test_features_that_need_whole_layers_are_refused():
@@ -137,3 +139,4 @@ def test_features_that_need_whole_layers_are_refused():
 def test_both_spellings_of_a_list_are_accepted(given):
     configuration = resolve({"noop_layers": given, "num_layers": 4}, "cpu")
     assert configuration.features["noop-layers"].noop_layers == (0, 2)
+    assert indices_of(given) == (0, 2)
