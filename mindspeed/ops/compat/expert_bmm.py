@@ -37,7 +37,7 @@ from mindspeed.ops.compat._activations import PLAIN, Activation
 from mindspeed.ops.process_groups import group_name, resolve
 from mindspeed.ops.registry import Operator
 
-__all__ = ["ALL_TO_ALL_ALL_GATHER_BMM", "BMM_REDUCE_SCATTER_ALL_TO_ALL"]
+__all__ = ["npu_all_to_all_all_gather_bmm", "npu_bmm_reduce_scatter_all_to_all"]
 
 # [tp, ep, E', rows, columns] <-> [E', ep, rows, tp, columns] or [E', ep, tp, rows, columns]
 _TO_EXPERTS = {0: (2, 1, 3, 0, 4), 1: (2, 1, 0, 3, 4)}
@@ -216,8 +216,6 @@ ALL_TO_ALL_ALL_GATHER_BMM = Operator(
     public="mindspeed.ops.npu_all_to_all_all_gather_bmm.npu_all_to_all_all_gather_bmm",
 )
 
-
-__all__ = ["npu_all_to_all_all_gather_bmm", "npu_bmm_reduce_scatter_all_to_all"]
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "None": lambda x: x,
