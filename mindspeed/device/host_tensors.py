@@ -1,4 +1,9 @@
-"""Tensors in host memory for copies, and values of tensors that the host reads."""
+"""Tensors in host memory for copies, and values of tensors that the host reads.
+
+Tensors on the host that say how to compute (lengths of sequences, numbers of rows) have values
+while the tensors that are computed with are FakeTensors, and no dispatch mode sees them: an
+instrument counts what a model computes.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ equal on every machine and in every run:
 A receive is timed like a send, as if its sender called at the same moment; waiting for a slower
 rank is not modelled. Calls from other Python threads are not seen.
 
-``VirtualClock.of(rates)`` takes another model of time: :mod:`mindspeed.instruments.clock`.
+``VirtualClock.of(rates)`` takes another model of time: :class:`Rates`.
 """
 
 from __future__ import annotations

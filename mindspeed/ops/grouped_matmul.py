@@ -35,15 +35,14 @@ def cumulative(
     """Return the cumulative group sizes, ``[E]`` int64 on the device of ``x``.
 
     Args:
-        argument: name of ``groups`` there.
+        argument: name of ``groups`` in the public function.
         groups: sizes or cumulative sums, a list of numbers or an int64 tensor.
         x: ``[T, ...]``, the rows that are grouped.
         sizes: ``groups`` holds sizes.
 
     Raises:
         OperatorError: nothing given; wrong dtype or device; values (checked where reading them is
-        free)
-            that decrease, are negative or do not end at T.
+            free) that decrease, are negative or do not end at T.
     """
     if not isinstance(groups, torch.Tensor):
         if not _is_list_of_integers(groups):

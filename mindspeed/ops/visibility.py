@@ -15,6 +15,9 @@ In coordinates of one sequence, query i and key j counted from its start, ``d = 
 All are a band ``low <= j - i <= high``, to which a prefix adds columns and from which a mask
 removes keys. A band is two numbers, so the keys of a tile of the score matrix, and whether any of
 them is masked, are known without a mask of the whole matrix (:class:`Sight`).
+
+Kernels of NPU read masks: a causal one of any length from a triangle of 2048 x 2048, 4 MiB, which
+is made once per device (:func:`causal_mask`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ backwards run are copied in the order of memory, and its result back.
 
 The buffers stay as they are: checkpoints of the distributed optimizer hold them as they lie
 (``dp_reshardable``, Megatron's default), so another order would read others' states as its own.
+
+Tokens are moved to experts and back by one operator in each direction. The host is not
+synchronised, unless the number of rows is not given. Sums run in fp32 without a copy of the rows in
+fp32. The row map is that of :func:`mindspeed.ops.moe_permutation.map_rows`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ Weight gradients of layers, of both specs, can be computed elsewhere than in the
   output layer, whose output gradient is as large as the logits, embeddings, the router, norms,
   biases and adapters, and a layer whose input needs no gradient;
 * by an anchor (:mod:`mindspeed.moe.anchor`, :func:`anchored`): experts, not while a schedule
-divides
-  the backward, and not where weight gradients are delayed.
+  divides the backward, and not where weight gradients are delayed.
 """
 
 from __future__ import annotations

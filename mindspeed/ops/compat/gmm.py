@@ -66,7 +66,11 @@ def npu_gmm_v2(
     gemm_fusion: bool = False,
     original_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """:func:`npu_gmm` with ``group_list`` ``[E]``, a tensor, holding the rows of each group."""
+    """:func:`npu_gmm` with ``group_list``, int64 ``[E]``, holding the rows of each group.
+
+    Raises:
+        OperatorError: as :func:`npu_gmm`; a group_list that is not a tensor.
+    """
     check = Check("npu_gmm_v2")
     if group_list is not None:
         check.tensor(group_list=group_list)

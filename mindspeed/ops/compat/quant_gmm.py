@@ -75,7 +75,11 @@ def npu_quant_gmm_v2(
     output_dtype: torch.dtype | None = None,
     act_type: int = 0,
 ) -> torch.Tensor:
-    """:func:`npu_quant_gmm` with the rows of each group as ``group_list``, int64 ``[E]``."""
+    """:func:`npu_quant_gmm` with ``group_list``, int64 ``[E]``, holding the rows of each group.
+
+    Raises:
+        OperatorError: as :func:`npu_quant_gmm`; a group_list that is not a tensor.
+    """
     check = Check("npu_quant_gmm_v2")
     if group_list is not None:
         check.tensor(group_list=group_list)

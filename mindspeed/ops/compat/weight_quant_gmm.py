@@ -66,7 +66,11 @@ def npu_weight_quant_gmm_v2(
     group_list: torch.Tensor | None = None,
     act_type: int = 0,
 ) -> torch.Tensor:
-    """:func:`npu_weight_quant_gmm` with the rows of each group, int64 ``[E]``."""
+    """:func:`npu_weight_quant_gmm` with ``group_list``, int64 ``[E]``: the rows of each group.
+
+    Raises:
+        OperatorError: as :func:`npu_weight_quant_gmm`; a group_list that is not a tensor.
+    """
     check = Check("npu_weight_quant_gmm_v2")
     if group_list is not None:
         check.tensor(group_list=group_list)
