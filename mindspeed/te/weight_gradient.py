@@ -157,7 +157,7 @@ def add_product(weight: torch.Tensor, wgrad: torch.Tensor) -> None:
     """Add the gradient of a weight that autograd does not see, as the hook of its owner would.
 
     Args:
-        wgrad: Its gradient, of the same shape and dtype.
+        wgrad: Shape and dtype of ``weight``.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:

@@ -47,6 +47,10 @@ def fastest(
 ) -> Plan:
     """The plan with the shortest simulated step.
 
+    Args:
+        memory_limit: most activations of a rank, in A.
+        sizes: of the micro-batches, where they differ.
+
     Raises:
         ConfigError: no candidate fits; names the least memory of all.
     """

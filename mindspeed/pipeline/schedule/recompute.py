@@ -119,8 +119,8 @@ def choose(row: Row, cap: float, last_stage: int, weight: Weight = lambda chunk:
 def place(plan: Plan, dropped: Sequence[Collection[Chunk]], cap: float, costs: Costs) -> Plan:
     """The plan with ``Fc`` and ``R`` for the dropped chunks of each rank.
 
-    ``R`` runs at the first idle moment from which the cap holds until its backward, and right
-    before its backward otherwise.
+    ``R`` runs at the first idle moment from which ``cap``, in A, holds until its backward, and
+    right before its backward otherwise.
     """
     weight = _weight(plan, costs)
     rows = [

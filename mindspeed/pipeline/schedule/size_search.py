@@ -148,7 +148,12 @@ def _rounded(shape: Sequence[float], samples: int) -> tuple[int, ...]:
 
 
 class Prices:
-    """Prices of many sizes with one plan: (samples over the memory limit, T, peak samples)."""
+    """Prices of many sizes with one plan: (samples over the memory limit, T, peak samples).
+
+    Args:
+        costs: of one sample.
+        memory_limit: in samples; None has no limit.
+    """
 
     def __init__(self, plan: Plan, costs: Costs, memory_limit: float | None = None) -> None:
         timeline = simulate(plan, costs).timeline
