@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed.errors import ConfigError
 from mindspeed.job import Batch
 from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
 from mindspeed.pipeline.schedule.actions import Action
