@@ -6,8 +6,8 @@ is not distributed and with ``--dist-ckpt-optim-fully-reshardable``, the data-pa
 the default format of the distributed optimizer; ``torch`` (legacy) and ``fsdp_dtensor`` continue as
 they are. The truth is the second half of the run that saved.
 
-Repairs: ``optimizer_groups``, ``optimizer_resume``, ``rng_shards``, ``fsdp_gradients``,
-``fsdp_swiglu``. The quick chains of the trainer are in ``tests/checkpoint/test_chains.py``.
+Repairs: ``optimizer_groups``, ``optimizer_resume``, ``expert_shards``, ``fsdp``. The quick chains
+of the trainer are in ``tests/checkpoint/test_chains.py``.
 """
 
 from __future__ import annotations
