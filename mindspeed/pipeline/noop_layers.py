@@ -19,13 +19,13 @@ def indices_of(value: Any) -> tuple[int, ...]:
     """``--noop-layers`` as a namespace has it (``["0,7"]``, ``(0, 7)``, None) as indices.
 
     Raises:
-        ConfigError: one is no number.
+        ConfigError: one is no number from 0.
     """
     words = [value] if isinstance(value, str) else value or ()
-    try:
-        return tuple(int(part) for word in words for part in str(word).split(",") if part.strip())
-    except ValueError:
-        raise ConfigError(f"--noop-layers takes whole numbers, not {value!r}") from None
+    parts = [part.strip() for word in words for part in str(word).split(",") if part.strip()]
+    if wrong := [part for part in parts if not part.isdecimal()]:
+        raise ConfigError(f"--noop-layers takes numbers from 0, not {wrong[0]!r}")
+    return tuple(map(int, parts))
 
 
 def problem_of(noop_layers: Collection[int], num_layers: int) -> str:

@@ -125,8 +125,11 @@ def test_lists_over_layers_lose_and_regain_the_noop_layers(noop_layers):
 def test_text_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match="--noop-layers takes a whole number, not 'x'"):
         resolve({"noop_layers": ["0,x"], "num_layers": 4}, "cpu")
-    with pytest.raises(ConfigError, match="--noop-layers takes whole numbers"):
-        indices_of(["0,x"])  # before flags are checked, with --use-checkpoint-args
+    for wrong in ("x", "-1"):  # what is read before the flags are checked
+        with pytest.raises(ConfigError, match=f"--noop-layers takes numbers from 0, not '{wrong}'"):
+            indices_of([f"0,{wrong}"])
+    assert indices_of(["0, 7", "3"]) == indices_of((0, 7, 3)) == (0, 7, 3)
+    assert indices_of(None) == ()
 
 
 def test_features_that_need_whole_layers_are_refused():
@@ -139,4 +142,3 @@ def test_features_that_need_whole_layers_are_refused():
 def test_both_spellings_of_a_list_are_accepted(given):
     configuration = resolve({"noop_layers": given, "num_layers": 4}, "cpu")
     assert configuration.features["noop-layers"].noop_layers == (0, 2)
-    assert indices_of(given) == (0, 2)
