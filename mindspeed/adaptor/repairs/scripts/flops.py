@@ -41,7 +41,7 @@ def count_latent_experts(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``num_floating_point_operations``."""
 
     def num_floating_point_operations(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        latent = args.moe_latent_size
+        latent = getattr(args, "moe_latent_size", None)  # Megatron 0.15 has none
         if latent and args.num_experts and not args.is_hybrid_model:
             args = copy.copy(args)
             width = args.moe_ffn_hidden_size or args.ffn_hidden_size
