@@ -112,7 +112,7 @@ def check_interleaved(args: argparse.Namespace) -> None:
         f"--global-batch-size {args.global_batch_size} has {count} micro-batches on a rank, which "
         f"the interleaved schedule cannot run in groups of {group}: each group must have at least "
         f"{stages} (--pipeline-model-parallel-size), the last one too; give a multiple of "
-        f"{Batch.of(args).samples_of(group)} samples"
+        f"{Batch.of(args).samples_of(max(group, stages))} samples"
         + (f", or {flag} {other}" if other is not None else "")
     )
 

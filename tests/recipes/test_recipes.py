@@ -82,7 +82,7 @@ EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
 def test_what_recipes_of_experts_advise_is_accepted(rank_pool):
     (answers,) = rank_pool.run(1, resolve_advice, EXPERTS, setup=SETUP, backend=None, timeout=240)
     for name, tried in answers.items():
-        assert len(tried) >= 2, name
+        assert tried, name
         for flags, error in tried:
             assert error is None, f"{name} {flags}: {error}"
             assert flags.startswith("--moe-")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
+from mindspeed.errors import ConfigError
 from mindspeed.pipeline.layout import evenly, parse_matrix, stage_layers
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
@@ -113,3 +116,38 @@ def test_dry_run_prints_the_figures_of_the_schedule_of_its_flags(ranks):
         (text,) = ranks(1, figures_text, flags.split(), setup=SETUP, backend=None, timeout=60)
         (bubble,) = [line for line in text.splitlines() if "pipeline bubble" in line]
         assert bubble.split(maxsplit=2)[2] == expected, flags
+
+
+FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
+
+
+def check_of_four_stages(samples, group):
+    """The check of four stages with two chunks each, one rank of data, one sample at a time."""
+    import mindspeed.megatron_adaptor  # noqa: F401  (before megatron.core)
+
+    args = Namespace(
+        **{"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
+        **{"microbatch_group_size_per_vp_stage": group, "global_batch_size": samples},
+        **{"micro_batch_size": 1, "data_parallel_size": 1, "rampup_batch_size": None},
+    )
+    pipeline_figures.check_interleaved(args)
+
+
+@pytest.mark.parametrize(("samples", "group"), [(12, None), (4, 4), (10, 5), (9, 5)])
+def test_groups_that_fill_the_pipeline_are_accepted(samples, group):
+    check_of_four_stages(samples, group)
+
+
+@pytest.mark.parametrize(
+    ("samples", "group", "advice"),
+    [
+        (10, None, f"give a multiple of 4 samples, or {FLAG} 5"),
+        (2, None, "give a multiple of 4 samples"),
+        (8, 3, f"give a multiple of 4 samples, or {FLAG} 4"),
+        (8, 16, f"give a multiple of 16 samples, or {FLAG} 4"),
+    ],
+)
+def test_a_group_smaller_than_the_pipeline_is_refused_before_megatron_stops(samples, group, advice):
+    with pytest.raises(ConfigError, match=f"--global-batch-size {samples} has {samples}") as raised:
+        check_of_four_stages(samples, group)
+    assert str(raised.value).endswith(advice)
