@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.cli.plan_output import composed_within, memory_table, print_whole
 from mindspeed.cli.plan_run import progress
-from mindspeed.errors import MindSpeedError
+from mindspeed.errors import MindSpeedError, PlanError
 
 if TYPE_CHECKING:
     from mindspeed.planner.composed.compose import Composed
@@ -103,6 +103,8 @@ def figures(args: argparse.Namespace) -> str:
 
 FEW_LAYER_RUNS = 100
 """Layers times micro-batches that are counted as soon as small runs are."""
+MANY_LAYER_RUNS = 1_000
+"""Those that take minutes, too many for a dry run."""
 
 
 def counted(
@@ -116,17 +118,20 @@ def counted(
         defaults: values of flags that neither these nor a recipe set.
 
     Raises:
-        MindSpeedError: the job cannot be counted; says what is in the way.
+        MindSpeedError: the job cannot be counted, or not in a few minutes; says what is in the way.
     """
     from mindspeed.planner.composed.compose import Composed, compose
     from mindspeed.planner.composed.whole_ranks import peak_micro_batches
     from mindspeed.planner.counted.check import check
     from mindspeed.planner.job import Job
+    from mindspeed.training.pipeline_figures import micro_batches
 
     batches = peak_micro_batches(args)
-    layers = args.num_layers / args.pipeline_model_parallel_size
+    stages = args.pipeline_model_parallel_size
+    every = batches or [micro_batches(args)] * stages
+    layer_runs = args.num_layers / stages * sum(every)
     composed = None
-    if batches is None or layers * sum(batches) > FEW_LAYER_RUNS:
+    if batches is None or layer_runs > FEW_LAYER_RUNS:
         try:
             with progress("counting bytes of small runs") as tell:
                 tell(0, 1)
@@ -135,5 +140,10 @@ def counted(
             pass
     if composed is not None:
         return composed
+    if layer_runs > MANY_LAYER_RUNS:
+        raise PlanError(
+            "they cannot be composed of small runs, and whole ranks take minutes: mindspeed plan "
+            "--check -- with these flags counts them"
+        )
     with progress("counting bytes of whole ranks") as tell:
         return Composed(check(args, progress=tell, micro_batches=batches), 0.0)

@@ -61,3 +61,19 @@ def figures_text(flags: Sequence[str]) -> str:
     from tests.support.trainer_job import command
 
     return figures(prepare(command(["--dry-run", *flags]), 2).args)
+
+
+def refusal_of_bytes(flags: Sequence[str]) -> str:
+    """Why a dry run of a tiny job counts no bytes where it takes any layer to be one too many."""
+    from mindspeed.cli import dry_run
+    from mindspeed.errors import PlanError
+    from mindspeed.training.initialize import prepare
+    from tests.support.trainer_job import command
+
+    dry_run.MANY_LAYER_RUNS = 0
+    words = command(["--dry-run", *flags])
+    try:
+        dry_run.counted(prepare(words, 2).args, words, {})
+    except PlanError as error:
+        return str(error)
+    return "counted"

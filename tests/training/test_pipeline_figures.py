@@ -13,7 +13,7 @@ from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.training import pipeline_figures
 from mindspeed.training.pipeline_figures import figures_of
 from tests.support.trainer_job import SETUP
-from tests.training.matrix_job import figures_text
+from tests.training.matrix_job import figures_text, refusal_of_bytes
 
 KINDS = {
     "1f1b": 1,
@@ -151,3 +151,8 @@ def test_a_group_smaller_than_the_pipeline_is_refused_before_megatron_stops(samp
     with pytest.raises(ConfigError, match=f"--global-batch-size {samples} has {samples}") as raised:
         check_of_four_stages(samples, group)
     assert str(raised.value).endswith(advice)
+
+
+def test_bytes_that_take_minutes_are_left_to_the_planner(ranks):
+    (said,) = ranks(1, refusal_of_bytes, [], setup=SETUP, backend=None, timeout=120)
+    assert "mindspeed plan --check -- with these flags counts them" in said
