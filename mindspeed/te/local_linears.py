@@ -24,16 +24,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed.memory.stash_swap import StashSwap
-from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
 from mindspeed.te.weight_gradient import GradientAnchor, WgradOptions
 from mindspeed.tensor_parallel import regions
+
+if TYPE_CHECKING:
+    from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
 
 
 def convert_chunk(model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
@@ -123,8 +124,11 @@ def new_store(check: Callable[[int, int], None] | None = None) -> WeightGradient
     """A store whose stashes may wait in host memory.
 
     Args:
-        check: of :class:`StashSwap`.
+        check: of :class:`~mindspeed.memory.stash_swap.StashSwap`.
     """
+    from mindspeed.memory.stash_swap import StashSwap  # not with the import line
+    from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
+
     return WeightGradients(StashSwap(check=check))
 
 

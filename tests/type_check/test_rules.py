@@ -25,6 +25,7 @@ def test_every_function_has_a_rule_or_is_listed():
     import torch
 
     import mindspeed
+    import mindspeed.megatron_adaptor  # before the modules that import megatron.core
     from mindspeed.spmd import rule_of
 
     for module in pkgutil.walk_packages(mindspeed.__path__, "mindspeed."):
