@@ -63,14 +63,11 @@ def _prepare(
 ) -> Settings:
     from mindspeed.training.arguments import build_parser
     from mindspeed.training.initialize import prepare
-    from mindspeed.training.pipeline_figures import check_interleaved
 
     parser = build_parser(with_help=bool({"-h", "--help"} & set(argv)))
     parser.prog = f"mindspeed {command}"
     parser.set_defaults(**(defaults or {}))
-    settings = prepare(argv, ranks, parser=parser)
-    check_interleaved(settings.args)
-    return settings
+    return prepare(argv, ranks, parser=parser)
 
 
 def _dry_run(settings: Settings, argv: Sequence[str], defaults: Mapping[str, Any]) -> int:

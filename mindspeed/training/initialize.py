@@ -27,6 +27,7 @@ from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.legacy_flags import without_effect
+from mindspeed.training.pipeline_figures import check_interleaved
 from mindspeed.training.recipe import dump, given, parse_with_recipe
 from mindspeed.training.resolve import Settings, assume_inputs, resolve
 from mindspeed.training.resolve_parallel import default_ranks
@@ -65,6 +66,8 @@ def prepare(
         vars(args)[COMMAND_WORDS] = tuple(argv)
     session.install().configure(args)
     configs.check(args)
+    if training:
+        check_interleaved(args)
     if training and not assumed:
         check_files(args)
     if training and not args.dry_run:
