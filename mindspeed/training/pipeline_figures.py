@@ -1,4 +1,4 @@
-"""The pipeline schedule of a resolved job: its bubble, and the micro-batches that ranks hold.
+"""The pipeline schedule of a resolved job, and its bubble.
 
 The flags of a job choose a schedule (seam ``schedule``; without a flag of ours Megatron's own). Its
 plan is made as in training and simulated, with a backward that takes twice as long as a forward.
@@ -9,22 +9,16 @@ made, their figures are continued from two short ones.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.job import Batch
 from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
-from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
-from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-
-Held = tuple[float, ...]
-"""Micro-batches whose activations each chunk of a rank holds at one moment."""
 
 MOST_ACTIONS = 40_000
 LARGEST = 120_000
@@ -37,49 +31,26 @@ class PipelineFigures:
 
     Attributes:
         name: of the schedule.
-        placement: which rank has which stages.
         bubble: fraction of the step in which the mean rank computes nothing that must be computed.
-        held: for each rank the fullest moments, those at which no other holds as much.
-        recompute: activations that the schedule drops come back in a ``bubble`` or in ``advance``;
-            what is held was stored or is back. None: the schedule recomputes nothing.
     """
 
     name: str
-    placement: Placement
     bubble: float
-    held: tuple[frozenset[Held], ...]
-    recompute: str | None = None
-
-    def in_flight(self, rank: int, weights: tuple[float, ...] | None = None) -> float:
-        """The most micro-batches that a rank holds, over all its chunks.
-
-        Args:
-            rank: of the pipeline.
-            weights: part of the rank's activations in each chunk; equal by default.
-        """
-        chunks = len(next(iter(self.held[rank])))
-        parts = weights or (1 / chunks,) * chunks
-        return max(
-            sum(count * part for count, part in zip(held, parts, strict=True))
-            for held in self.held[rank]
-        )
 
 
-def figures(args: argparse.Namespace, input_share: float = 0.0) -> PipelineFigures:
+def figures(args: argparse.Namespace) -> PipelineFigures:
     """Those of a job whose features are attached.
 
     Args:
         args: final values.
-        input_share: part of the activations that a forward keeps whose activations are dropped.
 
     Raises:
         ConfigError: the schedule does not exist for these sizes.
     """
     ranks = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    request = request_of(args)
-    request = replace(request, costs=replace(request.costs, input_share=input_share))
-    return figures_of(request, ranks, chunks, micro_batches(args), stage_shares(args))
+    count, shares = micro_batches(args), stage_shares(args)
+    return figures_of(request_of(args), ranks, chunks, count, shares)
 
 
 def micro_batches(args: argparse.Namespace) -> int:
@@ -174,8 +145,7 @@ def figures_of(
         shares: :attr:`Costs.stage_shares`.
     """
     if ranks == 1:
-        one = (frozenset({(1.0,) * chunks}),)
-        return PipelineFigures("no pipeline", Placement.loop(1, chunks), 0.0, one)
+        return PipelineFigures("no pipeline", 0.0)
     costs = replace(request.costs, forward=1.0, stage_shares=shares, recompute=None)
     costs = replace(costs, input_gradient=_BACKWARD / 2, weight_gradient=_BACKWARD / 2)
 
@@ -191,16 +161,16 @@ def figures_of(
         short = min(count, enough + (count - enough) % period)
         plain = request.kind in ("1f1b", "interleaved") and not request.recompute
         if plain and shares is None and 2 * ranks * chunks * (short + period) > LARGEST:
-            return _closed_form(ranks, chunks, count, period)
+            name = "1f1b" if chunks == 1 else "interleaved"  # of millions of actions
+            return PipelineFigures(name, (ranks - 1) / (chunks * count + ranks - 1))
         step = at(short)
         if short < count:
             step = step.continued(at(short + period), (count - short) / period)
-    placement = request.placement(ranks, chunks)
     bubble = 1 - step.useful / step.makespan
     name = "interleaved" if step.name == "1f1b" and chunks > 1 else step.name
     if request.recompute:
         name += f", recomputation in {request.recompute}"
-    return PipelineFigures(name, placement, bubble, step.held, request.recompute)
+    return PipelineFigures(name, bubble)
 
 
 @dataclass(frozen=True)
@@ -208,64 +178,14 @@ class _Step:
     name: str
     makespan: float
     useful: float
-    held: tuple[frozenset[Held], ...]
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> _Step:
         simulation = simulate(plan, costs)
-        held = tuple(held_in_row(row, plan, plan.placement.chunk, costs) for row in plan.rows)
-        return cls(plan.name, simulation.makespan, simulation.useful, held)
+        return cls(plan.name, simulation.makespan, simulation.useful)
 
     def continued(self, longer: _Step, steps: float) -> _Step:
         """As far again as from here to ``longer``, so many times."""
-
-        def line(one: float, other: float) -> float:
-            return one + steps * (other - one)
-
-        def moments(one: frozenset[Held], other: frozenset[Held]) -> frozenset[Held]:
-            if one == other:
-                return one
-            most = [tuple(map(max, zip(*held, strict=True))) for held in (one, other)]
-            return frozenset({tuple(map(line, *most))})
-
-        return _Step(
-            self.name,
-            line(self.makespan, longer.makespan),
-            line(self.useful, longer.useful),
-            tuple(map(moments, self.held, longer.held)),
-        )
-
-
-def held_in_row(
-    row: tuple[Action, ...], plan: Plan, chunk_of: Callable[[int], int], costs: Costs
-) -> frozenset[Held]:
-    """The fullest moments of a rank that runs ``row``, in micro-batches of mean size."""
-    chunks = 1 + max(chunk_of(action.stage) for action in row)
-    mean = sum(map(plan.size, range(plan.num_microbatches))) / plan.num_microbatches
-    kept, input_only = costs.weight_share, costs.input_share
-    change = {"F": 1.0, "Fc": input_only, "R": 1 - input_only, "I": kept - 1, "W": -kept}
-    change |= {"B": -1.0, "O": -kept, "L": kept}
-    held, moments = [0.0] * chunks, set()
-    for action in row:
-        if action.microbatch is None:
-            continue
-        chunk = chunk_of(action.stage)
-        held[chunk] += change[action.op] * plan.size(action.microbatch) / mean
-        if action.op in ("F", "Fc", "R", "L"):
-            moments.add(tuple(round(count, 9) for count in held))
-    return frozenset(one for one in moments if not any(_less(one, other) for other in moments))
-
-
-def _less(one: Held, other: Held) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
-
-
-def _closed_form(ranks: int, chunks: int, count: int, group: int) -> PipelineFigures:
-    """Megatron's schedules, where a plan would have millions of actions."""
-    bubble = (ranks - 1) / (chunks * count + ranks - 1)
-    held = []
-    for rank in range(ranks):
-        ahead = (ranks - 1 - rank) * (2 if chunks > 1 else 1) + (chunks - 1) * group + 1
-        held.append(frozenset({(min(ahead / chunks, count),) * chunks}))
-    name, placement = "1f1b" if chunks == 1 else "interleaved", Placement.loop(ranks, chunks)
-    return PipelineFigures(name, placement, bubble, tuple(held))
+        makespan = self.makespan + steps * (longer.makespan - self.makespan)
+        useful = self.useful + steps * (longer.useful - self.useful)
+        return _Step(self.name, makespan, useful)

@@ -1,4 +1,4 @@
-"""Bubble and micro-batches in flight of the dry run are those of the simulated schedule."""
+"""The bubble of the dry run is that of the simulated schedule."""
 
 from __future__ import annotations
 
@@ -37,15 +37,8 @@ def percent(fraction: float) -> float:
 def test_megatrons_schedules_have_the_published_bubble_and_memory(p, v, m, bubble, in_flight):
     found = figures_of(ScheduleRequest(), p, v, m)
     assert percent(found.bubble) == bubble == percent((p - 1) / (v * m + p - 1))
-    assert found.in_flight(0) == in_flight == p + ((p - 1) / v if v > 1 else 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_rank_holds_is_the_peak_of_the_simulation(kind):
-    request = ScheduleRequest(kind=kind)
-    found = figures_of(request, 4, KINDS[kind], 16)
-    peaks = simulate(build_plan(request, 4, KINDS[kind], 16)).peak_memory
-    assert [found.in_flight(rank) for rank in range(4)] == pytest.approx(peaks)
+    peak = simulate(build_plan(ScheduleRequest(), p, v, m)).peak_memory[0]
+    assert peak == in_flight == p + ((p - 1) / v if v > 1 else 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,7 +48,6 @@ def test_a_long_step_continues_two_short_ones(kind, monkeypatch):
     monkeypatch.setattr(pipeline_figures, "MOST_ACTIONS", 100)
     found = figures_of(request, 4, chunks, 203 if chunks == 1 else 204)
     assert found.bubble == pytest.approx(exact.bubble, rel=1e-9)
-    assert [found.in_flight(r) for r in range(4)] == [exact.in_flight(r) for r in range(4)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +67,6 @@ def test_the_longest_step_takes_no_time(kind, monkeypatch):
 def test_a_pipeline_with_millions_of_actions_has_megatrons_formula():
     made = figures_of(ScheduleRequest(), 512, 4, 2**31 - 512)
     assert made.bubble == pytest.approx(511 / (4 * (2**31 - 512) + 511))
-    assert made.in_flight(0) == 512 + 511 / 4
 
 
 def test_stages_with_different_layers_wait_for_the_slowest():
@@ -87,12 +78,6 @@ def test_stages_with_different_layers_wait_for_the_slowest():
     # The rank with 3 layers never waits: 8 times 3 slots of 1.5, where the mean rank needs 24.
     assert found.bubble == pytest.approx(1 - 24 / (8 * 3 * 1.5))
     assert stage_layers(evenly(4, 2)) == (2, 2)
-
-
-def test_sizes_weigh_what_is_held():
-    sizes = (1.0, 2.0, 3.0, 2.0)
-    found = figures_of(ScheduleRequest(sizes=sizes), 2, 1, 4)
-    assert found.in_flight(0) == (2 + 3) / 2  # of mean size 2
 
 
 @pytest.mark.slow
