@@ -175,9 +175,9 @@ def test_values_are_not_seen(found):
     assert found["halved_output"]["accepted"]
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, module: str = "mindspeed") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mindspeed", "check", *words],
+        [sys.executable, "-m", module, *words],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -188,14 +188,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 def framework(*words: str) -> list[str]:
     """The lines of a framework that has imported the adaptor, bound names and asks for a check."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.type_check.framework_job", *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = command(*words, module="tests.type_check.framework_job")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -241,6 +234,6 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_without_a_word_what_to_check():
-    done = command("--nproc", "2")
+    done = command("check", "--nproc", "2")
     assert done.returncode == 1
     assert "say what to check: --types" in done.stderr
