@@ -60,12 +60,11 @@ def broadcast_of_packed_documents() -> dict[str, torch.Tensor]:
     return get_batch(iter([sample]) if dist.get_rank() == 0 else None)
 
 
-def megatron_broadcast_of_packed_documents(repaired: bool) -> dict[str, torch.Tensor]:
+def megatron_broadcast_of_packed_documents(
+    repaired: bool, checkout: str
+) -> dict[str, torch.Tensor]:
     """The same through Megatron-LM's own function."""
-    from mindspeed import device, te
-
-    device.install(Journal())
-    te.install(Journal())
+    sys.path.insert(0, checkout)
     from megatron.core import parallel_state
     from megatron.training import global_vars, utils
 

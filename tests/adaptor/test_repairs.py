@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import sys
@@ -85,11 +84,12 @@ def test_packed_documents_reach_every_tensor_parallel_rank(ranks):
 @pytest.mark.megatron_lm
 @pytest.mark.slow
 def test_packed_documents_through_megatron_lm(ranks, megatron_lm):
-    env = {"PYTHONPATH": f"{megatron_lm}{os.pathsep}{Path.cwd()}"}
     function = repair_ranks.megatron_broadcast_of_packed_documents
-    with pytest.raises(RankError):
-        ranks(2, function, False, timeout=60, env=env)
-    for batch in ranks(2, function, True, timeout=120, env=env):
+    adaptor = {"setup": "mindspeed.megatron_adaptor"}  # its own repair waits for flags of a script
+    with pytest.raises(RankError) as raised:
+        ranks(2, function, False, str(megatron_lm), timeout=60, **adaptor)
+    assert "in get_batch_on_this_tp_rank" in str(raised.value)
+    for batch in ranks(2, function, True, str(megatron_lm), timeout=120, **adaptor):
         check_packed(batch)
         assert batch["labels"].tolist() == [list(range(1, 9))]
 

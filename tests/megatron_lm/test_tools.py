@@ -31,6 +31,6 @@ def test_all_tools_together_and_two_runs_print_the_same_digits(tmp_path):
     ]
     assert "[rank 1] profile written to" in first.output
     assert len(re.findall(EXECUTED, first.output)) == 4
-    assert len(first.losses) == 3
+    assert len(first.losses) == 4
     assert first.losses == second.losses
     assert first.grad_norms == second.grad_norms

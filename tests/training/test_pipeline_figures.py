@@ -10,6 +10,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.layout import evenly, parse_matrix, stage_layers
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.testing import RankError
 from mindspeed.training import pipeline_figures
 from mindspeed.training.pipeline_figures import figures_of
 from tests.support.trainer_job import SETUP
@@ -108,8 +109,6 @@ FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 def check_of_four_stages(samples, group):
     """The check of four stages with two chunks each, one rank of data, one sample at a time."""
-    import mindspeed.megatron_adaptor  # noqa: F401  (before megatron.core)
-
     args = Namespace(
         **{"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
         **{"microbatch_group_size_per_vp_stage": group, "global_batch_size": samples},
@@ -119,8 +118,8 @@ def check_of_four_stages(samples, group):
 
 
 @pytest.mark.parametrize(("samples", "group"), [(12, None), (4, 4), (10, 5), (9, 5)])
-def test_groups_that_fill_the_pipeline_are_accepted(samples, group):
-    check_of_four_stages(samples, group)
+def test_groups_that_fill_the_pipeline_are_accepted(samples, group, ranks):
+    ranks(1, check_of_four_stages, samples, group, setup=SETUP, backend=None)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +131,13 @@ def test_groups_that_fill_the_pipeline_are_accepted(samples, group):
         (8, 16, f"give a multiple of 16 samples, or {FLAG} 4"),
     ],
 )
-def test_a_group_smaller_than_the_pipeline_is_refused_before_megatron_stops(samples, group, advice):
-    with pytest.raises(ConfigError, match=f"--global-batch-size {samples} has {samples}") as raised:
-        check_of_four_stages(samples, group)
-    assert str(raised.value).endswith(advice)
+def test_a_small_group_is_refused_before_megatron_stops(samples, group, advice, ranks):
+    with pytest.raises(RankError) as raised:
+        ranks(1, check_of_four_stages, samples, group, setup=SETUP, backend=None)
+    error = raised.value.original
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"--global-batch-size {samples} has {samples} micro-batches")
+    assert str(error).endswith(advice)
 
 
 def test_bytes_that_take_minutes_are_left_to_the_planner(ranks):

@@ -39,7 +39,7 @@ RIGHT = {
     "attention-sink": f"{TP} --nproc 2 --softmax-type learnable",
     "multi-token-prediction": f"{SP} --nproc 2 --mtp-num-layers 1",
     "interleaved": f"{TP} --nproc 4 --pipeline-model-parallel-size 2 --num-layers 4 "
-    "--num-layers-per-virtual-pipeline-stage 1",
+    "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2",
     "coc": f"{SP} --nproc 2 --use-ascend-coc --coc-parallel-num 2",
     "mc2": f"{SP} --nproc 2 --use-ascend-mc2",
     "fused": f"{SP} --nproc 2 --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
