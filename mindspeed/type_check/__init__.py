@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from mindspeed.spmd import Type
-    from mindspeed.type_check.stage import StageResult, WrongUse
+    from mindspeed.type_check.chunk import WrongUse
+    from mindspeed.type_check.stage import StageResult
 
 
 @dataclass(frozen=True)

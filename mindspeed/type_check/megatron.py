@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -38,55 +39,23 @@ from mindspeed.spmd import (
 
 
 def rules() -> dict[type, Rule]:
-    """The rule of each autograd function of Megatron that a training uses."""
-    from megatron.core import parallel_state, utils
-    from megatron.core.fusions import (
-        fused_bias_geglu,
-        fused_bias_gelu,
-        fused_bias_swiglu,
-        fused_softmax,
-        fused_weighted_squared_relu,
-    )
-    from megatron.core.tensor_parallel import cross_entropy, layers, mappings, random
-    from megatron.core.transformer import multi_token_prediction
-    from megatron.core.transformer.moe import moe_utils
+    """The rule of each autograd function of Megatron that a training uses.
 
-    found: dict[type, Rule] = {
-        mappings._CopyToModelParallelRegion: Collective(I, R),
-        mappings._ReduceFromModelParallelRegion: Collective(P, I, sums=True),
-        # Their backward splits and gathers: the gradient is the whole on every rank.
-        mappings._ScatterToModelParallelRegion: Collective(I, V),
-        mappings._GatherFromModelParallelRegion: Collective(V, I),
-        mappings._ScatterToSequenceParallelRegion: Collective(I, V),
-        mappings._GatherFromSequenceParallelRegion: Collective(V, _gathered),
-        mappings._ReduceScatterToSequenceParallelRegion: Collective(P, V, sums=True),
-        mappings._AllGatherFromTensorParallelRegion: Collective(V, R),
-        mappings._ReduceScatterToTensorParallelRegion: Collective(P, V, sums=True),
-        mappings._AllToAll: Collective(V, V, tensor="input"),
-        cross_entropy._VocabParallelCrossEntropy: Collective(
-            V, I, group=lambda given: parallel_state.get_tensor_model_parallel_group()
-        ),
-        random.CheckpointFunction: Recomputed(others=1),
-        utils.MakeViewlessTensor: Local(),
-        moe_utils.RouterGatingLinearFunction: Local(),
-        moe_utils.MoEAuxLossAutoScaler: Passes(),
-        multi_token_prediction.MTPLossAutoScaler: Passes(),
-    }
-    for function in (
-        layers.LinearWithGradAccumulationAndAsyncCommunication,
-        layers.LinearWithFrozenWeight,
-    ):
-        found[function] = Product(_communication, x="input")
-    for module, names in {
-        fused_bias_swiglu: "BiasSwiGLUFunction SwiGLUFunction WeightedSwiGLUFunction",
-        fused_bias_gelu: "GeLUFunction",
-        fused_bias_geglu: "BiasGeGLUFunction GeGLUFunction WeightedQuickGeGLUFunction "
-        "WeightedBiasQuickGeGLUFunction",
-        fused_weighted_squared_relu: "WeightedSquaredReLUFunction",
-        fused_softmax: "ScaledUpperTriangMaskedSoftmax ScaledMaskedSoftmax ScaledSoftmax",
-    }.items():
-        found |= {getattr(module, name): Local() for name in names.split()}
+    A function that a version does not have is left out; one without a rule stops the check.
+    """
+    found: dict[type, Rule] = {}
+    for (module, names), rule in _RULES.items():
+        with contextlib.suppress(ModuleNotFoundError):
+            holder = importlib.import_module(f"megatron.core.{module}")
+            found |= {one: rule for name in names.split() if (one := getattr(holder, name, None))}
     return found
+
+
+def _group(given: Arguments) -> Any:
+    from megatron.core import parallel_state
+
+    group = next((given[name] for name in ("group", "tp_group") if given.get(name)), None)
+    return group or parallel_state.get_tensor_model_parallel_group()
 
 
 def _gathered(given: Arguments) -> Type:
@@ -97,15 +66,62 @@ def _gathered(given: Arguments) -> Type:
 def _communication(given: Arguments) -> Communication:
     from megatron.core import parallel_state
 
+    group = _group(given)
     if getattr(given["weight"], "routed_expert", False):  # its layers do not pass their group on
         group = parallel_state.get_expert_tensor_parallel_group()
-    else:
-        group = given["tp_group"] or parallel_state.get_tensor_model_parallel_group()
     return Communication(
         group,
         gathers=given.get("sequence_parallel", False),
         sums_gradient=given.get("allreduce_dgrad", False),
     )
+
+
+def _collective(
+    source: Type, result: Type | Callable[[Arguments], Type], **more: Any
+) -> Collective:
+    return Collective(source, result, group=_group, **more)
+
+
+_RULES: Mapping[tuple[str, str], Rule] = {
+    ("tensor_parallel.mappings", "_CopyToModelParallelRegion"): _collective(I, R),
+    ("tensor_parallel.mappings", "_ReduceFromModelParallelRegion"): _collective(P, I, sums=True),
+    # Their backward splits and gathers: the gradient is the whole on every rank.
+    ("tensor_parallel.mappings", "_ScatterToModelParallelRegion"): _collective(I, V),
+    ("tensor_parallel.mappings", "_GatherFromModelParallelRegion"): _collective(V, I),
+    ("tensor_parallel.mappings", "_ScatterToSequenceParallelRegion"): _collective(I, V),
+    ("tensor_parallel.mappings", "_GatherFromSequenceParallelRegion"): _collective(V, _gathered),
+    (
+        "tensor_parallel.mappings",
+        "_ReduceScatterToSequenceParallelRegion _ReduceScatterToTensorParallelRegion",
+    ): _collective(P, V, sums=True),
+    ("tensor_parallel.mappings", "_AllGatherFromTensorParallelRegion"): _collective(V, R),
+    ("tensor_parallel.mappings", "_AllToAll"): _collective(V, V, tensor="input"),
+    ("tensor_parallel.cross_entropy", "_VocabParallelCrossEntropy"): _collective(V, I),
+    (
+        "tensor_parallel.layers",
+        "LinearWithGradAccumulationAndAsyncCommunication LinearWithFrozenWeight",
+    ): Product(_communication, x="input"),
+    ("tensor_parallel.random", "CheckpointFunction"): Recomputed(others=1),
+    ("transformer.moe.moe_utils", "MoEAuxLossAutoScaler"): Passes(),
+    ("transformer.multi_token_prediction", "MTPLossAutoScaler"): Passes(),
+    ("transformer.moe.moe_utils", "RouterGatingLinearFunction"): Local(),
+    ("utils", "MakeViewlessTensor"): Local(),
+    (
+        "fusions.fused_bias_swiglu",
+        "BiasSwiGLUFunction SwiGLUFunction WeightedSwiGLUFunction",
+    ): Local(),
+    ("fusions.fused_bias_gelu", "GeLUFunction"): Local(),
+    (
+        "fusions.fused_bias_geglu",
+        "BiasGeGLUFunction GeGLUFunction WeightedQuickGeGLUFunction WeightedBiasQuickGeGLUFunction",
+    ): Local(),
+    ("fusions.fused_weighted_squared_relu", "WeightedSquaredReLUFunction"): Local(),
+    (
+        "fusions.fused_softmax",
+        "ScaledUpperTriangMaskedSoftmax ScaledMaskedSoftmax ScaledSoftmax",
+    ): Local(),
+}
+"""Module of ``megatron.core`` and names in it -> rule."""
 
 
 @dataclass(frozen=True)
@@ -140,12 +156,17 @@ class Axes:
         )
 
 
+_FINALIZE = "_allreduce_non_tensor_model_parallel_grads"
+
+
 def sums_over_tensor_ranks(model: torch.nn.Module, config: Any, group: Any) -> dict[str, Type]:
     """Parameters whose gradients are summed (``R``) or averaged (``I``) after backward, by name.
 
     By Megatron's finalizer, and by ours for adapters.
     """
     finalizer = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    finalize = getattr(finalizer, _FINALIZE, None) or finalizer._allreduce_layernorm_grads  # 0.12
+    groups = (group,) if "tp_group" in inspect.signature(finalize).parameters else ()
     parameters = dict(model.named_parameters())
     names = list(parameters)
     found: dict[str, Type] = {}
@@ -155,7 +176,7 @@ def sums_over_tensor_ranks(model: torch.nn.Module, config: Any, group: Any) -> d
         found.update({names[int(number)]: kind for number in tensor.flatten().tolist()})
 
     chunk = SimpleNamespace(
-        ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+        ddp_config=SimpleNamespace(use_megatron_fsdp=False, use_custom_fsdp=False),
         named_parameters=model.named_parameters,
         module=None,
     )
@@ -164,7 +185,7 @@ def sums_over_tensor_ranks(model: torch.nn.Module, config: Any, group: Any) -> d
     journal.set(finalizer, "get_attr_wrapped_model", getattr, owner="type-check")  # no wrappers
     try:
         with _tagged(parameters):
-            finalizer._allreduce_non_tensor_model_parallel_grads([chunk], config, group)
+            finalize([chunk], config, *groups)
             sum_partial_gradients([model])
     finally:
         journal.undo()

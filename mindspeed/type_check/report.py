@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed.job import Parallel
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import Verdict
-from mindspeed.type_check.stage import WrongUse
+from mindspeed.type_check.chunk import WrongUse
 
 PROVEN = "every gradient is summed over exactly the ranks that hold a part of it"
 OUTSIDE = (

@@ -1,17 +1,17 @@
 """One pipeline stage of a job: built as the job builds it, typed, run forward once.
 
 In a process without accelerators and other ranks: torch's fake process groups of the job's size,
-FakeTensors, real code of Megatron. The types of the parameters are what the end of backward does
-to their gradients (:mod:`.megatron`); those of the batch and of received activations are what the
-layout says. The first use of a tensor that does not fit is the result.
+FakeTensors, real code of Megatron. The types of the parameters are those of :mod:`.chunk`; those of
+the batch and of received activations are what the layout says. The first use of a tensor that does
+not fit is the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ import spmd_types
 import torch
 from spmd_types import MeshAxis, SpmdTypeError
 from spmd_types.checker import typecheck
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mindspeed.built_model import BuiltModel
 from mindspeed.job import Parallel
@@ -28,39 +27,9 @@ from mindspeed.planner.counted.balanced_routing import assumed_routing
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
 from mindspeed.spmd import I, P, R, Type, V
-from mindspeed.type_check import megatron, rules
+from mindspeed.type_check import rules
+from mindspeed.type_check.chunk import Mesh, WrongUse, give_types, mesh_of_job, wrong_use
 from mindspeed.type_check.rules import WrongType
-
-_OUTSIDE = ("/torch/", "/spmd_types/", "/mindspeed/type_check/", "/mindspeed/spmd.py")
-
-
-@dataclass(frozen=True)
-class WrongUse:
-    """The first use of a tensor whose type does not fit.
-
-    Attributes:
-        stage: pipeline stage.
-        file: of the line.
-        line: of the use.
-        function: around it.
-        what: was used.
-        parameters: that the use read, by name.
-        axis: ranks that share the work: ``tensor``, ``data``, ``context``.
-        found: type of the tensor; None where the checker says it in ``detail``.
-        needed: types that would fit.
-        detail: of the checker.
-    """
-
-    stage: int
-    file: str
-    line: int
-    function: str
-    what: str
-    parameters: tuple[str, ...]
-    axis: str | None
-    found: Type | None
-    needed: tuple[Type, ...]
-    detail: str
 
 
 @dataclass(frozen=True)
@@ -76,36 +45,6 @@ class StageResult:
     stage: int
     parameters: dict[Type, int]
     wrong: WrongUse | None
-
-
-@dataclass(frozen=True)
-class _Mesh:
-    """The axes of the job that have more than one rank, and what varies over them.
-
-    Attributes:
-        axes: by name.
-        experts: those over which the experts are spread.
-    """
-
-    axes: dict[str, MeshAxis]
-    experts: frozenset[MeshAxis]
-
-    @property
-    def tensor(self) -> MeshAxis | None:
-        return self.axes.get("tensor")
-
-    def types(self, tensor: Type, other: Type) -> dict[MeshAxis, Type]:
-        """One type on the tensor-parallel ranks, one on all other axes."""
-        return {axis: tensor if axis is self.tensor else other for axis in self.axes.values()}
-
-    def named(self, text: str) -> str:
-        """A message of the checker, with the names of this mesh."""
-        for name, axis in self.axes.items():
-            text = text.replace(str(axis), f"{name} parallel ranks")
-        return text
-
-    def name(self, axis: Any) -> str | None:
-        return next((name for name, one in self.axes.items() if one == axis), None)
 
 
 class ProvidedModel(TrainerLoop):
@@ -152,7 +91,7 @@ def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
         model = loop_of(args).build(args)
         rules.install(journal)
-        mesh = _mesh()
+        mesh = mesh_of_job()
         try:
             with spmd_types.set_current_mesh(mesh.axes):
                 return _check(args, model, mesh, stage)
@@ -160,73 +99,22 @@ def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
             journal.undo()
 
 
-def _mesh() -> _Mesh:
-    groups = megatron.Axes.of_job()
-    named = {"tensor": groups.tensor, "data": groups.data, "context": groups.context}
-    axes = {name: MeshAxis.of(group) for name, group in named.items() if group.size() > 1}
-    spread = [
-        MeshAxis.of(group) for group in (groups.expert, groups.expert_tensor) if group.size() > 1
-    ]
-    experts = {axis for axis in axes.values() for one in spread if not one.isorthogonal(axis)}
-    return _Mesh(axes, frozenset(experts))
-
-
-def _check(args: argparse.Namespace, model: Any, mesh: _Mesh, stage: int) -> StageResult:
-    counts = dict.fromkeys(Type, 0)
+def _check(args: argparse.Namespace, model: Any, mesh: Mesh, stage: int) -> StageResult:
+    counts: Counter[Type] = Counter()
     wrong = None
     readers = readers_of(args, model.config)
     for chunk, reader in zip(model.modules, readers, strict=True):
-        with unset_fake_temporarily():
-            types = dict(_parameters(chunk, model.config, mesh))
-        for name, parameter in chunk.named_parameters():
-            rules.give(parameter, types[name])
-            if mesh.tensor is not None:
-                counts[types[name][mesh.tensor]] += 1
-        _give_others(chunk, mesh)
+        counts.update(give_types(chunk, model.config, mesh))
         try:
             with typecheck(strict_mode="strict", local=True):
                 _run(args, chunk, reader, mesh)
         except SpmdTypeError as error:
-            wrong = _wrong_use(stage, mesh, error)
+            wrong = wrong_use(stage, mesh, error)
             break
-    return StageResult(stage, counts, wrong)
+    return StageResult(stage, dict(counts), wrong)
 
 
-def _parameters(
-    chunk: torch.nn.Module, config: Any, mesh: _Mesh
-) -> Iterator[tuple[str, dict[MeshAxis, Type]]]:
-    """The type of each parameter: what happens to its gradient."""
-    summed = megatron.sums_over_tensor_ranks(chunk, config, megatron.Axes.of_job().tensor)
-    for name, parameter in chunk.named_parameters():
-        routed = ".experts." in name and "shared" not in name
-        parameter.routed_expert = routed  # type: ignore[attr-defined]
-        parameter.checked_name = name  # type: ignore[attr-defined]
-        types = mesh.types(I, R)  # data parallelism sums
-        if mesh.tensor is not None:
-            types[mesh.tensor] = _on_tensor_ranks(parameter, routed, summed.get(name))
-        if routed:
-            types |= dict.fromkeys(mesh.experts, V)
-        yield name, types
-
-
-def _on_tensor_ranks(parameter: torch.nn.Parameter, routed: bool, summed: Type | None) -> Type:
-    if routed:  # data parallelism of experts sums over the tensor-parallel ranks, too
-        return I if getattr(parameter, "allreduce", True) else R
-    if getattr(parameter, "tensor_model_parallel", False):
-        return V
-    return summed or I
-
-
-def _give_others(chunk: torch.nn.Module, mesh: _Mesh) -> None:
-    """Buffers and other tensors of modules (rotary frequencies) are the same everywhere."""
-    for module in chunk.modules():
-        for value in [*vars(module).values(), *module._buffers.values()]:
-            plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-            if plain and not value.requires_grad:
-                rules.give(value, mesh.types(R, R))
-
-
-def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: _Mesh) -> None:
+def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
     """Forward and loss of one micro-batch.
 
     Raises:
@@ -257,7 +145,7 @@ def _received(args: argparse.Namespace, chunk: Any, types: dict[MeshAxis, Type])
     return rules.give(received, types)
 
 
-def _typed(reader: Any, mesh: _Mesh) -> Any:
+def _typed(reader: Any, mesh: Mesh) -> Any:
     """The micro-batches of a reader with types: a rank's own tokens, equal on tensor ranks."""
     if reader is None:
         return None
@@ -273,18 +161,3 @@ def _expect(what: str, tensor: torch.Tensor, types: dict[MeshAxis, Type]) -> Non
     for axis, found in rules.types_of(tensor).items():
         if found is not types[axis]:
             raise WrongType(what, axis, found, (types[axis],))
-
-
-def _wrong_use(stage: int, mesh: _Mesh, error: SpmdTypeError) -> WrongUse:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(part in frame.filename for part in _OUTSIDE)
-    ]
-    place = frames[-1]
-    names = tuple(vars(error).get("parameters", ()))
-    where = stage, place.filename, place.lineno or 0, place.name
-    if not isinstance(error, WrongType):
-        return WrongUse(*where, "", names, None, None, (), mesh.named(str(error)))
-    axis = mesh.name(error.axis)
-    return WrongUse(*where, error.what, names, axis, error.found, error.needed, "")

@@ -1,0 +1,166 @@
+"""A chunk of a model with types: its axes, its parameters, and the first wrong use in words.
+
+The types of the parameters are what the end of backward does to their gradients
+(:mod:`.megatron`). Nothing here knows where the model comes from: a job
+(:mod:`.stage`), or a Megatron that this library does not change.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from spmd_types import MeshAxis, SpmdTypeError
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from mindspeed.spmd import I, R, Type, V
+from mindspeed.type_check import megatron, rules
+from mindspeed.type_check.rules import WrongType
+
+_OUTSIDE = ("/torch/", "/spmd_types/", "/mindspeed/type_check/", "/mindspeed/spmd.py")
+
+
+@dataclass(frozen=True)
+class WrongUse:
+    """The first use of a tensor whose type does not fit.
+
+    Attributes:
+        stage: pipeline stage.
+        file: of the line.
+        line: of the use.
+        function: around it.
+        what: was used.
+        parameters: that the use read, by name.
+        axis: ranks that share the work: ``tensor``, ``data``, ``context``.
+        found: type of the tensor; None where the checker says it in ``detail``.
+        needed: types that would fit.
+        detail: of the checker.
+    """
+
+    stage: int
+    file: str
+    line: int
+    function: str
+    what: str
+    parameters: tuple[str, ...]
+    axis: str | None
+    found: Type | None
+    needed: tuple[Type, ...]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of the job that have more than one rank, and what varies over them.
+
+    Attributes:
+        axes: by name.
+        experts: those over which the experts are spread.
+    """
+
+    axes: dict[str, MeshAxis]
+    experts: frozenset[MeshAxis]
+
+    @property
+    def tensor(self) -> MeshAxis | None:
+        """The tensor-parallel ranks; None for one."""
+        return self.axes.get("tensor")
+
+    def types(self, tensor: Type, other: Type) -> dict[MeshAxis, Type]:
+        """One type on the tensor-parallel ranks, one on all other axes."""
+        return {axis: tensor if axis is self.tensor else other for axis in self.axes.values()}
+
+    def named(self, text: str) -> str:
+        """A message of the checker, with the names of this mesh."""
+        for name, axis in self.axes.items():
+            text = text.replace(str(axis), f"{name} parallel ranks")
+        return text
+
+    def name(self, axis: Any) -> str | None:
+        """``tensor``, ``data`` or ``context``."""
+        return next((name for name, one in self.axes.items() if one == axis), None)
+
+
+def mesh_of_job() -> Mesh:
+    """The axes of the process groups that Megatron has made."""
+    groups = megatron.Axes.of_job()
+    named = {"tensor": groups.tensor, "data": groups.data, "context": groups.context}
+    axes = {name: MeshAxis.of(group) for name, group in named.items() if group.size() > 1}
+    spread = [
+        MeshAxis.of(group) for group in (groups.expert, groups.expert_tensor) if group.size() > 1
+    ]
+    experts = {axis for axis in axes.values() for one in spread if not one.isorthogonal(axis)}
+    return Mesh(axes, frozenset(experts))
+
+
+def give_types(chunk: torch.nn.Module, config: Any, mesh: Mesh) -> dict[Type, int]:
+    """Give the parameters and other tensors of a chunk their types.
+
+    Args:
+        config: Megatron's, of the model.
+
+    Returns:
+        How many parameters have each type on the tensor-parallel ranks.
+    """
+    counts = dict.fromkeys(Type, 0)
+    with unset_fake_temporarily():
+        types = dict(_parameters(chunk, config, mesh))
+    for name, parameter in chunk.named_parameters():
+        rules.give(parameter, types[name])
+        if mesh.tensor is not None:
+            counts[types[name][mesh.tensor]] += 1
+    _give_others(chunk, mesh)
+    return counts
+
+
+def _parameters(
+    chunk: torch.nn.Module, config: Any, mesh: Mesh
+) -> Iterator[tuple[str, dict[MeshAxis, Type]]]:
+    """The type of each parameter: what happens to its gradient."""
+    summed = megatron.sums_over_tensor_ranks(chunk, config, megatron.Axes.of_job().tensor)
+    for name, parameter in chunk.named_parameters():
+        routed = ".experts." in name and "shared" not in name
+        parameter.routed_expert = routed  # type: ignore[attr-defined]
+        parameter.checked_name = name  # type: ignore[attr-defined]
+        types = mesh.types(I, R)  # data parallelism sums
+        if mesh.tensor is not None:
+            types[mesh.tensor] = _on_tensor_ranks(parameter, routed, summed.get(name))
+        if routed:
+            types |= dict.fromkeys(mesh.experts, V)
+        yield name, types
+
+
+def _on_tensor_ranks(parameter: torch.nn.Parameter, routed: bool, summed: Type | None) -> Type:
+    if routed:  # data parallelism of experts sums over the tensor-parallel ranks, too
+        return I if getattr(parameter, "allreduce", True) else R
+    if getattr(parameter, "tensor_model_parallel", False):
+        return V
+    return summed or I
+
+
+def _give_others(chunk: torch.nn.Module, mesh: Mesh) -> None:
+    """Buffers and other tensors of modules (rotary frequencies) are the same everywhere."""
+    for module in chunk.modules():
+        for value in [*vars(module).values(), *module._buffers.values()]:
+            plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+            if plain and not value.requires_grad:
+                rules.give(value, mesh.types(R, R))
+
+
+def wrong_use(stage: int, mesh: Mesh, error: SpmdTypeError) -> WrongUse:
+    """An error of the checker, at the innermost line of the program that it checked."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(part in frame.filename for part in _OUTSIDE)
+    ]
+    place = frames[-1]
+    names = tuple(vars(error).get("parameters", ()))
+    where = stage, place.filename, place.lineno or 0, place.name
+    if not isinstance(error, WrongType):
+        return WrongUse(*where, "", names, None, None, (), mesh.named(str(error)))
+    axis = mesh.name(error.axis)
+    return WrongUse(*where, error.what, names, axis, error.found, error.needed, "")
