@@ -150,7 +150,19 @@ def range_of(action: argparse.Action) -> Range | None:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help texts with the range of each number."""
+    """Help texts with each flag's default, unless they tell it, and the range of numbers."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if (
+            default in (None, "", [], {}, argparse.SUPPRESS)
+            or default is False
+            or "default" in text
+        ):
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+        value = f"{shown:g}" if isinstance(shown, float) else str(shown)
+        return f"{text} (default: {value.replace('%', '%%')})" if action.option_strings else text
 
     def _expand_help(self, action: argparse.Action) -> str:
         text, range = super()._expand_help(action), range_of(action)

@@ -24,14 +24,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 from mindspeed.attention.algorithm_costs import AlgorithmCosts, compare
 from mindspeed.attention.cost_metrics import Sizes
 from mindspeed.attention.mask import INF, Mask, Region
 from mindspeed.attention.strategy import Algorithm, Strategy
+from mindspeed.cli.comparison import chosen, print_comparison, tokens
 from mindspeed.cli.plot import GREY, check_format, figure_class, write_figure
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.ranges import MAX_RANKS, MAX_SIZE, whole
@@ -47,44 +44,25 @@ _MOST_LENGTHS = 1 << 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("action", choices=["plan"], help="plan: build the plans, compute their costs, plot them")
-    add("--mask", default="causal", metavar="MASK", help="see above (default: causal)")
+    add("--mask", default="causal", metavar="MASK", help="see above")
     add("--seq-length", type=tokens, metavar="N", help="tokens of the sequence; 128K is 131072")
-    add(
-        "--cp",
-        type=whole(1, MAX_RANKS),
-        default=8,
-        metavar="P",
-        help="context-parallel size (default: 8)",
-    )
+    add("--cp", type=whole(1, MAX_RANKS), default=8, metavar="P", help="context-parallel size")
     add(
         "--algo",
         default="all",
         metavar="NAMES",
-        help=f"all, or some of {', '.join(ALGORITHMS)}, separated by commas (default: all)",
+        help=f"all, or some of {', '.join(ALGORITHMS)}, separated by commas",
     )
     add(
-        "--heads",
-        type=whole(1, MAX_SIZE),
-        default=32,
-        help="query heads of a tensor-parallel rank (default: 32)",
+        "--heads", type=whole(1, MAX_SIZE), default=32, help="query heads of a tensor-parallel rank"
     )
     add(
         "--kv-heads",
         type=whole(1, MAX_SIZE),
         help="key heads of a tensor-parallel rank (default: --heads)",
     )
-    add(
-        "--head-dim",
-        type=whole(1, MAX_SIZE),
-        default=128,
-        help="size of a head (default: 128)",
-    )
-    add(
-        "--dtype",
-        choices=sorted(ITEMSIZE),
-        default="bf16",
-        help="dtype of the tensors (default: bf16)",
-    )
+    add("--head-dim", type=whole(1, MAX_SIZE), default=128, help="size of a head")
+    add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="dtype of the tensors")
     add(
         "--ulysses-degree-in-cp",
         type=whole(1, MAX_RANKS),
@@ -98,20 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="inner ring size of a double ring (default: 1, a single ring)",
     )
-    add(
-        "--adaptive-cp-granularity",
-        type=whole(1, MAX_SIZE),
-        default=128,
-        metavar="N",
-        help="(default: 128)",
-    )
-    add(
-        "--adaptive-cp-overlap-degree",
-        type=whole(1, MAX_SIZE),
-        default=2,
-        metavar="N",
-        help="(default: 2)",
-    )
+    for flag, default, what in (
+        ("--adaptive-cp-granularity", 128, "adaptive: smallest number of tokens that is moved"),
+        ("--adaptive-cp-overlap-degree", 2, "adaptive: number of steps"),
+    ):
+        add(flag, type=whole(1, MAX_SIZE), default=default, metavar="N", help=what)
     add("--context-parallel-kv-cache-policy", choices=["full", "half"], help="default: none")
     add("--plot", type=Path, metavar="FILE", help="plot the plans to a .png, .svg or .pdf file")
     add("--json", action="store_true", help="print JSON, with the numbers of every rank")
@@ -132,14 +101,6 @@ def run(args: argparse.Namespace) -> int:
         title = f"{args.mask}: {mask.size:,} tokens, {args.cp} ranks"
         draw(found, args.plot, title)
     return 0
-
-
-def tokens(text: str) -> int:
-    """A number of tokens, with K or M for 1024 and 1024 squared."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
-    if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 8192 or 128K")
-    return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
 def mask_of(description: str, size: int | None) -> Mask:
@@ -211,11 +172,7 @@ def _algorithms(args: argparse.Namespace) -> list[str]:
             if (hybrids or not name.startswith("hybrid"))
             and (name != "ulysses" or args.cp <= args.heads)
         ]
-    names = [name.strip().replace("-", "_") for name in args.algo.split(",")]
-    for name in names:
-        if name not in ALGORITHMS:
-            raise ConfigError(f"--algo {name!r} is not one of all, {', '.join(ALGORITHMS)}")
-    return names
+    return chosen("--algo", args.algo.replace("-", "_"), ALGORITHMS)
 
 
 def _options(args: argparse.Namespace) -> Strategy:
@@ -261,20 +218,14 @@ def as_data(
 
 def _print(name: str, mask: Mask, sizes: Sizes, found: Sequence[AlgorithmCosts]) -> None:
     share = 100 * mask.area() / mask.size**2
-    table = Table(
-        title=f"{name}: {mask.size:,} tokens, {len(mask.regions):,} regions, {share:.3g} % of all "
-        f"pairs; {found[0].sharding.ranks} ranks, {sizes.heads} heads, {sizes.groups} key heads",
-        caption="bytes received for one layer: by the worst rank; both passes, by the mean rank",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-        caption_justify="left",
+    title = (
+        f"{name}: {mask.size:,} tokens, {len(mask.regions):,} regions, {share:.3g} % of all "
+        f"pairs; {found[0].sharding.ranks} ranks, {sizes.heads} heads, {sizes.groups} key heads"
     )
-    table.add_column("algorithm", max_width=15)
-    for column in ("balance", "forward", "backward", "both", "messages", "parts", "memory"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    for one in found:
-        table.add_row(
+    caption = "bytes received for one layer: by the worst rank; both passes, by the mean rank"
+    columns = ("balance", "forward", "backward", "both", "messages", "parts", "memory")
+    rows = (
+        (
             one.name,
             f"{one.balance:.4f}",
             _bytes(max(one.forward)),
@@ -284,7 +235,9 @@ def _print(name: str, mask: Mask, sizes: Sizes, found: Sequence[AlgorithmCosts])
             str(max(one.regions)),
             _bytes(max(one.memory)),
         )
-    Console().print(table)
+        for one in found
+    )
+    print_comparison(title, caption, "algorithm", columns, rows, widest=15)
 
 
 def _bytes(number: float) -> str:

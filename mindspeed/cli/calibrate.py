@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes",
         default="bf16,fp32",
         metavar="NAMES",
-        help="of products, separated by commas; attention has the first (default: bf16,fp32)",
+        help="of products, separated by commas; attention has the first",
     )
     add(
         "--largest",
@@ -78,13 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks of a node (default: those that the launcher started on this host)",
     )
-    add("--samples", type=whole(3, 1000), default=7, metavar="N", help="per figure (default: 7)")
+    add("--samples", type=whole(3, 1000), default=7, metavar="N", help="per figure")
     add(
         "--sample-seconds",
         type=number(ABOVE_ZERO),
         default=0.01,
         metavar="S",
-        help="that a sample lasts at least (default: 0.01)",
+        help="that a sample lasts at least",
     )
 
 

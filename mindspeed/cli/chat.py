@@ -30,14 +30,14 @@ HELP = "chat with a model"
 
 def add_template_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the chat template, shared with ``serve``."""
-    group = parser.add_argument_group("conversation")
-    group.add_argument(
+    add = parser.add_argument_group("conversation").add_argument
+    add(
         "--prompt-type",
         metavar="NAME",
         help="chat template: alpaca, chatml, llama2, llama3, ..., a .yaml or .jinja file; default "
         "hf, the tokenizer's template",
     )
-    group.add_argument(
+    add(
         "--hf-chat-template",
         action="store_true",
         help="the tokenizer's template, like --prompt-type hf",
@@ -58,8 +58,9 @@ def template_name(args: argparse.Namespace) -> str | None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_template_arguments(parser)
-    parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="system message")
+    add(
         "--history-turns",
         type=whole(0),
         metavar="N",

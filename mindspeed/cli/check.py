@@ -51,5 +51,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--types", action="store_true", help="follow the types of gradients through the program")
     add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks of the job")
-    add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes (default: 1)")
+    add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes")
     add("--json", action="store_true", help="print JSON")

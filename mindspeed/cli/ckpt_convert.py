@@ -132,11 +132,12 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
 def _add_architecture(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("architecture", "known from the model; checked if given")
-    group.add_argument("--type", help="7B, 13B ...")
+    add = group.add_argument
+    add("--type", help="7B, 13B ...")
     for name in ("num_layers", "num_heads", "num_kv_heads", "hidden_size"):
-        group.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=whole(1, MAX_SIZE))
+        add(f"--{name}", f"--{name.replace('_', '-')}", type=whole(1, MAX_SIZE))
     for name in ("bias", "pse", "use_wpack_rotray", "merge-mlp", "load_weight_map"):
-        group.add_argument(f"--{name}", action="store_true")
+        add(f"--{name}", action="store_true")
 
 
 def _run(args: argparse.Namespace, form: str, words: list[Any], check: Check) -> int:

@@ -28,9 +28,10 @@ _MEGATRON = ("torch_dist", "torch", "deepspeed", "safetensors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", required=True, metavar="DIR", help="directory to convert")
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory to write")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", required=True, metavar="DIR", help="directory to convert")
+    add("--output", required=True, metavar="DIR", help="directory to write")
+    add(
         "--to",
         choices=("hf", "megatron"),
         help="default: megatron if --input has a config.json or --format is given, otherwise hf",
@@ -41,25 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Options shared with ``mindspeed export``."""
-    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: as read)")
-    parser.add_argument(
-        "--verify", action="store_true", help="read the output back and compare every byte"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--dtype", choices=_DTYPES, help="dtype of the weights (default: as read)")
+    add("--verify", action="store_true", help="read the output back and compare every byte")
+    add(
         "--added-token-num",
         type=whole(0, 10_000_000),
         default=0,
         metavar="N",
-        help="extend the vocabulary by N tokens, set to the mean of the others (default: 0)",
+        help="extend the vocabulary by N tokens, set to the mean of the others",
     )
-    parser.add_argument("--ckpt-step", type=whole(0), help="iteration (default: the latest)")
-    parser.add_argument(
+    add("--ckpt-step", type=whole(0), help="iteration (default: the latest)")
+    add(
         "--hf-config-dir",
         metavar="DIR",
         help="Hugging Face directory that identifies the model of a checkpoint; its other config "
         "keys, tokenizer and generation settings are copied to an exported model",
     )
-    parser.add_argument(
+    add(
         "--max-shard-size",
         type=number(ABOVE_ZERO),
         metavar="GB",
@@ -68,14 +68,15 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--format",
         "--ckpt-format",
         choices=_MEGATRON,
         help="torch: legacy, one file per rank; deepspeed: the same with DeepSpeed's file names; "
         "safetensors: full tensors with Megatron's names (default: torch_dist)",
     )
-    group.add_argument(
+    add(
         "--mtp-num-layers",
         type=whole(0, 100_000),
         metavar="N",
@@ -88,31 +89,25 @@ def _add_megatron_arguments(group: argparse._ArgumentGroup) -> None:
         ("--ep", "--expert-model-parallel-size", "expert-parallel size"),
     )
     for short, long, text in layout:
-        group.add_argument(
-            short,
-            long,
-            type=whole(1, MAX_RANKS),
-            default=1,
-            metavar="N",
-            help=f"{text}; legacy formats (default 1)",
-        )
-    group.add_argument(
+        text += "; legacy formats"
+        add(short, long, type=whole(1, MAX_RANKS), default=1, metavar="N", help=text)
+    add(
         "--layers-per-stage",
         type=_numbers,
         metavar="N,N,...",
         help="layers of each pipeline stage, if not equal; legacy formats",
     )
-    group.add_argument(
+    add(
         "--moe-grouped-gemm",
         action="store_true",
         help="weights for grouped experts; legacy formats with transformer_engine",
     )
-    group.add_argument(
+    add(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
         help="layer spec (default: as read; transformer_engine for a Hugging Face model)",
     )
-    group.add_argument(
+    add(
         "--make-vocab-size-divisible-by",
         type=whole(1, MAX_SIZE),
         metavar="N",

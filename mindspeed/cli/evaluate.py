@@ -53,10 +53,9 @@ HELP = "score a model on benchmarks from local files"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument(
-        "--dp", type=whole(1, MAX_RANKS), default=1, help="data-parallel replicas of the model"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--dp", type=whole(1, MAX_RANKS), default=1, help="data-parallel replicas of the model")
+    add(
         "--max-length",
         type=whole(1),
         help="maximum tokens of prompt and answer (default: the model's)",
@@ -68,14 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_task_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--task",
         nargs="+",
         action="extend",
         metavar="NAME",
         help=f"one or more of: {task_names().replace('%', '%%')}",
     )
-    group.add_argument(
+    add(
         "--task-data-path",
         nargs="+",
         action="extend",
@@ -83,21 +83,17 @@ def _add_task_arguments(group: argparse._ArgumentGroup) -> None:
         help="data directory of each task; without NAME=, paths are matched by the task's name in "
         "them, otherwise by the order of --task",
     )
-    group.add_argument(
-        "--split", default="", help="ceval: val (default), or test, which writes submission.json"
-    )
-    group.add_argument(
-        "--num-fewshot", type=whole(0), help="few-shot examples per prompt (default: the task's)"
-    )
-    group.add_argument("--limit", type=whole(1), help="questions per subject (default: all)")
-    group.add_argument(
+    add("--split", default="", help="ceval: val (default), or test, which writes submission.json")
+    add("--num-fewshot", type=whole(0), help="few-shot examples per prompt (default: the task's)")
+    add("--limit", type=whole(1), help="questions per subject (default: all)")
+    add(
         "--scoring",
         choices=MODES,
         default="auto",
         help="loglikelihood: compare the choices; generate: match generated text; auto (default): "
         "compare if there are choices",
     )
-    group.add_argument(
+    add(
         "--allow-code-execution",
         action="store_true",
         help="human_eval: allow running the programs that the model writes, in a sandbox",
@@ -105,70 +101,49 @@ def _add_task_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_harness_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--engine",
         choices=("mindspeed", "lm-eval"),
         default="mindspeed",
         help="default: %(default)s",
     )
-    group.add_argument(
-        "--tasks", metavar="NAMES", help="tasks and groups of the harness, separated by commas"
-    )
-    group.add_argument("--data-dir", type=Path, metavar="DIR", help="directory of their data")
+    add("--tasks", metavar="NAMES", help="tasks and groups of the harness, separated by commas")
+    add("--data-dir", type=Path, metavar="DIR", help="directory of their data")
 
 
 def _add_answer_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-new-tokens", type=whole(1), help="maximum length of an answer (default: the task's)"
-    )
-    group.add_argument(
-        "--greedy", action="store_true", help="greedy decoding, the default without --temperature"
-    )
-    group.add_argument(
-        "--temperature", type=number(NOT_NEGATIVE), help="sample with this temperature"
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("--max-new-tokens", type=whole(1), help="maximum length of an answer (default: the task's)")
+    add("--greedy", action="store_true", help="greedy decoding, the default without --temperature")
+    add("--temperature", type=number(NOT_NEGATIVE), help="sample with this temperature")
+    add(
         "--top-k",
         type=whole(0),
         default=0,
         help="sample from the K most likely tokens (default: 0, all)",
     )
-    group.add_argument(
+    add(
         "--top-p",
         type=number(Range(0, 1, above=True)),
         default=1.0,
         help="nucleus sampling (default: 1, all tokens)",
     )
-    group.add_argument(
-        "--seed",
-        type=whole(0, 2**32 - 1),
-        default=SamplingOptions.seed,
-        help="random seed (default: %(default)s)",
-    )
-    group.add_argument(
-        "--samples", type=whole(1), default=1, help="human_eval: programs per problem, for pass@k"
-    )
-    group.add_argument(
-        "--prompt-type", metavar="NAME", help="apply this chat template to the prompts"
-    )
+    add("--seed", type=whole(0, 2**32 - 1), default=SamplingOptions.seed, help="random seed")
+    add("--samples", type=whole(1), default=1, help="human_eval: programs per problem, for pass@k")
+    add("--prompt-type", metavar="NAME", help="apply this chat template to the prompts")
 
 
 def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--evaluation-batch-size",
-        type=whole(1),
-        default=16,
-        help="questions per batch (default: %(default)s)",
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("--evaluation-batch-size", type=whole(1), default=16, help="questions per batch")
+    add(
         "--tokens-per-batch",
         type=whole(1),
         default=4096,
-        help="maximum tokens of a log-likelihood pass (default: %(default)s)",
+        help="maximum tokens of a log-likelihood pass",
     )
-    group.add_argument(
-        "--output", type=Path, metavar="DIR", help="directory for results.json and samples.jsonl"
-    )
+    add("--output", type=Path, metavar="DIR", help="directory for results.json and samples.jsonl")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -121,12 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of --timeline: micro-batches of the step (default: 1; with virtual stages one for "
         "each rank of the pipeline, in a V-shape two)",
     )
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="of --timeline: draw it, .png, .svg or .pdf",
-    )
+    add("--plot", type=Path, metavar="FILE", help="of --timeline: draw it, .png, .svg or .pdf")
     add("--trace", type=Path, metavar="FILE", help="of --timeline: for chrome://tracing, .json")
 
 

@@ -13,13 +13,10 @@ HELP = "write a trained model for transformers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hf", action="store_true", required=True, help="in Hugging Face format")
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", dest="input", help="directory of checkpoints"
-    )
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="directory to write; must not exist"
-    )
+    add = parser.add_argument
+    add("--hf", action="store_true", required=True, help="in Hugging Face format")
+    add("--load", required=True, metavar="DIR", dest="input", help="directory of checkpoints")
+    add("--output", required=True, metavar="DIR", help="directory to write; must not exist")
     add_common_arguments(parser)
 
 

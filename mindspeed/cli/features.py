@@ -26,13 +26,12 @@ HELP = "list the features: flag, level, devices, conflicts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--level", type=int, choices=(0, 1, 2), help="only features of this level")
-    parser.add_argument(
-        "--stage", choices=("stable", "prototype"), help="only features of this stage"
-    )
-    parser.add_argument("--explain", metavar="NAME", help="describe one feature in full")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--level", type=int, choices=(0, 1, 2), help="only features of this level")
+    add("--stage", choices=("stable", "prototype"), help="only features of this stage")
+    add("--explain", metavar="NAME", help="describe one feature in full")
+    add("--json", action="store_true", help="print JSON")
+    add(
         "--enabled",
         action="store_true",
         help="list the features that the flags after -- enable, or report errors in the flags",

@@ -33,26 +33,15 @@ HELP = "continue a text with a trained model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
-    parser.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="one prompt a line, instead of --prompt"
-    )
-    parser.add_argument(
-        "--batch-size", type=whole(1), default=16, help="prompts in one pass (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    add("--prompt-file", type=Path, metavar="FILE", help="one prompt a line, instead of --prompt")
+    add("--batch-size", type=whole(1), default=16, help="prompts in one pass")
     add_sampling_arguments(parser)
-    parser.add_argument(
-        "--num-beams", type=whole(1), default=1, help="sequences a beam search follows"
-    )
-    parser.add_argument(
-        "--num-return-sequences", type=whole(1), default=1, help="texts for each prompt"
-    )
-    parser.add_argument(
-        "--length-penalty", type=number(), default=1.0, help="above 0: longer beams"
-    )
-    parser.add_argument(
-        "--recompute", action="store_true", help="run the whole text for every token: slow, exact"
-    )
+    add("--num-beams", type=whole(1), default=1, help="sequences a beam search follows")
+    add("--num-return-sequences", type=whole(1), default=1, help="texts for each prompt")
+    add("--length-penalty", type=number(), default=1.0, help="above 0: longer beams")
+    add("--recompute", action="store_true", help="run the whole text for every token: slow, exact")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the model and its parallel sizes."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
+    add = parser.add_argument_group("model").add_argument
+    add(
         "--load",
         required=True,
         metavar="DIR",
         help="directory of checkpoints, or hf:DIR for a Hugging Face model",
     )
-    group.add_argument("--ckpt-step", type=whole(0), help="iteration to load (default: the latest)")
-    group.add_argument("--lora-load", metavar="DIR", help="LoRA adapter of mindspeed or PEFT")
-    group.add_argument(
+    add("--ckpt-step", type=whole(0), help="iteration to load (default: the latest)")
+    add("--lora-load", metavar="DIR", help="LoRA adapter of mindspeed or PEFT")
+    add(
         "--tp",
         "--tensor-model-parallel-size",
         type=whole(1, MAX_RANKS),
         default=1,
         help="tensor-parallel size",
     )
-    group.add_argument(
+    add(
         "--pp",
         "--pipeline-model-parallel-size",
         type=whole(1, MAX_RANKS),
         default=1,
         help="pipeline-parallel size",
     )
-    group.add_argument(
+    add(
         "--tokenizer-model",
         metavar="DIR",
         help="tokenizer directory (default: the checkpoint's tokenizer)",
@@ -50,50 +50,37 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sampling flags."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument(
+    add = parser.add_argument_group("sampling").add_argument
+    add(
         "--max-new-tokens",
         type=whole(1),
         default=SamplingOptions.max_new_tokens,
-        help="maximum length of the generated text (default: %(default)s)",
+        help="maximum length of the generated text",
     )
-    group.add_argument(
-        "--greedy", action="store_true", help="take the most likely token instead of sampling"
-    )
-    group.add_argument(
-        "--temperature",
-        type=number(NOT_NEGATIVE),
-        default=0.8,
-        help="divides the logits (default: %(default)s)",
-    )
-    group.add_argument(
+    add("--greedy", action="store_true", help="take the most likely token instead of sampling")
+    add("--temperature", type=number(NOT_NEGATIVE), default=0.8, help="divides the logits")
+    add(
         "--top-k",
         type=whole(0),
         default=0,
         help="sample from the K most likely tokens (default: 0, all tokens)",
     )
-    group.add_argument(
+    add(
         "--top-p",
         type=number(Range(0, 1, above=True)),
         default=0.95,
-        help="nucleus sampling: keep the most likely tokens with this total probability "
-        "(default: %(default)s)",
+        help="nucleus sampling: keep the most likely tokens with this total probability ",
     )
-    group.add_argument(
+    add(
         "--repetition-penalty",
         type=number(ABOVE_ZERO),
         default=1.0,
         help="above 1 makes repeated tokens less likely (default: 1, off)",
     )
-    group.add_argument(
+    add(
         "--stop", action="append", metavar="TEXT", help="string that ends the text; may be repeated"
     )
-    group.add_argument(
-        "--seed",
-        type=whole(0, 2**32 - 1),
-        default=SamplingOptions.seed,
-        help="random seed (default: %(default)s)",
-    )
+    add("--seed", type=whole(0, 2**32 - 1), default=SamplingOptions.seed, help="random seed")
 
 
 def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOptions:

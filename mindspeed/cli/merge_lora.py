@@ -23,23 +23,13 @@ _FORMATS = ("torch_dist", "hf", "torch", "safetensors", "peft")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--load", metavar="DIR", help="base model: checkpoints, or hf:DIR")
-    parser.add_argument(
-        "--lora-load", required=True, metavar="DIR", help="adapter of mindspeed or PEFT"
-    )
-    parser.add_argument(
-        "--save", required=True, metavar="DIR", help="directory to write; must not exist"
-    )
-    parser.add_argument(
-        "--format",
-        choices=_FORMATS,
-        default="torch_dist",
-        help="output format (default: torch_dist)",
-    )
-    parser.add_argument(
-        "--ckpt-step", type=whole(0), help="iteration of --load (default: the latest)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--load", metavar="DIR", help="base model: checkpoints, or hf:DIR")
+    add("--lora-load", required=True, metavar="DIR", help="adapter of mindspeed or PEFT")
+    add("--save", required=True, metavar="DIR", help="directory to write; must not exist")
+    add("--format", choices=_FORMATS, default="torch_dist", help="output format")
+    add("--ckpt-step", type=whole(0), help="iteration of --load (default: the latest)")
+    add(
         "--hf-config-dir",
         metavar="DIR",
         help="Hugging Face directory that identifies the model of --load; its tokenizer is copied "

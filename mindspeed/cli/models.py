@@ -19,11 +19,10 @@ HELP = "list the models for --model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", help="preset or Hugging Face directory: print its flags"
-    )
-    parser.add_argument("--family", help="only models of this family")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("model", nargs="?", help="preset or Hugging Face directory: print its flags")
+    add("--family", help="only models of this family")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from mindspeed.cli.comparison import as_entries, chosen, print_comparison, tokens
 from mindspeed.cli.plot import check_format
 from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.errors import ConfigError
@@ -104,44 +102,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(Range(0, 1e6, above=True)),
         default=1.0,
         metavar="C",
-        help="room of an expert in mean loads, for the program padded (default: 1)",
+        help="room of an expert in mean loads, for the program padded",
     )
     group = whole(1, MAX_GROUP)
-    add("--tp", type=group, default=1, metavar="P", help="tensor-parallel size (default: 1)")
-    add("--ep", type=group, default=8, metavar="P", help="expert-parallel size (default: 8)")
+    add("--tp", type=group, default=1, metavar="P", help="tensor-parallel size")
+    add("--ep", type=group, default=8, metavar="P", help="expert-parallel size")
     add("--etp", type=group, metavar="P", help="expert tensor-parallel size (default: --tp)")
-    add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="of tokens (default: bf16)")
+    add("--dtype", choices=sorted(ITEMSIZE), default="bf16", help="of tokens")
     rate, latency = number(ABOVE_ZERO), number(NOT_NEGATIVE)
-    add("--tflops", type=rate, default=300.0, metavar="T", help="TFLOP/s (default: 300)")
-    add(
-        "--memory-bandwidth",
-        type=rate,
-        default=2000.0,
-        metavar="GB/s",
-        help="for permutations (default: 2000)",
-    )
-    add(
-        "--link-bandwidth",
-        type=rate,
-        default=200.0,
-        metavar="GB/s",
-        help="gigabytes per second that a rank sends inside its node (default: 200)",
-    )
-    add("--link-latency", type=latency, default=10.0, metavar="US", help="(default: 10)")
-    add(
-        "--network-bandwidth",
-        type=rate,
-        default=25.0,
-        metavar="GB/s",
-        help="gigabytes per second that a rank sends to other nodes (default: 25)",
-    )
-    add("--network-latency", type=latency, default=20.0, metavar="US", help="(default: 20)")
-    add("--node-size", type=group, default=8, metavar="N", help="ranks of a node (default: 8)")
+    for flag, kind, default, unit, what in (
+        ("--tflops", rate, 300.0, "T", "TFLOP/s"),
+        ("--memory-bandwidth", rate, 2000.0, "GB/s", "for permutations"),
+        ("--link-bandwidth", rate, 200.0, "GB/s", "that a rank sends inside its node"),
+        ("--link-latency", latency, 10.0, "US", "microseconds until a message arrives there"),
+        ("--network-bandwidth", rate, 25.0, "GB/s", "that a rank sends to other nodes"),
+        ("--network-latency", latency, 20.0, "US", "microseconds until a message arrives there"),
+    ):
+        add(flag, type=kind, default=default, metavar=unit, help=what)
+    add("--node-size", type=group, default=8, metavar="N", help="ranks of a node")
     add(
         "--programs",
         default="all",
         metavar="NAMES",
-        help=f"all, or some of {', '.join(ENTRIES)}, separated by commas (default: all)",
+        help=f"all, or some of {', '.join(ENTRIES)}, separated by commas",
     )
     add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
     add("--text", action="store_true", help="draw the timelines in the terminal")
@@ -150,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Price the programs and print or draw them."""
-    job, names = job_of(args), _names(args.programs)
+    job, names = job_of(args), chosen("--programs", args.programs, ENTRIES)
     if args.plot:
         check_format("--plot", args.plot)
     found = compare(job, names)
@@ -192,15 +175,6 @@ def _caption(name: str, found: Simulation) -> str:
         f"collectives {exposed[0]} + {exposed[1]} of {found.calls(FORWARD)} + "
         f"{found.calls(BACKWARD)}"
     )
-
-
-def tokens(text: str) -> int:
-    """A number of tokens, with K or M for 1024 and 1024 squared."""
-    match = re.fullmatch(r"(\d{1,12})([kKmM]?)", text.strip())
-    found = int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()] if match else 0
-    if not 0 < found <= MAX_SIZE:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 8192 or 8K")
-    return found
 
 
 def job_of(args: argparse.Namespace) -> Job:
@@ -292,27 +266,12 @@ def _sizes(args: argparse.Namespace, model: dict[str, Any]) -> Sizes:
     )
 
 
-def _names(text: str) -> list[str]:
-    if text == "all":
-        return list(ENTRIES)
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in ENTRIES:
-            raise ConfigError(f"--programs {name!r} is none of all, {', '.join(ENTRIES)}")
-    return names
-
-
 def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
     """Plain data for JSON: bytes, and seconds from the start of forward."""
     return {
         "sizes": asdict(job.sizes),
         "tp": job.tp,
-        "programs": [
-            {"name": one.name, "flags": one.flags, **_figures(one)}
-            if one.simulation is not None
-            else {"name": one.name, "flags": one.flags, "reason": one.reason}
-            for one in found
-        ],
+        "programs": as_entries(found, _figures),
     }
 
 
@@ -321,9 +280,7 @@ def _figures(one: Priced) -> dict[str, object]:
     assert line is not None
     return {
         "sent": line.wire(),
-        "sent_between_nodes": sum(
-            message.between for messages in line.messages.values() for message in messages
-        ),
+        "sent_between_nodes": _between_nodes(line),
         "calls": {phase: line.calls(phase) for phase in (FORWARD, BACKWARD)},
         "exposed": {phase: one.exposed(phase) for phase in (FORWARD, BACKWARD)},
         "exposed_seconds": line.exposed(),
@@ -346,44 +303,38 @@ def title(job: Job) -> str:
 
 def print_table(job: Job, found: Sequence[Priced]) -> None:
     """Print a line for each program, then what their flags are."""
-    table = Table(
-        title=title(job),
-        caption="sent: by one rank, both passes; network: the part to other nodes; calls and "
+    caption = (
+        "sent: by one rank, both passes; network: the part to other nodes; calls and "
         "exposed: collectives of forward + backward, exposed ones have no computation beside "
         "them; waiting, layer: milliseconds of both passes, attention included (1f1b, fb-overlap: "
         "of two micro-batches at once); kept: rows of experts that live until backward; *: the "
-        "shortest",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
+        "shortest"
     )
-    table.add_column("program", no_wrap=True)
-    for column in ("sent", "network", "calls", "exposed", "waiting", "layer", "kept"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    shortest = min(
-        (one.simulation.total for one in found if one.simulation is not None), default=0.0
-    )
-    for one in found:
-        if (line := one.simulation) is None:
-            continue
-        figures = _figures(one)
-        table.add_row(
+    columns = ("sent", "network", "calls", "exposed", "waiting", "layer", "kept")
+    priced = [(one, one.simulation) for one in found if one.simulation is not None]
+    shortest = min((line.total for _, line in priced), default=0.0)
+    rows = (
+        (
             one.name + (" *" if line.total == shortest else ""),
             _bytes(line.wire()),
-            _bytes(figures["sent_between_nodes"]),
+            _bytes(_between_nodes(line)),
             f"{line.calls(FORWARD)}+{line.calls(BACKWARD)}",
             f"{one.exposed(FORWARD)}+{one.exposed(BACKWARD)}",
             f"{line.exposed() * 1e3:.4g}",
             f"{line.total * 1e3:.4g}",
             _bytes(one.kept),
         )
-    console = Console()
-    console.print(table)
+        for one, line in priced
+    )
+    console = print_comparison(title(job), caption, "program", columns, rows)
     for one in found:
         text = one.flags if one.simulation is not None else f"not here: {one.reason}"
         console.print(f"{one.name}: {text}", highlight=False, markup=False)
+
+
+def _between_nodes(line: Simulation) -> float:
+    """Bytes that a rank sends to other nodes."""
+    return sum(message.between for messages in line.messages.values() for message in messages)
 
 
 def _bytes(value: Any) -> str:

@@ -23,9 +23,10 @@ HELP = "list the fused operators: implementation on this device, why not others"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=DEVICES, help="device (default: that of this machine)")
-    parser.add_argument("--explain", metavar="NAME", help="describe one operator in full")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--device", choices=DEVICES, help="device (default: that of this machine)")
+    add("--explain", metavar="NAME", help="describe one operator in full")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

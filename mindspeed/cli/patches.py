@@ -27,12 +27,11 @@ _STYLES = {"repaired": "green", "refused": "green", "not applicable": "dim", "op
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="check all targets and signatures")
-    parser.add_argument("--megatron", type=Path, help="directory that contains megatron/core")
-    parser.add_argument(
-        "--upstream", action="store_true", help="list the ledger of upstream's defects"
-    )
-    parser.add_argument("--state", choices=sorted(NEEDED), help="with --upstream: only these")
+    add = parser.add_argument
+    add("--check", action="store_true", help="check all targets and signatures")
+    add("--megatron", type=Path, help="directory that contains megatron/core")
+    add("--upstream", action="store_true", help="list the ledger of upstream's defects")
+    add("--state", choices=sorted(NEEDED), help="with --upstream: only these")
 
 
 def run(args: argparse.Namespace) -> int:

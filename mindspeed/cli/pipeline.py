@@ -21,10 +21,9 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from mindspeed.cli.comparison import as_entries, chosen, print_comparison
 from mindspeed.cli.plot import check_format
 from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.errors import ConfigError
@@ -68,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--pp", type=whole(2, MAX_PIPELINE), metavar="P", help="pipeline ranks")
     add(
-        "--vpp",
-        type=whole(1, MAX_CHUNKS),
-        default=1,
-        metavar="V",
-        help="model chunks of each rank (default: 1)",
+        "--vpp", type=whole(1, MAX_CHUNKS), default=1, metavar="V", help="model chunks of each rank"
     )
     add(
         "--microbatches",
@@ -84,8 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule",
         default="all",
         metavar="NAMES",
-        help=f"all, or some of {', '.join(ENTRIES)} and files FILE.csv, separated by commas "
-        "(default: all)",
+        help=f"all, or some of {', '.join(ENTRIES)} and files FILE.csv, separated by commas",
     )
     time = number(Range(0, 1e12))
     positive = number(Range(0, 1e12, above=True))
@@ -94,14 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--input-grad", 1.0, "gradients of its inputs"),
         ("--weight-grad", 1.0, "gradients of its weights"),
     ):
-        add(flag, type=positive, default=default, metavar="T", help=f"{what} (default: {default})")
+        add(flag, type=positive, default=default, metavar="T", help=what)
     add("--recompute", type=positive, metavar="T", help="recomputation (default: --forward)")
     for flag, what in (
         ("--latency", "time from the end of an action until its message is on the next rank"),
         ("--reduction", "data-parallel reduction of all gradients of a rank"),
         ("--transfer", "copy to the host, or back, of what a micro-batch's weight gradients need"),
     ):
-        add(flag, type=time, default=0.0, metavar="T", help=f"{what} (default: 0)")
+        add(flag, type=time, default=0.0, metavar="T", help=what)
     add(
         "--stage-costs",
         metavar="C,C,...",
@@ -131,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_other_action(args)
     if args.action == "search":
         return _search(args)
-    job, names = _job(args), _names(args)
+    job, names = _job(args), chosen("--schedule", args.schedule, ENTRIES, ".csv")
     _check_files(args, names)
     found = compare(job, names)
     if args.json:
@@ -237,18 +231,6 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"--sizes {text}: whole numbers with commas are expected") from error
 
 
-def _names(args: argparse.Namespace) -> list[str]:
-    if args.schedule == "all":
-        return list(ENTRIES)
-    names = list(dict.fromkeys(name.strip() for name in args.schedule.split(",")))
-    for name in names:
-        if name not in ENTRIES and not name.endswith(".csv"):
-            raise ConfigError(
-                f"--schedule {name!r} is none of all, {', '.join(ENTRIES)} and no FILE.csv"
-            )
-    return names
-
-
 def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
     """Plain data for JSON: times in the unit of the costs, memory in A."""
     return {
@@ -256,12 +238,7 @@ def as_data(job: Job, found: Sequence[Priced]) -> dict[str, object]:
         "chunks": job.chunks,
         "microbatches": job.num_microbatches,
         "memory_limit": job.memory_limit,
-        "schedules": [
-            {"name": one.name, "flags": one.flags, **_figures(one.simulation)}
-            if one.simulation is not None
-            else {"name": one.name, "flags": one.flags, "reason": one.reason}
-            for one in found
-        ],
+        "schedules": as_entries(found, lambda one: _figures(one.simulation)),
     }
 
 
@@ -319,31 +296,19 @@ def _step(simulation: Simulation) -> float:
 
 
 def _print(job: Job, found: Sequence[Priced]) -> None:
-    table = Table(
-        title=_title(job),
-        caption="v: model chunks of a rank; bubble: part of the step in which the mean rank does "
+    caption = (
+        "v: model chunks of a rank; bubble: part of the step in which the mean rank does "
         "nothing new; memory: of the fullest rank, in activations of one micro-batch; exposed: "
         "reduction after the last backward; sent: messages between ranks; again: forwards computed "
         "again; split: backwards with weight gradients apart; *: the shortest step, reduction "
-        "included",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
+        "included"
     )
-    table.add_column("schedule", no_wrap=True)
     columns = ("v", "step", "bubble", "memory", "exposed", "sent", "again", "split")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    steps = [_step(one.simulation) for one in found if one.simulation is not None]
-    shortest = min(steps, default=0.0)
-    for one in found:
-        if (simulation := one.simulation) is None:
-            continue
-        mark = " *" if _step(simulation) == shortest else ""
-        table.add_row(
-            one.name + mark,
+    priced = [(one.name, one.simulation) for one in found if one.simulation is not None]
+    shortest = min((_step(simulation) for _, simulation in priced), default=0.0)
+    rows = (
+        (
+            name + (" *" if _step(simulation) == shortest else ""),
             str(simulation.plan.placement.chunks),
             f"{simulation.makespan:.6g}",
             f"{100 * simulation.bubble:.1f} %",
@@ -353,8 +318,9 @@ def _print(job: Job, found: Sequence[Priced]) -> None:
             f"{simulation.counts['R']}",
             f"{simulation.counts['I']}",
         )
-    console = Console()
-    console.print(table)
+        for name, simulation in priced
+    )
+    console = print_comparison(_title(job), caption, "schedule", columns, rows)
     for one in found:
         if one.simulation is None:
             console.print(f"{one.name}: {one.reason}", highlight=False, markup=False)
@@ -365,15 +331,17 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("search").add_argument
     add("--profile", type=Path, metavar="FILE", help="what a start measured")
     add("--out", type=Path, metavar="FILE", help="result, for --automated-pipeline-file")
-    add("--mode", choices=["memory", "perf"], default="memory", help="(default: memory)")
+    add(
+        "--mode", choices=["memory", "perf"], default="memory", help="what to save: memory, or time"
+    )
     ratio = number(Range(0, 1, above=True))
-    add("--save-memory-ratio", type=ratio, default=0.2, metavar="R", help="(default: 0.2)")
+    add("--save-memory-ratio", type=ratio, default=0.2, metavar="R", help="of the memory")
     add(
         "--recompute-type",
         choices=range(len(MODULES)),
         type=int,
         default=2,
-        help="0 MLP, 1 attention, 2 layer (default: 2)",
+        help="0 MLP, 1 attention, 2 layer",
     )
     add(
         "--memory",

@@ -174,7 +174,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="for the tensors of a rank, such as 60GiB (default: that of --cluster)",
     )
-    add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes (default: 1)")
+    add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes")
     add("--json", action="store_true", help="print JSON")
 
 

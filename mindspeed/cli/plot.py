@@ -40,8 +40,9 @@ HELP = "plot loss, gradient norm, throughput and memory of one or more runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"with {METRICS_FILE}")
-    parser.add_argument(
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help=f"with {METRICS_FILE}")
+    add(
         "-o",
         "--output",
         type=Path,
@@ -49,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="image to write (default: loss.png or, for several runs, compare.png next to the "
         "first metrics file)",
     )
-    parser.add_argument("--title", help="title of the plot")
-    parser.add_argument(
+    add("--title", help="title of the plot")
+    add(
         "--smooth",
         type=number(NOT_NEGATIVE),
         metavar="POINTS",

@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _input_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--input",
         nargs="+",
         required=True,
@@ -69,14 +70,14 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         "or of a Hugging Face data set, patterns such as 'part-*.jsonl'; 'python-docs' is the "
         "documentation of the running Python",
     )
-    group.add_argument(
+    add(
         "--datasets",
         nargs="+",
         default=[],
         metavar="PATH",
         help="additional inputs, read after --input into the same output",
     )
-    group.add_argument(
+    add(
         "--json-keys",
         "--json-key",
         nargs="+",
@@ -84,44 +85,40 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         help="columns to tokenize, one data set each (default: text)",
     )
-    group.add_argument(
+    add(
         "--handler-name",
         default="",
         metavar="NAME",
         help=f"format of the records: {', '.join(HANDLERS)} (default: the first)",
     )
-    group.add_argument(
+    add(
         "--map-keys",
         default="{}",
         metavar="JSON",
         help="column names for the handler, such as "
         """'{"prompt": "question", "response": "answer"}'""",
     )
-    group.add_argument(
+    add(
         "--hf-datasets-params",
         type=Path,
         metavar="FILE",
         help="JSON file with arguments of datasets.load_dataset (path, name, split, ...)",
     )
-    group.add_argument(
-        "--streaming", action="store_true", help="stream --input with the datasets package"
-    )
-    group.add_argument(
+    add("--streaming", action="store_true", help="stream --input with the datasets package")
+    add(
         "--txt-document",
         choices=TEXT_UNITS,
         default="line",
         help="one document of a .txt file: a line, a block between blank lines, or the file",
     )
-    group.add_argument(
+    add(
         "--split-sentences",
         action="store_true",
         help="write one sequence per sentence; the output is PREFIX_KEY_sentence",
     )
-    group.add_argument(
-        "--keep-newlines", action="store_true", help="keep the whitespace after each sentence"
-    )
-    group.add_argument("--max-samples", type=whole(1), metavar="N", help="read at most N records")
-    group.add_argument(
+    add("--keep-newlines", action="store_true", help="keep the whitespace after each sentence")
+    add("--max-samples", type=whole(1), metavar="N", help="read at most N records")
+    add(
         "--strict",
         action="store_true",
         help="stop at the first invalid record instead of skipping it",
@@ -129,27 +126,28 @@ def _input_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _conversation_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--prompt-type",
         metavar="NAME",
         help="chat template: alpaca, llama2, llama3, chatml, qwen, mistral, baichuan2, deepseek, "
         "hf (the tokenizer's template), or a .yaml or .jinja file (default: the handler's)",
     )
-    group.add_argument(
+    add(
         "--train-on",
         choices=("all", "last"),
         default="all",
-        help="which answers of a conversation are trained (default: all)",
+        help="which answers of a conversation are trained",
     )
-    group.add_argument("--train-on-inputs", action="store_true", help="also train the prompts")
-    group.add_argument(
+    add("--train-on-inputs", action="store_true", help="also train the prompts")
+    add(
         "--label-boundary",
         choices=("exact", "legacy"),
         default="exact",
         help="exact: from the character offsets of the answers; legacy: from the length of the "
-        "separately tokenized prompt, as in the original (default: exact)",
+        "separately tokenized prompt, as in the original",
     )
-    group.add_argument(
+    add(
         "--seq-length",
         type=whole(1, MAX_SIZE),
         metavar="N",
@@ -158,29 +156,24 @@ def _conversation_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _output_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--output-prefix",
         type=Path,
         required=True,
         metavar="PREFIX",
         help="data sets are written to PREFIX_KEY_document.bin and .idx",
     )
-    group.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end-of-text token"
-    )
-    group.add_argument(
-        "--workers", type=whole(1, 1024), default=1, help="worker processes (default: 1)"
-    )
-    group.add_argument(
+    add("--append-eod", action="store_true", help="end every document with the end-of-text token")
+    add("--workers", type=whole(1, 1024), default=1, help="worker processes")
+    add(
         "--keep-sequential-samples", action="store_true", help="always on; accepted for old scripts"
     )
-    group.add_argument("--overwrite", action="store_true", help="replace existing output")
-    group.add_argument(
-        "--resume", action="store_true", help="continue an interrupted run with the same options"
-    )
-    group.add_argument("--dataset-impl", choices=("mmap",), default="mmap", help="file format")
+    add("--overwrite", action="store_true", help="replace existing output")
+    add("--resume", action="store_true", help="continue an interrupted run with the same options")
+    add("--dataset-impl", choices=("mmap",), default="mmap", help="file format")
     for flag, why in _IGNORED.items():
-        group.add_argument(flag, type=whole(0), help=f"accepted for old scripts: {why}")
+        add(flag, type=whole(0), help=f"accepted for old scripts: {why}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,28 +44,19 @@ FAST_ITERATIONS = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--workdir",
         type=Path,
         default=Path("runs/quickstart"),
         metavar="DIR",
-        help="directory of all files (default: %(default)s)",
+        help="directory of all files",
     )
-    parser.add_argument(
-        "--nproc", type=whole(1, MAX_RANKS), help="processes for pretraining (default: tp x pp)"
-    )
-    parser.add_argument(
-        "--tp", type=whole(1, MAX_RANKS), default=2, help="tensor-parallel size (default: 2)"
-    )
-    parser.add_argument(
-        "--pp", type=whole(1, MAX_RANKS), default=2, help="pipeline-parallel size (default: 2)"
-    )
-    parser.add_argument(
-        "--iters", type=whole(1), help=f"pretraining iterations (default: {ITERATIONS})"
-    )
-    parser.add_argument(
-        "--fast", action="store_true", help=f"only {FAST_ITERATIONS} pretraining iterations"
-    )
+    add("--nproc", type=whole(1, MAX_RANKS), help="processes for pretraining (default: tp x pp)")
+    add("--tp", type=whole(1, MAX_RANKS), default=2, help="tensor-parallel size")
+    add("--pp", type=whole(1, MAX_RANKS), default=2, help="pipeline-parallel size")
+    add("--iters", type=whole(1), help=f"pretraining iterations (default: {ITERATIONS})")
+    add("--fast", action="store_true", help=f"only {FAST_ITERATIONS} pretraining iterations")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,9 +15,10 @@ HELP = "list the recipes for --config, or print one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
-    parser.add_argument("name", nargs="?", help="name of the recipe to show")
-    parser.add_argument("--family", help="only recipes of this model family")
+    add = parser.add_argument
+    add("action", nargs="?", choices=("list", "show"), default="list")
+    add("name", nargs="?", help="name of the recipe to show")
+    add("--family", help="only recipes of this model family")
 
 
 def run(args: argparse.Namespace) -> int:

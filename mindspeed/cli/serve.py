@@ -34,71 +34,32 @@ _OTHER_FILES = 128  # open files besides connections
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_template_arguments(parser)
-    group = parser.add_argument_group("server")
-    group.add_argument(
+    add = parser.add_argument_group("server").add_argument
+    add(
         "--host",
         default="127.0.0.1",
         help="address to listen on (default: %(default)s, this machine only)",
     )
-    group.add_argument(
-        "--port", type=whole(0, 65535), default=8000, help="port (default: %(default)s)"
-    )
-    group.add_argument("--model-name", help="model name for clients (default: name of --load)")
-    group.add_argument(
+    add("--port", type=whole(0, 65535), default=8000, help="port")
+    add("--model-name", help="model name for clients (default: name of --load)")
+    add(
         "--api-key-file",
         type=Path,
         metavar="FILE",
         help=f"file whose first line is the API key (default: the variable {_KEY_VARIABLE})",
     )
-    group.add_argument(
-        "--max-tokens",
-        type=whole(1),
-        default=1024,
-        help="maximum new tokens of a request (default: 1024)",
-    )
-    group.add_argument(
-        "--max-rows",
-        type=whole(1),
-        default=16,
-        help="maximum of prompts x n of a request (default: 16)",
-    )
-    group.add_argument(
-        "--max-batch-rows",
-        type=whole(1),
-        default=16,
-        help="maximum sequences in the running batch (default: 16)",
-    )
-    group.add_argument(
-        "--max-waiting",
-        type=whole(1),
-        default=64,
-        help="maximum requests in the queue (default: 64)",
-    )
-    group.add_argument(
-        "--max-body-bytes",
-        type=whole(1),
-        default=1 << 20,
-        help="maximum size of a request (default: 1 MiB)",
-    )
-    group.add_argument(
-        "--request-timeout",
-        type=number(ABOVE_ZERO),
-        default=600.0,
-        help="maximum seconds of a request (default: 600)",
-    )
-    group.add_argument(
-        "--max-connections",
-        type=whole(1),
-        default=512,
-        help="maximum open connections (default: 512)",
-    )
-    group.add_argument(
-        "--max-connections-per-address",
-        type=whole(1),
-        default=128,
-        help="maximum open connections of one IP address (default: 128); with a reverse proxy all "
-        "clients share its address",
-    )
+    for flag, limit, default, what in (
+        ("--max-tokens", whole(1), 1024, "new tokens of a request"),
+        ("--max-rows", whole(1), 16, "of prompts x n of a request"),
+        ("--max-batch-rows", whole(1), 16, "sequences in the running batch"),
+        ("--max-waiting", whole(1), 64, "requests in the queue"),
+        ("--max-body-bytes", whole(1), 1 << 20, "size of a request"),
+        ("--request-timeout", number(ABOVE_ZERO), 600.0, "seconds of a request"),
+        ("--max-connections", whole(1), 512, "open connections"),
+        ("--max-connections-per-address", whole(1), 128, "open connections of one IP address; "
+            "with a reverse proxy all clients share its address"),
+    ):  # fmt: skip
+        add(flag, type=limit, default=default, help=f"maximum {what}")
 
 
 def run(args: argparse.Namespace) -> int:

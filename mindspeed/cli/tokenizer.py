@@ -24,21 +24,18 @@ EXAMPLE = "The import statement finds a module"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--input", type=Path, nargs="+", required=True, metavar="FILE", help="jsonl or plain text"
-    )
-    parser.add_argument("--json-key", default="text", help="field of a jsonl file (default: text)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="jsonl or plain text")
+    add("--json-key", default="text", help="field of a jsonl file")
+    add(
         "--vocab-size",
         type=whole(1, MAX_SIZE),
         required=True,
         metavar="N",
         help="number of entries",
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="directory to write"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
+    add("--output", type=Path, required=True, metavar="DIR", help="directory to write")
+    add("--overwrite", action="store_true", help="replace an existing tokenizer")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,24 +34,19 @@ TOLERANCE = {"fp32": 1e-3, "half": 0.25}  # maximum difference of a logit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--checkpoint",
         type=Path,
         metavar="DIR",
         help="checkpoint whose files are compared with their digests",
     )
-    parser.add_argument("--load", metavar="DIR", help="directory of checkpoints")
-    parser.add_argument(
-        "--ckpt-step", type=whole(0), help="iteration to load (default: the latest)"
-    )
-    parser.add_argument("--hf", type=Path, metavar="DIR", help="Hugging Face model")
-    parser.add_argument(
-        "--input", type=Path, metavar="FILE", help="text, or jsonl with a text field"
-    )
-    parser.add_argument(
-        "--samples", type=whole(1), default=8, help="number of sequences (default: 8)"
-    )
-    parser.add_argument(
+    add("--load", metavar="DIR", help="directory of checkpoints")
+    add("--ckpt-step", type=whole(0), help="iteration to load (default: the latest)")
+    add("--hf", type=Path, metavar="DIR", help="Hugging Face model")
+    add("--input", type=Path, metavar="FILE", help="text, or jsonl with a text field")
+    add("--samples", type=whole(1), default=8, help="number of sequences")
+    add(
         "--tolerance",
         type=number(NOT_NEGATIVE),
         help="maximum difference of a logit (default: 0.001 in fp32, 0.25 in bf16 and fp16)",

@@ -49,7 +49,7 @@ def test_json_has_the_numbers_of_every_rank(tmp_path, capsys: pytest.CaptureFixt
         (["--mask", "lengths:3,5", "--seq-length", "9"], "8 tokens, --seq-length is 9"),
         (["--mask", "packed:/nowhere", "--cp", "2"], "cannot read the lengths"),
         (["--mask", "lengths:3,x"], "'x' is not a number of tokens"),
-        (["--seq-length", "64", "--algo", "rings"], "--algo 'rings' is not one of all, ring"),
+        (["--seq-length", "64", "--algo", "rings"], "--algo 'rings' is none of all, ring"),
         (["--seq-length", "64", "--cp", "65"], "--cp 65 is more than the 64 tokens"),
         (["--seq-length", "64", "--heads", "4", "--kv-heads", "3"], "must divide --heads"),
         (["--seq-length", "64", "--algo", "hybrid", "--ulysses-degree-in-cp", "3"], "degree 3"),

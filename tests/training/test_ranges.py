@@ -119,3 +119,16 @@ def test_every_number_of_a_command_has_a_range_that_holds_its_default(command):
         assert action.choices or action.type not in (int, float), name
         if (limits := range_of(action)) is not None:
             assert limits.problem(action.default) is None, name
+
+
+def test_help_shows_the_default_unless_it_tells_it():
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--rate", type=float, default=1.0, help="a rate")
+    parser.add_argument("--names", default=["a", "b%"], help="names")
+    parser.add_argument("--size", type=int, default=7, help="a size (default: 7, a prime)")
+    parser.add_argument("--on", action="store_true", help="on")
+    parser.add_argument("--none", help="none")
+    text = " ".join(parser.format_help().split())
+    for shown in ("a rate (default: 1)", "names (default: a b%)", "a size (default: 7, a prime)"):
+        assert shown in text
+    assert text.count("default") == 3
