@@ -20,12 +20,11 @@ element.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mindspeed.ops import philox
-from mindspeed.ops._check import Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks, store
 from mindspeed.ops.registry import Operator, torch_npu, triton
 from mindspeed.ops.rms_norm import _reference as rms_norm_reference
@@ -34,73 +33,74 @@ from mindspeed.ops.rms_norm import _reference_backward as rms_norm_reference_bac
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
-def dropout_add_norm(
-    check: Check,
-    x0: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    *,
-    prenorm: bool,
-    residual_in_fp32: bool,
-    return_dropout_mask: bool,
-    rms: bool,
-) -> Any:
-    """Check the arguments of a public function, ``x0 [..., H]``, and call the operator.
+class Operands(NamedTuple):
+    """Arguments of the forward operator.
 
-    They are those of :func:`mindspeed.ops.compat.dropout_add_norm.npu_dropout_add_layer_norm`;
-    ``rms`` is RMSNorm instead of LayerNorm.
+    Attributes:
+        x0: ``[..., H]``, fp32, bf16 or fp16.
+        residual: ``[..., H]``, dtype of x0 or fp32, or None.
+        weight: ``[H]``, dtype of x0.
+        bias: ``[H]`` or None.
+        rowscale: ``[...]`` or None.
+        layerscale: ``[H]`` or None.
+        rng: int64 ``[2]`` on the CPU, or None for no dropout.
+        p: probability of dropping.
+        eps: added to the variance or the mean square.
+        rms: RMSNorm instead of LayerNorm.
+        residual_in_fp32: ``pre`` in fp32.
+        want_mask: return the mask, bool ``[..., H]``.
     """
-    check.tensor(x0=x0, weight=weight)
-    check.floating(x0=x0, weight=weight, bias=bias, rowscale=rowscale, layerscale=layerscale)
-    if residual is not None:
-        check.dtype((x0.dtype, torch.float32), residual=residual)
-        check.shape(x0.shape, residual=residual)
-        check.same("device", x0=x0, residual=residual)
-    check.require(x0.dim() > 0, "x0", "at least 1 dimension", x0)
-    vectors = {"weight": weight, "bias": bias, "layerscale": layerscale}
-    check.shape(x0.shape[-1:], **{name: x for name, x in vectors.items() if x is not None})
-    if rowscale is not None:
-        check.shape(x0.shape[:-1], rowscale=rowscale)
-    check.number(dropout_p=dropout_p, epsilon=epsilon)
-    check.require(0 <= dropout_p < 1, "dropout_p", "a number in [0, 1)", dropout_p)
-    check.require(epsilon > 0, "epsilon", "a number greater than 0", epsilon)
 
-    mask, rng = None, None
-    if dropout_p and x0.device.type == "npu":
-        x0, mask = _drop_on_npu(x0, rowscale, layerscale, dropout_p, return_dropout_mask)
-        rowscale, layerscale, dropout_p = None, None, 0.0
-    elif dropout_p:
-        rng = philox.reserve(x0, x0.numel())
-    out, pre, _, _, kept = DROPOUT_ADD_NORM(
-        x0, residual, weight, bias, rowscale, layerscale, rng, dropout_p, epsilon, rms,
-        residual_in_fp32, return_dropout_mask,
-    )  # fmt: skip
-    results = (out, *([pre] if prenorm else []))
-    if return_dropout_mask:
-        results += (kept if mask is None else mask,)
-    return results if len(results) > 1 else out
+    x0: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    rowscale: torch.Tensor | None
+    layerscale: torch.Tensor | None
+    rng: torch.Tensor | None
+    p: float
+    eps: float
+    rms: bool
+    residual_in_fp32: bool
+    want_mask: bool
 
 
-def _drop_on_npu(
-    x0: torch.Tensor,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    p: float,
-    want_mask: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    x0 = _scaled(x0, (rowscale, layerscale))
-    if not want_mask:
-        return torch.nn.functional.dropout(x0, p), None
-    factor = torch.nn.functional.dropout(torch.ones_like(x0), p)
-    return x0 * factor, factor != 0
+class Saved(NamedTuple):
+    """Arguments of the backward operator.
+
+    Attributes:
+        dout: ``[..., H]``, dtype of x0.
+        dpre: ``[..., H]``, dtype of pre, or None.
+        pre: ``[..., H]``, saved by forward.
+        mean: fp32 ``[..., 1]``; not read with ``rms``.
+        rstd: fp32 ``[..., 1]``.
+        weight: ``[H]``.
+        rng: int64 ``[2]`` on the CPU, or None for no dropout.
+        x0: ``[..., H]``, given only if a scale requires a gradient.
+        rowscale: ``[...]`` or None.
+        layerscale: ``[H]`` or None.
+        p: probability of dropping.
+        rms: RMSNorm instead of LayerNorm.
+        separate: compute dresidual, with shape and dtype of pre; else it is ``[0]``.
+    """
+
+    dout: torch.Tensor
+    dpre: torch.Tensor | None
+    pre: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+    weight: torch.Tensor
+    rng: torch.Tensor | None
+    x0: torch.Tensor | None
+    rowscale: torch.Tensor | None
+    layerscale: torch.Tensor | None
+    p: float
+    rms: bool
+    separate: bool
 
 
-def _scaled(x: torch.Tensor, scales: Scales) -> torch.Tensor:
+def scaled(x: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """``x * rowscale * layerscale`` in the dtype of x ``[..., H]``."""
     rowscale, layerscale = scales
     if rowscale is not None:
         x = x * rowscale.to(x.dtype).unsqueeze(-1)
@@ -125,7 +125,7 @@ def _sum(
 ) -> None:
     """``h = residual + dropout(scaled x0)``, computed in fp32; ``keep`` is of that dtype."""
     wide, scale = accumulation_dtype(x0), 1 / (1 - p)
-    x = _scaled(x0.to(wide), scales)
+    x = scaled(x0.to(wide), scales)
     if residual is None:
         store(h, torch.mul, x if keep is None else x * keep, scale)
     elif keep is None:
@@ -134,24 +134,13 @@ def _sum(
         store(h, torch.addcmul, residual.to(wide), x, keep, value=scale)
 
 
-def _reference(
-    x0: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    p: float,
-    eps: float,
-    rms: bool,
-    residual_in_fp32: bool,
-    want_mask: bool,
-) -> tuple[torch.Tensor, ...]:
+def _reference(*operands: Any) -> tuple[torch.Tensor, ...]:
+    given = Operands(*operands)
+    x0, residual, weight, bias, rowscale, layerscale, rng, p, eps, rms, in_fp32, want_mask = given
     exact, size = accumulation_dtype(x0), x0.shape[-1:]
     draws = None if rng is None else philox.draws(rng, x0.shape)
     out = x0.new_empty(x0.shape)
-    pre = x0.new_empty(x0.shape, dtype=_pre_dtype(x0, residual, residual_in_fp32))
+    pre = x0.new_empty(x0.shape, dtype=_pre_dtype(x0, residual, in_fp32))
     rstd = x0.new_empty((*x0.shape[:-1], 1), dtype=exact)
     mean = rstd.new_empty(0 if rms else rstd.shape)
     gamma, beta = weight.to(exact), None if bias is None else bias.to(exact)
@@ -183,21 +172,9 @@ def _rows(x: torch.Tensor | None, size: torch.Size) -> Any:
     return None if x is None else x.reshape(-1, size[0])
 
 
-def _reference_backward(
-    dout: torch.Tensor,
-    dpre: torch.Tensor | None,
-    pre: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    rng: torch.Tensor | None,
-    x0: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    p: float,
-    rms: bool,
-    separate: bool,
-) -> tuple[torch.Tensor, ...]:
+def _reference_backward(*operands: Any) -> tuple[torch.Tensor, ...]:
+    given = Saved(*operands)
+    dout, dpre, pre, mean, rstd, weight, rng, x0, rowscale, layerscale, p, rms, separate = given
     exact, size = accumulation_dtype(pre), pre.shape[-1:]
     gamma, zero = weight.to(exact), pre.new_zeros((), dtype=exact)
     draws = None if rng is None else philox.draws(rng, pre.shape)
@@ -227,12 +204,12 @@ def _reference_backward(
         if drawn is not None:
             g = torch.addcmul(zero, g, philox.kept(drawn, p, exact), value=1 / (1 - p))
         row = None if rowscale is None else rowscale.reshape(-1)[block]
-        dx.copy_(_scaled(g, (row, layerscale)))
+        dx.copy_(scaled(g, (row, layerscale)))
         if x is not None:
             products = g * x
             if drowscale is not None:
-                drowscale.view(-1)[block] = _scaled(products, (None, layerscale)).sum(-1)
-            sums[2] += _scaled(products, (row, None)).sum(0)
+                drowscale.view(-1)[block] = scaled(products, (None, layerscale)).sum(-1)
+            sums[2] += scaled(products, (row, None)).sum(0)
     empty = pre.new_empty(0)
     return (
         dx0,
@@ -244,23 +221,12 @@ def _reference_backward(
     )
 
 
-def _npu(
-    x0: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    p: float,
-    eps: float,
-    rms: bool,
-    residual_in_fp32: bool,
-    want_mask: bool,
-) -> tuple[torch.Tensor, ...]:
+def _npu(*operands: Any) -> tuple[torch.Tensor, ...]:
+    given = Operands(*operands)
+    x0, residual, weight, bias, rowscale, layerscale, _, _, eps, rms, in_fp32, want_mask = given
     mask = x0.new_ones(x0.shape if want_mask else 0, dtype=torch.bool)
-    x = _scaled(x0, (rowscale, layerscale))
-    dtype = _pre_dtype(x0, residual, residual_in_fp32)
+    x = scaled(x0, (rowscale, layerscale))
+    dtype = _pre_dtype(x0, residual, in_fp32)
     gamma = weight.to(dtype)
     beta = torch.zeros_like(gamma) if bias is None else bias.to(dtype)
     if residual is not None and not rms:
@@ -283,21 +249,9 @@ def _npu(
     return out.to(x0.dtype), pre, mean, rstd, mask
 
 
-def _npu_backward(
-    dout: torch.Tensor,
-    dpre: torch.Tensor | None,
-    pre: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    rng: torch.Tensor | None,
-    x0: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    p: float,
-    rms: bool,
-    separate: bool,
-) -> tuple[torch.Tensor, ...]:
+def _npu_backward(*operands: Any) -> tuple[torch.Tensor, ...]:
+    given = Saved(*operands)
+    dout, dpre, pre, mean, rstd, weight, _, x0, rowscale, layerscale, _, rms, separate = given
     size = pre.shape[-1:]
     if rms:
         g, dweight = torch.ops.npu.npu_rms_norm_backward(
@@ -315,11 +269,11 @@ def _npu_backward(
     if x0 is not None:
         products = (g * x0).float()
         if rowscale is not None:
-            dscales[0] = _scaled(products, (None, layerscale)).sum(-1).to(rowscale.dtype)
+            dscales[0] = scaled(products, (None, layerscale)).sum(-1).to(rowscale.dtype)
         if layerscale is not None:
-            by_row = _scaled(products, (rowscale, None)).reshape(-1, size[0])
+            by_row = scaled(products, (rowscale, None)).reshape(-1, size[0])
             dscales[1] = by_row.sum(0).to(layerscale.dtype)
-    dx0 = _scaled(g, (rowscale, layerscale)).to(dout.dtype)
+    dx0 = scaled(g, (rowscale, layerscale)).to(dout.dtype)
     return dx0, dresidual, dweight.to(weight.dtype), dbias.to(weight.dtype), *dscales
 
 

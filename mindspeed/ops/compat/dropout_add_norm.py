@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from mindspeed.ops import philox
 from mindspeed.ops._check import Check
-from mindspeed.ops.compat._dropout_add_norm import dropout_add_norm
+from mindspeed.ops.compat._dropout_add_norm import DROPOUT_ADD_NORM, Operands, scaled
 
 __all__ = ["npu_dropout_add_layer_norm", "npu_dropout_add_rms_norm"]
 
@@ -50,21 +51,11 @@ def npu_dropout_add_layer_norm(
     Raises:
         OperatorError: wrong dtype, shape, probability or epsilon.
     """
-    return dropout_add_norm(
-        _check,
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32,
-        return_dropout_mask=return_dropout_mask,
-        rms=False,
-    )
+    given = Operands(
+        x0, residual, weight, bias, rowscale, layerscale, None, dropout_p, epsilon, False,
+        residual_in_fp32, return_dropout_mask,
+    )  # fmt: skip
+    return _checked(_check, given, prenorm)
 
 
 _check_rms = Check("npu_dropout_add_rms_norm")
@@ -88,18 +79,52 @@ def npu_dropout_add_rms_norm(
     Arguments, results and errors are those of :func:`npu_dropout_add_layer_norm`; ``bias`` is added
     to the normalised values, ``epsilon`` to the mean square.
     """
-    return dropout_add_norm(
-        _check_rms,
-        x0,
-        residual,
-        weight,
-        bias,
-        dropout_p,
-        epsilon,
-        rowscale,
-        layerscale,
-        prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32,
-        return_dropout_mask=return_dropout_mask,
-        rms=True,
-    )
+    given = Operands(
+        x0, residual, weight, bias, rowscale, layerscale, None, dropout_p, epsilon, True,
+        residual_in_fp32, return_dropout_mask,
+    )  # fmt: skip
+    return _checked(_check_rms, given, prenorm)
+
+
+def _checked(check: Check, given: Operands, prenorm: bool) -> Any:
+    x0, residual, weight, bias, rowscale, layerscale, _, p, eps, _, _, want_mask = given
+    check.tensor(x0=x0, weight=weight)
+    check.floating(x0=x0, weight=weight, bias=bias, rowscale=rowscale, layerscale=layerscale)
+    if residual is not None:
+        check.dtype((x0.dtype, torch.float32), residual=residual)
+        check.shape(x0.shape, residual=residual)
+        check.same("device", x0=x0, residual=residual)
+    check.require(x0.dim() > 0, "x0", "at least 1 dimension", x0)
+    vectors = {"weight": weight, "bias": bias, "layerscale": layerscale}
+    check.shape(x0.shape[-1:], **{name: x for name, x in vectors.items() if x is not None})
+    if rowscale is not None:
+        check.shape(x0.shape[:-1], rowscale=rowscale)
+    check.number(dropout_p=p, epsilon=eps)
+    check.require(0 <= p < 1, "dropout_p", "a number in [0, 1)", p)
+    check.require(eps > 0, "epsilon", "a number greater than 0", eps)
+
+    mask = None
+    if p and x0.device.type == "npu":
+        x0, mask = _drop_on_npu(x0, rowscale, layerscale, p, want_mask)
+        given = given._replace(x0=x0, rowscale=None, layerscale=None, p=0.0)
+    elif p:
+        given = given._replace(rng=philox.reserve(x0, x0.numel()))
+    out, pre, _, _, kept = DROPOUT_ADD_NORM(*given)
+    results = (out, *([pre] if prenorm else []))
+    if want_mask:
+        results += (kept if mask is None else mask,)
+    return results if len(results) > 1 else out
+
+
+def _drop_on_npu(
+    x0: torch.Tensor,
+    rowscale: torch.Tensor | None,
+    layerscale: torch.Tensor | None,
+    p: float,
+    want_mask: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x0 = scaled(x0, (rowscale, layerscale))
+    if not want_mask:
+        return torch.nn.functional.dropout(x0, p), None
+    factor = torch.nn.functional.dropout(torch.ones_like(x0), p)
+    return x0 * factor, factor != 0

@@ -13,10 +13,13 @@ pace.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from mindspeed.ops.compat._dropout_add_norm import Operands, Saved
 from mindspeed.ops.triton import _launch
 from mindspeed.ops.triton._launch import multiprocessors, row_tile
 
@@ -27,42 +30,20 @@ _WIDEST_PIPELINED = 2048
 """Wider rows keep enough bytes in flight alone, and the registers for more stages do not exist."""
 
 
-def forward(
-    x0: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    rng: torch.Tensor | None,
-    p: float,
-    eps: float,
-    rms: bool,
-    residual_in_fp32: bool,
-    want_mask: bool,
-) -> tuple[torch.Tensor, ...]:
-    """Return ``(out, pre, mean, rstd, mask)``; see :mod:`mindspeed.ops.compat._dropout_add_norm`.
-
-    Args:
-        x0: ``[..., H]``, fp32, bf16 or fp16.
-        residual: ``[..., H]``, dtype of x0 or fp32, or None.
-        weight: ``[H]``, dtype of x0.
-        bias: ``[H]`` or None.
-        rowscale: ``[...]`` or None.
-        layerscale: ``[H]`` or None.
-        rng: int64 ``[2]`` on the CPU, or None for no dropout.
-        eps: added to the variance or the mean square.
-        residual_in_fp32: ``pre`` in fp32.
+def forward(*operands: Any) -> tuple[torch.Tensor, ...]:
+    """Return ``(out, pre, mean, rstd, mask)`` of :class:`Operands`.
 
     Returns:
         out ``[..., H]`` in the dtype of x0; pre ``[..., H]`` in the dtype of the residual stream;
         mean and rstd fp32 ``[..., 1]`` (mean is ``[0]`` with ``rms``); mask bool ``[..., H]``, or
         ``[0]`` if not wanted.
     """
+    given = Operands(*operands)
+    x0, residual, weight, bias, rowscale, layerscale, rng, p, eps, rms, in_fp32, want_mask = given
     columns = x0.shape[-1]
     matrix = x0.contiguous().view(-1, columns)
     pre_dtype = (x0 if residual is None else residual).dtype
-    if residual_in_fp32:
+    if in_fp32:
         pre_dtype = torch.float32
     out = torch.empty(x0.shape, dtype=x0.dtype, device=x0.device)
     pre = torch.empty(x0.shape, dtype=pre_dtype, device=x0.device)
@@ -81,41 +62,16 @@ def forward(
     return out, pre, mean, rstd, mask
 
 
-def backward(
-    dout: torch.Tensor,
-    dpre: torch.Tensor | None,
-    pre: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
-    rng: torch.Tensor | None,
-    x0: torch.Tensor | None,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    p: float,
-    rms: bool,
-    separate: bool,
-) -> tuple[torch.Tensor, ...]:
-    """Return ``(dx0, dresidual, dweight, dbias, drowscale, dlayerscale)``.
-
-    Args:
-        dout: ``[..., H]``, dtype of x0.
-        dpre: ``[..., H]``, dtype of pre, or None.
-        pre: ``[..., H]``, saved by :func:`forward`.
-        mean: fp32 ``[..., 1]``; not read with ``rms``.
-        rstd: fp32 ``[..., 1]``.
-        weight: ``[H]``.
-        rng: int64 ``[2]`` on the CPU, or None for no dropout.
-        x0: ``[..., H]``, given only if a scale requires a gradient.
-        rowscale: ``[...]`` or None.
-        layerscale: ``[H]`` or None.
-        separate: compute dresidual, with shape and dtype of pre; else it is ``[0]``.
+def backward(*operands: Any) -> tuple[torch.Tensor, ...]:
+    """Return ``(dx0, dresidual, dweight, dbias, drowscale, dlayerscale)`` of :class:`Saved`.
 
     Returns:
         Gradients with the shapes of x0, residual, weight ``[H]``, bias ``[H]``, rowscale and
         layerscale, in the dtypes of dout, pre, weight (twice), rowscale and layerscale; those of
         absent scales are ``[0]``.
     """
+    given = Saved(*operands)
+    dout, dpre, pre, mean, rstd, weight, rng, x0, rowscale, layerscale, p, rms, separate = given
     columns = pre.shape[-1]
     dout = dout.contiguous()
     count = dout.numel() // columns if columns else 0
