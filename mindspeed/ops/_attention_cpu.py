@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
@@ -20,9 +21,7 @@ from mindspeed.ops.attention_problem import Problem
 _LONG = 2048  # queries
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
 
     ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
@@ -32,8 +31,8 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, *options: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *options: Any
 ) -> Tensors:  # fmt: skip
     """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
 
@@ -45,14 +44,14 @@ def backward(
     return tiles.backward(problem, FLASH, dout, q, k, v, out, lse, pse_grad, _operands)
 
 
-def _operands(q: torch.Tensor) -> torch.dtype:
+def _operands(q: Tensor) -> torch.dtype:
     return q.dtype if q.dtype == torch.bfloat16 else accumulation_dtype(q)
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-    causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+    causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, _widened(v, q), 0.0, causal, attn_mask=_four(bias), scale=scale
     )
@@ -60,8 +59,8 @@ def _forward(
 
 
 def _backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> Tensors:  # fmt: skip
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _widened(dout, q), q, k, _widened(v, q), _widened(out, q), lse, 0.0, causal,
@@ -70,17 +69,17 @@ def _backward(
     return dq, dk, dv[..., : v.shape[-1]]
 
 
-def _widened(v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _widened(v: Tensor, q: Tensor) -> Tensor:
     """The kernel has one head size: values are padded with zeros, and the output is sliced."""
     missing = q.shape[-1] - v.shape[-1]
     return F.pad(v, (0, missing)) if missing else v
 
 
-def _four(bias: torch.Tensor | None) -> torch.Tensor | None:
+def _four(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or bias.dim() == 4 else bias.expand(1, 1, *bias.shape[-2:])
 
 
-def _fast_for(q: torch.Tensor) -> bool:
+def _fast_for(q: Tensor) -> bool:
     """Whether the flash kernel is faster than the formula for queries ``[b, n, s, d]``."""
     long = q.dtype == torch.bfloat16 and q.shape[2] >= _LONG
     return long or q.dtype == accumulation_dtype(q)

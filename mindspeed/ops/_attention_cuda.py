@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
@@ -35,9 +36,7 @@ _OFFSETS_PER_HEAD = 32  # what a flash kernel takes of the generator for a seque
 Window = tuple[int, int]
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
 
     ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
@@ -67,8 +66,8 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, *options: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *options: Any
 ) -> Tensors:  # fmt: skip
     """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
 
@@ -118,7 +117,7 @@ class _Run:
         return slice(self.pieces[0].columns.start, self.pieces[-1].columns.stop)
 
 
-def _runs(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Run]:
+def _runs(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Run]:
     pieces = list(problem.pieces(q, k))
     fits = _flash_takes(problem, q, v)
     windows = [_window(piece.sight) if fits else None for piece in pieces]
@@ -135,7 +134,7 @@ def _runs(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
             yield from (_Run((piece,), window) for piece in members)
 
 
-def _flash_takes(problem: Problem, q: torch.Tensor, v: torch.Tensor) -> bool:
+def _flash_takes(problem: Problem, q: Tensor, v: Tensor) -> bool:
     size = q.shape[-1]
     plain = problem.pse is None and problem.mask is None and problem.prefix is None
     sixteen = q.dtype in (torch.float16, torch.bfloat16)
@@ -155,7 +154,7 @@ def _window(sight: Sight) -> Window | None:
 class _Flash:
     """The arguments of aten's flash operators for one run, and its order of axes."""
 
-    def __init__(self, problem: Problem, run: _Run, q: torch.Tensor) -> None:
+    def __init__(self, problem: Problem, run: _Run, q: Tensor) -> None:
         assert run.window is not None
         self.rng = problem.rng
         if problem.rng is not None:  # no two runs draw the same numbers
@@ -165,7 +164,7 @@ class _Flash:
         self.packed = problem.layout == "TND"
         queries = [piece.sight.queries for piece in run.pieces]
         keys = [piece.sight.keys for piece in run.pieces]
-        ends: list[torch.Tensor | None] = [None, None]
+        ends: list[Tensor | None] = [None, None]
         if self.packed:
             ends = [_running_sums(lengths, q.device) for lengths in (queries, keys)]
         left, right = run.window
@@ -175,7 +174,7 @@ class _Flash:
         if not causal:
             self.keywords |= {"window_size_left": left, "window_size_right": right}
 
-    def arrange(self, *views: torch.Tensor) -> list[torch.Tensor]:
+    def arrange(self, *views: Tensor) -> list[Tensor]:
         """``[b, s, n, d]`` or ``[t, n, d]``, the head size of all that of the widest, padded."""
         widest = max(x.shape[-1] for x in views)
         widest = -(-widest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
@@ -183,13 +182,13 @@ class _Flash:
         ordered = [_aligned_vectors(x.transpose(1, 2)) for x in padded]
         return [x[0] for x in ordered] if self.packed else ordered
 
-    def back(self, x: torch.Tensor, size: int) -> torch.Tensor:
+    def back(self, x: Tensor, size: int) -> Tensor:
         """The bnsd view of a result without the padding."""
         x = x[..., :size]
         return (x.unsqueeze(0) if self.packed else x).transpose(1, 2)
 
 
-def _aligned_vectors(x: torch.Tensor) -> torch.Tensor:
+def _aligned_vectors(x: Tensor) -> Tensor:
     """``x [..., d]``, or a dense copy of it unless every ``x[...]`` starts at 16 bytes.
 
     The kernels load that many at a time; an address that is no multiple is an illegal access. The
@@ -201,23 +200,21 @@ def _aligned_vectors(x: torch.Tensor) -> torch.Tensor:
     return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _running_sums(lengths: list[int], device: torch.device) -> torch.Tensor:
+def _running_sums(lengths: list[int], device: torch.device) -> Tensor:
     sums = [0, *itertools.accumulate(lengths)]
     return torch.tensor(sums, dtype=torch.int32).to(device, non_blocking=True)
 
 
-def _random_state(
-    rng: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_state(rng: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """Seed and offset as the forward leaves them, and an argument that is not read."""
     pair = torch.zeros(2, dtype=torch.int64) if rng is None else rng
     return pair.to(device).view(torch.uint64), torch.empty(0, dtype=torch.uint64, device=device)
 
 
 def _efficient_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-    causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+    causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     groups = q.shape[1] // k.shape[1]
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         q.transpose(1, 2), _repeated(k, groups), _repeated(v, groups), _aligned(bias, q, k),
@@ -227,8 +224,8 @@ def _efficient_forward(
 
 
 def _efficient_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> Tensors:  # fmt: skip
     groups = q.shape[1] // k.shape[1]
     unused = torch.zeros((), dtype=torch.int64, device="cpu" if q.is_cpu else q.device)
@@ -242,18 +239,18 @@ def _efficient_backward(
     return dq.transpose(1, 2), dk, dv
 
 
-def _padded(lse: torch.Tensor) -> torch.Tensor:
+def _padded(lse: Tensor) -> Tensor:
     """Dense, its rows a multiple of 32 numbers long."""
     missing = -lse.shape[-1] % _LSE_ALIGNMENT
     return F.pad(lse, (0, missing), value=float("inf")).contiguous()
 
 
-def _repeated(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _repeated(x: Tensor, groups: int) -> Tensor:
     """``[b, s, n, d]`` with a head for each query head: this kernel has no groups."""
     return (x if groups == 1 else x.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
-def _aligned(bias: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """For every head, in memory whose rows start at multiples of 16 elements."""
     if bias is None:
         return None

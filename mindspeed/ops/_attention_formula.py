@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._numerics import accumulation_dtype
 from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, Problem
@@ -23,7 +24,7 @@ ELEMENTS = 1 << 19
 _LOG2_E = math.log2(math.e)
 _BETWEEN_PARTS = 1 << 48  # of the seeds; tiles have the numbers below
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 Heads = tuple[slice, slice]  # of batch and heads
 
 
@@ -40,7 +41,7 @@ class Tile:
 
     rows: slice
     columns: slice
-    bias: torch.Tensor | None
+    bias: Tensor | None
     causal: bool
     number: int
     merged: bool = False
@@ -59,8 +60,8 @@ class Formula:
         self._memory = _Memory(device)
 
     def forward(
-        self, tile: Tile, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
+        self, tile: Tile, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, lse: Tensor
     ) -> None:  # fmt: skip
         """Write out and lse of a tile.
 
@@ -89,9 +90,9 @@ class Formula:
             out[heads] = weighed.view(*p.shape[:-1], -1).mul_(total.reciprocal_())
 
     def backward(
-        self, tile: Tile, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
-        dbias: torch.Tensor | None,
+        self, tile: Tile, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+        out: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+        dbias: Tensor | None
     ) -> None:  # fmt: skip
         """Write the gradient of a tile's queries and add up those of its keys.
 
@@ -129,9 +130,7 @@ class Formula:
             dq_part = dq[heads]
             torch.mul(torch.bmm(slopes, k_part).view(dq_part.shape), scale, out=dq_part)
 
-    def _scores(
-        self, tile: Tile, heads: Heads, q: torch.Tensor, k: torch.Tensor, count: int
-    ) -> torch.Tensor:
+    def _scores(self, tile: Tile, heads: Heads, q: Tensor, k: Tensor, count: int) -> Tensor:
         """``[b, n, r, c]``, in base 2."""
         q_part, k_part = self._operand(q, count), self._operand(k, count)
         scores = self._product("scores", q_part, k_part.mT, accumulation_dtype(q))
@@ -140,19 +139,17 @@ class Formula:
             scores.add_(_of(tile.bias, heads), alpha=_LOG2_E)
         return scores
 
-    def _operand(self, x: torch.Tensor, count: int) -> torch.Tensor:
+    def _operand(self, x: Tensor, count: int) -> Tensor:
         """``[b, n, s, d]`` as the operand of ``count`` products, one for every key head."""
         return x.to(self.operands).reshape(count, -1, x.shape[-1])
 
-    def _rounded(self, x: torch.Tensor, count: int) -> torch.Tensor:
+    def _rounded(self, x: Tensor, count: int) -> Tensor:
         """Do the same for intermediate results."""
         x = x.view(count, -1, x.shape[-1])
         same = x.dtype == self.operands
         return x if same else self._memory("rounded", x.shape, self.operands).copy_(x)
 
-    def _product(
-        self, name: str, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _product(self, name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """``a @ b``, to compute on in ``dtype``."""
         shape = torch.Size((*a.shape[:-1], b.shape[-1]))
         if dtype == self.operands:
@@ -160,7 +157,7 @@ class Formula:
         product = torch.bmm(a, b, out=self._memory("rounded", shape, self.operands))
         return self._memory(name, shape, dtype).copy_(product)
 
-    def _kept(self, tile: Tile, part: int, p: torch.Tensor) -> torch.Tensor:
+    def _kept(self, tile: Tile, part: int, p: Tensor) -> Tensor:
         """1 where a probability of a part of a tile is kept, 0 where it is dropped."""
         assert self.problem.rng is not None
         seed, dropout = self.problem.rng.clone(), self.problem.dropout
@@ -176,16 +173,16 @@ class _Memory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.held: dict[str, torch.Tensor] = {}
+        self.held: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         count, held = shape.numel(), self.held.get(name)
         if held is None or held.numel() < count:
             held = self.held[name] = torch.empty(count, dtype=dtype, device=self.device)
         return held[:count].view(shape)
 
 
-def _parts(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[Heads, Heads, int]]:
+def _parts(q: Tensor, k: Tensor) -> Iterator[tuple[Heads, Heads, int]]:
     """Slices of the queries' and of the keys' heads that belong together; how many key heads."""
     batch, groups, keys = k.shape[:3]
     shared = q.shape[1] // groups  # query heads of a key head
@@ -199,7 +196,7 @@ def _parts(q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[Heads, Heads, int
             yield (rows, slice(some.start * shared, some.stop * shared)), (rows, some), count
 
 
-def _of(x: torch.Tensor, heads: Heads) -> torch.Tensor:
+def _of(x: Tensor, heads: Heads) -> Tensor:
     """The part of some heads of a tensor that broadcasts to ``[b, n, r, c]``, any dtype."""
     if x.dim() < 4:
         return x

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops import _attention_squares as squares
 from mindspeed.ops import _attention_tiles as tiles
@@ -44,9 +45,7 @@ NOTE = (
 _UNDER_ITS_OWN_NAME = {"BSND": "BSND", "BNSD": "BNSD", "TND": "TND", "SBND": "SBH"}
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
 
     ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
@@ -72,8 +71,8 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, *options: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *options: Any
 ) -> tiles.Tensors:  # fmt: skip
     """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
 
@@ -117,7 +116,7 @@ def backward(
     return dq, call.split(dk, k), call.split(dv, v), dpse
 
 
-def _is_alibi_of_rectangles(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> bool:
+def _is_alibi_of_rectangles(problem: Problem, q: Tensor, k: Tensor) -> bool:
     """Slopes go with as many queries as keys only."""
     if not problem.has_slopes:
         return False
@@ -135,26 +134,26 @@ class _Call:
     """
 
     version: str
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[Tensor, ...]
     heads: int
     layout: str
     keywords: dict[str, Any]
 
-    def run(self, kind: str, *more: torch.Tensor, **keywords: Any) -> tuple[Any, ...]:
+    def run(self, kind: str, *more: Tensor, **keywords: Any) -> tuple[Any, ...]:
         """Call ``npu_fusion_attention`` or, as kind says, its gradient."""
         op = getattr(torch.ops.npu, f"npu_fusion_attention{kind}{self.version}")
         return op(*self.tensors, *more, self.heads, self.layout, **self.keywords, **keywords)
 
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
+    def merge(self, x: Tensor) -> Tensor:
         """The operator has no layout of s, b, n, d, only of s, b, n * d."""
         return x.flatten(-2) if self.layout == "SBH" else x
 
-    def split(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def split(self, x: Tensor, like: Tensor) -> Tensor:
         """The inverse."""
         return x.unflatten(-1, (like.shape[-2], -1)) if self.layout == "SBH" else x
 
 
-def _call(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Call | None:
+def _call(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> _Call | None:
     rule = None if _is_alibi_of_rectangles(problem, q, k) else _rule(problem, q, k)
     if rule is None:
         return None
@@ -178,7 +177,7 @@ def _call(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     return _Call("" if first else "_v2", tensors, heads, layout, keywords)
 
 
-def _bias(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _bias(problem: Problem, q: Tensor, k: Tensor) -> Tensor | None:
     pse = problem.pse
     if pse is None:
         return None
@@ -189,7 +188,7 @@ def _bias(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | 
     return pse.to(q.dtype).expand(shape).contiguous()
 
 
-def _rule(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any] | None:
+def _rule(problem: Problem, q: Tensor, k: Tensor) -> dict[str, Any] | None:
     """Sparse mode, band and mask, or None where there is no mode for it."""
     packed = problem.layout == "TND"
     if packed and any(a.stop > a.start and b.stop == b.start for a, b in problem.sequences()):
@@ -218,7 +217,7 @@ def _as_bottom_right(d: int, pre: int, next_: int) -> tuple[int, int, int]:
     return BAND, min(pre + d, EVERYTHING), min(next_ - d, EVERYTHING)
 
 
-def _explicit(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any] | None:
+def _explicit(problem: Problem, q: Tensor, k: Tensor) -> dict[str, Any] | None:
     """A mask of all pairs, the band in it: mode 1 reads nothing else."""
     assert problem.mask is not None
     if problem.layout == "TND":
@@ -234,6 +233,6 @@ def _explicit(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> dict[str, A
 
 
 def _mode(
-    mode: int, mask: torch.Tensor | None, pre: int = EVERYTHING, next_: int = EVERYTHING
+    mode: int, mask: Tensor | None, pre: int = EVERYTHING, next_: int = EVERYTHING
 ) -> dict[str, Any]:
     return {"sparse_mode": mode, "atten_mask": mask, "pre_tokens": pre, "next_tokens": next_}

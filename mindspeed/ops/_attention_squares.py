@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view, merge
 from mindspeed.ops._numerics import accumulation_dtype
@@ -68,7 +69,7 @@ def _whole(row: int, column: int, rows: int, columns: int) -> Iterator[Square]:
             column, columns = column + size, columns - size
 
 
-def parts(problem: Problem, q: torch.Tensor, k: torch.Tensor) -> list[Part] | None:
+def parts(problem: Problem, q: Tensor, k: Tensor) -> list[Part] | None:
     """Divide a problem into squares in rows of the whole tensors; None where they do not help.
 
     Args:
@@ -113,10 +114,10 @@ def forward(
     kernel: Callable[..., Tensors],
     problem: Problem,
     cut: list[Part],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
 
     Args:
@@ -142,8 +143,8 @@ def forward(
 
 
 def backward(
-    kernel: Callable[..., Tensors], problem: Problem, cut: list[Part], dout: torch.Tensor,
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    kernel: Callable[..., Tensors], problem: Problem, cut: list[Part], dout: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Tensors:  # fmt: skip
     """Return ``(dq, dk, dv)``, each with the shape of its tensor and the dtype of q.
 
@@ -169,5 +170,5 @@ def backward(
     return tuple(x.to(q.dtype) for x in grads)
 
 
-def _cut(views: list[torch.Tensor], where: tuple[slice, ...]) -> list[torch.Tensor]:
+def _cut(views: list[Tensor], where: tuple[slice, ...]) -> list[Tensor]:
     return [x[:, :, part].contiguous() for x, part in zip(views, where, strict=True)]

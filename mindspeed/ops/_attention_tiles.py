@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._attention_formula import ELEMENTS, Formula, Tensors, Tile
 from mindspeed.ops._numerics import accumulation_dtype
@@ -25,8 +26,8 @@ from mindspeed.ops.visibility import tile_of
 ROWS = 256
 """Queries of a tile."""
 
-Operands = Callable[[torch.Tensor], torch.dtype]
-Rows = tuple[torch.Tensor, float]
+Operands = Callable[[Tensor], torch.dtype]
+Rows = tuple[Tensor, float]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Fused:
 
     forward: Callable[..., Tensors]
     backward: Callable[..., Tensors]
-    takes: Callable[[torch.Tensor, torch.Tensor], bool]
-    bias_dtype: Callable[[torch.Tensor], torch.dtype]
-    readable: Callable[[torch.Tensor], torch.Tensor]
+    takes: Callable[[Tensor, Tensor], bool]
+    bias_dtype: Callable[[Tensor], torch.dtype]
+    readable: Callable[[Tensor], Tensor]
 
 
-def vectors(x: torch.Tensor) -> torch.Tensor:
+def vectors(x: Tensor) -> Tensor:
     """``x [..., d]`` of any dtype, or a dense copy unless its last dimension has stride 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -58,11 +59,11 @@ def vectors(x: torch.Tensor) -> torch.Tensor:
 def forward(
     problem: Problem,
     fused: Fused | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     operands: Operands = accumulation_dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` without the sink; q, k, v ``[b, n, s, d]`` in the problem's layout.
 
     ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
@@ -81,7 +82,7 @@ def forward_piece(
     problem: Problem,
     fused: Fused | None,
     piece: Piece,
-    views: list[torch.Tensor],
+    views: list[Tensor],
     operands: Operands = accumulation_dtype,
 ) -> None:
     """Write one sequence's rows of out and lse.
@@ -116,10 +117,10 @@ def forward_piece(
 
 
 def backward(
-    problem: Problem, fused: Fused | None, dout: torch.Tensor,
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    problem: Problem, fused: Fused | None, dout: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     pse_grad: bool,
-    operands: Operands = accumulation_dtype,
+    operands: Operands = accumulation_dtype
 ) -> Tensors:  # fmt: skip
     """Return ``(dq, dk, dv, dpse)`` with shapes and dtypes of q, k, v ``[b, n, s, d]`` and pse.
 
@@ -137,9 +138,9 @@ def backward(
 
 
 def backward_piece(
-    problem: Problem, fused: Fused | None, piece: Piece, views: list[torch.Tensor],
-    dpse: torch.Tensor | None,
-    operands: Operands = accumulation_dtype,
+    problem: Problem, fused: Fused | None, piece: Piece, views: list[Tensor],
+    dpse: Tensor | None,
+    operands: Operands = accumulation_dtype
 ) -> None:  # fmt: skip
     """Write one sequence's rows of dq, dk, dv, and add to dpse.
 
@@ -201,9 +202,7 @@ def settle_blind_rows(pieces: Iterable[Piece], *results: Rows) -> None:
             part.masked_fill_(blind if part.dim() == 3 else blind.unsqueeze(-1), value)
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> None:
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge attention of the same queries over other keys, in place; each query sees some key.
 
     ``out`` and ``other`` are ``[b, n, s, d_v]``, both lse ``[b, n, s]``. ``out`` and both
@@ -215,9 +214,7 @@ def merge(
     lse.copy_(both)
 
 
-def _usable(
-    problem: Problem, fused: Fused | None, q: torch.Tensor, v: torch.Tensor
-) -> Fused | None:
+def _usable(problem: Problem, fused: Fused | None, q: Tensor, v: Tensor) -> Fused | None:
     """The fused kernel, if it supports the call."""
     if fused is None or problem.dropout or not fused.takes(q, v):
         return None
@@ -226,7 +223,7 @@ def _usable(
     return None if problem.has_slopes and rounds else fused
 
 
-def tiles(problem: Problem, piece: Piece, q: torch.Tensor, fused: Fused | None) -> Iterator[Tile]:
+def tiles(problem: Problem, piece: Piece, q: Tensor, fused: Fused | None) -> Iterator[Tile]:
     """Divide the score matrix of a sequence; one tile where the fused kernel needs no bias.
 
     ``q`` is the ``[b, n, s, d]`` view of all queries, of which only dtype and device are read.
@@ -260,9 +257,7 @@ def tiles(problem: Problem, piece: Piece, q: torch.Tensor, fused: Fused | None) 
         yield Tile(rows, columns, bias, False, (piece.number << 32) + first)
 
 
-def empty_outputs(
-    problem: Problem, q: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_outputs(problem: Problem, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """``out`` like q with the head size of v; ``lse`` fp32 ``[b, n, s]``, or ``[t, n]`` for TND."""
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     names = "SN" if problem.layout == "TND" else "BNS"
@@ -270,7 +265,7 @@ def empty_outputs(
     return out, torch.empty(shape, dtype=accumulation_dtype(q), device=q.device)
 
 
-def empty_bias_gradient(problem: Problem, q: torch.Tensor, wanted: bool) -> torch.Tensor:
+def empty_bias_gradient(problem: Problem, q: Tensor, wanted: bool) -> Tensor:
     """Zeros like the position bias in the accumulation dtype of q, or an empty tensor ``[0]``."""
     pse = problem.pse
     if pse is None or not wanted:
@@ -278,6 +273,6 @@ def empty_bias_gradient(problem: Problem, q: torch.Tensor, wanted: bool) -> torc
     return torch.zeros(pse.shape, dtype=accumulation_dtype(q), device=q.device)
 
 
-def lse_view(problem: Problem, lse: torch.Tensor) -> torch.Tensor:
+def lse_view(problem: Problem, lse: Tensor) -> Tensor:
     """View ``[b, n, s]`` of ``lse``, any dtype; for TND b is 1."""
     return lse.t().unsqueeze(0) if problem.layout == "TND" else lse

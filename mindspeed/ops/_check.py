@@ -17,6 +17,7 @@ from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from mindspeed.errors import MindSpeedError
 
@@ -44,13 +45,13 @@ class Check:
         if not condition:
             self.fail(argument, expected, got)
 
-    def floating(self, **tensors: torch.Tensor | None) -> None:
+    def floating(self, **tensors: Tensor | None) -> None:
         """Require one floating dtype and one device of all given tensors."""
         self.dtype(FLOATS, **tensors)
         self.same("dtype", **tensors)
         self.same("device", **tensors)
 
-    def dtype(self, allowed: Sequence[torch.dtype], **tensors: torch.Tensor | None) -> None:
+    def dtype(self, allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> None:
         """Require an allowed dtype of every given tensor.
 
         float64 is accepted where fp32 is.
@@ -65,7 +66,7 @@ class Check:
     def tensor(self, **tensors: Any) -> None:
         """Require dense tensors: none is sparse."""
         for name, x in tensors.items():
-            self.require(isinstance(x, torch.Tensor), name, "a tensor", x)
+            self.require(isinstance(x, Tensor), name, "a tensor", x)
             self.require(x.layout == torch.strided, name, "a strided tensor", x.layout)
 
     def number(self, **values: Any) -> None:
@@ -80,7 +81,7 @@ class Check:
             whole = isinstance(value, (Integral, torch.SymInt))
             self.require(whole, name, "a whole number", value)
 
-    def same(self, what: str, **tensors: torch.Tensor | None) -> None:
+    def same(self, what: str, **tensors: Tensor | None) -> None:
         """Require tensors, None aside, that agree in ``dtype``, ``device`` or ``shape``."""
         tensors = {name: x for name, x in tensors.items() if x is not None}
         self.tensor(**tensors)
@@ -90,14 +91,14 @@ class Check:
             expected = f"the {what} of {names[0]}, {_show(given[names[0]])}"
             self.require(given[name] == given[names[0]], name, expected, given[name])
 
-    def rank(self, *ranks: int, **tensors: torch.Tensor) -> None:
+    def rank(self, *ranks: int, **tensors: Tensor) -> None:
         """Require one of these numbers of dimensions of every tensor, of any shape."""
         for name, x in tensors.items():
             self.tensor(**{name: x})
             expected = f"{' or '.join(map(str, ranks))} dimensions"
             self.require(x.dim() in ranks, name, expected, f"shape {tuple(x.shape)}")
 
-    def shape(self, expected: Sequence[int], **tensors: torch.Tensor) -> None:
+    def shape(self, expected: Sequence[int], **tensors: Tensor) -> None:
         """Require this shape of every tensor.
 
         Args:
@@ -112,10 +113,10 @@ class Check:
     def choice(self, allowed: Sequence[Any], **values: Any) -> None:
         """Every value is one of these."""
         for name, value in values.items():
-            known = not isinstance(value, torch.Tensor) and value in allowed
+            known = not isinstance(value, Tensor) and value in allowed
             self.require(known, name, f"one of {_list(allowed)}", value)
 
-    def forward_only(self, **tensors: torch.Tensor | None) -> None:
+    def forward_only(self, **tensors: Tensor | None) -> None:
         """Refuse arguments that require a gradient: the operator has none."""
         for name, x in tensors.items():
             if x is not None and x.requires_grad and torch.is_grad_enabled():
@@ -124,7 +125,7 @@ class Check:
                     "under torch.no_grad() or detach the argument"
                 )
 
-    def values_known(self, x: torch.Tensor) -> bool:
+    def values_known(self, x: Tensor) -> bool:
         """Whether reading ``x`` is free, or requested by the user."""
         if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
             return False
@@ -134,7 +135,7 @@ class Check:
 def _show(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, torch.Size):
         return str(tuple(value))

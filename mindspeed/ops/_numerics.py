@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 WORKLOAD_ROWS = 4096
 """Tokens of a realistic workload."""
@@ -15,12 +16,12 @@ _BLOCK_ELEMENTS = 1 << 18
 """1 MiB of fp32: about a core's own cache; smaller parts spend their time on calls."""
 
 
-def accumulation_dtype(x: torch.Tensor) -> torch.dtype:
+def accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype to compute in for ``x``: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def random(shape: Sequence[int], dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+def random(shape: Sequence[int], dtype: torch.dtype, *, seed: int = 0) -> Tensor:
     """Normally distributed numbers ``[*shape]`` in ``dtype`` on the CPU.
 
     They are the same for every dtype, up to rounding.
@@ -34,7 +35,7 @@ def product_flops(x: Sequence[int], w: Sequence[int], *unused: Any, **more: Any)
     return 2 * math.prod(x) * w[-1]
 
 
-def row_blocks(x: torch.Tensor) -> Iterator[slice]:
+def row_blocks(x: Tensor) -> Iterator[slice]:
     """Yield slices of the first dimension whose intermediate results fit the CPU's cache.
 
     A formula of several steps that runs slice by slice reads and writes main memory once;
@@ -49,9 +50,7 @@ def row_blocks(x: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + count)
 
 
-def store(
-    out: torch.Tensor, function: Callable[..., torch.Tensor], *args: Any, **more: Any
-) -> None:
+def store(out: Tensor, function: Callable[..., Tensor], *args: Any, **more: Any) -> None:
     """``out = function(*args, **more)``, without an intermediate copy where that is possible.
 
     Args:

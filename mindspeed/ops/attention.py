@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mindspeed.ops import _attention_cpu, _attention_cuda, _attention_npu, _attention_tiles
@@ -40,12 +41,10 @@ from mindspeed.ops.visibility import (
     UNCUT,
 )
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Attend; arguments are taken as they are (:mod:`.fusion_attention_v2` checks them).
 
     Args:
@@ -71,9 +70,7 @@ def _with_sink(kernel: Callable[..., Tensors]) -> Callable[..., Tensors]:
     The backward needs no such step: it works with the out and lse it is given.
     """
 
-    def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         out, lse = kernel(q, k, v, *options)
         problem = Problem(*options)
         if problem.sink is None:
@@ -88,29 +85,25 @@ def _with_sink(kernel: Callable[..., Tensors]) -> Callable[..., Tensors]:
     return forward
 
 
-def _reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return _attention_tiles.forward(Problem(*options), None, q, k, v)
 
 
 def _reference_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, *options: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *options: Any
 ) -> Tensors:  # fmt: skip
     *fields, pse_grad = options
     return _attention_tiles.backward(Problem(*fields), None, dout, q, k, v, out, lse, pse_grad)
 
 
-def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return _attention_tiles.empty_outputs(Problem(*options), q, v)
 
 
 def _fake_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, *options: Any,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *options: Any
 ) -> Tensors:  # fmt: skip
     *fields, pse_grad = options
     pse = Problem(*fields).pse
@@ -125,7 +118,7 @@ _WORKLOAD_HEAD = 128
 _TENSOR_OPTIONS = 6  # the first fields of Problem
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *options = inputs
     ctx.save_for_backward(q, k, v, *output, *options[:_TENSOR_OPTIONS])
     ctx.rules = options[_TENSOR_OPTIONS:]
@@ -133,7 +126,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     behind = [None] * (_TENSOR_OPTIONS - 3 + len(ctx.rules))
     if dout is None:
         return (None,) * 6 + tuple(behind)
@@ -146,9 +139,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[torch.Tenso
     return dq, dk, dv, None, dpse if pse_grad else None, dsink, *behind
 
 
-def _sink_gradient(
-    problem: Problem, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> torch.Tensor:
+def _sink_gradient(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """``-sum over queries of exp(sink - lse) * <dout, out>``, in fp32."""
     assert problem.sink is not None
     dout, out = (bnsd(x, problem.layout) for x in (dout, out))
@@ -158,7 +149,7 @@ def _sink_gradient(
     return -(share * delta).sum((0, 2)).to(problem.sink.dtype)
 
 
-def pairs(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> int:
+def pairs(q: Tensor, k: Tensor, problem: Problem) -> int:
     """Number of (query, key) pairs inside band and prefix, over batch and query heads.
 
     q ``[b, n, s_q, d]`` and k ``[b, g, s_k, d]`` are in the problem's layout (TND: ``[t, n, d]``).
@@ -168,26 +159,24 @@ def pairs(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> int:
     return met * heads * (1 if problem.layout == "TND" else q.shape[axis(problem.layout, "B")])
 
 
-def _flops(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any, out_val: Any = None
-) -> int:
+def _flops(q: Tensor, k: Tensor, v: Tensor, *options: Any, out_val: Any = None) -> int:
     return 2 * pairs(q, k, Problem(*options)) * (q.shape[-1] + v.shape[-1])
 
 
 def _flops_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, *options: Any, out_val: Any = None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *options: Any, out_val: Any = None
 ) -> int:  # fmt: skip
     return 2 * pairs(q, k, Problem(*options[:-1])) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _sample(
     dtype: torch.dtype, batch: int, heads: int, groups: int, queries: int, keys: int, size: int = 8,
-    size_v: int = 8, **options: Any,
+    size_v: int = 8, **options: Any
 ) -> tuple[Any, ...]:  # fmt: skip
     order = options.get("layout", "BNSD")
 
-    def tensor(n: int, s: int, d: int, seed: int) -> torch.Tensor:
+    def tensor(n: int, s: int, d: int, seed: int) -> Tensor:
         shape = {"B": batch, "N": n, "S": s, "T": s, "D": d}
         return random([shape[name] for name in order], dtype, seed=seed)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.device.host_tensors import numbers
 from mindspeed.ops import visibility as seen
@@ -29,7 +30,7 @@ from mindspeed.ops.visibility import EVERYTHING, Sight
 LAYOUTS = ("SBND", "BSND", "BNSD", "TND")
 
 
-def bnsd(x: torch.Tensor, layout: str) -> torch.Tensor:
+def bnsd(x: Tensor, layout: str) -> Tensor:
     """View ``x``, any dtype, as ``[b, n, s, d]``; TND becomes one sequence of t tokens."""
     if layout == "TND":
         return x.transpose(0, 1).unsqueeze(0)
@@ -74,12 +75,12 @@ class Problem:
         k_start: position of the first key.
     """
 
-    mask: torch.Tensor | None = None
-    pse: torch.Tensor | None = None
-    sink: torch.Tensor | None = None
-    rng: torch.Tensor | None = None
-    cu_q: torch.Tensor | None = None
-    cu_k: torch.Tensor | None = None
+    mask: Tensor | None = None
+    pse: Tensor | None = None
+    sink: Tensor | None = None
+    rng: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
     prefix: Sequence[int] | None = None
     layout: str = "BNSD"
     scale: float = 1.0
@@ -100,7 +101,7 @@ class Problem:
         """Whether the position bias is computed from slopes."""
         return self.pse is not None and self.pse_type in (ALIBI, ALIBI_SQRT)
 
-    def probabilities(self, q: torch.Tensor, k: torch.Tensor) -> int:
+    def probabilities(self, q: Tensor, k: Tensor) -> int:
         """Number of probabilities of q ``[b, n, s_q, d]``, k ``[b, g, s_k, d]``, hidden too."""
         if self.layout == "TND":
             sizes = [(a.stop - a.start) * (b.stop - b.start) for a, b in self.sequences()]
@@ -126,7 +127,7 @@ class Problem:
             prefix=prefix, mask=self.mask, sequence=sequence, sequences=sequences,
         )  # fmt: skip
 
-    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, q: Tensor, k: Tensor) -> Iterator[Piece]:
         """Yield the sequences to attend in, one by one; those without work are left out.
 
         q ``[b, n, s_q, d]`` and k ``[b, g, s_k, d]`` are in the problem's layout.
@@ -159,9 +160,7 @@ class Piece:
     sight: Sight
 
 
-def position_bias(
-    problem: Problem, piece: Piece, rows: slice, columns: slice
-) -> torch.Tensor | None:
+def position_bias(problem: Problem, piece: Piece, rows: slice, columns: slice) -> Tensor | None:
     """The position bias of a tile, added to scaled scores; ``[b or 1, n or 1, r, c]``, floating."""
     pse = problem.pse
     if pse is None:

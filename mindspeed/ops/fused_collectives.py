@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.ops import overlap
 from mindspeed.ops.process_groups import comm_name, resolve
@@ -35,8 +36,8 @@ _NPU_NOTE = (
 
 
 def matmul_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, comm_mode: str | None = None
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, group: dist.ProcessGroup, comm_mode: str | None = None
+) -> Tensor:
     """Sum over ranks of ``a @ b``, ``[m, n]``, by one kernel of an NPU.
 
     Args:
@@ -49,8 +50,8 @@ def matmul_all_reduce(
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, comm_mode: str | None = None
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, group: dist.ProcessGroup, comm_mode: str | None = None
+) -> Tensor:
     """This rank's rows of the sum over ranks of ``a @ b``, ``[m / p, n]``, by one kernel.
 
     Args:
@@ -66,12 +67,8 @@ def matmul_reduce_scatter(
 
 
 def all_gather_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: dist.ProcessGroup,
-    keep: bool,
-    comm_mode: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    a: Tensor, b: Tensor, group: dist.ProcessGroup, keep: bool, comm_mode: str | None = None
+) -> tuple[Tensor, Tensor | None]:
     """``(a of all ranks) @ b``, ``[m, n]``, and a of all ranks, ``[m, k]``, by one kernel.
 
     Args:
@@ -95,7 +92,7 @@ def _mode(comm_mode: str | None) -> dict[str, str]:
     return {} if comm_mode is None else {"comm_mode": comm_mode}
 
 
-def why_not_fused(operator: str, a: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+def why_not_fused(operator: str, a: Tensor, group: dist.ProcessGroup) -> str | None:
     """Why no fused kernel computes an operator with this left matrix, or None.
 
     Args:
@@ -113,7 +110,7 @@ def why_not_fused(operator: str, a: torch.Tensor, group: dist.ProcessGroup) -> s
     return _npu_unfit(a, group) if device == "npu" else _symmetric_unfit(a, group)
 
 
-def _npu_unfit(a: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+def _npu_unfit(a: Tensor, group: dist.ProcessGroup) -> str | None:
     """Why torch_npu's fused kernels do not take these operands, or None."""
     if a.dtype not in _HALVES:
         return f"its fused kernels take fp16 and bf16, not {a.dtype}"
@@ -141,7 +138,7 @@ def _no_symmetric_memory() -> str | None:
     return None
 
 
-def _symmetric_unfit(a: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+def _symmetric_unfit(a: Tensor, group: dist.ProcessGroup) -> str | None:
     if a.dtype not in _HALVES:
         return f"the fused kernels over symmetric memory take fp16 and bf16, not {a.dtype}"
     on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
@@ -151,27 +148,23 @@ def _symmetric_unfit(a: torch.Tensor, group: dist.ProcessGroup) -> str | None:
     return None if a.numel() else "the fused kernels over symmetric memory take no empty matrix"
 
 
-def _kernels(unfit: Callable[[torch.Tensor, dist.ProcessGroup], str | None]) -> dict[str, Kernel]:
+def _kernels(unfit: Callable[[Tensor, dist.ProcessGroup], str | None]) -> dict[str, Kernel]:
     """The operators' kernels: fused where ``unfit`` has no objection, else in chunks."""
 
-    def fits(name: str, a: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    def fits(name: str, a: Tensor, group: dist.ProcessGroup) -> bool:
         why = unfit(a, group)
         if why:
             note_fallback(f"coc_ops.{name}", why)
         return not why
 
-    def all_reduce(
-        a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
-    ) -> None:
+    def all_reduce(a: Tensor, b: Tensor, output: Tensor, chunks: int, group: str) -> None:
         ranks = resolve(group)
         if fits("matmul_all_reduce", a, ranks):
             output.copy_(matmul_all_reduce(a, b, ranks))
         else:
             overlap.matmul_all_reduce(a, b, output, ranks, chunks)
 
-    def reduce_scatter(
-        a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
-    ) -> None:
+    def reduce_scatter(a: Tensor, b: Tensor, output: Tensor, chunks: int, group: str) -> None:
         ranks = resolve(group)
         if fits("matmul_reduce_scatter", a, ranks):
             output.copy_(matmul_reduce_scatter(a, b, ranks))
@@ -179,12 +172,7 @@ def _kernels(unfit: Callable[[torch.Tensor, dist.ProcessGroup], str | None]) -> 
             overlap.matmul_reduce_scatter(a, b, output, ranks, chunks)
 
     def gather_into(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        output: torch.Tensor,
-        comm_output: torch.Tensor | None,
-        chunks: int,
-        group: str,
+        a: Tensor, b: Tensor, output: Tensor, comm_output: Tensor | None, chunks: int, group: str
     ) -> None:
         ranks = resolve(group)
         if not fits("all_gather_matmul", a, ranks):
@@ -194,9 +182,7 @@ def _kernels(unfit: Callable[[torch.Tensor, dist.ProcessGroup], str | None]) -> 
         if comm_output is not None and gathered is not None:
             comm_output.copy_(gathered)
 
-    def gather(
-        a: torch.Tensor, b: torch.Tensor, output: torch.Tensor, chunks: int, group: str
-    ) -> None:
+    def gather(a: Tensor, b: Tensor, output: Tensor, chunks: int, group: str) -> None:
         gather_into(a, b, output, None, chunks, group)
 
     return {

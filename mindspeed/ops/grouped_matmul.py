@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed.ops._check import Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
@@ -27,11 +28,11 @@ from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 def cumulative(
     check: Check,
     argument: str,
-    groups: torch.Tensor | Sequence[int] | None,
-    x: torch.Tensor,
+    groups: Tensor | Sequence[int] | None,
+    x: Tensor,
     *,
     sizes: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the cumulative group sizes, ``[E]`` int64 on the device of ``x``.
 
     Args:
@@ -44,7 +45,7 @@ def cumulative(
         OperatorError: nothing given; wrong dtype or device; values (checked where reading them is
             free) that decrease, are negative or do not end at T.
     """
-    if not isinstance(groups, torch.Tensor):
+    if not isinstance(groups, Tensor):
         if not _is_list_of_integers(groups):
             what = f"a group for each of the {x.shape[0]} rows, an int64 tensor or a list"
             check.fail(argument, what, groups)
@@ -72,14 +73,12 @@ def _is_list_of_integers(groups: object) -> TypeGuard[Sequence[int]]:
     return isinstance(groups, (list, tuple)) and all(isinstance(n, kinds) for n in groups)
 
 
-def sample_ends(sizes: Sequence[int]) -> torch.Tensor:
+def sample_ends(sizes: Sequence[int]) -> Tensor:
     """Cumulative sums of ``sizes``, int64 ``[E]`` on the CPU, for the samples of an operator."""
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int64)
 
 
-def product(
-    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def product(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``left @ right (+ bias)`` into ``out`` on the CPU: fp32 sums, one rounding.
 
     Args:
@@ -99,9 +98,7 @@ def product(
         torch.addmm(bias.to(left.dtype), left, right, out=out)
 
 
-def _reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor
-) -> torch.Tensor:
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[2])
     start = 0
     for group, end in enumerate(ends.tolist()):
@@ -112,7 +109,7 @@ def _reference(
     return out
 
 
-def _outer_reference(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _outer_reference(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     out = x.new_empty(ends.shape[0], x.shape[1], dy.shape[1])
     start = 0
     for part, end in zip(out, ends.tolist(), strict=True):
@@ -124,9 +121,7 @@ def _outer_reference(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> t
     return out
 
 
-def _torch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor
-) -> torch.Tensor:
+def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     if x.dtype == torch.float64 or not x.shape[0]:
         return _reference(x, weight, bias, ends)
     inner, outer = -weight.shape[1] % _step(x), -weight.shape[2] % _step(x)
@@ -140,7 +135,7 @@ def _torch(
     return (y + bias[group]).to(x.dtype)
 
 
-def _outer_torch(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _outer_torch(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     if x.dtype == torch.float64 or not x.shape[0]:
         return _outer_reference(x, dy, ends)
     inner, outer = -x.shape[1] % _step(x), -dy.shape[1] % _step(x)
@@ -150,12 +145,12 @@ def _outer_torch(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch
     return out[:, : x.shape[1], : dy.shape[1]].contiguous() if inner or outer else out
 
 
-def _step(x: torch.Tensor) -> int:
+def _step(x: Tensor) -> int:
     """The kernels take rows of whole 16 bytes; this many elements."""
     return 16 // x.dtype.itemsize
 
 
-def _dense(weight: torch.Tensor) -> torch.Tensor:
+def _dense(weight: Tensor) -> Tensor:
     """One matrix after the other, each in rows or in columns."""
     inner, outer = weight.shape[1:]
     if weight.stride() in ((inner * outer, outer, 1), (inner * outer, 1, inner)):
@@ -169,9 +164,7 @@ def _torch_refused() -> str | None:
     return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
 
 
-def _npu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor
-) -> torch.Tensor:
+def _npu(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[2])
     return npu_grouped_matmul(
@@ -183,7 +176,7 @@ def _npu(
     )
 
 
-def _outer_npu(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _outer_npu(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     if not x.shape[0]:
         return x.new_zeros(ends.shape[0], x.shape[1], dy.shape[1])
     return npu_grouped_matmul(
@@ -191,7 +184,7 @@ def _outer_npu(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.T
     )
 
 
-def npu_grouped_matmul(x: list[Any], weight: list[Any], **options: Any) -> torch.Tensor:
+def npu_grouped_matmul(x: list[Any], weight: list[Any], **options: Any) -> Tensor:
     """Call torch_npu's grouped product with one joined output and cumulative group sizes.
 
     Args:
@@ -207,22 +200,20 @@ def npu_grouped_matmul(x: list[Any], weight: list[Any], **options: Any) -> torch
     return out  # type: ignore[no-any-return]
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor
-) -> torch.Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-def _outer_fake(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _outer_fake(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], x.shape[1], dy.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, _, ends = inputs
     ctx.save_for_backward(x, weight, ends)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
     dx = dw = db = None
     if ctx.needs_input_grad[0]:
@@ -237,16 +228,16 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return dx, dw, db, None
 
 
-def in_columns(weight: torch.Tensor) -> bool:
+def in_columns(weight: Tensor) -> bool:
     """Whether the matrices of ``weight [E, K, N]`` (any dtype) are views of their transposes."""
     return weight.stride(2) != 1 and weight.stride(1) == 1
 
 
-def _outer_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _outer_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _outer_backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _outer_backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
     x, dy, ends = ctx.saved_tensors
     dx = GROUPED_MATMUL(dy, dw.transpose(1, 2), None, ends) if ctx.needs_input_grad[0] else None
     ddy = GROUPED_MATMUL(x, dw, None, ends) if ctx.needs_input_grad[1] else None

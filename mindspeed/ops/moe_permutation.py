@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.registry import Operator, note_fallback, torch_npu, triton
@@ -31,7 +32,7 @@ _AT_ONCE = 64
 """Tokens or rows whose fp32 copies the CPU kernels hold at a time."""
 
 
-def map_rows(routing_map: torch.Tensor) -> torch.Tensor:
+def map_rows(routing_map: Tensor) -> Tensor:
     """Return the rows of Megatron's routing map, ordered by expert and then by token.
 
     Args:
@@ -48,7 +49,7 @@ def map_rows(routing_map: torch.Tensor) -> torch.Tensor:
     return torch.stack([pack(by_expert, by_expert, -1), by_expert])
 
 
-def pack(values: torch.Tensor, by_expert: torch.Tensor, empty: float) -> torch.Tensor:
+def pack(values: Tensor, by_expert: Tensor, empty: float) -> Tensor:
     """Move each token's values at its experts to the front: ``[T, E]`` to ``[T, E]``.
 
     Args:
@@ -64,7 +65,7 @@ def pack(values: torch.Tensor, by_expert: torch.Tensor, empty: float) -> torch.T
     return packed[:, :experts].contiguous()
 
 
-def chunk_rows(sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> torch.Tensor:
+def chunk_rows(sizes: Tensor, order: Tensor, num_rows: int) -> Tensor:
     """Return ``[num_rows, 1]`` int32: where each row goes when chunks are put into ``order``.
 
     Args:
@@ -81,12 +82,12 @@ def chunk_rows(sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> torch
     return (row + shift[chunk]).to(torch.int32).unsqueeze(1)
 
 
-def _slots(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _slots(rows: Tensor, num_rows: int) -> Tensor:
     """The index in the flat map of each row's source, -1 for rows without one."""
     return _inverse(rows, num_rows, torch.arange(rows.numel(), device=rows.device))
 
 
-def _inverse(rows: torch.Tensor, num_rows: int, values: torch.Tensor) -> torch.Tensor:
+def _inverse(rows: Tensor, num_rows: int, values: Tensor) -> Tensor:
     """Scatter the values of the flat map to their rows; -1 for rows without one."""
     # Dropped copies are scattered to a dummy last row, which is sliced off.
     index = rows.reshape(-1).clamp(max=num_rows).long()
@@ -94,9 +95,7 @@ def _inverse(rows: torch.Tensor, num_rows: int, values: torch.Tensor) -> torch.T
     return torch.full((num_rows + 1,), -1, device=rows.device).scatter_(0, index, values)[:num_rows]
 
 
-def _permute_reference(
-    tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: bool
-) -> torch.Tensor:
+def _permute_reference(tokens: Tensor, rows: Tensor, num_rows: int, padded: bool) -> Tensor:
     if not rows.numel():
         return tokens.new_zeros(num_rows, tokens.shape[1])
     token = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1).expand_as(rows)
@@ -106,8 +105,8 @@ def _permute_reference(
 
 
 def _unpermute_reference(
-    permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None, padded: bool
-) -> torch.Tensor:
+    permuted: Tensor, rows: Tensor, probs: Tensor | None, padded: bool
+) -> Tensor:
     num_rows, columns = permuted.shape
     kept = (rows >= 0) & (rows < num_rows)
     counts = kept.sum(1)
@@ -133,16 +132,14 @@ def _unpermute_reference(
     return out
 
 
-def _sum_of_rows(
-    x: torch.Tensor, row: torch.Tensor, starts: torch.Tensor, weight: torch.Tensor | None
-) -> torch.Tensor:
+def _sum_of_rows(x: Tensor, row: Tensor, starts: Tensor, weight: Tensor | None) -> Tensor:
     """Sum ``weight * x[row]`` from each start to the next, in fp32, without a copy."""
     return torch.embedding_bag(x, row, starts.to(row.dtype), False, 0, False, weight)[0]
 
 
 def _unpermute_backward_reference(
-    dy: torch.Tensor, permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor, padded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, permuted: Tensor, rows: Tensor, probs: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
     wide = accumulation_dtype(permuted)
     dpermuted = torch.zeros_like(permuted, memory_format=torch.contiguous_format)
     if not rows.numel() or not permuted.numel():
@@ -171,7 +168,7 @@ _NPU_NOTE = (
 )
 
 
-def _npu_refuses(name: str, rows: torch.Tensor) -> bool:
+def _npu_refuses(name: str, rows: Tensor) -> bool:
     """Whether torch_npu's kernels do not take a map; then says so once."""
     tokens, width = rows.shape
     if width <= _SORTED_COPIES and rows.numel() < _SORTED_NUMBERS:
@@ -180,9 +177,7 @@ def _npu_refuses(name: str, rows: torch.Tensor) -> bool:
     return True
 
 
-def _permute_npu(
-    tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: bool
-) -> torch.Tensor:
+def _permute_npu(tokens: Tensor, rows: Tensor, num_rows: int, padded: bool) -> Tensor:
     # For the op, 0 rows are all.
     if not num_rows or not rows.numel() or _npu_refuses("moe_permute", rows):
         return _permute_reference(tokens, rows, num_rows, padded)
@@ -197,15 +192,13 @@ def _permute_npu(
     return _without_tail(out, rows)
 
 
-def _without_tail(permuted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _without_tail(permuted: Tensor, rows: Tensor) -> Tensor:
     """Zero in place the rows without a source; they are the last ones."""
     place = torch.arange(permuted.shape[0], device=rows.device)
     return permuted.masked_fill_((place >= (rows >= 0).sum()).unsqueeze(1), 0)
 
 
-def _unpermute_npu(
-    permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None, padded: bool
-) -> torch.Tensor:
+def _unpermute_npu(permuted: Tensor, rows: Tensor, probs: Tensor | None, padded: bool) -> Tensor:
     tokens, width = rows.shape
     if not rows.numel() or not permuted.numel():
         return permuted.new_zeros(tokens, permuted.shape[1])
@@ -220,8 +213,8 @@ def _unpermute_npu(
 
 
 def _unpermute_backward_npu(
-    dy: torch.Tensor, permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor, padded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, permuted: Tensor, rows: Tensor, probs: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
     empty = not rows.numel() or not permuted.numel()
     if empty or _npu_refuses("moe_unpermute_backward", rows):
         return _unpermute_backward_reference(dy, permuted, rows, probs, padded)
@@ -232,47 +225,43 @@ def _unpermute_backward_npu(
     return _without_tail(dpermuted, rows) if padded else dpermuted, dprobs
 
 
-def _npu_rows(rows: torch.Tensor, permuted: torch.Tensor) -> torch.Tensor:
+def _npu_rows(rows: Tensor, permuted: Tensor) -> Tensor:
     """A flat map in which entries that are no copy are dropped like rows beyond the last."""
     return rows.reshape(-1).masked_fill(rows.reshape(-1) < 0, permuted.shape[0])
 
 
-def _permute_fake(
-    tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: bool
-) -> torch.Tensor:
+def _permute_fake(tokens: Tensor, rows: Tensor, num_rows: int, padded: bool) -> Tensor:
     return tokens.new_empty(num_rows, tokens.shape[1])
 
 
-def _unpermute_fake(
-    permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None, padded: bool
-) -> torch.Tensor:
+def _unpermute_fake(permuted: Tensor, rows: Tensor, probs: Tensor | None, padded: bool) -> Tensor:
     return permuted.new_empty(rows.shape[0], permuted.shape[1])
 
 
 def _unpermute_backward_fake(
-    dy: torch.Tensor, permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor, padded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, permuted: Tensor, rows: Tensor, probs: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
     return permuted.new_empty(permuted.shape), probs.new_empty(probs.shape)
 
 
-def _permute_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _permute_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, rows, _, ctx.padded = inputs
     ctx.save_for_backward(rows)
 
 
-def _permute_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _permute_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (rows,) = ctx.saved_tensors
     return MOE_UNPERMUTE(dy, rows, None, ctx.padded), None, None, None
 
 
-def _unpermute_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _unpermute_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     permuted, rows, probs, ctx.padded = inputs
     ctx.num_rows = permuted.shape[0]
     weighted = probs is not None
     ctx.save_for_backward(rows, *((permuted, probs) if weighted else ()))
 
 
-def _unpermute_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _unpermute_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, *weighted = ctx.saved_tensors
     if not weighted:
         return MOE_PERMUTE(dy, rows, ctx.num_rows, ctx.padded), None, None, None
@@ -281,7 +270,7 @@ def _unpermute_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None
     return dpermuted, None, dprobs, None
 
 
-def _maps() -> Iterator[tuple[torch.Tensor, int, bool]]:
+def _maps() -> Iterator[tuple[Tensor, int, bool]]:
     """Maps with the number of rows, and whether there are rows without a source."""
     generator = torch.Generator().manual_seed(0)
     for tokens, width in ((7, 2), (33, 3), (5, 1), (1, 8)):

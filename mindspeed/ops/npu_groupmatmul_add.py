@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
@@ -23,9 +24,7 @@ __all__ = ["npu_groupmatmul_add_fp32"]
 _check = Check("npu_groupmatmul_add_fp32")
 
 
-def npu_groupmatmul_add_fp32(
-    x: torch.Tensor, dy: torch.Tensor, grouplist: torch.Tensor, grad: torch.Tensor
-) -> None:
+def npu_groupmatmul_add_fp32(x: Tensor, dy: Tensor, grouplist: Tensor, grad: Tensor) -> None:
     """Add each group's ``x[g]^T @ dy[g]`` to its part of the fp32 buffer ``grad``, in place.
 
     Args:
@@ -56,14 +55,14 @@ def npu_groupmatmul_add_fp32(
     GROUPMATMUL_ADD(x, dy, ends, grad.view(shape))
 
 
-def _reference(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, grad: torch.Tensor) -> None:
+def _reference(x: Tensor, dy: Tensor, ends: Tensor, grad: Tensor) -> None:
     start = 0
     for total, end in zip(grad, ends.tolist(), strict=True):
         MATMUL_ADD.reference(dy[start:end], x[start:end], total)
         start = end
 
 
-def _npu(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, grad: torch.Tensor) -> None:
+def _npu(x: Tensor, dy: Tensor, ends: Tensor, grad: Tensor) -> None:
     if grad.dtype != torch.float32 or x.dtype.itemsize != 2:
         _reference(x, dy, ends, grad)
     elif x.shape[0]:
@@ -73,7 +72,7 @@ def _npu(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, grad: torch.Tens
         )
 
 
-def _fake(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, grad: torch.Tensor) -> None:
+def _fake(x: Tensor, dy: Tensor, ends: Tensor, grad: Tensor) -> None:
     return None
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
@@ -25,9 +26,7 @@ _ROWS_AT_ONCE = 4096
 """Rows that the CPU kernel converts to fp32 at a time."""
 
 
-def npu_matmul_add_fp32(
-    total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor
-) -> None:
+def npu_matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     """Add ``grad_output^T @ total_input`` to the fp32 buffer ``grad``, in place.
 
     Args:
@@ -43,9 +42,7 @@ def npu_matmul_add_fp32(
     _add(check, total_input, grad_output, grad)
 
 
-def npu_matmul_add_fp16(
-    total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor
-) -> None:
+def npu_matmul_add_fp16(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     """Add ``grad_output^T @ total_input`` to a 16-bit buffer: fp32 products, one rounding.
 
     Args:
@@ -63,9 +60,7 @@ def npu_matmul_add_fp16(
     _add(check, total_input, grad_output, grad)
 
 
-def _add(
-    check: Check, total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor
-) -> None:
+def _add(check: Check, total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     given = {"total_input": total_input, "grad_output": grad_output}
     check.floating(**given)
     check.same("device", total_input=total_input, grad=grad)
@@ -78,7 +73,7 @@ def _add(
     MATMUL_ADD(total_input, grad_output, grad)
 
 
-def _reference(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor) -> None:
+def _reference(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     wide = accumulation_dtype(total_input)
     if grad.dtype != wide:  # a 16-bit buffer: everything in fp32, rounded when it is complete
         grad.copy_(torch.addmm(grad.to(wide), grad_output.t().to(wide), total_input.to(wide)))
@@ -88,7 +83,7 @@ def _reference(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch
         grad.addmm_(grad_output[part].to(wide).t(), total_input[part].to(wide))
 
 
-def _torch(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor) -> None:
+def _torch(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     if grad.dtype == total_input.dtype:
         grad.addmm_(grad_output.t(), total_input)
     else:
@@ -101,14 +96,14 @@ def _torch_refused() -> str | None:
     return f"torch {torch.__version__} has no addmm with an output dtype"
 
 
-def _atb(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor) -> None:
+def _atb(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     if grad.dtype == torch.float32 and total_input.dtype.itemsize == 2 and total_input.shape[0]:
         torch.ops.atb._npu_matmul_add_fp32(grad_output.contiguous(), total_input.contiguous(), grad)
     else:
         _torch(total_input, grad_output, grad)
 
 
-def _fake(total_input: torch.Tensor, grad_output: torch.Tensor, grad: torch.Tensor) -> None:
+def _fake(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     return None
 
 

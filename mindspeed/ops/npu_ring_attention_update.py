@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
@@ -30,17 +31,17 @@ LANES = 8
 _WORKLOAD_HEAD = 128
 _check = Check("npu_ring_attention_update")
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 def npu_ring_attention_update(
-    prev_attn_out: torch.Tensor,
-    prev_softmax_max: torch.Tensor,
-    prev_softmax_sum: torch.Tensor,
-    cur_attn_out: torch.Tensor,
-    cur_softmax_max: torch.Tensor,
-    cur_softmax_sum: torch.Tensor,
-    actual_seq_qlen: torch.Tensor | Sequence[int] | None = None,
+    prev_attn_out: Tensor,
+    prev_softmax_max: Tensor,
+    prev_softmax_sum: Tensor,
+    cur_attn_out: Tensor,
+    cur_softmax_max: Tensor,
+    cur_softmax_sum: Tensor,
+    actual_seq_qlen: Tensor | Sequence[int] | None = None,
     layout: str = "SBH",
 ) -> Tensors:
     """Return ``(attn_out, softmax_max, softmax_sum)`` over both sets of keys. No gradient.
@@ -100,8 +101,8 @@ def npu_ring_attention_update(
 
 
 def _reference(
-    prev: torch.Tensor, prev_max: torch.Tensor, prev_sum: torch.Tensor, cur: torch.Tensor,
-    cur_max: torch.Tensor, cur_sum: torch.Tensor, ends: torch.Tensor | None, layout: str,
+    prev: Tensor, prev_max: Tensor, prev_sum: Tensor, cur: Tensor,
+    cur_max: Tensor, cur_sum: Tensor, ends: Tensor | None, layout: str
 ) -> Tensors:  # fmt: skip
     lane = [x[..., 0] for x in (prev_max, prev_sum, cur_max, cur_sum)]
     top = torch.maximum(lane[0], lane[2])
@@ -123,8 +124,8 @@ def _reference(
 
 
 def _npu(
-    prev: torch.Tensor, prev_max: torch.Tensor, prev_sum: torch.Tensor, cur: torch.Tensor,
-    cur_max: torch.Tensor, cur_sum: torch.Tensor, ends: torch.Tensor | None, layout: str,
+    prev: Tensor, prev_max: Tensor, prev_sum: Tensor, cur: Tensor,
+    cur_max: Tensor, cur_sum: Tensor, ends: Tensor | None, layout: str
 ) -> Tensors:  # fmt: skip
     if not prev.numel():
         return _reference(prev, prev_max, prev_sum, cur, cur_max, cur_sum, ends, layout)
@@ -149,8 +150,8 @@ def _npu(
 
 
 def _fake(
-    prev: torch.Tensor, prev_max: torch.Tensor, prev_sum: torch.Tensor, cur: torch.Tensor,
-    cur_max: torch.Tensor, cur_sum: torch.Tensor, ends: torch.Tensor | None, layout: str,
+    prev: Tensor, prev_max: Tensor, prev_sum: Tensor, cur: Tensor,
+    cur_max: Tensor, cur_sum: Tensor, ends: Tensor | None, layout: str
 ) -> Tensors:  # fmt: skip
     like = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (prev, prev_max, prev_sum)

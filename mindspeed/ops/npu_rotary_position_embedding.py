@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks
@@ -36,9 +37,7 @@ _NPU_NOTE = (
 )
 
 
-def npu_rotary_position_embedding(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
-) -> torch.Tensor:
+def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
     """Rotate the pairs of channels of ``x``.
 
     Args:
@@ -63,7 +62,7 @@ def npu_rotary_position_embedding(
     return rotate(x, cos, sin, mode)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
     """Like :func:`npu_rotary_position_embedding`, for any head size and a part of the channels.
 
     Args:
@@ -89,14 +88,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0)
     return ROTARY(x, cos, sin, mode)
 
 
-def _pairs(x: torch.Tensor, mode: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(x: Tensor, mode: int) -> tuple[Tensor, Tensor]:
     first, second = (x[..., ::2], x[..., 1::2]) if mode else x.chunk(2, -1)
     return first, second
 
 
-def _product(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int, transposed: bool
-) -> torch.Tensor:
+def _product(x: Tensor, cos: Tensor, sin: Tensor, mode: int, transposed: bool) -> Tensor:
     """``M x``, or its transpose, where M is the 2x2 matrix of every pair."""
     wide, turning = accumulation_dtype(x), cos.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -120,17 +117,15 @@ def _product(
     return y
 
 
-def _reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
+def _reference(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
     return _product(x, cos, sin, mode, transposed=False)
 
 
-def _reference_backward(
-    dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int
-) -> torch.Tensor:
+def _reference_backward(dy: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
     return _product(dy, cos, sin, mode, transposed=True)
 
 
-def _npu(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
+def _npu(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
     if not _npu_takes(x, cos, mode):
         return _reference(x, cos, sin, mode)
     turning, passing = _npu_parts(x, cos)
@@ -139,9 +134,7 @@ def _npu(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> to
     return torch.cat((y, passing), -1) if passing.shape[-1] else y
 
 
-def _npu_backward(
-    dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int
-) -> torch.Tensor:
+def _npu_backward(dy: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
     if not _npu_takes(dy, cos, mode):
         return _reference_backward(dy, cos, sin, mode)
     turning, passing = _npu_parts(dy, cos)
@@ -151,12 +144,12 @@ def _npu_backward(
     return torch.cat((dx, passing), -1) if passing.shape[-1] else dx
 
 
-def _npu_parts(x: torch.Tensor, cos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _npu_parts(x: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
     turning = cos.shape[-1]
     return x[..., :turning].contiguous(), x[..., turning:]
 
 
-def _npu_takes(x: torch.Tensor, cos: torch.Tensor, mode: int) -> bool:
+def _npu_takes(x: Tensor, cos: Tensor, mode: int) -> bool:
     """Limits of npu_rotary_mul: head size, and over how many heads cos and sin are spread."""
     spread = [n for n, c in zip(x.shape[:3], cos.shape[:3], strict=True) if c == 1]
     if not x.numel() or cos.shape[-1] >= _LARGEST_HEAD:
@@ -166,17 +159,17 @@ def _npu_takes(x: torch.Tensor, cos: torch.Tensor, mode: int) -> bool:
     return all(n < _NPU_SPREAD for n in spread)
 
 
-def _fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, cos, sin, ctx.mode = inputs
     ctx.with_table = ctx.needs_input_grad[1] and ctx.needs_input_grad[2]
     ctx.save_for_backward(x if ctx.with_table else None, cos, sin)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, cos, sin = ctx.saved_tensors
     dx = ROTARY_BACKWARD(dy, cos, sin, ctx.mode)
     if not ctx.with_table:

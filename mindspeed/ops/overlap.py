@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 Start = Callable[[int], dist.Work]
 Finish = Callable[[int], None]
@@ -44,12 +45,12 @@ def pipeline(chunks: int, start: Start, finish: Finish) -> None:
 
 
 def matmul_all_reduce(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
     group: dist.ProcessGroup,
     chunks: int,
-    addend: torch.Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> None:
     """``out = sum over ranks of (a @ b + addend)``; moves ``[m, n]`` in ``chunks`` all-reduces.
 
@@ -67,12 +68,12 @@ def matmul_all_reduce(
 
 
 def matmul_reduce_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
     group: dist.ProcessGroup,
     chunks: int,
-    addend: torch.Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> None:
     """``out = this rank's rows of the sum of a @ b + addend``; reduce-scatters ``[m, n]`` in all.
 
@@ -82,9 +83,9 @@ def matmul_reduce_scatter(
     """
     ranks = group.size()
     results = out.chunk(chunks)
-    partial: list[torch.Tensor | None] = [None] * chunks
+    partial: list[Tensor | None] = [None] * chunks
 
-    def rows_of(x: torch.Tensor, i: int) -> torch.Tensor:
+    def rows_of(x: Tensor, i: int) -> Tensor:
         return x.view(ranks, chunks, -1, x.size(1))[:, i].reshape(-1, x.size(1))
 
     def start(i: int) -> dist.Work:
@@ -99,13 +100,13 @@ def matmul_reduce_scatter(
 
 
 def all_gather_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    gathered: torch.Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    gathered: Tensor | None,
     group: dist.ProcessGroup,
     chunks: int,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """``out = (a of all ranks) @ b + bias``; gathers ``[m, k]``, into ``gathered`` if given.
 
@@ -116,7 +117,7 @@ def all_gather_matmul(
     parts = a.chunk(chunks)
     chunked_out = out.view(ranks, chunks, -1, out.size(1))
     whole = None if gathered is None else gathered.view(ranks, chunks, -1, k)
-    arriving: list[torch.Tensor | None] = [None] * chunks
+    arriving: list[Tensor | None] = [None] * chunks
 
     def start(i: int) -> dist.Work:
         direct = gathered is not None and chunks == 1
@@ -141,11 +142,8 @@ def all_gather_matmul(
 
 
 def _product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    addend: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, addend: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """``a @ b + addend``; see the module for a padded b."""
     if b.size(0) > a.size(1):
         a = F.pad(a, (0, b.size(0) - a.size(1)))

@@ -15,11 +15,12 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops.registry import Operator, plain_torch
 
 
-def reserve(x: torch.Tensor, count: int) -> torch.Tensor:
+def reserve(x: Tensor, count: int) -> Tensor:
     """Return ``(seed, offset)`` for ``count`` random numbers on ``x``'s device.
 
     Args:
@@ -32,7 +33,7 @@ def reserve(x: torch.Tensor, count: int) -> torch.Tensor:
     return _RESERVE(x, count)
 
 
-def draws(rng: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def draws(rng: Tensor, shape: torch.Size) -> Tensor:
     """The CPU's numbers of a pair: int16 ``[*shape]``, all 65,536 values equally likely.
 
     Args:
@@ -46,7 +47,7 @@ def draws(rng: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return drawn.view(torch.int16)[:count].view(shape)
 
 
-def kept(numbers: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+def kept(numbers: Tensor, p: float, dtype: torch.dtype) -> Tensor:
     """1 where a number of :func:`draws` keeps an element and 0 where it drops it, elementwise.
 
     Args:
@@ -59,12 +60,12 @@ def kept(numbers: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.ge(numbers, first_kept, out=numbers.new_empty(numbers.shape, dtype=dtype))
 
 
-def _from_default_generator(x: torch.Tensor, count: int) -> torch.Tensor:
+def _from_default_generator(x: Tensor, count: int) -> Tensor:
     seed = torch.randint(2**62, (1,), dtype=torch.int64)
     return torch.cat([seed, torch.zeros(1, dtype=torch.int64)])
 
 
-def _from_device_generator(x: torch.Tensor, count: int) -> torch.Tensor:
+def _from_device_generator(x: Tensor, count: int) -> Tensor:
     # Host only: reading and moving the offset does not synchronise with the device.
     generator = _default_generator(x)
     offset = generator.get_offset()
@@ -73,7 +74,7 @@ def _from_device_generator(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def default_generator_at(x: torch.Tensor, rng: torch.Tensor | None) -> Iterator[None]:
+def default_generator_at(x: Tensor, rng: Tensor | None) -> Iterator[None]:
     """Let a kernel that draws from the default generator of ``x``'s device draw a pair's numbers.
 
     Args:
@@ -94,15 +95,15 @@ def default_generator_at(x: torch.Tensor, rng: torch.Tensor | None) -> Iterator[
         generator.set_offset(before[1])
 
 
-def _default_generator(x: torch.Tensor) -> torch.Generator:
+def _default_generator(x: Tensor) -> torch.Generator:
     return getattr(torch, x.device.type).default_generators[x.device.index or 0]
 
 
-def _fake(x: torch.Tensor, count: int) -> torch.Tensor:
+def _fake(x: Tensor, count: int) -> Tensor:
     return torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-def _samples(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, int]]:
+def _samples(dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
     return iter(())  # nothing to compare: every call returns another pair
 
 

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mindspeed.errors import ConfigError
@@ -261,7 +262,7 @@ class Operator:
 def _dense(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_dense, value))
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _with_dense_results(kernel: Kernel) -> Kernel:

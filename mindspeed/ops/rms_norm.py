@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
@@ -22,9 +23,7 @@ __all__ = ["rms_norm"]
 _check = Check("rms_norm")
 
 
-def rms_norm(
-    x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6, *, offset: float = 0.0
-) -> torch.Tensor:
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, offset: float = 0.0) -> Tensor:
     """Normalise the last dimension of ``x`` by its root mean square.
 
     Args:
@@ -50,9 +49,7 @@ def rms_norm(
     return RMS_NORM(x, gamma, epsilon, offset)[0]
 
 
-def _reference(
-    x: torch.Tensor, gamma: torch.Tensor, eps: float, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _reference(x: Tensor, gamma: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     wide = accumulation_dtype(x)
     xw = x.to(wide)
     rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
@@ -62,8 +59,8 @@ def _reference(
 
 
 def _reference_backward(
-    dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
     wide = accumulation_dtype(x)
     normed = x.to(wide) * rstd
     dyw = dy.to(wide)
@@ -75,44 +72,40 @@ def _reference_backward(
     return dx.to(x.dtype), dgamma.to(gamma.dtype)
 
 
-def _npu(
-    x: torch.Tensor, gamma: torch.Tensor, eps: float, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _npu(x: Tensor, gamma: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     return torch.ops.npu.npu_rms_norm(x, _npu_gamma(x, gamma, offset), eps)
 
 
 def _npu_backward(
-    dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
     dx, dgamma = torch.ops.npu.npu_rms_norm_backward(dy, x, _npu_gamma(x, gamma, offset), rstd)
     return dx, dgamma.to(gamma.dtype)
 
 
-def _npu_gamma(x: torch.Tensor, gamma: torch.Tensor, offset: float) -> torch.Tensor:
+def _npu_gamma(x: Tensor, gamma: Tensor, offset: float) -> Tensor:
     return (gamma + offset if offset else gamma).to(x.dtype)  # the op takes one dtype only
 
 
-def _fake(
-    x: torch.Tensor, gamma: torch.Tensor, eps: float, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x: Tensor, gamma: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=accumulation_dtype(x))
     return torch.empty_like(x, memory_format=torch.contiguous_format), rstd
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(gamma)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, gamma, _, ctx.offset = inputs
     ctx.save_for_backward(x, gamma, output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dy: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None
     dx, dgamma = RMS_NORM_BACKWARD(dy, *ctx.saved_tensors, ctx.offset)

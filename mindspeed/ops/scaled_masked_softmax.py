@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import accumulation_dtype, random, row_blocks
@@ -27,8 +28,8 @@ _MASKED = -10000.0
 
 
 def scaled_masked_softmax(
-    x: torch.Tensor, mask: torch.Tensor | None, scale: float = 1.0, *, causal: bool = False
-) -> torch.Tensor:
+    x: Tensor, mask: Tensor | None, scale: float = 1.0, *, causal: bool = False
+) -> Tensor:
     """Turn attention scores into probabilities.
 
     Args:
@@ -57,15 +58,13 @@ def scaled_masked_softmax(
     return SOFTMAX(x, mask, scale, causal)
 
 
-def _masked(x: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+def _masked(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
     if not causal:
         return mask
     return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)[None, None]
 
 
-def _reference(
-    x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
+def _reference(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     masked = _masked(x, mask, causal)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for block in row_blocks(x):
@@ -77,8 +76,8 @@ def _reference(
 
 
 def _reference_backward(
-    dy: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
+    dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> Tensor:
     masked, wide = _masked(y, mask, causal), accumulation_dtype(y)
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     for block in row_blocks(y):
@@ -90,7 +89,7 @@ def _reference_backward(
     return dx
 
 
-def _npu(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool) -> torch.Tensor:
+def _npu(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     if not _npu_takes(x):
         return _reference(x, mask, scale, causal)
     return torch.ops.npu.npu_scaled_masked_softmax(
@@ -98,9 +97,7 @@ def _npu(x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool)
     )
 
 
-def _npu_backward(
-    dy: torch.Tensor, y: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
+def _npu_backward(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     if not _npu_takes(y):
         return _reference_backward(dy, y, mask, scale, causal)
     return torch.ops.npu.npu_scaled_masked_softmax_backward(
@@ -108,7 +105,7 @@ def _npu_backward(
     )
 
 
-def _npu_mask(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _npu_mask(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:  # not read with the fixed triangle
         return torch.zeros((1, 1, *x.shape[2:]), dtype=torch.bool, device=x.device)
     # The op takes [b or 1, n or 1, sq, sk].
@@ -120,25 +117,25 @@ _NPU_NOTE = (
 )
 
 
-def _npu_takes(x: torch.Tensor) -> bool:
+def _npu_takes(x: Tensor) -> bool:
     sides = all(32 <= size <= 4096 and size % 32 == 0 for size in x.shape[2:])
     return sides and x.numel() > 0
 
 
-def _fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _fake_backward(dy: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake_backward(dy: Tensor, y: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, mask, ctx.scale, ctx.causal = inputs
     ctx.save_for_backward(output, mask)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     y, mask = ctx.saved_tensors
     return SOFTMAX_BACKWARD(dy, y, mask, ctx.scale, ctx.causal), None, None, None
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import (
@@ -31,7 +32,7 @@ from mindspeed.ops.registry import Operator, torch_npu, triton
 __all__ = ["swiglu", "weighted_swiglu"]
 
 
-def swiglu(x: torch.Tensor, dim: int = -1, *, bias: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(x: Tensor, dim: int = -1, *, bias: Tensor | None = None) -> Tensor:
     """Gate one half of ``x`` with the other: ``silu(first) * second``.
 
     Args:
@@ -64,7 +65,7 @@ def swiglu(x: torch.Tensor, dim: int = -1, *, bias: torch.Tensor | None = None) 
     return y.view(*x.shape[:dim], size // 2, *x.shape[dim + 1 :])
 
 
-def weighted_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """SwiGLU of every row times the row's weight.
 
     Args:
@@ -92,14 +93,12 @@ def weighted_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return SWIGLU(x, None, weight.reshape(*rows, 1))
 
 
-def _halves(rows: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> Any:
+def _halves(rows: Tensor, bias: Tensor | None, wide: torch.dtype) -> Any:
     rows = rows.to(wide)
     return (rows if bias is None else rows + bias.to(wide)).chunk(2, -1)
 
 
-def _reference(
-    x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
-) -> torch.Tensor:
+def _reference(x: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
     wide = accumulation_dtype(x)
     rows = x.reshape(-1, x.shape[-1])
     y = x.new_empty(rows.shape[0], x.shape[-1] // 2)
@@ -114,8 +113,8 @@ def _reference(
 
 
 def _reference_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
     wide = accumulation_dtype(x)
     rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -139,14 +138,14 @@ def _reference_backward(
     return dx.view(x.shape), dw
 
 
-def _npu(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
+def _npu(x: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
     y = torch.ops.npu.npu_swiglu(_with_bias(x, bias))
     return y if weight is None else (y * weight).to(x.dtype)
 
 
 def _npu_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
     x = _with_bias(x, bias)
     if weight is None:
         return torch.ops.npu.npu_swiglu_backward(dy.contiguous(), x), x.new_empty(0)
@@ -155,26 +154,26 @@ def _npu_backward(
     return dx, dw.to(weight.dtype)
 
 
-def _with_bias(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x.contiguous() if bias is None else (x + bias).to(x.dtype)
 
 
-def _fake(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor:
+def _fake(x: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, bias, weight = ctx.saved_tensors
     dx, dweight = SWIGLU_BACKWARD(dy, x, bias, weight)
     dbias = None

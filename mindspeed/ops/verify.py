@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops.catalog import operators
 from mindspeed.ops.registry import Operator
@@ -67,7 +68,7 @@ def verify(operator: Operator, device: Any, dtype: torch.dtype) -> Result:
 
 
 def compare(
-    operator: Operator, out: Sequence[torch.Tensor], sample: tuple[Any, ...], dtype: torch.dtype
+    operator: Operator, out: Sequence[Tensor], sample: tuple[Any, ...], dtype: torch.dtype
 ) -> float:
     """Return the largest error of ``out`` relative to the error allowed for this sample.
 
@@ -83,7 +84,7 @@ def compare(
     return max(errors, default=0.0)
 
 
-def outputs(operator: Operator, function: Any, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+def outputs(operator: Operator, function: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
     """Return the results of ``function`` and the tensors it wrote to.
 
     Args:
@@ -94,10 +95,10 @@ def outputs(operator: Operator, function: Any, arguments: tuple[Any, ...]) -> li
     returned = function(*arguments)
     tensors = list(returned) if isinstance(returned, (tuple, list)) else [returned]
     written = [arguments[position] for position in operator.mutated()]
-    return [x for x in tensors + written if isinstance(x, torch.Tensor)]
+    return [x for x in tensors + written if isinstance(x, Tensor)]
 
 
-def _run_on(operator: Operator, sample: tuple[Any, ...], device: Any) -> list[torch.Tensor]:
+def _run_on(operator: Operator, sample: tuple[Any, ...], device: Any) -> list[Tensor]:
     moved = _map(sample, lambda x: x.clone() if device == "cpu" else x.to(device))
     kept = operator.on_host
     arguments = tuple(
@@ -106,9 +107,7 @@ def _run_on(operator: Operator, sample: tuple[Any, ...], device: Any) -> list[to
     return [x.cpu() for x in outputs(operator, operator, arguments)]
 
 
-def _excess(
-    out: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype
-) -> float:
+def _excess(out: Tensor, plain: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     if out.shape != truth.shape or out.dtype != plain.dtype:
         raise AssertionError(
             f"{out.dtype} {tuple(out.shape)} instead of {plain.dtype} {tuple(truth.shape)}"
@@ -133,12 +132,12 @@ def _map(sample: tuple[Any, ...], function: Any) -> tuple[Any, ...]:
     def one(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(one(x) for x in value)
-        return function(value) if isinstance(value, torch.Tensor) else value
+        return function(value) if isinstance(value, Tensor) else value
 
     return tuple(one(value) for value in sample)
 
 
-def _to_double(x: torch.Tensor) -> torch.Tensor:
+def _to_double(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x.clone()
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 
 EVERYTHING = 2147483647
@@ -53,7 +54,7 @@ class Sight:
     low: int
     high: int
     prefix: tuple[int, ...] | None = None
-    mask: torch.Tensor | None = None
+    mask: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -81,7 +82,7 @@ class Sight:
             start, stop = 0, max(stop, min(max(self.prefix), self.keys))
         return start, max(start, stop)
 
-    def hidden(self, rows: slice, columns: slice, device: torch.device) -> torch.Tensor | None:
+    def hidden(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
         """True where query and key of a tile do not meet; None where all do.
 
         bool, broadcastable to ``[b, n, rows, columns]``.
@@ -102,7 +103,7 @@ class Sight:
             hidden = hidden & (key >= prefix)
         return hidden if given is None else hidden | given
 
-    def blind(self, device: torch.device) -> torch.Tensor | None:
+    def blind(self, device: torch.device) -> Tensor | None:
         """bool, broadcastable to ``[b, n, queries]``: True where a query sees no key, or None."""
         everything = slice(0, self.queries), slice(0, self.keys)
         if self.mask is not None:
@@ -144,7 +145,7 @@ def sight(
     next: int = EVERYTHING,
     *,
     prefix: Sequence[int] | None = None,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     sequence: int = 0,
     sequences: int = 1,
 ) -> Sight:
@@ -175,7 +176,7 @@ def sight(
     return Sight(queries, keys, -EVERYTHING, d, prefix=columns)
 
 
-def tile_of(x: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+def tile_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
     """The tile ``[..., rows, columns]`` of ``x``, any dtype.
 
     ``x`` is broadcastable to ``[..., queries, keys]``.
@@ -188,18 +189,18 @@ def tile_of(x: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
 COMPRESSED = 2048
 """Rows and columns of the compressed causal mask."""
 
-_cache: dict[tuple[str, int, torch.device], torch.Tensor] = {}
+_cache: dict[tuple[str, int, torch.device], Tensor] = {}
 
 
-def causal_mask(device: torch.device | str, size: int = COMPRESSED) -> torch.Tensor:
+def causal_mask(device: torch.device | str, size: int = COMPRESSED) -> Tensor:
     """bool ``[size, size]``, True above the diagonal; one per size and device."""
     return _cached("causal", size, device, lambda: _ones(size, size, device).triu(1))
 
 
-def prefix_mask(device: torch.device | str) -> torch.Tensor:
+def prefix_mask(device: torch.device | str) -> Tensor:
     """bool ``[3072, 2048]``: the triangle, below it a left half of False, a right one of True."""
 
-    def make() -> torch.Tensor:
+    def make() -> Tensor:
         rectangle = _ones(COMPRESSED // 2, COMPRESSED, device)
         rectangle[:, : COMPRESSED // 2] = False
         return torch.cat([_ones(COMPRESSED, COMPRESSED, device).triu(1), rectangle])
@@ -209,7 +210,7 @@ def prefix_mask(device: torch.device | str) -> torch.Tensor:
 
 def generate_attention_mask(
     compress: bool, device: torch.device | str, seq_length: int = COMPRESSED
-) -> torch.Tensor:
+) -> Tensor:
     """Return the causal mask, True is masked.
 
     Args:
@@ -219,13 +220,11 @@ def generate_attention_mask(
     return causal_mask(device, COMPRESSED if compress else seq_length)
 
 
-def _ones(rows: int, columns: int, device: torch.device | str) -> torch.Tensor:
+def _ones(rows: int, columns: int, device: torch.device | str) -> Tensor:
     return torch.ones(rows, columns, dtype=torch.bool, device=device)
 
 
-def _cached(
-    kind: str, size: int, device: torch.device | str, make: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def _cached(kind: str, size: int, device: torch.device | str, make: Callable[[], Tensor]) -> Tensor:
     if detect_fake_mode() is not None:  # a fake tensor must not outlive its mode
         return make()
     key = (kind, size, torch.device(device))

@@ -31,6 +31,7 @@ import hashlib
 import math
 
 import torch
+from torch import Tensor
 
 from mindspeed.optimizer.codecs import Codec, Occasion
 
@@ -61,14 +62,12 @@ class BlockFp8(Codec):
         """This codec with the random numbers of a step and a position."""
         return type(self)(occasion)
 
-    def allocate_extra(self, param: torch.Tensor) -> torch.Tensor:
+    def allocate_extra(self, param: Tensor) -> Tensor:
         """The scales, fp32 ``[ceil(n / 256)]`` for a parameter of n elements."""
         blocks = -(-param.numel() // BLOCK)
         return torch.zeros(blocks, dtype=torch.float32, device=param.device)
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Widen E4M3 to fp32 and multiply each block by its scale."""
         assert extra is not None
         value = stored.to(torch.float32, memory_format=torch.contiguous_format)
@@ -76,13 +75,7 @@ class BlockFp8(Codec):
             blocks.mul_(scales)
         return value
 
-    def encode(
-        self,
-        value: torch.Tensor,
-        stored: torch.Tensor,
-        extra: torch.Tensor | None,
-        param: torch.Tensor,
-    ) -> None:
+    def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
         """Choose the scales of ``value`` (fp32, any shape), divide and round stochastically."""
         assert extra is not None
         scaled = value.clone(memory_format=torch.contiguous_format)
@@ -92,35 +85,27 @@ class BlockFp8(Codec):
         self._calls += 1
         stored.copy_(self._rounded(scaled, self._occasion or Occasion(self._calls)))
 
-    def _rounded(self, scaled: torch.Tensor, occasion: Occasion) -> torch.Tensor:
+    def _rounded(self, scaled: Tensor, occasion: Occasion) -> Tensor:
         return _stochastically_rounded(scaled, occasion)
 
 
 class RootBlockFp8(BlockFp8):
     """A state that is never negative, as its square root in E4M3: the second moment."""
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Widen E4M3 to fp32, multiply each block by its scale, and square."""
         return super().decode(stored, extra, param).square_()
 
-    def encode(
-        self,
-        value: torch.Tensor,
-        stored: torch.Tensor,
-        extra: torch.Tensor | None,
-        param: torch.Tensor,
-    ) -> None:
+    def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
         """Store the square root of ``value`` (fp32, any shape)."""
         super().encode(value.sqrt(), stored, extra, param)
 
-    def _rounded(self, scaled: torch.Tensor, occasion: Occasion) -> torch.Tensor:
+    def _rounded(self, scaled: Tensor, occasion: Occasion) -> Tensor:
         rounded = _stochastically_rounded(scaled, occasion, root=True)
         return torch.where(scaled > 0, rounded.clamp(min=_SMALLEST), rounded)
 
 
-def _blocks(tensor: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _blocks(tensor: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Views of the whole blocks of a contiguous tensor, and of the last, shorter one.
 
     Args:
@@ -139,14 +124,12 @@ def _blocks(tensor: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tens
     return [(blocks, own) for blocks, own in pairs if blocks.numel()]
 
 
-def _power_of_two(value: torch.Tensor) -> torch.Tensor:
+def _power_of_two(value: Tensor) -> Tensor:
     """The smallest normal power of two that is not below a value >= 0 (fp32, any shape); 0 of 0."""
     return ((value.view(torch.int32) + 0x7FFFFF) & _EXPONENT).view(torch.float32)
 
 
-def _stochastically_rounded(
-    value: torch.Tensor, occasion: Occasion, root: bool = False
-) -> torch.Tensor:
+def _stochastically_rounded(value: Tensor, occasion: Occasion, root: bool = False) -> Tensor:
     """Round fp32 (any shape, magnitudes up to 448) to numbers of E4M3, up or down at random.
 
     A number of E4M3 stays what it is; the mean over many steps or positions is not changed. That of
@@ -163,7 +146,7 @@ def _stochastically_rounded(
     return chance.add_(noise).floor_().add_(whole).mul_(step)
 
 
-def _uniform(count: int, occasion: Occasion, place: torch.device) -> torch.Tensor:
+def _uniform(count: int, occasion: Occasion, place: torch.device) -> Tensor:
     """Pseudo-random numbers in [0, 1), multiples of 2 ** -16: fp32 ``[count]`` on ``place``."""
     first = occasion.start
     positions = torch.arange(first, first + count, device=place).to(torch.int32)  # modulo 2 ** 32
@@ -171,7 +154,7 @@ def _uniform(count: int, occasion: Occasion, place: torch.device) -> torch.Tenso
     return (bits & 0xFFFF).to(torch.float32).mul_(2.0**-16)
 
 
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
+def _mixed(bits: Tensor) -> Tensor:
     """A hash of int32, in place: each bit of the input flips half of the output's."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         bits.bitwise_xor_(bits >> shift).mul_(factor)
@@ -184,7 +167,7 @@ def _key(occasion: Occasion) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 
 
-def keeps_fp32(param: torch.Tensor) -> bool:
+def keeps_fp32(param: Tensor) -> bool:
     """Whether the moments of a parameter (any shape), or of a shard of one, are better not in fp8.
 
     ``param.rare_gradients`` marks embeddings and routers; a shard's ``parameter_shape`` is the

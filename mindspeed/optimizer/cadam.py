@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed.optimizer.codecs import Codec
 from mindspeed.optimizer.rules import StepOptions, Tensors, UpdateRule
@@ -66,12 +67,12 @@ class Rows:
     length: int
     lead: int
 
-    def split(self, flat: torch.Tensor) -> torch.Tensor:
+    def split(self, flat: Tensor) -> Tensor:
         """``flat`` ``[n]``, any dtype, as ``[rows, length]``, padded with zeros."""
         tail = -(self.lead + flat.numel()) % self.length
         return torch.nn.functional.pad(flat, (self.lead, tail)).view(-1, self.length)
 
-    def join(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+    def join(self, rows: Tensor, count: int) -> Tensor:
         """The inverse of :meth:`split`: ``[count]``, any dtype, of ``[rows, length]``."""
         return rows.reshape(-1)[self.lead : self.lead + count]
 
@@ -80,7 +81,7 @@ class Rows:
         return -(-(self.lead + numel) // self.length) if numel else 0
 
 
-def rows_of(tensor: torch.Tensor) -> Rows:
+def rows_of(tensor: Tensor) -> Rows:
     """The rows of a parameter, or of a flat shard ``[n]`` of one.
 
     A shard says in ``parameter_shape`` and ``parameter_start`` what it is a shard of, and which of
@@ -96,14 +97,12 @@ class RowScaled(Codec):
 
     dtype = torch.float16
 
-    def allocate_extra(self, param: torch.Tensor) -> torch.Tensor:
+    def allocate_extra(self, param: Tensor) -> Tensor:
         """fp32 ``[rows]`` for ``param``."""
         rows = rows_of(param).count(param.numel())
         return torch.ones(rows, dtype=torch.float32, device=param.device)
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Widen fp16 to fp32, elementwise, and multiply each row by its scale ``[rows]``."""
         assert extra is not None
         if not stored.numel():
@@ -112,13 +111,7 @@ class RowScaled(Codec):
         wide = rows.split(stored.reshape(-1)).float() * extra[:, None]
         return rows.join(wide, stored.numel()).view(stored.shape)
 
-    def encode(
-        self,
-        value: torch.Tensor,
-        stored: torch.Tensor,
-        extra: torch.Tensor | None,
-        param: torch.Tensor,
-    ) -> None:
+    def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
         """Choose the fp32 scales ``[rows]``, divide each row by its own and round to fp16."""
         assert extra is not None
         if not stored.numel():
@@ -129,7 +122,7 @@ class RowScaled(Codec):
         stored.copy_(rows.join(wide / extra[:, None], stored.numel()).view(stored.shape))
 
 
-def _power_of_two(peak: torch.Tensor) -> torch.Tensor:
+def _power_of_two(peak: Tensor) -> Tensor:
     """``2^e`` with ``peak / 2^e``, rounded to fp16, in [2^14, 2^15): fp32 in and out.
 
     A peak that fp16 rounds up to a power of two counts as that one: what is read again has it as

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -49,27 +50,19 @@ class Codec:
         """The codec that encodes on this occasion: another one where it rounds at random."""
         return self
 
-    def allocate(self, param: torch.Tensor) -> torch.Tensor:
+    def allocate(self, param: Tensor) -> Tensor:
         """Return uninitialised storage in ``dtype`` for a state of ``param``."""
         return torch.empty_like(param, dtype=self.dtype, requires_grad=False)
 
-    def allocate_extra(self, param: torch.Tensor) -> torch.Tensor | None:
+    def allocate_extra(self, param: Tensor) -> Tensor | None:
         """Return what decoding needs next to it, flat: scales or bits ``[n]``; or None."""
         return None
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Return the state in fp32, the stored tensor itself where that is its dtype."""
         return stored
 
-    def encode(
-        self,
-        value: torch.Tensor,
-        stored: torch.Tensor,
-        extra: torch.Tensor | None,
-        param: torch.Tensor,
-    ) -> None:
+    def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
         """Write ``value``, fp32, into ``stored`` and ``extra``."""
         stored.copy_(value)
 
@@ -79,7 +72,7 @@ class Full(Codec):
 
     block = 1
 
-    def allocate(self, param: torch.Tensor) -> torch.Tensor:
+    def allocate(self, param: Tensor) -> Tensor:
         """A tensor like the parameter: fp32, or fp64 for fp64."""
         dtype = torch.promote_types(param.dtype, torch.float32)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
@@ -88,23 +81,15 @@ class Full(Codec):
 class Absent(Codec):
     """A state that the update rule does not have, but Megatron's checkpoints do: zeros."""
 
-    def allocate(self, param: torch.Tensor) -> torch.Tensor:
+    def allocate(self, param: Tensor) -> Tensor:
         """Nothing: fp32 ``[0]``."""
         return torch.empty(0, dtype=self.dtype, device=param.device)
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Zeros of the parameter's shape, fp32."""
         return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
 
-    def encode(
-        self,
-        value: torch.Tensor,
-        stored: torch.Tensor,
-        extra: torch.Tensor | None,
-        param: torch.Tensor,
-    ) -> None:
+    def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
         """No-op: no state is stored."""
 
 
@@ -114,9 +99,7 @@ class BFloat16(Codec):
     dtype = torch.bfloat16
     block = 1
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Widen bf16 to fp32, elementwise."""
         return stored.float()
 
@@ -127,24 +110,16 @@ class Scaled(Codec):
     def __init__(self, dtype: torch.dtype, top: float) -> None:
         self.dtype, self.top = dtype, top
 
-    def allocate_extra(self, param: torch.Tensor) -> torch.Tensor:
+    def allocate_extra(self, param: Tensor) -> Tensor:
         """One fp32 number for the tensor, ``[1]``."""
         return torch.ones(1, dtype=torch.float32, device=param.device)
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Widen to fp32, elementwise, and multiply by the scale ``[1]``."""
         assert extra is not None
         return stored.float().mul_(extra)
 
-    def encode(
-        self,
-        value: torch.Tensor,
-        stored: torch.Tensor,
-        extra: torch.Tensor | None,
-        param: torch.Tensor,
-    ) -> None:
+    def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
         """Choose the fp32 scale ``[1]`` by the largest magnitude, divide and round, elementwise."""
         assert extra is not None
         peak = value.abs().amax() if value.numel() else value.new_zeros(())

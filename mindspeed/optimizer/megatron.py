@@ -27,6 +27,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.moe.router import Router
+from torch import Tensor
 
 from mindspeed.errors import ConfigError
 
@@ -119,7 +120,7 @@ def _parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _forget_main_param(param: torch.Tensor) -> None:
+def _forget_main_param(param: Tensor) -> None:
     """Without it Megatron takes a parameter's norm from the parameter itself (any shape, 16 bit).
 
     With the None that its precision-aware optimizer leaves there, the norm would be that of none.
@@ -132,7 +133,7 @@ def _forget_main_param(param: torch.Tensor) -> None:
 class PrecisionAwareFloat16(Float16OptimizerWithFloat16Params):
     """Megatron's optimizer of 16-bit models, with the master weights inside ``FusedAdam``."""
 
-    fp32_from_float16_groups: list[list[torch.Tensor]]
+    fp32_from_float16_groups: list[list[Tensor]]
 
     def take_masters_back(self) -> None:
         """Give ``FusedAdam`` the 16-bit parameters, and drop the fp32 copies of the constructor."""
@@ -160,7 +161,7 @@ class PrecisionAwareFloat16(Float16OptimizerWithFloat16Params):
             param.decoupled_grad = getattr(param, "main_grad", param.grad)
             param.grad = None
 
-    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+    def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
         found = (param.decoupled_grad for param in self.get_parameters())
         return [grad for grad in found if grad is not None]
 
@@ -200,11 +201,11 @@ class PrecisionAwareFloat16(Float16OptimizerWithFloat16Params):
             value = master.detach().to(param.device, torch.float32)
             self.optimizer.set_scaled_state(param, MASTER, value)
 
-    def _narrow_params(self) -> list[torch.Tensor]:
+    def _narrow_params(self) -> list[Tensor]:
         return [param for group in self.float16_groups for param in group]
 
 
-def _or_weight(master: torch.Tensor | None, param: torch.Tensor) -> torch.Tensor:
+def _or_weight(master: Tensor | None, param: Tensor) -> Tensor:
     """A master weight, fp32; before the first step that is the parameter (any shape, 16 bit)."""
     return param.detach().float() if master is None else master
 

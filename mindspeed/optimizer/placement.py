@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed import device
 
@@ -35,17 +36,15 @@ class Placement(ABC):
     """Placement of one state of every parameter."""
 
     @abstractmethod
-    def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, place: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> Tensor:
         """Uninitialised storage for a parameter on ``place``."""
 
     @abstractmethod
-    def read(self, stored: torch.Tensor) -> torch.Tensor:
+    def read(self, stored: Tensor) -> Tensor:
         """The state as an ordinary tensor in the dtype of ``stored``."""
 
     @abstractmethod
-    def write(self, stored: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, stored: Tensor, value: Tensor) -> None:
         """Overwrite ``stored`` with ``value``: any shape, equal ones, any floating dtypes."""
 
 
@@ -92,7 +91,7 @@ class Figures:
     peak: int = 0
 
 
-Update = Callable[[Sequence[Span], Mapping[str, list[torch.Tensor]]], None]
+Update = Callable[[Sequence[Span], Mapping[str, list[Tensor]]], None]
 
 
 class HostSwap(Placement):
@@ -107,25 +106,23 @@ class HostSwap(Placement):
         self._copies: tuple[Any, Any] | None = None
         self._complete: Any = None
 
-    def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, place: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> Tensor:
         """Uninitialised host memory, pinned where the device uses that."""
         return device.host_tensor(shape, dtype)
 
-    def read(self, stored: torch.Tensor) -> torch.Tensor:
+    def read(self, stored: Tensor) -> Tensor:
         """The host tensor itself, once the last step has written it."""
         if self._complete is not None:
             self._complete.synchronize()
         return stored
 
-    def write(self, stored: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, stored: Tensor, value: Tensor) -> None:
         """Overwrite the host tensor with ``value``: any shape, equal ones, any floating dtypes."""
         self.read(stored).copy_(value)
 
     def stream(
         self,
-        states: Sequence[Mapping[str, torch.Tensor]],
+        states: Sequence[Mapping[str, Tensor]],
         place: torch.device,
         total: int,
         update: Update,
@@ -171,7 +168,7 @@ class _Buffer:
     """Device memory for one window: ``limit`` elements of each state, on ``place``."""
 
     def __init__(
-        self, states: Sequence[Mapping[str, torch.Tensor]], limit: int, place: torch.device
+        self, states: Sequence[Mapping[str, Tensor]], limit: int, place: torch.device
     ) -> None:
         self.flat = {
             name: torch.empty(limit, dtype=state.dtype, device=place)
@@ -184,8 +181,8 @@ class _Buffer:
         return sum(flat.nbytes for flat in self.flat.values())
 
     def load(
-        self, states: Sequence[Mapping[str, torch.Tensor]], window: Sequence[Span]
-    ) -> tuple[dict[str, list[torch.Tensor]], int]:
+        self, states: Sequence[Mapping[str, Tensor]], window: Sequence[Span]
+    ) -> tuple[dict[str, list[Tensor]], int]:
         """Copy a window in; returns its parts, name -> one flat tensor per span, and its bytes."""
         sizes = [span.stop - span.start for span in window]
         parts = {name: list(flat[: sum(sizes)].split(sizes)) for name, flat in self.flat.items()}
@@ -196,16 +193,16 @@ class _Buffer:
 
 
 def _store(
-    states: Sequence[Mapping[str, torch.Tensor]],
+    states: Sequence[Mapping[str, Tensor]],
     window: Sequence[Span],
-    parts: Mapping[str, list[torch.Tensor]],
+    parts: Mapping[str, list[Tensor]],
 ) -> None:
     for name, pieces in parts.items():
         for span, piece in zip(window, pieces, strict=True):
             _elements(states[span.index][name], span).copy_(piece, non_blocking=True)
 
 
-def _elements(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+def _elements(tensor: Tensor, span: Span) -> Tensor:
     return tensor.view(-1)[span.start : span.stop]
 
 
@@ -222,9 +219,7 @@ class HostMapped(Placement):
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.mapped = limit, 0
 
-    def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, place: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, place: torch.device) -> Tensor:
         """Uninitialised memory: mapped, or on ``place`` past the limit."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes or (self.limit is not None and self.mapped + nbytes > self.limit):
@@ -232,11 +227,11 @@ class HostMapped(Placement):
         self.mapped += nbytes
         return device.host_mapped_tensor(shape, dtype)
 
-    def read(self, stored: torch.Tensor) -> torch.Tensor:
+    def read(self, stored: Tensor) -> Tensor:
         """A copy in device memory: any shape, dtype of ``stored``."""
         return torch.ones_like(stored).mul_(stored)
 
-    def write(self, stored: torch.Tensor, value: torch.Tensor) -> None:
+    def write(self, stored: Tensor, value: Tensor) -> None:
         """Overwrite ``stored``; ``value`` has it, too, any floating dtype and device."""
         stored.fill_(1).mul_(value.to(stored.device, stored.dtype))
 

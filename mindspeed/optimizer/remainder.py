@@ -17,6 +17,7 @@ another ``B`` in those cases. Decoding is the same formula, so such remainders c
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mindspeed.optimizer.codecs import Codec
 
@@ -36,15 +37,13 @@ class Remainder(Codec):
         self.exact = exact
         self.block = 8 if exact else 1
 
-    def allocate_extra(self, param: torch.Tensor) -> torch.Tensor | None:
+    def allocate_extra(self, param: Tensor) -> Tensor | None:
         """With ``exact`` uint8 ``[ceil(n / 8)]`` for a parameter of n elements."""
         if not self.exact:
             return None
         return torch.zeros(-(-param.numel() // 8), dtype=torch.uint8, device=param.device)
 
-    def decode(
-        self, stored: torch.Tensor, extra: torch.Tensor | None, param: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, stored: Tensor, extra: Tensor | None, param: Tensor) -> Tensor:
         """Join bf16 parameter and int16 remainder to fp32, elementwise."""
         bits = param.detach().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         bits += stored
@@ -52,13 +51,7 @@ class Remainder(Codec):
             bits += unpacked(extra, bits.numel()).view(bits.shape)
         return bits.view(torch.float32)
 
-    def encode(
-        self,
-        value: torch.Tensor,
-        stored: torch.Tensor,
-        extra: torch.Tensor | None,
-        param: torch.Tensor,
-    ) -> None:
+    def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
         """Split ``value``, fp32, into bf16 parameter and int16 remainder, elementwise.
 
         A value in int16 is a remainder already.
@@ -75,17 +68,17 @@ class Remainder(Codec):
         param.detach().copy_(upper)
 
 
-def packed(flags: torch.Tensor) -> torch.Tensor:
+def packed(flags: Tensor) -> Tensor:
     """Eight bool flags a byte, the first in the lowest bit: uint8 ``[ceil(n / 8)]``."""
     bits = flags.reshape(-1).to(torch.uint8)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (bits << _shifts(bits)).sum(1, dtype=torch.uint8)
 
 
-def unpacked(bytes_: torch.Tensor, count: int) -> torch.Tensor:
+def unpacked(bytes_: Tensor, count: int) -> Tensor:
     """The inverse of :func:`packed`: uint8 ``[count]``, 0 or 1."""
     return (bytes_[:, None] >> _shifts(bytes_)).bitwise_and_(1).view(-1)[:count]
 
 
-def _shifts(like: torch.Tensor) -> torch.Tensor:
+def _shifts(like: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _STEP_WITHOUT_CORRECTION = 2.0**24
 """A step count at which ``1 - beta ** step`` is 1 in fp32: Adam without bias correction."""
@@ -29,7 +30,7 @@ ADDED = ("fused_adam", "cadam")  # Megatron does not know them and is given adam
 NAMES = ("adam", "sgd", "muon", "dist_muon", *ADDED)
 """Values of ``--optimizer``."""
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 
 def chosen(arguments: Mapping[str, Any]) -> str:
@@ -53,14 +54,14 @@ class StepOptions:
     """
 
     step: float
-    lr: float | torch.Tensor
+    lr: float | Tensor
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     bias_correction: bool
     decoupled_weight_decay: bool
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class UpdateRule:
         flag: what the user types for it, for messages.
     """
 
-    states: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+    states: Mapping[str, Callable[[Tensor], Tensor]]
     update: Callable[[Tensors, Tensors, Mapping[str, Tensors], StepOptions], None]
     elementwise: bool = False
     flag: str = "another update rule"

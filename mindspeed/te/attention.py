@@ -16,23 +16,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed.device.host_tensors import with_values
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     seen: Visibility,
     *,
     scale: float,
     dropout: float = 0.0,
-    bias: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+    slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Scaled dot-product attention.
 
     Args:
@@ -76,9 +77,7 @@ def attend(
     return out[..., :size_v]
 
 
-def own_value(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, config: Any
-) -> torch.Tensor:
+def own_value(query: Tensor, key: Tensor, value: Tensor, config: Any) -> Tensor:
     """Return ``value``, copied where that lets the output of the fused qkv projection be freed.
 
     The values are a view of that output, and attention saves them for its backward, so the whole
@@ -102,20 +101,20 @@ def own_value(
     return value.clone(memory_format=torch.contiguous_format)
 
 
-def _triangle(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _triangle(query: Tensor, key: Tensor) -> Tensor:
     size = (query.shape[2], key.shape[2])
     return torch.ones(size, dtype=torch.bool, device=query.device).tril()
 
 
 def _with_sink(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    sink: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Append the sink: one key whose score is ``sink[h]`` and whose value is zero.
 
     Queries get one more component, 1, which meets a 0 in every real key and ``sink / scale`` in the
@@ -143,10 +142,10 @@ class Documents:
     the ``padded`` ones are sums of the padded lengths, where each document starts.
     """
 
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_kv: torch.Tensor
-    cu_seqlens_q_padded: torch.Tensor | None = None
-    cu_seqlens_kv_padded: torch.Tensor | None = None
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    cu_seqlens_q_padded: Tensor | None = None
+    cu_seqlens_kv_padded: Tensor | None = None
 
     @with_values
     def ranges(self) -> list[tuple[int, int, int, int]]:
@@ -159,18 +158,18 @@ class Documents:
 
 
 def attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     documents: Documents,
     mask_type: str,
     *,
     scale: float,
     window: Window = None,
     dropout: float = 0.0,
-    slopes: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Attend within each document of a packed batch.
 
     Args:
@@ -185,7 +184,7 @@ def attend_packed(
         ``[t, h * d_v]`` in the dtype of the inputs; zero for padding between documents.
     """
     tokens, (heads, size) = query.shape[0], (query.shape[1], value.shape[-1])
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     filled = 0
     for start, (q, k, v, seen) in each_document(query, key, value, documents, mask_type, window):
         parts.append(query.new_zeros(start - filled, heads, size))
@@ -197,13 +196,8 @@ def attend_packed(
 
 
 def each_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: Documents,
-    mask_type: str,
-    window: Window,
-) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor, Visibility]]]:
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, mask_type: str, window: Window
+) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor, Visibility]]]:
     """Yield the first token of every document, its ``[1, h, s, d]`` tensors and visibility.
 
     Query, key and value are ``[t, h, d]`` of any dtype, which the views have, too.
@@ -224,14 +218,14 @@ def inside_document(mask_type: str) -> str:
 
 @torch.no_grad()
 def max_logit(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
     seen: Visibility,
     *,
     scale: float,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     block: int = 256,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the largest visible score of each head, fp32 ``[h]``.
 
     Args:
@@ -254,5 +248,5 @@ def max_logit(
     return best
 
 
-def _rows(x: torch.Tensor, part: slice) -> torch.Tensor:
+def _rows(x: Tensor, part: slice) -> Tensor:
     return x if x.shape[-2] == 1 else x[..., part, :]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te.masks import Window
 
@@ -26,7 +27,7 @@ def mask_type_and_window(mask_type: str, window: Window) -> tuple[str, Window]:
     return mask_type, window
 
 
-def mask_tensor(mask: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+def mask_tensor(mask: Tensor | None, causal: bool) -> Tensor | None:
     """The mask tensor with which a layer of the local spec attends; None: its mask type alone.
 
     Args:
@@ -54,9 +55,7 @@ def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
     return None
 
 
-def alibi_slopes(
-    all_heads: int, first: int, heads: int, device: torch.device
-) -> torch.Tensor | None:
+def alibi_slopes(all_heads: int, first: int, heads: int, device: torch.device) -> Tensor | None:
     """ALiBi slopes, fp32 ``[heads]``, of heads ``first, first + 1 ...``; None without ALiBi."""
     return None
 

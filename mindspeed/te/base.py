@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from mindspeed import device as devices
 from mindspeed.te.quantization import as_bytes, saved_factors
 
-Init = Callable[[torch.Tensor], Any]
+Init = Callable[[Tensor], Any]
 GetTracker = Callable[[], Any]
 
-_dummy_wgrads: dict[tuple[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] = {}
+_dummy_wgrads: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
 
 
 def get_dummy_wgrad(
@@ -36,7 +37,7 @@ def get_dummy_wgrad(
     dtype: torch.dtype,
     zero: bool = False,
     where: torch.device | str | int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a gradient placeholder for a weight whose gradient went into ``main_grad``.
 
     The values mean nothing unless ``zero``; one buffer per shape is shared by all weights.
@@ -56,7 +57,7 @@ def get_dummy_wgrad(
     return _dummy_wgrads[key].detach()
 
 
-def get_workspace() -> torch.Tensor:
+def get_workspace() -> Tensor:
     """Return the scratch memory of a matrix multiplication: none is needed, uint8 ``[0]``."""
     return torch.empty(0, dtype=torch.uint8, device=torch_device())
 
@@ -178,7 +179,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """No-op: scaling factors are created where a recipe needs them."""
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self) -> Tensor:
         """Return the factors of delayed scaling as bytes, uint8 ``[n]``; else ``[0]``."""
         scaling = self.fp8_meta.get("scaling")
         if scaling is not None:
@@ -188,7 +189,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Read what :meth:`get_extra_state` wrote; other programs' factors are not used."""
-        if not isinstance(state, torch.Tensor) or state.numel() == 0:
+        if not isinstance(state, Tensor) or state.numel() == 0:
             return
         self.fp8_meta["saved_scaling"] = saved_factors(state)
         if self.fp8_meta["saved_scaling"] is None:
@@ -231,5 +232,5 @@ def rng_fork(get_rng_state_tracker: GetTracker | None, name: str | None = None) 
     return tracker.fork(name) if name else tracker.fork()
 
 
-def _default_init(weight: torch.Tensor) -> None:
+def _default_init(weight: Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)

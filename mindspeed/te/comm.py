@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.spmd import Collective, I, P, R, V, typed
 
@@ -31,18 +32,14 @@ def group_size(group: Any) -> int:
     return 1 if group is None else group.size()
 
 
-def all_gather_first_dim(
-    x: torch.Tensor, group: Any, async_op: bool = False
-) -> tuple[torch.Tensor, Any]:
+def all_gather_first_dim(x: Tensor, group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
     """Gather ``[s/p, ...]``, any dtype, to ``[s, ...]``; return the result and a work handle."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     work = dist.all_gather_into_tensor(gathered, x.contiguous(), group=group, async_op=async_op)
     return gathered, work
 
 
-def reduce_scatter_first_dim(
-    x: torch.Tensor, group: Any, async_op: bool = False
-) -> tuple[torch.Tensor, Any]:
+def reduce_scatter_first_dim(x: Tensor, group: Any, async_op: bool = False) -> tuple[Tensor, Any]:
     """Sum ``[s, ...]``, any dtype, over p ranks; return own ``[s/p, ...]`` and a work handle."""
     size = group.size()
     if x.shape[0] % size:
@@ -59,42 +56,42 @@ def reduce_scatter_first_dim(
 @typed(Collective(P, V, sums=True))
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
         return reduce_scatter_first_dim(x, group)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return all_gather_first_dim(grads[0], ctx.group)[0], None
 
 
 @typed(Collective(V, R))
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
         return all_gather_first_dim(x, group)[0]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return reduce_scatter_first_dim(grads[0], ctx.group)[0], None
 
 
 @typed(Collective(P, I, sums=True))
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         x = x.contiguous()
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return grads[0], None
 
 
-def reduce_output(x: torch.Tensor, group: Any, sequence_parallel: bool) -> torch.Tensor:
+def reduce_output(x: Tensor, group: Any, sequence_parallel: bool) -> Tensor:
     """Sum the partial outputs ``[s, b, h]`` of a row-parallel layer over the ranks; differentiable.
 
     With ``sequence_parallel`` the result is this rank's ``[s/p, b, h]``, in the dtype of ``x``.
@@ -105,7 +102,7 @@ def reduce_output(x: torch.Tensor, group: Any, sequence_parallel: bool) -> torch
     return result  # type: ignore[no-any-return]
 
 
-def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
+def gather_sequence(x: Tensor, group: Any) -> Tensor:
     """Gather ``[s/p, b, h]`` of the ranks, any dtype, to ``[s, b, h]``; differentiable.
 
     The gradients of all ranks are summed, so what each computes from the result is its own part

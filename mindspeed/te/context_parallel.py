@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.attention import (
     HeadAllToAll,
@@ -41,9 +42,9 @@ _BALANCED = 0.95
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     groups: Any,
     strategy: Strategy,
     *,
@@ -52,11 +53,11 @@ def attend(
     window: Window = None,
     mask: Mask | None = None,
     packed: PackedBatch | None = None,
-    slopes: torch.Tensor | None = None,
+    slopes: Tensor | None = None,
     dropout: float = 0.0,
-    sink: torch.Tensor | None = None,
+    sink: Tensor | None = None,
     layer: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend over the sequence of all ranks; differentiable. Collective.
 
     Args:
@@ -117,14 +118,14 @@ def attend(
 
 def _attend_in_parts(
     parts: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *plan_and_group: Any,
-    sink: torch.Tensor | None,
-    slopes: torch.Tensor | None,
+    sink: Tensor | None,
+    slopes: Tensor | None,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend with one group of key heads after the other, which bounds the gathered keys."""
     groups, share = k.shape[1], q.shape[1] // k.shape[1]
     bounds = [groups * part // parts for part in range(parts + 1)]
@@ -140,9 +141,9 @@ def _attend_in_parts(
 
 
 def attend_thd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     documents: Documents,
     groups: Any,
     strategy: Strategy,
@@ -150,7 +151,7 @@ def attend_thd(
     causal: bool,
     window: Window,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend within documents that ranks share; differentiable. Collective.
 
     Args:

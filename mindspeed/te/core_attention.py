@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.errors import ConfigError
 from mindspeed.te import attention_policy, context_groups, kernels
@@ -63,9 +64,9 @@ class AttentionCall:
     scale: float
     dropout: float
     random_stream: Callable[[], AbstractContextManager[Any]]
-    bias: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
-    sink: torch.Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sink: Tensor | None = None
     documents: Documents | None = None
     packed: PackedBatch | None = None
     packed_documents: Documents | None = None
@@ -88,7 +89,7 @@ class AttentionCall:
         }
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> Any:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
     """Attend; differentiable, collective where ranks share the sequence.
 
     Args:
@@ -114,7 +115,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCal
         return _dense(q, k, v, call)
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> Any:
+def _dense(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
     q, k, v = (x.permute(_TO_BHSD[call.layout]) for x in (q, k, v))
     seen = call.visibility()
     out = kernels.attend(q, k, v, seen, bias=call.bias, **call.options)
@@ -124,9 +125,7 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCal
     return out, max_logit(q, k, seen, scale=call.scale, bias=call.bias)
 
 
-def _packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, call: AttentionCall
-) -> Any:
+def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, call: AttentionCall) -> Any:
     where = (documents, call.mask_type)
     out = kernels.attend_packed(q, k, v, *where, window=call.window, **call.options)
     if not call.max_logit:
@@ -139,9 +138,7 @@ def _packed(
     return out, torch.stack(logits).amax(0)
 
 
-def _by_plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, call: AttentionCall
-) -> torch.Tensor:
+def _by_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, call: AttentionCall) -> Tensor:
     from mindspeed.te import context_parallel
 
     _refuse_by_plan(call)
@@ -161,7 +158,7 @@ def _by_plan(
     return out.transpose(0, 1) if call.layout == "bshd" else out
 
 
-def _user_mask(q: torch.Tensor, k: torch.Tensor, call: AttentionCall) -> Mask | None:
+def _user_mask(q: Tensor, k: Tensor, call: AttentionCall) -> Mask | None:
     sequence = call.layout.find("s")
     if sequence < 0 or not call.self_attention or q.shape[sequence] != k.shape[sequence]:
         return None

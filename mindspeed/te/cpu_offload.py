@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed import device
 
@@ -25,7 +26,7 @@ MIN_ELEMENTS = 1 << 14
 """Tensors smaller than this are not worth a transfer."""
 
 
-def worth_moving(x: torch.Tensor) -> bool:
+def worth_moving(x: Tensor) -> bool:
     """Whether a saved tensor is a large activation in device memory."""
     weight = isinstance(x, torch.nn.Parameter)
     return x.device.type != "cpu" and not weight and x.numel() >= MIN_ELEMENTS
@@ -52,12 +53,12 @@ class _Offload:
         """Whether the forward of a layer is running; read by Megatron's own linear layers."""
         return bool(self._hooks)
 
-    def commit(self, x: torch.Tensor) -> torch.Tensor:
+    def commit(self, x: Tensor) -> Tensor:
         """End a layer."""
         self.layer = (self.layer + 1) % self.model_layers
         return x
 
-    def _pack(self, x: torch.Tensor) -> Any:
+    def _pack(self, x: Tensor) -> Any:
         if self.layer >= self.num_layers or not worth_moving(x):
             return x
         pinned = device.current().has("pinned_memory")
@@ -66,8 +67,8 @@ class _Offload:
         return x.device, host
 
     @staticmethod
-    def _unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
+    def _unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
             return packed
         where, host = packed
         return host.to(where, non_blocking=True)
@@ -80,7 +81,7 @@ def get_cpu_offload_context(
     offload_activations: bool = True,
     offload_weights: bool = False,
     double_buffering: bool = False,
-) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Return the context for a layer's forward and the function that ends a layer.
 
     The function takes the output of the layer, ``[s, b, h]`` of any dtype, and returns it.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.spmd import Collective, I, V, typed
 from mindspeed.te.comm import group_size
@@ -21,13 +22,8 @@ from mindspeed.te.comm import group_size
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        smoothing: float,
-        group: Any,
-        ignore_idx: int,
-    ) -> torch.Tensor:
+        ctx: Any, logits: Tensor, target: Tensor, smoothing: float, group: Any, ignore_idx: int
+    ) -> Tensor:
         size = logits.shape[-1]
         ranks = group_size(group)
         x = logits.float()
@@ -56,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         probs, index, mine, ignored = ctx.saved_tensors
         grad = probs.clone()
         hit = mine.to(grad.dtype).mul_(ctx.smoothing - 1).unsqueeze(-1)
@@ -67,20 +63,20 @@ class _CrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None, None
 
 
-def _reduce(x: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> None:
+def _reduce(x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM) -> None:
     if group_size(group) > 1:
         dist.all_reduce(x, op=op, group=group)
 
 
 def parallel_cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     label_smoothing: float = 0.0,
     reduce_loss: bool = False,
     dist_process_group: Any = None,
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the loss of each token in fp32, or their mean with ``reduce_loss``.
 
     Args:

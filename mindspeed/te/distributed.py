@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 from mindspeed import device
 from mindspeed.te.fp8 import Recomputation
@@ -37,18 +38,18 @@ class CudaRNGStatesTracker:
 
     def reset(self) -> None:
         """Forget all streams."""
-        self.states_: dict[str, torch.Tensor] = {}
+        self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
         self._current: str | None = None
 
-    def get_states(self) -> dict[str, torch.Tensor]:
+    def get_states(self) -> dict[str, Tensor]:
         """Return the state of every stream, uint8 ``[n]`` each, the one in use as it is now."""
         states = dict(self.states_)
         if self._current is not None:
             states[self._current] = get_state()
         return states
 
-    def set_states(self, states: dict[str, torch.Tensor | torch.Generator]) -> None:
+    def set_states(self, states: dict[str, Tensor | torch.Generator]) -> None:
         """Set the state of every stream: generators, or their states, uint8 ``[n]`` each."""
         self.states_ = {name: as_tensor(state) for name, state in states.items()}
         if self._current in self.states_:
@@ -81,7 +82,7 @@ class CudaRNGStatesTracker:
             self._current = outer
 
 
-def get_all_rng_states() -> dict[str, torch.Tensor]:
+def get_all_rng_states() -> dict[str, Tensor]:
     """Return the streams of the newest tracker: name to generator state, uint8 ``[n]`` each."""
     return _trackers[-1].get_states() if _trackers else {}
 
@@ -166,27 +167,27 @@ def _with_same_factors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy(states: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: state.clone() if isinstance(state, torch.Tensor) else state
+        name: state.clone() if isinstance(state, Tensor) else state
         for name, state in states.items()
     }
 
 
-def get_state() -> torch.Tensor:
+def get_state() -> Tensor:
     """Return the state of the generator, uint8 ``[n]`` on the CPU."""
     return device.current().generator().get_state()
 
 
-def set_state(state: torch.Tensor) -> None:
+def set_state(state: Tensor) -> None:
     """Set the state of the generator, uint8 ``[n]`` on the CPU."""
     device.current().generator().set_state(state)
 
 
-def as_tensor(state: torch.Tensor | torch.Generator) -> torch.Tensor:
+def as_tensor(state: Tensor | torch.Generator) -> Tensor:
     """Return a state as a tensor, uint8 ``[n]``; Megatron's graph-safe states are generators."""
     return state.get_state() if isinstance(state, torch.Generator) else state
 
 
-def seeded_state(seed: int) -> torch.Tensor:
+def seeded_state(seed: int) -> Tensor:
     """Return the state after seeding, uint8 ``[n]``, without changing the generator."""
     generator = device.current().generator()
     before = generator.get_state()

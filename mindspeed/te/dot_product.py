@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from mindspeed.errors import ConfigError
@@ -84,7 +85,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.softmax_scale = channels[0] ** -0.5 if softmax_scale is None else softmax_scale
         self.softmax_type, self.return_max_logit = softmax_type, return_max_logit
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        self.softmax_offset: torch.Tensor | None = None
+        self.softmax_offset: Tensor | None = None
         if softmax_type == "learnable":
             shape = (1, num_attention_heads // tp_size, 1, 1)
             self.softmax_offset = Parameter(torch.zeros(shape, device=torch_device()))
@@ -112,23 +113,23 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def forward(
         self,
-        query_layer: torch.Tensor,
-        key_layer: torch.Tensor,
-        value_layer: torch.Tensor,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
         attention_mask: Mask = None,
         qkv_format: str | None = None,
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_kv: torch.Tensor | None = None,
-        cu_seqlens_q_padded: torch.Tensor | None = None,
-        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
         window_size: Window = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
-        core_attention_bias: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         packed: PackedBatch | None = None,
     ) -> Any:
         """Attend and return ``[s, b, h * d_v]``, ``[b, s, h * d_v]`` or ``[t, h * d_v]``.
@@ -198,23 +199,21 @@ class DotProductAttention(TransformerEngineBaseModule):
             return contextlib.nullcontext()
         return self.get_rng_state_tracker().fork()  # type: ignore[misc]
 
-    def _sink(self, query: torch.Tensor) -> torch.Tensor | None:
+    def _sink(self, query: Tensor) -> Tensor | None:
         if self.softmax_type == "vanilla":
             return None
         if self.softmax_offset is None:
             return query.new_zeros(self.num_attention_heads // self.tp_size)
         return self.softmax_offset.flatten()
 
-    def _slopes(self, device: torch.device) -> torch.Tensor | None:
+    def _slopes(self, device: torch.device) -> Tensor | None:
         if self.attention_type != "self":
             return None
         heads = self.num_attention_heads // self.tp_size
         rank = torch.distributed.get_rank(self.tp_group) if self.tp_size > 1 else 0
         return attention_policy.alibi_slopes(self.num_attention_heads, rank * heads, heads, device)
 
-    def _bias(
-        self, kind: str, bias: torch.Tensor | None, alibi_slopes: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def _bias(self, kind: str, bias: Tensor | None, alibi_slopes: Tensor | None) -> Tensor | None:
         if kind == "no_bias":
             return None
         if kind == "post_scale_bias":

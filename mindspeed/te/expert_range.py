@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te.grouped import GroupedLinear
 
@@ -57,7 +58,7 @@ def expert_range(experts: Any, first: int, count: int) -> torch.nn.Module:
     return part
 
 
-def expert_weights(linear: GroupedLinear) -> list[torch.Tensor]:
+def expert_weights(linear: GroupedLinear) -> list[Tensor]:
     """The weights of a grouped layer, ``[out, in]`` each, for other uses than its own product.
 
     They are read by a call of the layer, so that its forward hooks run: distributed data
@@ -70,9 +71,7 @@ def expert_weights(linear: GroupedLinear) -> list[torch.Tensor]:
     return reader()  # type: ignore[no-any-return]
 
 
-def experts_with_weights(
-    experts: Any, weights: Mapping[str, Sequence[torch.Tensor]]
-) -> torch.nn.Module:
+def experts_with_weights(experts: Any, weights: Mapping[str, Sequence[Tensor]]) -> torch.nn.Module:
     """Experts that compute with other weights, whose gradients autograd returns at once.
 
     Args:
@@ -127,7 +126,7 @@ class _Padded(torch.nn.Module):
         self.experts = experts
         self._before, self._after = first, experts.num_local_experts - first - count
 
-    def forward(self, rows: torch.Tensor, sizes: torch.Tensor, probs: torch.Tensor) -> Any:
+    def forward(self, rows: Tensor, sizes: Tensor, probs: Tensor) -> Any:
         """Compute ``rows [t, h]`` of ``sizes [count]`` rows for each expert, ``probs [t]``."""
         none = sizes.new_zeros(1)
         sizes = torch.cat([none.expand(self._before), sizes, none.expand(self._after)])

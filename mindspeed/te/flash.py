@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.attention.alibi import alibi_bias
@@ -25,17 +26,17 @@ from mindspeed.te.masks import Visibility, Window, visibility
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     seen: Visibility,
     *,
     scale: float,
     dropout: float = 0.0,
-    bias: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+    slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Attend with ``[b, h, s, d]`` of one dtype; see :func:`mindspeed.te.attention.attend`."""
     # Megatron's tensors are views of [s, b, h, d] or [b, s, h, d]: no kernel copies them when they
     # are passed in that order.
@@ -61,18 +62,18 @@ def attend(
 
 
 def attend_packed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     documents: Documents,
     mask_type: str,
     *,
     scale: float,
     window: Window = None,
     dropout: float = 0.0,
-    slopes: torch.Tensor | None = None,
-    sink: torch.Tensor | None = None,
-) -> torch.Tensor:
+    slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Attend within documents of ``[t, h, d]``, one dtype; see ``te.attention.attend_packed``."""
     kind = inside_document(mask_type)
     if kind not in ("causal", "causal_bottom_right", "no_mask"):
@@ -103,9 +104,7 @@ def attend_packed(
     return out.flatten(1)
 
 
-def _position_bias(
-    bias: torch.Tensor | None, slopes: torch.Tensor | None, first: int
-) -> dict[str, Any]:
+def _position_bias(bias: Tensor | None, slopes: Tensor | None, first: int) -> dict[str, Any]:
     """Arguments for a bias, or for ALiBi slopes with the first query at key ``first``."""
     if slopes is not None:
         return {"pse": slopes, "pse_type": ALIBI, "q_start": first}
@@ -118,7 +117,7 @@ def _mask_options(seen: Visibility) -> dict[str, Any]:
     """The operator's mask arguments."""
     if seen.left < 0 and seen.right < 0:
         return {"mode": MASK_ONLY, "mask": seen.masked}
-    if isinstance(seen.offset, torch.Tensor):  # another band for every sequence
+    if isinstance(seen.offset, Tensor):  # another band for every sequence
         keep = seen.keep
         return {"mode": MASK_ONLY, "mask": None if keep is None else ~keep}
     pre = seen.left - seen.offset if seen.left >= 0 else EVERYTHING
@@ -143,7 +142,7 @@ def _on_host(documents: Documents) -> Documents:
 
 
 @with_values
-def copied(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+def copied(cu_seqlens: Tensor | None) -> Tensor | None:
     """``cu_seqlens [n]`` as int64 on the host, cached while the tensor lives unchanged."""
     if cu_seqlens is None or cu_seqlens.is_inference():
         return cu_seqlens if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64)
@@ -159,7 +158,7 @@ _copies = WeakTensorKeyDictionary()
 
 
 @with_values
-def _real_tokens(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
+def _real_tokens(documents: Documents) -> tuple[Tensor, Tensor]:
     """Indices of the queries and keys that are not padding, int64."""
     ranges = documents.ranges()
     queries = [torch.arange(q, q + n) for q, _, n, _ in ranges]
@@ -168,15 +167,15 @@ def _real_tokens(documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def attend_by_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     seen: Visibility,
     *,
     block_size: int,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     **options: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend by blocks of ``block_size`` queries where ``seen`` is a causal triangle, else at once.
 
     Arguments and result ``[b, h, s, d_v]`` are those of :func:`mindspeed.te.attention.attend`.

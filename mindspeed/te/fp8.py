@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed import device as devices
 from mindspeed.te.fp8_state import Autocast, FP8GlobalStateManager, Replay, ScalingState
@@ -160,11 +161,11 @@ def _delayed(
     def finish() -> None:
         _step([one.backward for one in active.states.values()], active)
 
-    def observe(index: int, enabled: bool) -> Callable[[torch.Tensor], None]:
+    def observe(index: int, enabled: bool) -> Callable[[Tensor], None]:
         history = state.forward
         return (lambda x: history.observe(index, x)) if enabled else (lambda x: None)
 
-    def with_scale(index: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    def with_scale(index: int) -> Callable[[Tensor, int], Tensor]:
         return lambda x, summed: round_trip(x, scales[index], state.forward.dtype)
 
     def gradient(index: int) -> Cast:
@@ -226,5 +227,5 @@ def supported() -> tuple[bool, str]:
     return True, ""
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(Tensor):
     """Type of a quantised tensor; only ever used in ``isinstance`` here, and no tensor is one."""

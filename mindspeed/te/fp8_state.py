@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed.te.quantization import AmaxHistory, factors_as_bytes
 from mindspeed.te.recipes import DelayedScaling, Recipe
@@ -27,10 +28,10 @@ class Autocast:
 class Replay:
     """Factors that a forward pass used, in order, for the same pass once more."""
 
-    scales: list[torch.Tensor] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
     again: bool = False
 
-    def next(self, scale: torch.Tensor) -> torch.Tensor:
+    def next(self, scale: Tensor) -> Tensor:
         """Return the factors to use: ``scale`` in the first run, the recorded ones in the second.
 
         Args:
@@ -54,7 +55,7 @@ class ScalingState:
 
     forward: AmaxHistory
     backward: AmaxHistory
-    weight_scale: torch.Tensor | None = None
+    weight_scale: Tensor | None = None
 
     @classmethod
     def of(cls, recipe: DelayedScaling, count: int) -> ScalingState:
@@ -65,11 +66,11 @@ class ScalingState:
             AmaxHistory(recipe, count, format_.backward_dtype),
         )
 
-    def to_bytes(self) -> torch.Tensor:
+    def to_bytes(self) -> Tensor:
         """Return the state for a checkpoint, ``uint8 [n]``."""
         return factors_as_bytes({"forward": self.forward, "backward": self.backward})
 
-    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from the tensors that :meth:`to_bytes` wrote.
 
         Args:
@@ -165,7 +166,7 @@ class Fp8Padding(torch.nn.Module):
         multiple = self.align_size or align_size()
         return [-(-rows // multiple) * multiple for rows in m_splits]
 
-    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return ``inp`` padded to ``[sum of padded, h]``, in its dtype, and the padded splits."""
         splits = self.padded(m_splits)
         parts = zip(inp.split(list(m_splits)), splits, strict=True)
@@ -175,7 +176,7 @@ class Fp8Padding(torch.nn.Module):
 class Fp8Unpadding(Fp8Padding):
     """Takes the padding of :class:`Fp8Padding` away."""
 
-    def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, inp: Tensor, m_splits: Sequence[int]) -> Tensor:  # type: ignore[override]
         """Remove the padding of ``inp [sum of padded, h]``: ``[sum of m_splits, h]``."""
         parts = zip(inp.split(self.padded(m_splits)), m_splits, strict=True)
         return torch.cat([x[:rows] for x, rows in parts])

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER
 from mindspeed.ops.moe_permutation import MOE_PERMUTE, MOE_UNPERMUTE, chunk_rows, map_rows, pack
@@ -35,14 +36,14 @@ from mindspeed.ops.npu_matmul_add import MATMUL_ADD
 from mindspeed.te.kernels import grouped_matmul as one_by_one
 
 
-def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+def accumulate_wgrad(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """See :func:`mindspeed.te.kernels.accumulate_wgrad`: ``main_grad [out, in]``."""
     MATMUL_ADD(x, grad, main_grad)
 
 
 def grouped_matmul(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
-) -> torch.Tensor:
+    x: Tensor, weights: Sequence[Tensor], splits: Sequence[int], transposed: bool
+) -> Tensor:
     """See :func:`mindspeed.te.kernels.grouped_matmul`: ``[tokens, k]`` to ``[tokens, n]``."""
     outputs = []
     width = weights[0].shape[0 if transposed else 1]
@@ -53,12 +54,8 @@ def grouped_matmul(
 
 
 def _product(
-    x: torch.Tensor,
-    run: Run,
-    weights: Sequence[torch.Tensor],
-    splits: Sequence[int],
-    transposed: bool,
-) -> torch.Tensor:
+    x: Tensor, run: Run, weights: Sequence[Tensor], splits: Sequence[int], transposed: bool
+) -> Tensor:
     if run.count == 1 and run.matrices is None:
         run = Run(run.first, 1, weights[run.first].unsqueeze(0))
     if run.matrices is None:
@@ -69,21 +66,18 @@ def _product(
     return run.restored(out, splits)
 
 
-def _rows(x: torch.Tensor, found: Sequence[Run], splits: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def _rows(x: Tensor, found: Sequence[Run], splits: Sequence[int]) -> tuple[Tensor, ...]:
     """The rows ``[t, k]`` of each run."""
     return x.split([sum(splits[run.experts]) for run in found])
 
 
-def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+def grouped_wgrad(left: Tensor, right: Tensor, splits: Sequence[int]) -> Tensor:
     """See :func:`mindspeed.te.kernels.grouped_wgrad`: ``[groups, m, n]`` in its dtype."""
     return GROUPED_OUTER(left, right, _ends(splits, left))  # type: ignore[no-any-return]
 
 
 def accumulate_grouped_wgrad(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    splits: Sequence[int],
-    main_grads: Sequence[torch.Tensor],
+    left: Tensor, right: Tensor, splits: Sequence[int], main_grads: Sequence[Tensor]
 ) -> None:
     """See :func:`mindspeed.te.kernels.accumulate_grouped_wgrad`: ``main_grads [m, n]``."""
     found = runs(main_grads, splits, left.shape[1] + right.shape[1])
@@ -99,7 +93,7 @@ def accumulate_grouped_wgrad(
             MATMUL_ADD(other, one, main_grad)
 
 
-def _ends(splits: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+def _ends(splits: Sequence[int], x: Tensor) -> Tensor:
     return torch.tensor(list(accumulate(splits)), dtype=torch.int64).to(x.device, non_blocking=True)
 
 
@@ -118,7 +112,7 @@ class Run:
 
     first: int
     count: int
-    matrices: torch.Tensor | None = None
+    matrices: Tensor | None = None
     backwards: bool = False
 
     @property
@@ -126,11 +120,11 @@ class Run:
         """Of a sequence by expert."""
         return slice(self.first, self.first + self.count)
 
-    def ordered(self, rows: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+    def ordered(self, rows: Tensor, splits: Sequence[int]) -> Tensor:
         """The run's ``rows [m, ...]`` of ``splits`` in the order of memory."""
         return torch.cat(rows.split(list(splits))[::-1]) if self.backwards else rows
 
-    def restored(self, rows: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+    def restored(self, rows: Tensor, splits: Sequence[int]) -> Tensor:
         """The inverse of :meth:`ordered`: ``rows [m, ...]`` by expert, as ``splits``."""
         return torch.cat(rows.split(list(splits)[::-1])[::-1]) if self.backwards else rows
 
@@ -139,7 +133,7 @@ class Run:
         return list(splits)[::-1] if self.backwards else list(splits)
 
 
-def runs(tensors: Sequence[torch.Tensor], splits: Sequence[int], columns: int) -> list[Run]:
+def runs(tensors: Sequence[Tensor], splits: Sequence[int], columns: int) -> list[Run]:
     """Divide experts so that few launches serve all.
 
     Args:
@@ -164,7 +158,7 @@ def runs(tensors: Sequence[torch.Tensor], splits: Sequence[int], columns: int) -
     return found
 
 
-def _lines(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int]]:
+def _lines(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, int]]:
     """Maximal lines of matrices without gaps: first, count and the step between them."""
     first = 0
     while first < len(tensors):
@@ -178,7 +172,7 @@ def _lines(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int]]:
         first += count
 
 
-def _step(a: torch.Tensor, b: torch.Tensor) -> int:
+def _step(a: Tensor, b: Tensor) -> int:
     """Elements from ``a`` to ``b`` if these lie side by side, both contiguous; else 0."""
     if (
         a.shape != b.shape
@@ -192,11 +186,8 @@ def _step(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def permute(
-    tokens: torch.Tensor,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor,
-    num_out_tokens: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    tokens: Tensor, probs: Tensor | None, routing_map: Tensor, num_out_tokens: int | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """See :func:`mindspeed.te.kernels.moe_permute`; the row map is int32 ``[2, t, e]``."""
     row_id_map = map_rows(routing_map)
     rows = -1 if num_out_tokens is None else int(num_out_tokens)
@@ -209,26 +200,21 @@ def permute(
     return permuted, probs, row_id_map
 
 
-def permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int) -> torch.Tensor:
+def permute_again(tokens: Tensor, row_id_map: Tensor, rows: int) -> Tensor:
     """See :func:`mindspeed.te.kernels.moe_permute_again`; the row map is int32 ``[2, t, e]``."""
     return MOE_PERMUTE(tokens, row_id_map[0], rows, True)  # type: ignore[no-any-return]
 
 
 def unpermute(
-    permuted: torch.Tensor,
-    row_id_map: torch.Tensor,
-    merging_probs: torch.Tensor | None,
-    restore_shape: Sequence[int],
-) -> torch.Tensor:
+    permuted: Tensor, row_id_map: Tensor, merging_probs: Tensor | None, restore_shape: Sequence[int]
+) -> Tensor:
     """See :func:`mindspeed.te.kernels.moe_unpermute`; ``restore_shape`` is not read: ``[t, h]``."""
     packed, by_expert = row_id_map
     weights = None if merging_probs is None else pack(merging_probs, by_expert, 0.0)
     return MOE_UNPERMUTE(permuted, packed, weights, True)  # type: ignore[no-any-return]
 
 
-def sort_chunks(
-    tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def sort_chunks(tensors: Sequence[Tensor], sizes: Tensor, order: Tensor) -> tuple[Tensor, ...]:
     """See :func:`mindspeed.te.kernels.moe_sort_chunks`; ``[rows, ...]`` of floating dtypes."""
     device, count = tensors[0].device, tensors[0].shape[0]
     # The host does not wait for the device.

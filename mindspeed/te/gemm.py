@@ -14,37 +14,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te import kernels
 
 
-def wgrad_gemm_accum_fp32(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """Add ``grad^T x`` of ``[..., in]`` and ``[..., out]`` to an fp32 ``main_grad [out, in]``."""
     kernels.accumulate_wgrad(_flat(x), _flat(grad), main_grad)
 
 
-def wgrad_gemm_accum_fp16(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+def wgrad_gemm_accum_fp16(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """Add ``grad^T x`` of ``[..., in]`` and ``[..., out]`` to a 16-bit ``main_grad [out, in]``."""
     kernels.accumulate_wgrad(_flat(x), _flat(grad), main_grad)
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
 def general_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    workspace: torch.Tensor | None = None,
+    a: Tensor,
+    b: Tensor,
+    workspace: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *,
     layout: str = "TN",
-    out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
     accumulate: bool = False,
     grad: bool = False,
     **unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+) -> tuple[Tensor, Tensor | None, None, None]:
     """Return ``(op(b) @ op(a), bias gradient, None, None)`` in ``out_dtype``.
 
     The layout names the transposition of ``a`` and then ``b`` in the column-major terms of BLAS.

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.spmd import Local, typed
 from mindspeed.te import fp8, kernels
@@ -36,15 +37,15 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        x: Tensor,
         splits: list[int],
         dtype: torch.dtype,
         wgrad: WgradOptions,
         casts: tuple[Casts, ...],
         count: int,
         hidden: Hidden | None,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+        *parameters: Tensor,
+    ) -> Tensor:
         ctx.store = None
         if hidden is not None:
             ctx.store, parameters = hidden.store, (*hidden.weights, *parameters)
@@ -71,7 +72,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad = grads[0].contiguous()
         x, parameters = ctx.saved_tensors[0], ctx.parameters
         weights, biases = parameters[: ctx.count], parameters[ctx.count :]
@@ -93,20 +94,16 @@ class _GroupedLinear(torch.autograd.Function):
         return dgrad, None, None, None, None, None, None, *wgrads, *bgrads
 
 
-def _each(casts: Sequence[Cast], parts: Sequence[torch.Tensor], summed: int) -> torch.Tensor:
+def _each(casts: Sequence[Cast], parts: Sequence[Tensor], summed: int) -> Tensor:
     """Quantise each group of tokens by itself, and concatenate."""
     return torch.cat([cast(rows, summed) for cast, rows in zip(casts, parts, strict=True)])
 
 
-def _weights(
-    casts: Sequence[Casts], weights: Sequence[torch.Tensor], summed: int
-) -> list[torch.Tensor]:
+def _weights(casts: Sequence[Casts], weights: Sequence[Tensor], summed: int) -> list[Tensor]:
     return [one.weight(weight, summed) for one, weight in zip(casts, weights, strict=True)]
 
 
-def _wgrad_operands(
-    ctx: Any, x: torch.Tensor | None, grad: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _wgrad_operands(ctx: Any, x: Tensor | None, grad: Tensor) -> tuple[Tensor | None, Tensor]:
     if x is None or not ctx.casts or not ctx.casts[0].wgrad:
         return x, grad
     return (
@@ -116,8 +113,8 @@ def _wgrad_operands(
 
 
 def _weight_gradients(
-    ctx: Any, weights: Sequence[torch.Tensor], x: torch.Tensor | None, grad: torch.Tensor
-) -> Sequence[torch.Tensor | None]:
+    ctx: Any, weights: Sequence[Tensor], x: Tensor | None, grad: Tensor
+) -> Sequence[Tensor | None]:
     if x is None:
         return [None] * len(weights)
     splits = ctx.splits
@@ -127,7 +124,7 @@ def _weight_gradients(
     # All or none: a frozen expert among others has no buffer.
     fuse = ctx.wgrad.fuse and all(getattr(w, "main_grad", None) is not None for w in weights)
 
-    def compute() -> Sequence[torch.Tensor | None]:
+    def compute() -> Sequence[Tensor | None]:
         if fuse:
             main_grads = [w.main_grad for w in weights]  # type: ignore[attr-defined]
             kernels.accumulate_grouped_wgrad(grad, x, splits, main_grads)
@@ -226,16 +223,13 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             self.register_parameter(f"bias{i}", vector)
 
     def forward(
-        self,
-        inp: torch.Tensor,
-        m_splits: Sequence[int] | torch.Tensor,
-        is_first_microbatch: bool | None = None,
+        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
         """Return ``[t, out]`` for ``inp [t, in]``; with ``return_bias`` a pair with the biases.
 
         The dtype is that of the weights, or of autocast.
         """
-        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
         if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:
             raise ValueError(
@@ -260,7 +254,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
         out = out.view(*inp.shape[:-1], self.out_features)
         return (out, biases) if self.return_bias else out
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self) -> Tensor:
         """Return no bytes, uint8 ``[0]``: Megatron would unpickle them to split them by expert."""
         return torch.empty(0, dtype=torch.uint8)
 

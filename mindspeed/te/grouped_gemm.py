@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed.spmd import Local, typed
 from mindspeed.te import kernels
@@ -31,21 +32,21 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         splits: list[int],
         trans_b: bool,
         fuse_into: list[Any],  # in a list: autograd is not to see a second path to the parameter
         hidden: Hidden | None,
         anchored: Anchored | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.hidden, ctx.anchored = hidden, anchored
         ctx.save_for_backward(x, weight)
         ctx.splits, ctx.trans_b, ctx.fuse_into = splits, trans_b, fuse_into
         return kernels.grouped_matmul(x, weight.unbind(0), splits, trans_b)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad, (x, weight), splits = grads[0].contiguous(), ctx.saved_tensors, ctx.splits
         dgrad = wgrad = None
         if ctx.needs_input_grad[0]:
@@ -74,16 +75,12 @@ class Anchored(NamedTuple):
     """
 
     anchor: GradientAnchor
-    parameter: torch.Tensor
+    parameter: Tensor
 
 
 def _compute(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    splits: list[int],
-    shape: Sequence[int],
-    fuse_into: list[Any],
-) -> torch.Tensor | None:
+    left: Tensor, right: Tensor, splits: list[int], shape: Sequence[int], fuse_into: list[Any]
+) -> Tensor | None:
     """The gradient in the shape of the matrices, or a placeholder for it."""
     for parameter in fuse_into:
         main_grads = parameter.main_grad.view(shape).unbind(0)
@@ -92,18 +89,18 @@ def _compute(
     return kernels.grouped_wgrad(left, right, splits)
 
 
-def _shaped(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+def _shaped(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
     return None if grad is None else grad.to(parameter.dtype).view(parameter.shape)
 
 
 def _add(
-    parameter: torch.Tensor,
+    parameter: Tensor,
     shape: Sequence[int],
     splits: list[int],
     trans_b: bool,
     fuse: bool,
-    x: torch.Tensor,
-    grad: torch.Tensor,
+    x: Tensor,
+    grad: Tensor,
 ) -> None:
     """Add the gradient of a hidden parameter, which the product views as ``shape``."""
     left, right = (grad, x) if trans_b else (x, grad)
@@ -116,15 +113,15 @@ def _add(
 
 
 def gmm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    batch_sizes: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    batch_sizes: Tensor,
     trans_b: bool = False,
     *,
-    fuse_into: torch.Tensor | None = None,
+    fuse_into: Tensor | None = None,
     hidden: Hidden | None = None,
     anchored: Anchored | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply group i of the rows of ``a [t, k]`` with ``b[i]``, the grouped_gemm package's call.
 
     Args:
@@ -149,10 +146,10 @@ def gmm(
 
 def grouped_mlp_forward(
     self: Any,
-    permuted_local_hidden_states: torch.Tensor,
-    tokens_per_expert: torch.Tensor,
-    permuted_probs: torch.Tensor,
-) -> tuple[torch.Tensor, None]:
+    permuted_local_hidden_states: Tensor,
+    tokens_per_expert: Tensor,
+    permuted_probs: Tensor,
+) -> tuple[Tensor, None]:
     """Compute the local experts; stands in for ``GroupedMLP.forward``.
 
     Args:
@@ -191,7 +188,7 @@ class Product:
     def __init__(self, experts: Any, weight: str, shape: tuple[int, int, int]) -> None:
         self.experts, self._weight, self._shape = experts, weight, shape
 
-    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Multiply ``x [t, in]``, rows of ``sizes [experts]`` sorted by expert: ``[t, out]``."""
         experts = self.experts
         # The seam ``chunk`` gives a store to the modules whose backward is divided.

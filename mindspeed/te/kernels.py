@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed.spmd import Local, typed
 from mindspeed.te import comm
@@ -25,14 +26,14 @@ from mindspeed.te.attention import attend_packed as attend_packed
 
 
 def normalize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     *,
     eps: float,
     rms: bool,
     zero_centered_gamma: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Apply LayerNorm, or RMSNorm with ``rms``, over the last dimension.
 
     Args:
@@ -57,7 +58,7 @@ def normalize(
     return y.to(dtype)
 
 
-def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """SwiGLU of ``x + bias``: ``silu(gate) * up``; ``[..., 2 f]`` (gate, up) to ``[..., f]``.
 
     ``x`` has a floating dtype, ``bias [2 f]`` likewise; the result has that of ``x + bias``.
@@ -66,14 +67,12 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def weighted_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """SwiGLU of ``x [..., 2 f]`` times ``weight [..., 1]``; ``[..., f]`` in the dtype of ``x``."""
     return (swiglu(x) * weight).to(x.dtype)
 
 
-def rotate(
-    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
-) -> torch.Tensor:
+def rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary embedding of the first ``d`` channels of ``t``; the others pass through.
 
     Args:
@@ -94,13 +93,13 @@ def rotate(
 
 
 def matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
     transposed: bool = True,
-    bias: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+) -> Tensor:
     """Return ``x W^T + bias + addend``, or ``x W + ...`` with ``transposed=False``.
 
     This and the three products with a collective are all that linear layers compute, forward and
@@ -121,14 +120,14 @@ def matmul(
 
 
 def gather_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     group: Any,
     *,
     transposed: bool = True,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     keep: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """All-gather x along its first dimension, then :func:`matmul`.
 
     Forward of a column-parallel layer with sequence parallelism, and dx of a row-parallel one.
@@ -147,15 +146,15 @@ def gather_matmul(
 
 
 def matmul_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     group: Any,
     *,
     transposed: bool = True,
-    addend: torch.Tensor | None = None,
+    addend: Tensor | None = None,
     async_op: bool = False,
     wgrad_follows: bool = False,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[Tensor, Any]:
     """:func:`matmul`, then reduce-scatter along the first dimension.
 
     Forward of a row-parallel layer with sequence parallelism, and dx of a column-parallel one.
@@ -175,15 +174,15 @@ def matmul_scatter(
 
 
 def matmul_reduce(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     group: Any,
     *,
     transposed: bool = True,
-    addend: torch.Tensor | None = None,
+    addend: Tensor | None = None,
     async_op: bool = False,
     wgrad_follows: bool = False,
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[Tensor, Any]:
     """:func:`matmul`, then all-reduce: row-parallel forward, column-parallel dx.
 
     Arguments as in :func:`matmul_scatter`; the result is ``[s, b, n]`` on every rank, in the dtype
@@ -198,7 +197,7 @@ def recompute_all_gather() -> bool:
     return True
 
 
-def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+def accumulate_wgrad(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
     """Add ``grad^T x`` to ``main_grad``, in the precision of ``main_grad``.
 
     Args:
@@ -211,8 +210,8 @@ def accumulate_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tenso
 
 
 def grouped_matmul(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], splits: Sequence[int], transposed: bool
-) -> torch.Tensor:
+    x: Tensor, weights: Sequence[Tensor], splits: Sequence[int], transposed: bool
+) -> Tensor:
     """Multiply each group of tokens with its matrix: ``W^T`` when ``transposed``, else ``W``.
 
     Args:
@@ -232,7 +231,7 @@ def grouped_matmul(
     return out
 
 
-def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
+def grouped_wgrad(left: Tensor, right: Tensor, splits: Sequence[int]) -> Tensor:
     """Return ``left^T right`` of each group of tokens, ``[groups, m, n]``; zero for an empty one.
 
     Args:
@@ -246,10 +245,7 @@ def grouped_wgrad(left: torch.Tensor, right: torch.Tensor, splits: Sequence[int]
 
 
 def accumulate_grouped_wgrad(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    splits: Sequence[int],
-    main_grads: Sequence[torch.Tensor],
+    left: Tensor, right: Tensor, splits: Sequence[int], main_grads: Sequence[Tensor]
 ) -> None:
     """Add ``left^T right`` of each group of tokens to the group's buffer.
 
@@ -264,11 +260,8 @@ def accumulate_grouped_wgrad(
 
 
 def moe_permute(
-    tokens: torch.Tensor,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor,
-    num_out_tokens: int | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    tokens: Tensor, probs: Tensor | None, routing_map: Tensor, num_out_tokens: int | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the tokens sorted by expert and by token, their probabilities, and a map back.
 
     Args:
@@ -290,7 +283,7 @@ def moe_permute(
     return permuted, probs, torch.stack([token, pair])
 
 
-def moe_permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int) -> torch.Tensor:
+def moe_permute_again(tokens: Tensor, row_id_map: Tensor, rows: int) -> Tensor:
     """Return the rows that :func:`moe_permute` has made of tokens, by the map that it returned.
 
     Args:
@@ -299,18 +292,15 @@ def moe_permute_again(tokens: torch.Tensor, row_id_map: torch.Tensor, rows: int)
     return _pad_rows(tokens.index_select(0, row_id_map[0]), rows)
 
 
-def _pad_rows(x: torch.Tensor, rows: int | None) -> torch.Tensor:
+def _pad_rows(x: Tensor, rows: int | None) -> Tensor:
     if rows is None or rows <= x.shape[0]:
         return x
     return torch.cat([x, x.new_zeros(int(rows) - x.shape[0], *x.shape[1:])])
 
 
 def moe_unpermute(
-    permuted: torch.Tensor,
-    row_id_map: torch.Tensor,
-    merging_probs: torch.Tensor | None,
-    restore_shape: Sequence[int],
-) -> torch.Tensor:
+    permuted: Tensor, row_id_map: Tensor, merging_probs: Tensor | None, restore_shape: Sequence[int]
+) -> Tensor:
     """Sum the copies of each token, weighted, in the wider of the two dtypes.
 
     Args:
@@ -325,7 +315,7 @@ def moe_unpermute(
     rows = permuted[: row_id_map.shape[1]]
     if merging_probs is not None:
         rows = rows * merging_probs.reshape(-1).index_select(0, row_id_map[1]).unsqueeze(-1)
-    summed: torch.Tensor = _SumRows.apply(rows, row_id_map[0], tuple(restore_shape))
+    summed: Tensor = _SumRows.apply(rows, row_id_map[0], tuple(restore_shape))
     return summed.to(permuted.dtype)
 
 
@@ -334,21 +324,17 @@ class _SumRows(torch.autograd.Function):
     """Rows added at their places; ``index_add`` of torch would keep them for its backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, places: torch.Tensor, shape: tuple[int, ...]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(places)
         return rows.new_zeros(shape).index_add_(0, places, rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (places,) = ctx.saved_tensors
         return grads[0].index_select(0, places), None, None
 
 
-def moe_sort_chunks(
-    tensors: Sequence[torch.Tensor], sizes: torch.Tensor, order: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def moe_sort_chunks(tensors: Sequence[Tensor], sizes: Tensor, order: Tensor) -> tuple[Tensor, ...]:
     """Split every tensor into chunks of ``sizes`` rows and concatenate them in ``order``.
 
     Args:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te import fp8, kernels, ops
 from mindspeed.te.base import (
@@ -108,7 +109,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             if replica is not None:
                 replica.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Return the output, or ``(output, bias)`` with ``return_bias``.
 
         Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te import comm, fp8, kernels
 from mindspeed.te.base import (
@@ -89,14 +90,14 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         )
         mark_linear(self.weight, parallel_mode, rng_tracker_name)
         self._mark_delayed(self.weight)
-        self.bias: torch.Tensor | None = None
+        self.bias: Tensor | None = None
         if bias:
             self.bias = self.new_vector(self.out_features, 0.0, dtype=params_dtype, device=device)
             mark_bias(self.bias, parallel_mode, self.sequence_parallel)
 
     def forward(
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        self, inp: Tensor, is_first_microbatch: bool | None = None, **unused: Any
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Return ``[s, b, out]`` for ``inp [s, b, in]``, or their shards.
 
         The dtype is that of the weight, or of autocast. With ``return_bias`` the result is
@@ -120,12 +121,8 @@ class Linear(DelayedWgrad, TransformerEngineBaseModule):
         )
 
     def _multiply(
-        self,
-        inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        communication: LinearCommunication,
-    ) -> torch.Tensor:
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None, communication: LinearCommunication
+    ) -> Tensor:
         """The layer without its norm; adapters override it."""
         casts = next(iter(fp8.casts_of(self, is_first_microbatch=self._first_microbatch)), None)
         return linear(inp, weight, bias, communication, self._wgrad_options, casts)
@@ -177,16 +174,14 @@ class LayerNormLinear(Linear):
             in_features, one, dtype=params_dtype, device=device
         )
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        self.layer_norm_bias: torch.Tensor | None = None
+        self.layer_norm_bias: Tensor | None = None
         if normalization == "LayerNorm":
             self.layer_norm_bias = self.new_vector(
                 in_features, 0.0, dtype=params_dtype, device=device
             )
             self.layer_norm_bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **unused: Any
-    ) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **unused: Any) -> Any:
         """Normalise and multiply; see :meth:`Linear.forward`.
 
         Args:
@@ -205,7 +200,7 @@ class LayerNormLinear(Linear):
             normed = comm.gather_sequence(normed, self.tp_group)
         return (*out, normed) if self.return_bias else (out, normed)
 
-    def normalize(self, inp: torch.Tensor) -> torch.Tensor:
+    def normalize(self, inp: Tensor) -> Tensor:
         """The norm alone, ``[s, b, in]``: its activations are treated as a site of their own.
 
         Args:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed.spmd import Communication
 from mindspeed.te import comm, kernels
@@ -35,7 +35,7 @@ from mindspeed.tensor_parallel import regions
 
 Work = Any
 """Handle of a collective that is under way; None where there is nothing to wait for."""
-Gathered = tuple[torch.Tensor, Work]
+Gathered = tuple[Tensor, Work]
 """Result of a gather that is under way, complete after ``wait()``."""
 
 
@@ -106,14 +106,14 @@ def overlaps_communication() -> bool:
 
 
 def multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     communication: LinearCommunication,
     *,
-    bias: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
     keep: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """The forward pass: ``y = x W^T + bias`` with the collective of the layer.
 
     Args:
@@ -145,12 +145,8 @@ def multiply(
 
 
 def _gather_multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    communication: LinearCommunication,
-    bias: torch.Tensor | None,
-    keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, weight: Tensor, communication: LinearCommunication, bias: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor | None]:
     gather_matmul, group = communication.kernel("gather_matmul"), communication.group
     ahead = regions.next_gather()
     if ahead is None or gather_matmul is not _PLAIN["gather_matmul"]:
@@ -161,16 +157,14 @@ def _gather_multiply(
     return kernels.matmul(gathered, weight, bias=bias), gathered
 
 
-def _unread(
-    x: torch.Tensor, weight: torch.Tensor, communication: LinearCommunication
-) -> torch.Tensor:
+def _unread(x: Tensor, weight: Tensor, communication: LinearCommunication) -> Tensor:
     scatters = communication.row and communication.sequence_parallel
     rows = x.shape[0] // (comm.group_size(communication.group) if scatters else 1)
     return x.new_zeros(()).expand(rows, *x.shape[1:-1], weight.shape[0]).data
 
 
 def saved_tensors(
-    ctx: Any, grad: torch.Tensor, communication: LinearCommunication
+    ctx: Any, grad: Tensor, communication: LinearCommunication
 ) -> tuple[tuple[Any, ...], Gathered | None]:
     """The saved tensors of a layer in its backward; a second run may compute them first.
 
@@ -189,15 +183,15 @@ def saved_tensors(
 
 
 def multiply_gradient(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
+    grad: Tensor,
+    weight: Tensor,
     communication: LinearCommunication,
     *,
-    addend: torch.Tensor | None = None,
+    addend: Tensor | None = None,
     keep: bool = False,
     wgrad_follows: bool = False,
     gathered: Gathered | None = None,
-) -> tuple[torch.Tensor, Work, torch.Tensor]:
+) -> tuple[Tensor, Work, Tensor]:
     """The backward pass: ``dx = dy W`` with the collective of the layer.
 
     Args:
@@ -230,7 +224,7 @@ def multiply_gradient(
     return dx, work, grad
 
 
-def gather(x: torch.Tensor, group: Any, started: Gathered | None = None) -> torch.Tensor:
+def gather(x: Tensor, group: Any, started: Gathered | None = None) -> Tensor:
     """Gather ``[s/p, b, h]``, any dtype, along s, without a product; or wait until it is done."""
     if started is None:
         return comm.all_gather_first_dim(x, group)[0]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.spmd import Product, typed
 from mindspeed.te import comm, kernels
@@ -40,14 +41,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | Hidden,
-        bias: torch.Tensor | None,
+        x: Tensor,
+        weight: Tensor | Hidden,
+        bias: Tensor | None,
         dtype: torch.dtype,
         communication: LinearCommunication,
         wgrad: WgradOptions,
         casts: Casts | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.store = None
         if isinstance(weight, Hidden):
             ctx.store, (weight,) = weight
@@ -70,7 +71,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (grad,) = grads
         weight, communication, casts = ctx.weight, ctx.communication, ctx.casts
         (x, _), gathered = saved_tensors(ctx, grad, communication)
@@ -120,13 +121,13 @@ class _Linear(torch.autograd.Function):
 
 
 def _add(
-    weight: torch.Tensor,
+    weight: Tensor,
     fuse: bool,
     group: Any,
     gathers_input: bool,
     gathers_grad: bool,
-    x: torch.Tensor,
-    grad: torch.Tensor,
+    x: Tensor,
+    grad: Tensor,
 ) -> None:
     """Add the gradient of a hidden weight, from the shards of its operands."""
     gathering = None
@@ -140,12 +141,8 @@ def _add(
 
 
 def _cast_multiply(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    communication: LinearCommunication,
-    casts: Casts,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, communication: LinearCommunication, casts: Casts
+) -> tuple[Tensor, Tensor | None]:
     gathered = gather(x, communication.group) if communication.gathers_input else None
     out = casts.forward(x if gathered is None else gathered, weight).to(x.dtype)
     if communication.row and communication.sequence_parallel:
@@ -155,9 +152,7 @@ def _cast_multiply(
     return out if bias is None else out + bias, gathered
 
 
-def _cast_gradient(
-    ctx: Any, grad: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor | None, Work, torch.Tensor]:
+def _cast_gradient(ctx: Any, grad: Tensor, weight: Tensor) -> tuple[Tensor | None, Work, Tensor]:
     communication, casts = ctx.communication, ctx.casts
     if communication.gathers_grad:
         grad = gather(grad, communication.group)
@@ -173,13 +168,13 @@ def _cast_gradient(
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     communication: LinearCommunication | None = None,
     wgrad: WgradOptions | None = None,
     casts: Casts | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """A linear layer in the autocast dtype, or else in the dtype of the weight; differentiable.
 
     Args:
@@ -201,7 +196,7 @@ def linear(
     )
 
 
-def compute_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype a layer computes in: autocast first, then the weight's.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed.te import attention_policy, core_attention
 from mindspeed.te.attention import Documents
@@ -77,14 +77,14 @@ def _context_groups(config: Any, comm_type: str, collection: Any) -> Any:
 
 def core_attention_forward(
     self: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     attn_mask_type: Any = None,
-    attention_bias: torch.Tensor | None = None,
+    attention_bias: Tensor | None = None,
     packed_seq_params: Any = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend; stands in for ``DotProductAttention.forward``.
 
     A mask tensor alone decides what is masked (it may separate documents); without one the module's
@@ -134,11 +134,7 @@ def core_attention_forward(
 
 
 def _visibility(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    window: Window,
+    query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, window: Window
 ) -> Visibility:
     len_q, len_k = query.shape[0], key.shape[0]
     if mask is not None and window is None:
@@ -148,7 +144,7 @@ def _visibility(
     return seen if mask is None else replace(seen, masked=mask.bool())
 
 
-def _slopes(module: Any, query: torch.Tensor) -> torch.Tensor | None:
+def _slopes(module: Any, query: Tensor) -> Tensor | None:
     heads = query.shape[-2]
     tp_group = module.pg_collection.tp
     first = heads * (0 if tp_group is None else tp_group.rank())

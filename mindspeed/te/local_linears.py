@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import linear
@@ -62,12 +63,8 @@ class _Multiply:
     gradient_anchor: GradientAnchor | None = None
 
     def _multiply(
-        self,
-        inp: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        communication: LinearCommunication,
-    ) -> torch.Tensor:
+        self, inp: Tensor, weight: Tensor, bias: Tensor | None, communication: LinearCommunication
+    ) -> Tensor:
         wgrad = WgradOptions(
             self.gradient_accumulation_fusion,
             store=self.weight_gradients,
@@ -98,7 +95,7 @@ def _substitutes() -> dict[type, type]:
         def _forward_impl(self, input: Any, weight: Any, **options: Any) -> Any:
             return self._multiply(input, weight, options["bias"], LinearCommunication())
 
-        def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
             if self.explicit_expert_comm:  # the token dispatcher communicates
                 return super().forward(input_)  # type: ignore[no-any-return]
             if not self.input_is_parallel:
@@ -157,7 +154,7 @@ def convert_experts(experts: torch.nn.Module) -> None:
         convert(module)
 
 
-def anchored_weights(experts: torch.nn.Module) -> list[torch.Tensor]:
+def anchored_weights(experts: torch.nn.Module) -> list[Tensor]:
     """The weights, frozen ones too, whose gradients an anchor can take now."""
     return [
         parameter

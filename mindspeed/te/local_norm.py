@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.errors import ConfigError
 from mindspeed.te import kernels
@@ -33,7 +34,7 @@ class _Affine:
 class LayerNorm(_Affine, torch.nn.LayerNorm):
     """torch's LayerNorm with Megatron's options."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x [..., h]``; the dtype is that of ``narrowed``."""
         normed = kernels.normalize(
             x,
@@ -49,7 +50,7 @@ class LayerNorm(_Affine, torch.nn.LayerNorm):
 class RMSNorm(_Affine, torch.nn.RMSNorm):
     """torch's RMSNorm with Megatron's options."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x [..., h]``; the dtype is that of ``narrowed``."""
         normed = kernels.normalize(
             x,

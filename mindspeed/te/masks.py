@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 MASK_TYPES = (
     "no_mask",
@@ -25,7 +26,7 @@ MASK_TYPES = (
     "arbitrary",
 )
 
-Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+Mask = Tensor | tuple[Tensor, Tensor] | None
 Window = tuple[int, int] | None
 
 
@@ -45,8 +46,8 @@ class Visibility:
     len_k: int
     left: int = -1
     right: int = -1
-    offset: int | torch.Tensor = 0
-    masked: torch.Tensor | None = None
+    offset: int | Tensor = 0
+    masked: Tensor | None = None
     device: torch.device | None = None
 
     @property
@@ -55,7 +56,7 @@ class Visibility:
         return self.masked is None and (self.left, self.right, self.offset) == (-1, 0, 0)
 
     @property
-    def keep(self) -> torch.Tensor | None:
+    def keep(self) -> Tensor | None:
         """The mask, bool (True takes part), broadcastable to ``[b, h, len_q, len_k]``.
 
         None where every query sees every key, or ``causal`` says it all.
@@ -88,8 +89,8 @@ def visibility(
     *,
     window: Window = None,
     attention_mask: Mask = None,
-    key_lengths: torch.Tensor | None = None,
-    query_lengths: torch.Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Visibility:
     """Return the keys that the queries of a batch see.
@@ -105,7 +106,7 @@ def visibility(
     mask_type = canonical(mask_type)
     left, right = _window(mask_type, window)
     masked = _masked(mask_type, attention_mask, key_lengths, len_k)
-    offset: int | torch.Tensor = 0
+    offset: int | Tensor = 0
     if mask_type not in ("causal", "padding_causal"):
         offset = _bottom_right(len_q, len_k, attention_mask, query_lengths, key_lengths)
     return Visibility(len_q, len_k, left, right, offset, masked, device)
@@ -121,8 +122,8 @@ def _window(mask_type: str, window: Window) -> tuple[int, int]:
 
 
 def _masked(
-    mask_type: str, attention_mask: Mask, key_lengths: torch.Tensor | None, len_k: int
-) -> torch.Tensor | None:
+    mask_type: str, attention_mask: Mask, key_lengths: Tensor | None, len_k: int
+) -> Tensor | None:
     if mask_type == "arbitrary":
         if attention_mask is None or isinstance(attention_mask, tuple):
             raise ValueError("attn_mask_type 'arbitrary' needs one attention_mask tensor")
@@ -144,9 +145,9 @@ def _bottom_right(
     len_q: int,
     len_k: int,
     attention_mask: Mask,
-    query_lengths: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
-) -> int | torch.Tensor:
+    query_lengths: Tensor | None,
+    key_lengths: Tensor | None,
+) -> int | Tensor:
     """Return ``len_k - len_q``, per sequence where padding makes it differ."""
     if isinstance(attention_mask, tuple):
         query_lengths, key_lengths = ((~m.bool()).sum(-1).flatten() for m in attention_mask)

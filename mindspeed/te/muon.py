@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 # Chosen for five steps (https://leloykun.github.io/ponder/muon-opt-coeffs), and Muon's first.
 COEFFICIENTS = {
@@ -56,7 +57,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         use_nesterov: bool,
         weight_decay_method: Literal["decoupled", "l2"],
         fp32_matmul_prec: str,
-        scaled_orthogonalize_fn: Callable[..., torch.Tensor],
+        scaled_orthogonalize_fn: Callable[..., Tensor],
     ) -> None:
         self.use_nesterov = use_nesterov
         self.weight_decay_method = weight_decay_method
@@ -78,7 +79,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
                     self._step_parameter(p, p.grad, group)
         return loss
 
-    def _step_parameter(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+    def _step_parameter(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if p.dim() != 2:
             raise ValueError(f"Muon takes matrices, not parameters of shape {tuple(p.shape)}")
         beta, decay = group["momentum_beta"], group["weight_decay"]
@@ -96,19 +97,19 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
             update = self.orthogonalize(p, update, **options)
         p.add_(update, alpha=-group["lr"])
 
-    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **options: Any) -> torch.Tensor:
+    def orthogonalize(self, p: Tensor, grad: Tensor, **options: Any) -> Tensor:
         """The fp32 update ``[m, n]`` of one parameter ``[m, n]``; subclasses split fused ones."""
         return self.scaled_orthogonalize_fn(grad)
 
 
 def newton_schulz(
-    x: torch.Tensor,
+    x: Tensor,
     steps: int,
     coefficient_type: str = "quintic",
     *,
     transpose: bool | None = None,
     tp_group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """About the nearest orthogonal matrix: singular values between 0.7 and 1.2.
 
     Args:
@@ -140,13 +141,13 @@ def newton_schulz(
 
 
 def newton_schulz_tp(
-    x: torch.Tensor,
+    x: Tensor,
     steps: int,
     coefficient_type: str,
     tp_group: dist.ProcessGroup,
     partition_dim: int | None = None,
     mode: Literal["duplicated", "distributed"] = "duplicated",
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`newton_schulz` of a matrix that tensor-parallel ranks share.
 
     ``duplicated`` gathers the matrix (one all-gather) and every rank computes it whole;

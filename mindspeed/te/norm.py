@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te import kernels
 from mindspeed.te.base import TransformerEngineBaseModule
@@ -42,7 +43,7 @@ class _Norm(TransformerEngineBaseModule):
         kind = dtype or params_dtype
         one = 0.0 if zero_centered_gamma else 1.0
         self.weight = self.new_vector(size, one, dtype=kind, device=device)
-        self.bias: torch.Tensor | None = None
+        self.bias: Tensor | None = None
         if not self.rms:
             self.bias = self.new_vector(size, 0.0, dtype=kind, device=device)
         if sequence_parallel is not None:
@@ -56,7 +57,7 @@ class _Norm(TransformerEngineBaseModule):
             if self.bias is not None:
                 self.bias.zero_()
 
-    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+    def forward(self, inp: Tensor) -> Tensor:
         """Normalise the last dimension."""
         normed = kernels.normalize(
             inp,
@@ -73,7 +74,7 @@ class _Norm(TransformerEngineBaseModule):
         return f"{self.weight.numel()}, eps={self.eps}"
 
 
-def narrowed(normed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def narrowed(normed: Tensor, weight: Tensor) -> Tensor:
     """Return ``normed [..., h]`` in the dtype of its ``weight [h]``, if that has 16 bits."""
     sixteen = weight.dtype.itemsize == 2 and normed.dtype.itemsize > 2
     return normed.to(weight.dtype) if sixteen else normed
@@ -98,4 +99,4 @@ class RMSNorm(_Norm):
     """RMSNorm with a weight."""
 
     rms = True
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None

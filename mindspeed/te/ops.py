@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from mindspeed.te import comm, fp8, kernels
@@ -46,7 +47,7 @@ class FusibleOperation(TransformerEngineBaseModule):
 class Sequential(torch.nn.Sequential):
     """Operations applied in turn; a row-parallel product and its reduction as one."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Apply all operations to ``input [..., h]``; shape and dtype are those of the last one."""
         operations = list(self)
         while operations:
@@ -60,12 +61,12 @@ class Sequential(torch.nn.Sequential):
         return input
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
+def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
 class _Activation(FusibleOperation):
-    function: Callable[[torch.Tensor], torch.Tensor]
+    function: Callable[[Tensor], Tensor]
     gated = False
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -75,7 +76,7 @@ class _Activation(FusibleOperation):
                 "--activation-func-fp8-input-store keeps activations in fp8, which is not available"
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Apply the activation, gated or not."""
         function = type(self).function
         if not self.gated:
@@ -119,7 +120,7 @@ class SwiGLU(_Activation):
 
     gated = True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``silu(gate) * up``: ``[..., 2 h]`` (gate, up) to ``[..., h]``, dtype of ``x``."""
         return kernels.swiglu(x)
 
@@ -131,7 +132,7 @@ class Bias(FusibleOperation):
         super().__init__()
         self.bias = Parameter(torch.zeros(size, dtype=dtype, device=torch_device(device)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``x + bias``, ``x [..., h]`` and bias ``[h]``; dtypes promote as in torch."""
         return x + self.bias
 
@@ -176,7 +177,7 @@ class BasicLinear(FusibleOperation):
         shape = (out_features, in_features)
         self.weight = Parameter(torch.empty(shape, dtype=dtype, device=torch_device(device)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``x W^T``, ``[s, b, out]`` for ``x [s, b, in]``, or their shards.
 
         The output of a row layer is this rank's term of the sum. The dtype is that of the weight
@@ -187,7 +188,7 @@ class BasicLinear(FusibleOperation):
             communication = LinearCommunication()
         return self.multiply(x, communication)
 
-    def multiply(self, x: torch.Tensor, communication: LinearCommunication) -> torch.Tensor:
+    def multiply(self, x: Tensor, communication: LinearCommunication) -> Tensor:
         """Return ``x W^T`` with the collective of ``communication``.
 
         Args:
@@ -209,11 +210,11 @@ class _Reduction(FusibleOperation):
         super().__init__()
         self.group = group
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Reduce ``x [s, b, h]``."""
         return comm.reduce_output(x, self.group, sequence_parallel=self.scatters)
 
-    def after(self, product: BasicLinear, x: torch.Tensor) -> torch.Tensor:
+    def after(self, product: BasicLinear, x: Tensor) -> Tensor:
         """Reduce the output of ``product`` for ``x``, in one function with the product."""
         return product.multiply(x, LinearCommunication(self.group, "row", self.scatters))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch import Tensor
 
 from mindspeed import te
 from mindspeed.errors import ConfigError
@@ -51,7 +52,7 @@ def state_codec(name: str, dtype: torch.dtype) -> Codec:
     )
 
 
-def keeps_fp32(param: torch.Tensor) -> bool:
+def keeps_fp32(param: Tensor) -> bool:
     """Whether states of this parameter stay in fp32 where others are quantised.
 
     Args:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.optimizer.codecs import Occasion
 from mindspeed.optimizer.placement import Span
@@ -84,7 +85,7 @@ class FusedAdam(StoredStates):
         }
         self.adam_w_mode, self.capturable = adam_w_mode, capturable
         self.use_decoupled_grad = use_decoupled_grad
-        self.grad_factors: tuple[float | torch.Tensor, ...] = ()
+        self.grad_factors: tuple[float | Tensor, ...] = ()
         exact = master_weights and master_weight_dtype == torch.float32
         defaults = {
             "lr": torch.tensor(lr, dtype=torch.float32) if capturable else lr,
@@ -138,8 +139,8 @@ class FusedAdam(StoredStates):
         if self.capturable and grad_scaler is not None:
             found_inf = grad_scaler._check_inf_per_device(self)[device]
         self._count(group, found_inf, device)
-        direct: dict[torch.dtype, list[tuple[torch.Tensor, ...]]] = {}
-        swapped: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        direct: dict[torch.dtype, list[tuple[Tensor, ...]]] = {}
+        swapped: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for p in group["params"]:
             if not self.state[p]:
                 self.initialize_state(p)
@@ -170,14 +171,12 @@ class FusedAdam(StoredStates):
         for pairs in swapped.values():
             self._step_swapped(group, pairs)
 
-    def _step_swapped(
-        self, group: dict[str, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def _step_swapped(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Update parameters of one dtype whose states are in host memory, window by window."""
         assert self._swap is not None
         place, wide = pairs[0][0].device, wide_dtype(pairs[0][0].dtype)
 
-        def update(window: Sequence[Span], parts: Mapping[str, list[torch.Tensor]]) -> None:
+        def update(window: Sequence[Span], parts: Mapping[str, list[Tensor]]) -> None:
             cut = [slice(span.start, span.stop) for span in window]
             params = [
                 pairs[s.index][0].detach().view(-1)[c] for s, c in zip(window, cut, strict=True)
@@ -193,22 +192,16 @@ class FusedAdam(StoredStates):
         total = sum(p.numel() for other in self.param_groups for p in other["params"])
         self._swap.stream([self.state[p] for p, _ in pairs], place, total, update)
 
-    def _count(
-        self, group: dict[str, Any], found_inf: torch.Tensor | None, device: torch.device
-    ) -> None:
+    def _count(self, group: dict[str, Any], found_inf: Tensor | None, device: torch.device) -> None:
         if not self.capturable:
             group["step"] = group.get("step", 0) + 1
             return
         step = group.get("step", torch.zeros(1, dtype=torch.int32, device=device))
-        step = step if isinstance(step, torch.Tensor) else torch.tensor([step], device=device)
+        step = step if isinstance(step, Tensor) else torch.tensor([step], device=device)
         group["step"] = step + (1 if found_inf is None else (found_inf == 0).to(step.dtype))
 
     def _step_decoded(
-        self,
-        group: dict[str, Any],
-        part: Part,
-        grad_scaler: Any,
-        found_inf: torch.Tensor | None,
+        self, group: dict[str, Any], part: Part, grad_scaler: Any, found_inf: Tensor | None
     ) -> None:
         """Decode the states of a part of a parameter, update, encode."""
         param, wide = part.param, wide_dtype(part.param.dtype)
@@ -229,7 +222,7 @@ class FusedAdam(StoredStates):
         if weight is not param and not self._keeps_remainder(param):
             param.copy_(weight)
 
-    def _wide_grad(self, grad: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    def _wide_grad(self, grad: Tensor, wide: torch.dtype) -> Tensor:
         """The gradient times ``grad_factors``, in the wide dtype."""
         grad = grad.to(wide, copy=bool(self.grad_factors))
         for factor in self.grad_factors:
@@ -239,11 +232,11 @@ class FusedAdam(StoredStates):
     def _update(
         self,
         group: dict[str, Any],
-        weights: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        states: dict[str, list[torch.Tensor]],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        states: dict[str, list[Tensor]],
         grad_scaler: Any,
-        found_inf: torch.Tensor | None,
+        found_inf: Tensor | None,
     ) -> None:
         """Apply the rule to lists of tensors of one dtype."""
         scale = None
@@ -292,21 +285,21 @@ class FusedSGD(torch.optim.SGD):
         )
 
 
-Lists = Sequence[Sequence[torch.Tensor]]
+Lists = Sequence[Sequence[Tensor]]
 
 CHUNK = 2048 * 32
 
 
 def multi_tensor_applier(
-    operation: Callable[..., Any], overflow: torch.Tensor, lists: Lists, *arguments: Any
+    operation: Callable[..., Any], overflow: Tensor, lists: Lists, *arguments: Any
 ) -> Any:
     """Apply ``operation(chunk, overflow, lists, *arguments)`` to lists of tensors."""
     return operation(CHUNK, overflow, lists, *arguments)
 
 
 def multi_tensor_l2norm(
-    chunk: int, overflow: torch.Tensor, lists: Lists, per_tensor: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    chunk: int, overflow: Tensor, lists: Lists, per_tensor: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Return the L2 norm of all tensors together, and that of each with ``per_tensor``.
 
     Args:
@@ -326,7 +319,7 @@ def multi_tensor_l2norm(
     return torch.linalg.vector_norm(norms).unsqueeze(0), norms if per_tensor else None
 
 
-def multi_tensor_scale(chunk: int, overflow: torch.Tensor, lists: Lists, scale: Any) -> None:
+def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Lists, scale: Any) -> None:
     """Write ``source * scale`` into each destination.
 
     Args:
@@ -338,7 +331,7 @@ def multi_tensor_scale(chunk: int, overflow: torch.Tensor, lists: Lists, scale: 
     sources, destinations = [a for a, _ in pairs], [b for _, b in pairs]
     if not sources:
         return
-    factor = float(scale) if not isinstance(scale, torch.Tensor) else scale
+    factor = float(scale) if not isinstance(scale, Tensor) else scale
     if all(a is b for a, b in zip(sources, destinations, strict=True)):
         torch._foreach_mul_(destinations, factor)
     else:

@@ -19,12 +19,13 @@ import re
 from typing import Any
 
 import torch
+from torch import Tensor
 
 DATA_PARALLEL_TRACKER = "data-parallel-rng"
 _EXPERT_PARAMETER = re.compile(r"(weight|bias)\d*")
 
 
-def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
+def mark_tensor_parallel(parameter: Tensor, dim: int) -> None:
     """Mark ``parameter`` as this rank's shard, along ``dim``, of a tensor-parallel weight.
 
     Args:
@@ -35,7 +36,7 @@ def mark_tensor_parallel(parameter: torch.Tensor, dim: int) -> None:
     parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
-def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | None) -> None:
+def mark_linear(weight: Tensor, parallel_mode: str | None, tracker: str | None) -> None:
     """Mark a weight ``[out, in]`` (any dtype) as a tensor-parallel shard.
 
     An expert layer passes no ``parallel_mode`` because its communication is the dispatcher's;
@@ -47,7 +48,7 @@ def mark_linear(weight: torch.Tensor, parallel_mode: str | None, tracker: str | 
     mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
 
 
-def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: bool) -> None:
+def mark_bias(bias: Tensor, parallel_mode: str | None, sequence_parallel: bool) -> None:
     """Mark a bias ``[out]``, any dtype.
 
     It is sharded with the outputs of a column layer and replicated in a row layer.
@@ -59,7 +60,7 @@ def mark_bias(bias: torch.Tensor, parallel_mode: str | None, sequence_parallel: 
 
 
 def mark_adapter(
-    matrix: torch.Tensor, weight: torch.Tensor, sharded_dim: int | None, partial_over: Any
+    matrix: Tensor, weight: Tensor, sharded_dim: int | None, partial_over: Any
 ) -> None:
     """Mark A ``[r, in]`` or B ``[out, r]`` of an adapter.
 
@@ -127,7 +128,7 @@ def mark_attention_sink(attention: Any) -> None:
         mark_tensor_parallel(sink, 1 if sink.dim() == 4 else 0)
 
 
-def counted(parameter: torch.Tensor, tp_rank: int, expert_tp_rank: int) -> bool:
+def counted(parameter: Tensor, tp_rank: int, expert_tp_rank: int) -> bool:
     """Whether this rank counts a parameter in a sum over the ranks that have the model's parts.
 
     Args:

@@ -15,17 +15,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.te import kernels
 
 
 def moe_permute(
-    inp: torch.Tensor,
-    routing_map: torch.Tensor,
+    inp: Tensor,
+    routing_map: Tensor,
     num_out_tokens: int | None = None,
     max_token_num: int = -1,
     map_type: str = "mask",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the tokens sorted by expert and the row map for :func:`moe_unpermute`.
 
     Args:
@@ -40,11 +41,8 @@ def moe_permute(
 
 
 def moe_permute_with_probs(
-    inp: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
-    num_out_tokens: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Like :func:`moe_permute`; also return ``[copies]`` probabilities, dtype of ``probs``."""
     tokens, row_probs, row_id_map = kernels.moe_permute(inp, probs, routing_map, num_out_tokens)
     assert row_probs is not None
@@ -52,13 +50,13 @@ def moe_permute_with_probs(
 
 
 def moe_unpermute(
-    inp: torch.Tensor,
-    row_id_map: torch.Tensor,
-    merging_probs: torch.Tensor | None = None,
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs: Tensor | None = None,
     restore_shape: torch.Size | Sequence[int] | None = None,
     map_type: str = "mask",
-    probs: torch.Tensor | None = None,
-) -> torch.Tensor:
+    probs: Tensor | None = None,
+) -> Tensor:
     """Sum the copies of each token; the sum runs in the wider of the two dtypes.
 
     Args:
@@ -74,8 +72,8 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(
-    inp: torch.Tensor, split_sizes: torch.Tensor | Sequence[int], sorted_index: Any
-) -> torch.Tensor:
+    inp: Tensor, split_sizes: Tensor | Sequence[int], sorted_index: Any
+) -> Tensor:
     """Split ``inp [rows, h]``, any dtype, into chunks of ``split_sizes`` rows, and reorder them.
 
     ``sorted_index`` is the chunk at each place of the result, int ``[chunks]``.
@@ -84,11 +82,8 @@ def moe_sort_chunks_by_index(
 
 
 def moe_sort_chunks_by_index_with_probs(
-    inp: torch.Tensor,
-    probs: torch.Tensor,
-    split_sizes: torch.Tensor | Sequence[int],
-    sorted_index: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inp: Tensor, probs: Tensor, split_sizes: Tensor | Sequence[int], sorted_index: Any
+) -> tuple[Tensor, Tensor]:
     """Reorder the chunks of ``inp [rows, h]`` and of ``probs [rows]``; dtypes stay."""
     tokens, row_probs = kernels.moe_sort_chunks(
         [inp, probs], _flat(split_sizes), _flat(sorted_index)
@@ -96,7 +91,7 @@ def moe_sort_chunks_by_index_with_probs(
     return tokens, row_probs
 
 
-def _flat(x: Any) -> torch.Tensor:
+def _flat(x: Any) -> Tensor:
     return torch.as_tensor(x, dtype=torch.int64).reshape(-1)
 
 

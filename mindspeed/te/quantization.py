@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed.errors import ConfigError
 from mindspeed.te.recipes import (
@@ -46,10 +47,10 @@ class Cast:
         observe: Told each new tensor once, before it is quantised (for delayed scaling).
     """
 
-    values: Callable[[torch.Tensor, int], torch.Tensor]
-    observe: Callable[[torch.Tensor], None] = lambda x: None
+    values: Callable[[Tensor, int], Tensor]
+    observe: Callable[[Tensor], None] = lambda x: None
 
-    def __call__(self, x: torch.Tensor, summed: int) -> torch.Tensor:
+    def __call__(self, x: Tensor, summed: int) -> Tensor:
         """Return the fp32 values of ``x [rows, columns]``, which is summed over ``summed``."""
         return self.values(x, summed)
 
@@ -74,7 +75,7 @@ class Casts:
     finish: Callable[[], None] = lambda: None
     multiples: tuple[int, int] = (8, 16)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return ``x W^T``, fp32 ``[..., out]``, of ``x [..., in]`` and ``W [out, in]``."""
         rows = x.reshape(-1, x.shape[-1])
         check_multiples(self.multiples, input=rows, weight=weight)
@@ -83,14 +84,12 @@ class Casts:
         out = self.input(rows, 1) @ self.weight(weight, 1).t()
         return out.view(*x.shape[:-1], weight.shape[0])
 
-    def dgrad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return ``dy W``, fp32 ``[..., in]``, of ``dy [..., out]`` and ``W [out, in]``."""
         rows = grad.reshape(-1, grad.shape[-1])
         return (self.grad(rows, 1) @ self.weight(weight, 0)).view(*grad.shape[:-1], -1)
 
-    def wgrad_operands(
-        self, x: torch.Tensor, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def wgrad_operands(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the operands of the weight gradient: fp32 ``[tokens, in]`` and ``[tokens, out]``.
 
         Without ``wgrad`` these are ``x [..., in]`` and ``grad [..., out]`` themselves.
@@ -102,7 +101,7 @@ class Casts:
         )
 
 
-def check_multiples(multiples: tuple[int, int], **matrices: torch.Tensor) -> None:
+def check_multiples(multiples: tuple[int, int], **matrices: Tensor) -> None:
     """Refuse sizes of ``matrices [rows, columns]`` that fp8 tensor cores do not support.
 
     Raises:
@@ -128,7 +127,7 @@ def largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
+def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
     """Return the factors that bring maxima to the largest number of ``dtype``; fp32.
 
     Args:
@@ -143,7 +142,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
-def mx_scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def mx_scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Factors of MXFP8, fp32, elementwise: exponents of ``amax / max`` rounded up, as in E8M0."""
     mantissa, exponent = torch.frexp(amax.float() * (1.0 / largest(dtype)))
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
@@ -151,7 +150,7 @@ def mx_scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
-def round_trip(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_trip(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantise ``x`` to an fp8 ``dtype`` and dequantise it to fp32.
 
     ``scale`` is an fp32 scalar, or broadcastable to ``x``.
@@ -160,17 +159,17 @@ def round_trip(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
     return (x.float() * scale).clamp(-top, top).to(dtype).float() * scale.reciprocal()
 
 
-def per_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def per_tensor(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantise ``x`` with one factor, from its own maximum, and dequantise it; fp32."""
     return round_trip(x, scale_of(amax_of(x), dtype), dtype)
 
 
 def per_block(
-    x: torch.Tensor,
+    x: Tensor,
     dtype: torch.dtype,
     block: tuple[int, int],
-    scales: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-) -> torch.Tensor:
+    scales: Callable[[Tensor, torch.dtype], Tensor],
+) -> Tensor:
     """Quantise ``x [rows, columns]`` with a factor per ``block`` (smaller at the edges); fp32."""
     rows, columns = x.shape
     if not x.numel():
@@ -181,12 +180,12 @@ def per_block(
     return round_trip(tiles, scale, dtype).view(padded.shape)[:rows, :columns]
 
 
-def amax_of(x: torch.Tensor) -> torch.Tensor:
+def amax_of(x: Tensor) -> Tensor:
     """Return the largest magnitude of ``x``, 0 of an empty tensor; fp32 scalar."""
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def _two_powers(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _two_powers(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return scale_of(amax, dtype, power_of_two=True)
 
 
@@ -196,14 +195,14 @@ def stateless_cast(recipe: Recipe, dtype: torch.dtype, *, weight: bool) -> Cast:
         return Cast(lambda x, summed: per_tensor(x, dtype))
     if isinstance(recipe, Float8BlockScaling):
 
-        def block(x: torch.Tensor, summed: int) -> torch.Tensor:
+        def block(x: Tensor, summed: int) -> Tensor:
             along = (BLOCK, 1) if summed == 0 else (1, BLOCK)
             return per_block(x, dtype, (BLOCK, BLOCK) if weight else along, _two_powers)
 
         return Cast(block)
     if isinstance(recipe, MXFP8BlockScaling):
 
-        def mx(x: torch.Tensor, summed: int) -> torch.Tensor:
+        def mx(x: Tensor, summed: int) -> Tensor:
             along = (MX_BLOCK, 1) if summed == 0 else (1, MX_BLOCK)
             return per_block(x, dtype, along, mx_scale_of)
 
@@ -227,7 +226,7 @@ class AmaxHistory:
         self.history = torch.zeros(recipe.amax_history_len, count)
         self.scale = torch.ones(count)
 
-    def restore(self, history: torch.Tensor, scale: torch.Tensor) -> None:
+    def restore(self, history: Tensor, scale: Tensor) -> None:
         """Continue from fp32 factors ``[count]`` and the newest of the maxima ``[any, count]``."""
         if (
             history.dim() != 2
@@ -243,7 +242,7 @@ class AmaxHistory:
         if kept:
             self.history[-kept:] = history[-kept:]
 
-    def observe(self, index: int, x: torch.Tensor) -> None:
+    def observe(self, index: int, x: Tensor) -> None:
         """Record the maximum of ``x``, any shape and dtype, as tensor ``index`` of this step."""
         self.history[0, index] = torch.maximum(self.history[0, index], amax_of(x).cpu())
 
@@ -270,22 +269,22 @@ def reduce_maxima(histories: list[AmaxHistory], group: dist.ProcessGroup | None)
         one.history[0] = amax
 
 
-def factors_as_bytes(histories: Mapping[str, AmaxHistory]) -> torch.Tensor:
+def factors_as_bytes(histories: Mapping[str, AmaxHistory]) -> Tensor:
     """Return maxima and factors as the bytes of a safetensors file, ``uint8 [n]``."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, one in histories.items():
         tensors |= {f"{name}.history": one.history.clone(), f"{name}.scale": one.scale.clone()}
     return as_bytes(tensors)
 
 
-def as_bytes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def as_bytes(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the bytes of a safetensors file, ``uint8 [n]``."""
     from safetensors.torch import save
 
     return torch.frombuffer(bytearray(save(dict(tensors))), dtype=torch.uint8)
 
 
-def saved_factors(state: torch.Tensor) -> dict[str, torch.Tensor] | None:
+def saved_factors(state: Tensor) -> dict[str, Tensor] | None:
     """Read the tensors that :func:`as_bytes` wrote as uint8 ``[n]``; None for any other bytes."""
     from safetensors import SafetensorError
     from safetensors.torch import load

@@ -17,22 +17,23 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed.te import kernels
 
 
 def apply_rotary_pos_emb(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
+    t: Tensor,
+    freqs: Tensor,
     tensor_format: str = "sbhd",
-    start_positions: torch.Tensor | None = None,
+    start_positions: Tensor | None = None,
     interleaved: bool = False,
     fused: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Rotate ``t``; the result has its shape and dtype.
 
     Args:
@@ -55,17 +56,17 @@ def apply_rotary_pos_emb(
 
 
 def apply_fused_qkv_rotary_pos_emb(
-    qkv: torch.Tensor,
-    q_freqs: torch.Tensor,
-    k_freqs: torch.Tensor,
+    qkv: Tensor,
+    q_freqs: Tensor,
+    k_freqs: Tensor,
     qkv_split_arg_list: list[int],
     tensor_format: str = "sbhd",
-    start_positions: torch.Tensor | None = None,
+    start_positions: Tensor | None = None,
     interleaved: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split a joint ``[..., groups, q + k + v]`` projection and rotate queries and keys.
 
     Returns ``[..., n, d]`` queries, ``[..., groups, d]`` keys and values, in the dtype of ``qkv``.
@@ -90,9 +91,7 @@ def apply_fused_qkv_rotary_pos_emb(
     return q, k, value.contiguous()
 
 
-def _of_tokens(
-    table: torch.Tensor, t: torch.Tensor, layout: str, starts: torch.Tensor | None
-) -> torch.Tensor:
+def _of_tokens(table: Tensor, t: Tensor, layout: str, starts: Tensor | None) -> Tensor:
     """Slice ``table [positions, 1, 1, d]`` to a shape that broadcasts to ``t``."""
     if layout == "thd":
         return table.squeeze(1)
@@ -110,8 +109,8 @@ def _of_tokens(
 
 
 class _Table(NamedTuple):
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class _CachedTable(NamedTuple):
@@ -121,7 +120,7 @@ class _CachedTable(NamedTuple):
 
 class _CachedPackedTable(NamedTuple):
     version: int
-    cu_seqlens: weakref.ref[torch.Tensor]
+    cu_seqlens: weakref.ref[Tensor]
     key: tuple[int, ...]  # version of cu_seqlens, tokens, context-parallel size and rank
     table: _Table
 
@@ -130,7 +129,7 @@ _tables = WeakTensorKeyDictionary()
 _packed_tables = WeakTensorKeyDictionary()
 
 
-def _table(freqs: torch.Tensor) -> _Table:
+def _table(freqs: Tensor) -> _Table:
     """Cosine and sine of ``freqs``, cached while the tensor lives unchanged."""
     if not _is_cacheable(freqs):
         return _Table(freqs.cos(), freqs.sin())
@@ -141,7 +140,7 @@ def _table(freqs: torch.Tensor) -> _Table:
 
 
 def _packed_table(
-    freqs: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int, cp_size: int, cp_rank: int
+    freqs: Tensor, cu_seqlens: Tensor, tokens: int, cp_size: int, cp_rank: int
 ) -> _Table:
     """Cosine and sine of each of this rank's tokens, cached for the last ``cu_seqlens``."""
 
@@ -161,14 +160,12 @@ def _packed_table(
     return cached.table
 
 
-def _is_cacheable(x: torch.Tensor) -> bool:
+def _is_cacheable(x: Tensor) -> bool:
     """Whether ``x`` has a version counter that shows in-place changes."""
     return not (torch.compiler.is_compiling() or x.is_inference() or x.requires_grad)
 
 
-def packed_positions(
-    cu_seqlens: torch.Tensor, tokens: int, cp_size: int = 1, cp_rank: int = 0
-) -> torch.Tensor:
+def packed_positions(cu_seqlens: Tensor, tokens: int, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
     """Return the position inside its document of each of this rank's tokens, int64 ``[tokens]``.
 
     Computed on the device of ``cu_seqlens``, without synchronising the host. Tokens after the last

@@ -12,18 +12,19 @@ With groups, a token may only choose from the ``group_topk`` groups whose best
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def fused_topk_with_score_function(
-    logits: torch.Tensor,
+    logits: Tensor,
     topk: int,
     use_pre_softmax: bool,
     num_groups: int | None,
     group_topk: int | None,
     scaling_factor: float | None,
     score_function: str,
-    expert_bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    expert_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return probabilities ``[t, e]``, zero where not chosen, and the boolean choice ``[t, e]``.
 
     Args:
@@ -57,8 +58,8 @@ def fused_topk_with_score_function(
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: torch.Tensor, topk: int, score_function: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, topk: int, score_function: str
+) -> tuple[Tensor, Tensor]:
     """Return the top-k choice (bool) and the normalised scores (fp32) for the auxiliary loss.
 
     Both have the shape of ``logits``, ``[t, e]``.
@@ -76,13 +77,13 @@ def fused_compute_score_for_moe_aux_loss(
 
 
 def fused_moe_aux_loss(
-    probs: torch.Tensor,
-    tokens_per_expert: torch.Tensor,
+    probs: Tensor,
+    tokens_per_expert: Tensor,
     total_num_tokens: int,
     num_experts: int,
     topk: int,
     coeff: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the scalar ``coeff * e / (topk * T^2) * sum_e (tokens_per_expert * sum_t probs)``.
 
     ``probs`` is ``[t, e]`` of any floating dtype, ``tokens_per_expert`` int ``[e]``, T
@@ -92,7 +93,7 @@ def fused_moe_aux_loss(
     return (probs.sum(0) * tokens_per_expert).sum() * factor
 
 
-def _choose(scores: torch.Tensor, topk: int, num_groups: int, group_topk: int) -> torch.Tensor:
+def _choose(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
     scores = scores.detach()
     if not group_topk:
         return scores.topk(topk, dim=-1).indices
@@ -102,5 +103,5 @@ def _choose(scores: torch.Tensor, topk: int, num_groups: int, group_topk: int) -
     return grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1).topk(topk).indices
 
 
-def _as_map(like: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def _as_map(like: Tensor, chosen: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.bool).scatter(1, chosen, True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from mindspeed.ops.scaled_masked_softmax import SOFTMAX, SOFTMAX_BACKWARD
 
@@ -41,7 +41,7 @@ def modules() -> dict[str, ModuleType]:
     }
 
 
-def _backward(dy: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _backward(dy: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """No mask is passed: masked scores have probability 0, and so gradient 0."""
     return SOFTMAX_BACKWARD(dy, y, None, float(scale), False)
 

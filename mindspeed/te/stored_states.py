@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.errors import CheckpointError
 from mindspeed.optimizer.codecs import Absent, Codec, Full
@@ -42,12 +43,12 @@ class Part:
         extra: state -> what its codec keeps next to that, flat.
     """
 
-    whole: torch.Tensor
+    whole: Tensor
     start: int
-    param: torch.Tensor
-    grad: torch.Tensor
-    stored: Mapping[str, torch.Tensor]
-    extra: Mapping[str, torch.Tensor]
+    param: Tensor
+    grad: Tensor
+    stored: Mapping[str, Tensor]
+    extra: Mapping[str, Tensor]
 
 
 class StoredStates(torch.optim.Optimizer):
@@ -86,14 +87,12 @@ class StoredStates(torch.optim.Optimizer):
         self._full, self._keeps_fp32 = Full(), optimizer_policy.keeps_fp32
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
-        self.extras: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._allocated: set[torch.Tensor] = set()
+        self.extras: dict[Tensor, dict[str, Tensor]] = {}
+        self._allocated: set[Tensor] = set()
         self._in_place = all(type(self._codecs[name]) is Full for name in rule.states)
         super().__init__(params, defaults)
 
-    def initialize_state(
-        self, param: torch.Tensor, store_param_remainders: bool | None = None
-    ) -> None:
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Create the states of ``param``: those of the rule, master equal to the parameter.
 
         Each has the shape of ``param`` in its storage dtype.
@@ -101,12 +100,12 @@ class StoredStates(torch.optim.Optimizer):
         for name in self.names(param):
             self.set_scaled_state(param, name, self._initial(param, name))
 
-    def _initial(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+    def _initial(self, param: Tensor, state_name: str) -> Tensor:
         weight = param.detach().to(wide_dtype(param.dtype))
         make = self._rule.states.get(state_name)
         return weight if make is None else make(weight)
 
-    def _allocate(self, param: torch.Tensor, state_name: str) -> None:
+    def _allocate(self, param: Tensor, state_name: str) -> None:
         """Create the storage of one state."""
         self._allocated.add(param)
         codec = self._codec(param, state_name)
@@ -120,7 +119,7 @@ class StoredStates(torch.optim.Optimizer):
         if extra is not None:
             self.extras.setdefault(param, {})[state_name] = extra
 
-    def _adopt(self, param: torch.Tensor) -> None:
+    def _adopt(self, param: Tensor) -> None:
         """Make states that Megatron has created itself (moments in fp32) those of the rule."""
         states = self.state[param]
         if not states or param in self._allocated:
@@ -136,8 +135,8 @@ class StoredStates(torch.optim.Optimizer):
             self.set_scaled_state(param, name, given[name])
 
     def get_unscaled_state(
-        self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
-    ) -> torch.Tensor:
+        self, param: Tensor, state_name: str, skip_unscale: bool = False
+    ) -> Tensor:
         """Return a state in fp32: the state itself when it is stored so, else a decoded copy.
 
         Args:
@@ -149,7 +148,7 @@ class StoredStates(torch.optim.Optimizer):
         """
         self._adopt(param)
         stored = self.state[param][state_name]
-        if not isinstance(stored, torch.Tensor) or state_name not in self._codecs:
+        if not isinstance(stored, Tensor) or state_name not in self._codecs:
             return stored
         placement = self._placements[state_name]
         if placement is not None:
@@ -157,9 +156,7 @@ class StoredStates(torch.optim.Optimizer):
         extra = self.extras.get(param, {}).get(state_name)
         return self._codec(param, state_name).decode(stored, extra, param)
 
-    def set_scaled_state(
-        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
-    ) -> None:
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Store a state; ignore unknown names.
 
         Args:
@@ -185,7 +182,7 @@ class StoredStates(torch.optim.Optimizer):
         kept = [*self.state.values(), *self.extras.values()]
         return sum(t.nbytes for state in kept for t in state.values())
 
-    def _parts(self, param: torch.Tensor, grad: torch.Tensor) -> Iterator[Part]:
+    def _parts(self, param: Tensor, grad: Tensor) -> Iterator[Part]:
         """Cut large parameters where rule and codecs allow it, to bound what is decoded at once."""
         stored = {name: t for name, t in self.state[param].items() if name in self._codecs}
         extra = self.extras.get(param, {})
@@ -233,19 +230,19 @@ class StoredStates(torch.optim.Optimizer):
             codecs == {Full} and not self.additional_states and not any(self._placements.values())
         )
 
-    def _is_plain(self, param: torch.Tensor, state_name: str) -> bool:
+    def _is_plain(self, param: Tensor, state_name: str) -> bool:
         return type(self._codec(param, state_name)) is Full and not self._placements[state_name]
 
-    def _codec(self, param: torch.Tensor, state_name: str) -> Codec:
+    def _codec(self, param: Tensor, state_name: str) -> Codec:
         if state_name == MASTER and self._keeps_remainder(param):
             return self._remainder
         codec = self._codecs[state_name]
         return self._full if codec.quantized and self._keeps_fp32(param) else codec
 
-    def _keeps_remainder(self, param: torch.Tensor) -> bool:
+    def _keeps_remainder(self, param: Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
-    def names(self, param: torch.Tensor) -> tuple[str, ...]:
+    def names(self, param: Tensor) -> tuple[str, ...]:
         """The states of ``param``, any shape and floating dtype, with or before its first step."""
         own_copy = self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
         return tuple(name for name in self._codecs if name != MASTER or own_copy)
@@ -280,14 +277,14 @@ class StoredStates(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": groups})
         for number, param in self._numbered(state_dict["param_groups"]).items():
             for name, value in (states.get(number) or {}).items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     wide = torch.promote_types(value.dtype, torch.float32)
                     dtype = torch.int16 if value.dtype == torch.int16 else wide
                     self.set_scaled_state(param, name, value.to(param.device, dtype))
             for name in set(self.names(param)) - set(self.state[param]) if states else ():
                 self.set_scaled_state(param, name, self._initial(param, name))
 
-    def _numbered(self, groups: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
+    def _numbered(self, groups: list[dict[str, Any]]) -> dict[int, Tensor]:
         numbers = [n for group in groups for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         return dict(zip(numbers, params, strict=True))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from mindspeed.te import kernels
 from mindspeed.te.base import get_dummy_wgrad
@@ -31,9 +32,7 @@ class GradientAnchor(Protocol):
     """Returns weight gradients to autograd later in a backward; :mod:`mindspeed.moe.anchor`."""
 
     def put(
-        self,
-        weights: Sequence[torch.Tensor],
-        compute: Callable[[], Sequence[torch.Tensor | None]],
+        self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
     ) -> None:
         """Take the computation of the gradients of ``weights``."""
         ...
@@ -55,7 +54,7 @@ class WgradOptions:
     store: WeightGradients | None = field(default=None, compare=False)
     anchor: GradientAnchor | None = field(default=None, compare=False)
 
-    def hide(self, x: torch.Tensor, *weights: torch.Tensor) -> Hidden | None:
+    def hide(self, x: Tensor, *weights: Tensor) -> Hidden | None:
         """Hide the weights of a layer from autograd if the store takes their gradients.
 
         Args:
@@ -74,12 +73,12 @@ class Hidden(NamedTuple):
     """
 
     store: WeightGradients
-    weights: tuple[torch.Tensor, ...]
+    weights: tuple[Tensor, ...]
 
 
 def weight_gradient(
-    weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, options: WgradOptions
-) -> torch.Tensor | None:
+    weight: Tensor, x: Tensor, grad: Tensor, options: WgradOptions
+) -> Tensor | None:
     """Return the gradient of ``weight``, a placeholder for it, or None where it is delayed.
 
     Args:
@@ -100,9 +99,7 @@ def weight_gradient(
     return None
 
 
-def _compute(
-    weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, fuse: bool
-) -> torch.Tensor | None:
+def _compute(weight: Tensor, x: Tensor, grad: Tensor, fuse: bool) -> Tensor | None:
     x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     main_grad = getattr(weight, "main_grad", None) if fuse else None
     if main_grad is None:
@@ -111,7 +108,7 @@ def _compute(
     return added_to_main_grad(weight)
 
 
-def add_gradient(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, fuse: bool) -> None:
+def add_gradient(weight: Tensor, x: Tensor, grad: Tensor, fuse: bool) -> None:
     """Add the gradient of a weight that autograd does not see to ``main_grad`` or ``grad``.
 
     Args:
@@ -129,11 +126,7 @@ def add_gradient(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, fuse
 
 
 def add_expert_gradients(
-    weights: Sequence[torch.Tensor],
-    splits: Sequence[int],
-    fuse: bool,
-    x: torch.Tensor,
-    grad: torch.Tensor,
+    weights: Sequence[Tensor], splits: Sequence[int], fuse: bool, x: Tensor, grad: Tensor
 ) -> None:
     """Add the gradients of experts that autograd does not see to ``main_grad`` or ``grad``.
 
@@ -153,7 +146,7 @@ def add_expert_gradients(
             add_product(weight, wgrad.to(weight.dtype))
 
 
-def add_product(weight: torch.Tensor, wgrad: torch.Tensor) -> None:
+def add_product(weight: Tensor, wgrad: Tensor) -> None:
     """Add the gradient of a weight that autograd does not see, as the hook of its owner would.
 
     Args:
@@ -168,9 +161,7 @@ def add_product(weight: torch.Tensor, wgrad: torch.Tensor) -> None:
         weight.grad.add_(wgrad)
 
 
-def added_to_main_grad(
-    weight: torch.Tensor, shape: Sequence[int] | None = None
-) -> torch.Tensor | None:
+def added_to_main_grad(weight: Tensor, shape: Sequence[int] | None = None) -> Tensor | None:
     """Record on the parameter that its gradient is in ``main_grad``, and return a placeholder.
 
     The placeholder makes autograd run the hooks of the parameter; it is zero only when the owner of
@@ -191,7 +182,7 @@ def added_to_main_grad(
     return get_dummy_wgrad(list(expected), weight.dtype, zero=zero, where=weight.device)
 
 
-def add_delayed(weight: torch.Tensor, wgrad: torch.Tensor | None, fuse: bool) -> None:
+def add_delayed(weight: Tensor, wgrad: Tensor | None, fuse: bool) -> None:
     """Put a weight gradient that was computed outside autograd where autograd would have.
 
     The placeholder of a gradient that is already in ``main_grad`` adds nothing, but is stored for
@@ -229,7 +220,7 @@ class DelayedWgrad:
     _delayed: deque[Callable[[], None]] | None
     _wgrad_hooks: list[Callable[[], Any]]
 
-    def _mark_delayed(self, weight: torch.Tensor) -> None:
+    def _mark_delayed(self, weight: Tensor) -> None:
         if self._delayed is not None:
             weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 

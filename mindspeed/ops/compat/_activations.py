@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
+Activation = Callable[[Tensor], Tensor]
 
 
-def fast_gelu(x: torch.Tensor) -> torch.Tensor:
+def fast_gelu(x: Tensor) -> Tensor:
     """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel, 2016); any shape, floating dtype."""
     return x * torch.sigmoid(1.702 * x)
 
@@ -37,7 +38,7 @@ GATED: Mapping[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F
 """The first half goes through the activation and is multiplied with the second."""
 
 
-def apply(name: str, x: torch.Tensor) -> torch.Tensor:
+def apply(name: str, x: Tensor) -> Tensor:
     """Apply a key of :data:`PLAIN` or :data:`GATED` (``[..., 2 f]``: gate, up) to ``[..., f]``."""
     if name in PLAIN:
         return PLAIN[name](x)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import Check
 from mindspeed.ops.attention_problem import ALIBI, ALIBI_SQRT, axis
@@ -25,7 +26,7 @@ LARGEST_HEAD = 768
 PREFIX_MASK = (3072, 2048)
 TRIANGLE_MASK = (2048, 2048)
 
-Lengths = Sequence[int] | torch.Tensor | None
+Lengths = Sequence[int] | Tensor | None
 Start = Sequence[int] | None
 
 
@@ -38,13 +39,7 @@ class Arguments:
     """
 
     def __init__(
-        self,
-        check: Check,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        heads: int,
-        layout: str,
+        self, check: Check, query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str
     ) -> None:
         self.check, self.heads = check, heads
         check.floating(query=query, key=key, value=value)
@@ -88,11 +83,11 @@ class Arguments:
             batch, other = self._size(q, "B"), self._size(k, "B")
             require(other == batch, "key", f"batch size {batch}", other)
 
-    def _size(self, x: torch.Tensor, name: str) -> int:
+    def _size(self, x: Tensor, name: str) -> int:
         return x.shape[axis(self.order, name)]
 
     def check_numbers(
-        self, padding_mask: torch.Tensor | None, keep_prob: float, **numbers: float
+        self, padding_mask: Tensor | None, keep_prob: float, **numbers: float
     ) -> None:
         """Refuse a padding mask, which no device supports, and probabilities outside their range.
 
@@ -108,11 +103,11 @@ class Arguments:
     def options(
         self,
         mode: int,
-        mask: torch.Tensor | None,
+        mask: Tensor | None,
         band: tuple[int, int],
         prefix: Sequence[int] | None,
         ends: tuple[Lengths, Lengths],
-        pse: torch.Tensor | None,
+        pse: Tensor | None,
         pse_type: int,
         starts: tuple[Start, Start],
     ) -> dict[str, Any]:
@@ -162,11 +157,11 @@ class Arguments:
     def _rules(
         self,
         mode: int,
-        mask: torch.Tensor | None,
+        mask: Tensor | None,
         band: tuple[int, int],
         prefix: Sequence[int] | None,
         sequences: int,
-        lengths: dict[str, torch.Tensor],
+        lengths: dict[str, Tensor],
     ) -> dict[str, Any]:
         """The fields that hide keys; without a mask every key is visible."""
         if mask is None:
@@ -189,18 +184,14 @@ class Arguments:
         self.check.require(tuple(mask.shape) in allowed, "atten_mask", wanted, tuple(mask.shape))
         return {**rules, "mask": mask.bool()} if mode in (UNCUT, MASK_ONLY) else rules
 
-    def _mask_shapes(self, lengths: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+    def _mask_shapes(self, lengths: dict[str, Tensor]) -> list[tuple[int, ...]]:
         if self.packed:  # the longest sequence's; shorter ones take its top left corner
             return [tuple(int(x.diff().max()) for x in lengths.values())]
         batch, matrix = self._size(self.q, "B"), (self._size(self.q, "S"), self._size(self.k, "S"))
         return [(batch, self.heads, *matrix), (batch, 1, *matrix), (1, 1, *matrix), matrix]
 
     def _check_bias(
-        self,
-        pse: torch.Tensor | None,
-        pse_type: int,
-        sequences: int,
-        lengths: dict[str, torch.Tensor],
+        self, pse: Tensor | None, pse_type: int, sequences: int, lengths: dict[str, Tensor]
     ) -> None:
         self.check.choice(range(4), pse_type=pse_type)
         if pse is None:
@@ -223,7 +214,7 @@ class Arguments:
         fits = pse.dim() == 4 and all(n in (1, m) for n, m in zip(pse.shape, full, strict=True))
         self.check.require(fits, "pse", f"a shape that broadcasts to {full}", tuple(pse.shape))
 
-    def _lengths(self, q_ends: Lengths, k_ends: Lengths) -> dict[str, torch.Tensor]:
+    def _lengths(self, q_ends: Lengths, k_ends: Lengths) -> dict[str, Tensor]:
         names = ("actual_seq_qlen", "actual_seq_kvlen")
         if not self.packed:
             for name, ends in zip(names, (q_ends, k_ends), strict=True):
@@ -237,13 +228,13 @@ class Arguments:
         )
         return {"cu_q": cu_q, "cu_k": cu_k}
 
-    def _running_sums(self, name: str, ends: Lengths, tokens: int) -> torch.Tensor:
+    def _running_sums(self, name: str, ends: Lengths, tokens: int) -> Tensor:
         """Ends with a leading 0 and without sequences that are not there, on the CPU."""
         check = self.check
-        given_ends = isinstance(ends, (torch.Tensor, list, tuple)) and len(ends) > 0
+        given_ends = isinstance(ends, (Tensor, list, tuple)) and len(ends) > 0
         check.require(given_ends, name, "the ends of the sequences", ends)
         assert ends is not None
-        if not isinstance(ends, torch.Tensor):
+        if not isinstance(ends, Tensor):
             for one in ends:
                 check.integer(**{name: one})
         given = torch.as_tensor(ends)

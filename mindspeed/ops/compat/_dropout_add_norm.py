@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops import philox
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks, store
@@ -30,7 +31,7 @@ from mindspeed.ops.registry import Operator, torch_npu, triton
 from mindspeed.ops.rms_norm import _reference as rms_norm_reference
 from mindspeed.ops.rms_norm import _reference_backward as rms_norm_reference_backward
 
-Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+Scales = tuple[Tensor | None, Tensor | None]
 
 
 class Operands(NamedTuple):
@@ -51,13 +52,13 @@ class Operands(NamedTuple):
         want_mask: return the mask, bool ``[..., H]``.
     """
 
-    x0: torch.Tensor
-    residual: torch.Tensor | None
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    rowscale: torch.Tensor | None
-    layerscale: torch.Tensor | None
-    rng: torch.Tensor | None
+    x0: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    rowscale: Tensor | None
+    layerscale: Tensor | None
+    rng: Tensor | None
     p: float
     eps: float
     rms: bool
@@ -84,22 +85,22 @@ class Saved(NamedTuple):
         separate: compute dresidual, with shape and dtype of pre; else it is ``[0]``.
     """
 
-    dout: torch.Tensor
-    dpre: torch.Tensor | None
-    pre: torch.Tensor
-    mean: torch.Tensor
-    rstd: torch.Tensor
-    weight: torch.Tensor
-    rng: torch.Tensor | None
-    x0: torch.Tensor | None
-    rowscale: torch.Tensor | None
-    layerscale: torch.Tensor | None
+    dout: Tensor
+    dpre: Tensor | None
+    pre: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor
+    rng: Tensor | None
+    x0: Tensor | None
+    rowscale: Tensor | None
+    layerscale: Tensor | None
     p: float
     rms: bool
     separate: bool
 
 
-def scaled(x: torch.Tensor, scales: Scales) -> torch.Tensor:
+def scaled(x: Tensor, scales: Scales) -> Tensor:
     """``x * rowscale * layerscale`` in the dtype of x ``[..., H]``."""
     rowscale, layerscale = scales
     if rowscale is not None:
@@ -107,21 +108,14 @@ def scaled(x: torch.Tensor, scales: Scales) -> torch.Tensor:
     return x if layerscale is None else x * layerscale.to(x.dtype)
 
 
-def _pre_dtype(
-    x0: torch.Tensor, residual: torch.Tensor | None, residual_in_fp32: bool
-) -> torch.dtype:
+def _pre_dtype(x0: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> torch.dtype:
     if residual_in_fp32:
         return accumulation_dtype(x0)
     return (x0 if residual is None else residual).dtype
 
 
 def _sum(
-    h: torch.Tensor,
-    x0: torch.Tensor,
-    residual: torch.Tensor | None,
-    scales: Scales,
-    keep: torch.Tensor | None,
-    p: float,
+    h: Tensor, x0: Tensor, residual: Tensor | None, scales: Scales, keep: Tensor | None, p: float
 ) -> None:
     """``h = residual + dropout(scaled x0)``, computed in fp32; ``keep`` is of that dtype."""
     wide, scale = accumulation_dtype(x0), 1 / (1 - p)
@@ -134,7 +128,7 @@ def _sum(
         store(h, torch.addcmul, residual.to(wide), x, keep, value=scale)
 
 
-def _reference(*operands: Any) -> tuple[torch.Tensor, ...]:
+def _reference(*operands: Any) -> tuple[Tensor, ...]:
     given = Operands(*operands)
     x0, residual, weight, bias, rowscale, layerscale, rng, p, eps, rms, in_fp32, want_mask = given
     exact, size = accumulation_dtype(x0), x0.shape[-1:]
@@ -168,11 +162,11 @@ def _reference(*operands: Any) -> tuple[torch.Tensor, ...]:
     return out, pre, mean, rstd, mask
 
 
-def _rows(x: torch.Tensor | None, size: torch.Size) -> Any:
+def _rows(x: Tensor | None, size: torch.Size) -> Any:
     return None if x is None else x.reshape(-1, size[0])
 
 
-def _reference_backward(*operands: Any) -> tuple[torch.Tensor, ...]:
+def _reference_backward(*operands: Any) -> tuple[Tensor, ...]:
     given = Saved(*operands)
     dout, dpre, pre, mean, rstd, weight, rng, x0, rowscale, layerscale, p, rms, separate = given
     exact, size = accumulation_dtype(pre), pre.shape[-1:]
@@ -221,7 +215,7 @@ def _reference_backward(*operands: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _npu(*operands: Any) -> tuple[torch.Tensor, ...]:
+def _npu(*operands: Any) -> tuple[Tensor, ...]:
     given = Operands(*operands)
     x0, residual, weight, bias, rowscale, layerscale, _, _, eps, rms, in_fp32, want_mask = given
     mask = x0.new_ones(x0.shape if want_mask else 0, dtype=torch.bool)
@@ -249,7 +243,7 @@ def _npu(*operands: Any) -> tuple[torch.Tensor, ...]:
     return out.to(x0.dtype), pre, mean, rstd, mask
 
 
-def _npu_backward(*operands: Any) -> tuple[torch.Tensor, ...]:
+def _npu_backward(*operands: Any) -> tuple[Tensor, ...]:
     given = Saved(*operands)
     dout, dpre, pre, mean, rstd, weight, _, x0, rowscale, layerscale, _, rms, separate = given
     size = pre.shape[-1:]
@@ -277,9 +271,7 @@ def _npu_backward(*operands: Any) -> tuple[torch.Tensor, ...]:
     return dx0, dresidual, dweight.to(weight.dtype), dbias.to(weight.dtype), *dscales
 
 
-def _fake(
-    x0: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
+def _fake(x0: Tensor, residual: Tensor | None, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     rms, residual_in_fp32, want_mask = rest[-3:]
     rows = (*x0.shape[:-1], 1)
     exact = accumulation_dtype(x0)
@@ -294,8 +286,8 @@ def _fake(
 
 
 def _fake_backward(
-    dout: torch.Tensor, dpre: torch.Tensor | None, pre: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
+    dout: Tensor, dpre: Tensor | None, pre: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     _, _, weight, _, x0, rowscale, layerscale, _, _, separate = rest
     dscales = [
         pre.new_empty(0) if x0 is None or scale is None else torch.empty_like(scale)
@@ -311,7 +303,7 @@ def _fake_backward(
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x0, residual, weight, _, rowscale, layerscale, rng, ctx.p, _, ctx.rms, _, _ = inputs
     wanted = ctx.needs_input_grad
     with_scale = wanted[4] or wanted[5]
@@ -328,8 +320,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _backward(
-    ctx: Any, dout: torch.Tensor | None, dpre: torch.Tensor | None, *unused: None
-) -> tuple[torch.Tensor | None, ...]:
+    ctx: Any, dout: Tensor | None, dpre: Tensor | None, *unused: None
+) -> tuple[Tensor | None, ...]:
     if dout is None and dpre is None:
         return (None,) * 12
     pre, mean, rstd, weight, rng, x0, rowscale, layerscale = ctx.saved_tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops import philox
 from mindspeed.ops._check import Check
@@ -16,14 +17,14 @@ _check = Check("npu_dropout_add_layer_norm")
 
 
 def npu_dropout_add_layer_norm(
-    x0: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x0: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    rowscale: torch.Tensor | None = None,
-    layerscale: torch.Tensor | None = None,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
@@ -62,14 +63,14 @@ _check_rms = Check("npu_dropout_add_rms_norm")
 
 
 def npu_dropout_add_rms_norm(
-    x0: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x0: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     dropout_p: float,
     epsilon: float,
-    rowscale: torch.Tensor | None = None,
-    layerscale: torch.Tensor | None = None,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
@@ -117,12 +118,8 @@ def _checked(check: Check, given: Operands, prenorm: bool) -> Any:
 
 
 def _drop_on_npu(
-    x0: torch.Tensor,
-    rowscale: torch.Tensor | None,
-    layerscale: torch.Tensor | None,
-    p: float,
-    want_mask: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x0: Tensor, rowscale: Tensor | None, layerscale: Tensor | None, p: float, want_mask: bool
+) -> tuple[Tensor, Tensor | None]:
     x0 = scaled(x0, (rowscale, layerscale))
     if not want_mask:
         return torch.nn.functional.dropout(x0, p), None

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops.compat._activations import PLAIN, Activation
@@ -45,13 +46,8 @@ _FROM_EXPERTS = {0: (3, 1, 0, 2, 4), 1: (2, 1, 0, 3, 4)}
 
 
 def _gather_bmm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_ep: str,
-    group_tp: str,
-    shard_type: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_ep: str, group_tp: str, shard_type: int
+) -> tuple[Tensor, Tensor]:
     ep, tp = resolve(group_ep), resolve(group_tp)
     local, (_, rows, columns) = weight.size(0), x.shape
     arrived = _all_to_all(x.contiguous(), ep)
@@ -68,13 +64,8 @@ def _gather_bmm(
 
 
 def _bmm_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_ep: str,
-    group_tp: str,
-    shard_type: int,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_ep: str, group_tp: str, shard_type: int
+) -> Tensor:
     ep, tp = resolve(group_ep), resolve(group_tp)
     partial = _by_source(torch.bmm(x, weight), ep.size(), tp.size(), shard_type)
     partial = partial.permute(_FROM_EXPERTS[shard_type]).contiguous()
@@ -86,7 +77,7 @@ def _bmm_scatter(
     return _all_to_all(part.flatten(0, 1), ep)
 
 
-def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
     arrived = torch.empty_like(x)
@@ -94,7 +85,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return arrived
 
 
-def _by_source(x: torch.Tensor, ep: int, tp: int, shard_type: int) -> torch.Tensor:
+def _by_source(x: Tensor, ep: int, tp: int, shard_type: int) -> Tensor:
     """``[E', ep C, H]`` with the dimensions that the collectives tell apart."""
     local, rows, columns = x.shape
     if shard_type == 0:
@@ -102,20 +93,15 @@ def _by_source(x: torch.Tensor, ep: int, tp: int, shard_type: int) -> torch.Tens
     return x.view(local, ep, tp, rows // (ep * tp), columns)
 
 
-def _add_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return y
     return (y + bias).to(y.dtype)  # the bias of 16-bit products may be fp32
 
 
 def _fake_gather_bmm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_ep: str,
-    group_tp: str,
-    shard_type: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_ep: str, group_tp: str, shard_type: int
+) -> tuple[Tensor, Tensor]:
     rows = resolve(group_ep).size() * x.size(1)
     if shard_type == 1:
         rows = rows * resolve(group_tp).size()
@@ -124,20 +110,15 @@ def _fake_gather_bmm(
 
 
 def _fake_bmm_scatter(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_ep: str,
-    group_tp: str,
-    shard_type: int,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, group_ep: str, group_tp: str, shard_type: int
+) -> Tensor:
     ep, tp = resolve(group_ep).size(), resolve(group_tp).size()
     rows, columns = x.size(1) // ep, weight.size(2)
     shape = (rows, columns // tp) if shard_type == 0 else (rows // tp, columns)
     return x.new_empty(x.size(0) * ep, *shape)
 
 
-def _save_gather_bmm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_gather_bmm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, weight, bias, *ctx.groups = inputs
     # The weight's gradient needs the gathered tokens; without it they need not be kept.
     ctx.save_for_backward(weight, output[1] if ctx.needs_input_grad[1] else None)
@@ -146,9 +127,7 @@ def _save_gather_bmm(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
     ctx.set_materialize_grads(False)
 
 
-def _backward_gather_bmm(
-    ctx: Any, dy: torch.Tensor | None, _: None
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_gather_bmm(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     weight, gathered = ctx.saved_tensors
     dx = dweight = dbias = None
     if dy is not None:
@@ -161,13 +140,13 @@ def _backward_gather_bmm(
     return dx, dweight, dbias, None, None, None
 
 
-def _save_bmm_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_bmm_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, *ctx.groups = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
     ctx.bias = None if bias is None else (bias.shape, bias.dtype)
 
 
-def _backward_bmm_scatter(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_bmm_scatter(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dx, gathered = ALL_TO_ALL_ALL_GATHER_BMM(dy, weight.transpose(1, 2), None, *ctx.groups)
     dweight = torch.bmm(x.transpose(1, 2), gathered) if ctx.needs_input_grad[1] else None
@@ -225,18 +204,18 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "Relu": PLAIN["relu"],
 }
 
-Result = tuple[torch.Tensor, "torch.Tensor | None", "torch.Tensor | None"]
+Result = tuple[Tensor, "Tensor | None", "Tensor | None"]
 
 
 def npu_all_to_all_all_gather_bmm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     group_ep: dist.ProcessGroup | str,
     group_ep_worldsize: int,
     group_tp: dist.ProcessGroup | str,
     group_tp_worldsize: int,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     shard_type: int = 0,
     act_type: str = "None",
     need_allgather_out: bool = False,
@@ -304,9 +283,7 @@ def checked_groups(
     return names
 
 
-def checked_bias(
-    check: Check, bias: torch.Tensor | None, x: torch.Tensor, experts: int, features: int
-) -> None:
+def checked_bias(check: Check, bias: Tensor | None, x: Tensor, experts: int, features: int) -> None:
     """Require ``[experts, features]`` or ``[experts, 1, features]`` in the dtype of x or fp32."""
     if bias is None:
         return
@@ -318,16 +295,16 @@ def checked_bias(
 
 
 def npu_bmm_reduce_scatter_all_to_all(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     group_ep: dist.ProcessGroup | str,
     group_ep_worldsize: int,
     group_tp: dist.ProcessGroup | str,
     group_tp_worldsize: int,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     shard_type: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Batched product, reduce-scatter over TP, bias, all-to-all over EP.
 
     Args:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
@@ -31,26 +32,26 @@ _check = Check("npu_ffn")
 
 
 def npu_ffn(
-    x: torch.Tensor,
-    weight1: torch.Tensor,
-    weight2: torch.Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
     activation: str,
     *,
-    expert_tokens: torch.Tensor | Sequence[int] | None = None,
-    expert_tokens_index: torch.Tensor | Sequence[int] | None = None,
-    bias1: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    deq_scale1: torch.Tensor | None = None,
-    deq_scale2: torch.Tensor | None = None,
-    antiquant_scale1: torch.Tensor | None = None,
-    antiquant_scale2: torch.Tensor | None = None,
-    antiquant_offset1: torch.Tensor | None = None,
-    antiquant_offset2: torch.Tensor | None = None,
+    expert_tokens: Tensor | Sequence[int] | None = None,
+    expert_tokens_index: Tensor | Sequence[int] | None = None,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    deq_scale1: Tensor | None = None,
+    deq_scale2: Tensor | None = None,
+    antiquant_scale1: Tensor | None = None,
+    antiquant_scale2: Tensor | None = None,
+    antiquant_offset1: Tensor | None = None,
+    antiquant_offset2: Tensor | None = None,
     inner_precise: int | None = None,
     output_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Apply two linear layers with an activation between them.
 
     Args:
@@ -146,11 +147,11 @@ def npu_ffn(
 
 
 def _ends(
-    rows: torch.Tensor,
-    weight1: torch.Tensor,
-    expert_tokens: torch.Tensor | Sequence[int] | None,
-    expert_tokens_index: torch.Tensor | Sequence[int] | None,
-) -> torch.Tensor:
+    rows: Tensor,
+    weight1: Tensor,
+    expert_tokens: Tensor | Sequence[int] | None,
+    expert_tokens_index: Tensor | Sequence[int] | None,
+) -> Tensor:
     if weight1.dim() == 2:
         return torch.full((1,), rows.shape[0], dtype=torch.int64, device=rows.device)
     given, name = expert_tokens, "expert_tokens"
@@ -162,23 +163,23 @@ def _ends(
 
 
 def _quantised(
-    x: torch.Tensor,
-    weight1: torch.Tensor,
-    weight2: torch.Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
     activation: str,
-    bias1: torch.Tensor | None,
-    bias2: torch.Tensor | None,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
     scale: Any,
-    offset: torch.Tensor | None,
+    offset: Tensor | None,
     deq_scale1: Any,
     deq_scale2: Any,
-    ends: torch.Tensor,
+    ends: Tensor,
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     _check.dtype((torch.int8,), x=x, weight1=weight1, weight2=weight2)
     _check.choice((torch.float16, torch.bfloat16), output_dtype=dtype)
 
-    def stacked(value: torch.Tensor | None, rank: int) -> torch.Tensor | None:
+    def stacked(value: Tensor | None, rank: int) -> Tensor | None:
         return value if value is None or value.dim() == rank else value.unsqueeze(0)
 
     product = lambda x, w, deq, bias: QUANT_GROUPED_MATMUL(  # noqa: E731
@@ -195,15 +196,15 @@ def _quantised(
 
 
 def _reference(
-    x: torch.Tensor,
-    weight1: torch.Tensor,
-    weight2: torch.Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
     activation: str,
-    bias1: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-    ends: torch.Tensor | None,
-) -> torch.Tensor:
-    def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    ends: Tensor | None,
+) -> Tensor:
+    def product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         if ends is None:
             return x @ w if bias is None else torch.addmm(bias.to(x.dtype), x, w)
         return GROUPED_MATMUL(x, w, bias, ends)  # type: ignore[no-any-return]
@@ -219,14 +220,14 @@ _ONE_KERNEL = ("gelu", "relu", "silu")
 
 
 def _npu(
-    x: torch.Tensor,
-    weight1: torch.Tensor,
-    weight2: torch.Tensor,
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
     activation: str,
-    bias1: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-    ends: torch.Tensor | None,
-) -> torch.Tensor:
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    ends: Tensor | None,
+) -> Tensor:
     if not x.shape[0] or x.dtype.itemsize != 2:
         return _reference(x, weight1, weight2, activation, bias1, bias2, ends)
     tokens = None if ends is None else ends.tolist()  # the op takes numbers of the host
@@ -235,9 +236,7 @@ def _npu(
     )
 
 
-def _fake(
-    x: torch.Tensor, weight1: torch.Tensor, weight2: torch.Tensor, *rest: Any
-) -> torch.Tensor:
+def _fake(x: Tensor, weight1: Tensor, weight2: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight2.shape[-1])
 
 

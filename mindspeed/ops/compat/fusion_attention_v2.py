@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import Check
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
@@ -30,19 +31,19 @@ __all__ = ["npu_fusion_attention", "npu_fusion_attention_grad"]
 LANES = 8
 """How often softmax_max and softmax_sum repeat every number."""
 
-Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any, Any, int]
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Any, Any, int]
 
 
 def npu_fusion_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     head_num: int,
     input_layout: str,
     *,
-    pse: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
+    pse: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
     scale: float = 1.0,
     keep_prob: float = 1.0,
     pre_tokens: int = EVERYTHING,
@@ -124,27 +125,27 @@ def npu_fusion_attention(
 
 
 def npu_fusion_attention_grad(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dy: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
     head_num: int,
     input_layout: str,
     *,
-    pse: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
-    softmax_max: torch.Tensor | None = None,
-    softmax_sum: torch.Tensor | None = None,
-    softmax_in: torch.Tensor | None = None,
-    attention_in: torch.Tensor | None = None,
+    pse: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None,
+    softmax_in: Tensor | None = None,
+    attention_in: Tensor | None = None,
     scale_value: float = 1.0,
     keep_prob: float = 1.0,
     pre_tokens: int = EVERYTHING,
     next_tokens: int = EVERYTHING,
     inner_precise: int = 0,
-    seed: int | torch.Tensor = 0,
-    offset: int | torch.Tensor = 0,
+    seed: int | Tensor = 0,
+    offset: int | Tensor = 0,
     numels: int = 0,
     prefix: Sequence[int] | None = None,
     actual_seq_qlen: Lengths = None,
@@ -155,7 +156,7 @@ def npu_fusion_attention_grad(
     pse_type: int = 1,
     q_start_idx: Sequence[int] | None = None,
     kv_start_idx: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of :func:`npu_fusion_attention`, whose arguments have the same meaning here.
 
     With the statistics and the output of a longer softmax, of which these keys are a part, it
@@ -210,15 +211,15 @@ def npu_fusion_attention_grad(
     return dq, dk, dv, dpse if has_gradient else None
 
 
-def _split_heads(x: torch.Tensor, heads: int, layout: str) -> torch.Tensor:
+def _split_heads(x: Tensor, heads: int, layout: str) -> Tensor:
     return x.unflatten(-1, (heads, -1)) if layout.upper() in MERGED_HEADS else x
 
 
-def _join_heads(x: torch.Tensor, layout: str) -> torch.Tensor:
+def _join_heads(x: Tensor, layout: str) -> Tensor:
     return x.flatten(-2) if layout.upper() in MERGED_HEADS else x
 
 
-def _numbers(rng: torch.Tensor | None) -> tuple[Any, Any]:
+def _numbers(rng: Tensor | None) -> tuple[Any, Any]:
     """Seed and offset; numbers cannot leave a compiled graph, tensors can."""
     if rng is None:
         return 0, 0

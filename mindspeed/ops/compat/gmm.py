@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import Check
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, cumulative, in_columns
@@ -21,15 +22,15 @@ __all__ = ["npu_gmm", "npu_gmm_v2"]
 
 
 def npu_gmm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    group_list: torch.Tensor | Sequence[int] | None = None,
+    bias: Tensor | None = None,
+    group_list: Tensor | Sequence[int] | None = None,
     group_type: int = 0,
     gemm_fusion: bool = False,
-    original_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+    original_weight: Tensor | None = None,
+) -> Tensor:
     """Multiply each group of rows of ``x`` with its own matrix.
 
     Args:
@@ -57,15 +58,15 @@ def npu_gmm(
 
 
 def npu_gmm_v2(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    group_list: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    group_list: Tensor | None = None,
     group_type: int = 0,
     gemm_fusion: bool = False,
-    original_weight: torch.Tensor | None = None,
-) -> torch.Tensor:
+    original_weight: Tensor | None = None,
+) -> Tensor:
     """:func:`npu_gmm` with ``group_list``, int64 ``[E]``, holding the rows of each group.
 
     Raises:
@@ -79,14 +80,14 @@ def npu_gmm_v2(
 
 def _gmm(
     name: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_list: torch.Tensor | Sequence[int] | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group_list: Tensor | Sequence[int] | None,
     group_type: int,
     gemm_fusion: bool,
-    original_weight: torch.Tensor | None,
-) -> torch.Tensor:
+    original_weight: Tensor | None,
+) -> Tensor:
     check = Check(name)
     check.choice((-1, 0, 2), group_type=group_type)
     check.floating(x=x, weight=weight)
@@ -134,17 +135,17 @@ class _IntoMainGrad(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        ends: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
         original: list[Any],  # in a list: autograd is not to see a second path to the parameter
-    ) -> torch.Tensor:
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.original = original[0]
         return GROUPED_MATMUL(x, weight, None, ends)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight, ends = ctx.saved_tensors
         dx = placeholder = None
@@ -157,9 +158,7 @@ class _IntoMainGrad(torch.autograd.Function):
         return dx, placeholder, None, None
 
 
-def add_grouped_wgrad(
-    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, parameter: Any
-) -> None:
+def add_grouped_wgrad(left: Tensor, right: Tensor, ends: Tensor, parameter: Any) -> None:
     """Add ``left[g]^T @ right[g]`` to the parameter's ``main_grad`` and mark the parameter.
 
     Args:
@@ -174,7 +173,7 @@ def add_grouped_wgrad(
         parameter.grad_added_to_main_grad = True
 
 
-def placeholder_grad(weight: torch.Tensor, parameter: Any) -> torch.Tensor | None:
+def placeholder_grad(weight: Tensor, parameter: Any) -> Tensor | None:
     """Return a placeholder that autograd gets as the gradient, so that the parameter's hooks run.
 
     Its values mean nothing unless the owner of the buffer requires zeros (``zero_out_wgrad``:

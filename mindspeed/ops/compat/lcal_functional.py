@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.ops import overlap
 from mindspeed.ops._check import Check
@@ -59,11 +60,7 @@ class CocOps:
     chunks: int = 1
 
     def pure_matmul(
-        self,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        output: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m, n] = input1 @ input2 + bias``, without communication."""
         b = _operands(Check("coc_ops.pure_matmul"), input1, input2, output, bias, 1)
@@ -71,11 +68,7 @@ class CocOps:
         _add(output, bias)
 
     def matmul_all_reduce(
-        self,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        output: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m, n] = sum over ranks of input1 @ input2, + bias``."""
         check = Check("coc_ops.matmul_all_reduce")
@@ -87,13 +80,13 @@ class CocOps:
 
     def matmul_all_reduce_w8a16(
         self,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        output: torch.Tensor,
-        scale: torch.Tensor,
-        offset: torch.Tensor | None = None,
+        input1: Tensor,
+        input2: Tensor,
+        output: Tensor,
+        scale: Tensor,
+        offset: Tensor | None = None,
         group_size: int = 0,
-        bias: torch.Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> None:
         """``output = sum over ranks of input1 @ ((input2 + offset) * scale), + bias``.
 
@@ -122,11 +115,7 @@ class CocOps:
         _add(output, bias)
 
     def matmul_reduce_scatter(
-        self,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        output: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m / p, n]``: this rank's rows of the sum of ``input1 @ input2``, + bias."""
         check = Check("coc_ops.matmul_reduce_scatter")
@@ -140,22 +129,18 @@ class CocOps:
         _add(output, bias)
 
     def all_gather_matmul(
-        self,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        output: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m, n] = (input1 of all ranks) @ input2 + bias``."""
         self._all_gather(Check("coc_ops.all_gather_matmul"), input1, input2, output, None, bias)
 
     def all_gather_matmul_v2(
         self,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        output: torch.Tensor,
-        comm_output: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        input1: Tensor,
+        input2: Tensor,
+        output: Tensor,
+        comm_output: Tensor,
+        bias: Tensor | None = None,
     ) -> None:
         """The same, and ``comm_output = input1 of all ranks``, ``[m, k]``, dtype of input1."""
         self._all_gather(
@@ -165,11 +150,11 @@ class CocOps:
     def _all_gather(
         self,
         check: Check,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        output: torch.Tensor,
-        comm_output: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        input1: Tensor,
+        input2: Tensor,
+        output: Tensor,
+        comm_output: Tensor | None,
+        bias: Tensor | None,
     ) -> None:
         name = self._group(check)
         ranks = resolve(name).size()
@@ -203,13 +188,8 @@ coc_ops = CocOps()
 
 
 def _operands(
-    check: Check,
-    input1: torch.Tensor,
-    input2: torch.Tensor,
-    output: torch.Tensor,
-    bias: torch.Tensor | None,
-    growth: float,
-) -> torch.Tensor:
+    check: Check, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None, growth: float
+) -> Tensor:
     """Check the tensors and return input2 as ``[k, n]``; ``growth``: rows of output / of input1."""
     check.floating(input1=input1, input2=input2)
     check.rank(2, input1=input1, input2=input2, output=output)
@@ -222,12 +202,7 @@ def _operands(
 
 
 def _check_output(
-    check: Check,
-    input1: torch.Tensor,
-    output: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-    growth: float = 1,
+    check: Check, input1: Tensor, output: Tensor, bias: Tensor | None, n: int, growth: float = 1
 ) -> None:
     check.floating(input1=input1, output=output, bias=bias)
     check.shape((round(input1.size(0) * growth), n), output=output)
@@ -238,14 +213,14 @@ def _check_output(
     check.forward_only(input1=input1, output=output, bias=bias)
 
 
-def _add(output: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _add(output: Tensor, bias: Tensor | None) -> None:
     if bias is not None:
         output.add_(bias)
 
 
 def _gathered_flops(
     a_shape: tuple[int, ...], b_shape: tuple[int, ...], output_shape: tuple[int, ...],
-    *_: object, **__: object,
+    *_: object, **__: object
 ) -> int:  # fmt: skip
     return product_flops((output_shape[0], a_shape[1]), b_shape)
 

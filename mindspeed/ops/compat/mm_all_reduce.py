@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import accumulation_dtype, product_flops
@@ -48,17 +49,17 @@ __all__ = [
 
 def checked_arguments(
     check: Check,
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    residual: torch.Tensor,
-    gamma: torch.Tensor,
+    x1: Tensor,
+    x2: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
     hcom: dist.ProcessGroup | str,
     reduce_op: str,
     epsilon: float,
-    bias: torch.Tensor | None,
-    antiquant_scale: torch.Tensor | None,
-    antiquant_offset: torch.Tensor | None,
-    dequant_scale: torch.Tensor | None,
+    bias: Tensor | None,
+    antiquant_scale: Tensor | None,
+    antiquant_offset: Tensor | None,
+    dequant_scale: Tensor | None,
     antiquant_group_size: int,
     comm_turn: int,
 ) -> tuple[Any, ...]:
@@ -104,10 +105,10 @@ def checked_arguments(
 
 def _check_residual(
     check: Check,
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    residual: torch.Tensor,
-    gamma: torch.Tensor,
+    x1: Tensor,
+    x2: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
     epsilon: float,
     dtype: torch.dtype,
 ) -> None:
@@ -122,11 +123,7 @@ def _check_residual(
 
 
 def _check_int8(
-    check: Check,
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    antiquant_scale: torch.Tensor | None,
-    dequant_scale: torch.Tensor,
+    check: Check, x1: Tensor, x2: Tensor, antiquant_scale: Tensor | None, dequant_scale: Tensor
 ) -> None:
     check.dtype((torch.int8,), x1=x1, x2=x2)
     check.require(
@@ -138,12 +135,7 @@ def _check_int8(
 
 
 def check_weight_int8(
-    check: Check,
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    group_size: int,
+    check: Check, x1: Tensor, x2: Tensor, scale: Tensor, offset: Tensor | None, group_size: int
 ) -> None:
     """Check int8 weights x2 ``[k, n]`` with their scale and offset, of one shape: ``[1]``, ``[n]``
     or ``[1, n]``, or ``[ceil(k / group_size), n]`` for groups of rows."""
@@ -165,22 +157,22 @@ def check_weight_int8(
         check.shape(scale.shape, antiquant_offset=offset)
 
 
-def _one_of(check: Check, shapes: list[tuple[int, ...]], **given: torch.Tensor) -> None:
+def _one_of(check: Check, shapes: list[tuple[int, ...]], **given: Tensor) -> None:
     for name, x in given.items():
         expected = "shape " + " or ".join(map(str, shapes))
         check.require(tuple(x.shape) in shapes, name, expected, tuple(x.shape))
 
 
 def _reference(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    bias: torch.Tensor | None,
-    antiquant_scale: torch.Tensor | None,
-    antiquant_offset: torch.Tensor | None,
-    dequant_scale: torch.Tensor | None,
+    x1: Tensor,
+    x2: Tensor,
+    bias: Tensor | None,
+    antiquant_scale: Tensor | None,
+    antiquant_offset: Tensor | None,
+    dequant_scale: Tensor | None,
     antiquant_group_size: int,
     group: str,
-) -> torch.Tensor:
+) -> Tensor:
     if dequant_scale is not None:
         term = int_product(x1.flatten(0, -2), x2)
         term = term if bias is None else term.add_(bias)
@@ -201,27 +193,27 @@ def _reference(
     return term
 
 
-def _by_row(part: torch.Tensor, x2: torch.Tensor, group_size: int) -> torch.Tensor:
+def _by_row(part: Tensor, x2: Tensor, group_size: int) -> Tensor:
     """A scale or offset that fits x2 when each of its rows is for ``group_size`` rows of x2."""
     return part.repeat_interleave(group_size, 0)[: x2.size(0)] if group_size else part
 
 
-def _output_dtype(x1: torch.Tensor, dequant_scale: torch.Tensor | None) -> torch.dtype:
+def _output_dtype(x1: Tensor, dequant_scale: Tensor | None) -> torch.dtype:
     if dequant_scale is None:
         return x1.dtype
     return torch.bfloat16 if dequant_scale.dtype == torch.bfloat16 else torch.float16
 
 
 def _npu(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    bias: torch.Tensor | None,
-    antiquant_scale: torch.Tensor | None,
-    antiquant_offset: torch.Tensor | None,
-    dequant_scale: torch.Tensor | None,
+    x1: Tensor,
+    x2: Tensor,
+    bias: Tensor | None,
+    antiquant_scale: Tensor | None,
+    antiquant_offset: Tensor | None,
+    dequant_scale: Tensor | None,
     antiquant_group_size: int,
     group: str,
-) -> torch.Tensor:
+) -> Tensor:
     quantisation = (antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size)
     if x1.dtype in (torch.float32, torch.float64) or not x1.numel():
         note_fallback("mm_all_reduce", "npu_mm_all_reduce_base takes no fp32 and no empty x1")
@@ -240,7 +232,7 @@ def _npu(
     )
 
 
-def _fake(x1: torch.Tensor, x2: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake(x1: Tensor, x2: Tensor, *rest: Any) -> Tensor:
     dequant_scale = rest[3]
     return x1.new_empty((*x1.shape[:-1], x2.size(1)), dtype=_output_dtype(x1, dequant_scale))
 
@@ -266,20 +258,20 @@ MM_ALL_REDUCE = Operator(
 
 
 def npu_mm_all_reduce_add_rms_norm(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    residual: torch.Tensor,
-    gamma: torch.Tensor,
+    x1: Tensor,
+    x2: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
     hcom: dist.ProcessGroup | str,
     reduce_op: str = "sum",
     epsilon: float = 1e-06,
-    bias: torch.Tensor | None = None,
-    antiquant_scale: torch.Tensor | None = None,
-    antiquant_offset: torch.Tensor | None = None,
-    dequant_scale: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    antiquant_scale: Tensor | None = None,
+    antiquant_offset: Tensor | None = None,
+    dequant_scale: Tensor | None = None,
     antiquant_group_size: int = 0,
     comm_turn: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Multiply, sum over the group, add the residual and normalise.
 
     Args:
@@ -318,20 +310,20 @@ def npu_mm_all_reduce_add_rms_norm(
 
 
 def npu_mm_all_reduce_add_rms_norm_(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    residual: torch.Tensor,
-    gamma: torch.Tensor,
+    x1: Tensor,
+    x2: Tensor,
+    residual: Tensor,
+    gamma: Tensor,
     hcom: dist.ProcessGroup | str,
     reduce_op: str = "sum",
     epsilon: float = 1e-06,
-    bias: torch.Tensor | None = None,
-    antiquant_scale: torch.Tensor | None = None,
-    antiquant_offset: torch.Tensor | None = None,
-    dequant_scale: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    antiquant_scale: Tensor | None = None,
+    antiquant_offset: Tensor | None = None,
+    dequant_scale: Tensor | None = None,
     antiquant_group_size: int = 0,
     comm_turn: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Multiply, sum over the group, add to the residual in place, and normalise.
 
     Arguments and errors are those of

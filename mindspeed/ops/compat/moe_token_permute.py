@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops.moe_permutation import MOE_PERMUTE, MOE_UNPERMUTE
@@ -23,11 +24,8 @@ _check = Check("npu_moe_token_permute")
 
 
 def npu_moe_token_permute(
-    tokens: torch.Tensor,
-    indices: torch.Tensor,
-    num_out_tokens: int | None = None,
-    padded_mode: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
     """Copy each token once per expert and sort the copies by expert, then by token.
 
     Args:
@@ -78,12 +76,12 @@ _check_unpermute = Check("npu_moe_token_unpermute")
 
 
 def npu_moe_token_unpermute(
-    permuted_tokens: torch.Tensor,
-    sorted_indices: torch.Tensor,
-    probs: torch.Tensor | None = None,
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Sum the copies of each token, weighted with ``probs``, in fp32.
 
     Args:

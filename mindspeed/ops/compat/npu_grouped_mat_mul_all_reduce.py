@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops.process_groups import group_name, resolve
@@ -27,16 +28,16 @@ _check = Check("npu_grouped_mat_mul_all_reduce")
 
 
 def npu_grouped_mat_mul_all_reduce(
-    x: Sequence[torch.Tensor],
-    weight: Sequence[torch.Tensor],
+    x: Sequence[Tensor],
+    weight: Sequence[Tensor],
     hcomm: dist.ProcessGroup | str,
     *,
-    bias: Sequence[torch.Tensor] | None = None,
+    bias: Sequence[Tensor] | None = None,
     group_list: Sequence[int] | None = None,
     split_item: int = 0,
     reduce_op: str = "sum",
     comm_turn: int = 0,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Multiply group by group and sum over the ranks of ``hcomm``.
 
     ==========  =================================  =======================================
@@ -96,9 +97,7 @@ def npu_grouped_mat_mul_all_reduce(
     return _views(flat, rows, weight)
 
 
-def _split(
-    x: Sequence[torch.Tensor], group_list: Sequence[int] | None, count: int
-) -> list[torch.Tensor]:
+def _split(x: Sequence[Tensor], group_list: Sequence[int] | None, count: int) -> list[Tensor]:
     _check.require(len(x) == 1, "x", "1 tensor with split_item 1 and 3", len(x))
     _check.rank(2, **{"x[0]": x[0]})
     expected = f"{count} row numbers, one per weight, for split_item 1 and 3"
@@ -112,9 +111,7 @@ def _split(
     return list(x[0].split(sizes))
 
 
-def _check_product(
-    i: int, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, first: torch.Tensor
-) -> None:
+def _check_product(i: int, a: Tensor, b: Tensor, bias: Tensor | None, first: Tensor) -> None:
     names = (f"x[{i}]", f"weight[{i}]", f"bias[{i}]")
     _check.rank(2, **{names[0]: a, names[1]: b})
     _check.dtype(FLOATS, **{names[0]: a})
@@ -127,17 +124,15 @@ def _check_product(
     _check.forward_only(**{names[0]: a, names[1]: b, names[2]: bias})
 
 
-def _views(
-    flat: torch.Tensor, x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _views(flat: Tensor, x: Sequence[Tensor], weight: Sequence[Tensor]) -> list[Tensor]:
     shapes = [(a.size(0), b.size(1)) for a, b in zip(x, weight, strict=True)]
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _reference(
-    x: list[torch.Tensor], weight: list[torch.Tensor], bias: list[torch.Tensor] | None, group: str
-) -> torch.Tensor:
+    x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group: str
+) -> Tensor:
     flat = _fake(x, weight, bias, group)
     for i, out in enumerate(_views(flat, x, weight)):
         if bias is None:
@@ -148,9 +143,7 @@ def _reference(
     return flat
 
 
-def _npu(
-    x: list[torch.Tensor], weight: list[torch.Tensor], bias: list[torch.Tensor] | None, group: str
-) -> torch.Tensor:
+def _npu(x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group: str) -> Tensor:
     if bias is not None and x[0].dtype == torch.bfloat16:
         bias = [one.float() for one in bias]  # the op adds an fp32 bias to bf16 products
     terms = torch.ops.npu.npu_grouped_matmul(x, weight, bias=bias, split_item=0, group_type=-1)
@@ -159,9 +152,7 @@ def _npu(
     return flat
 
 
-def _fake(
-    x: list[torch.Tensor], weight: list[torch.Tensor], bias: list[torch.Tensor] | None, group: str
-) -> torch.Tensor:
+def _fake(x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, group: str) -> Tensor:
     return x[0].new_empty(sum(a.size(0) * b.size(1) for a, b in zip(x, weight, strict=True)))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
@@ -27,17 +28,17 @@ _OUTPUTS = (torch.float16, torch.bfloat16, torch.int8)
 
 
 def npu_quant_gmm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
     *,
-    offset: torch.Tensor | None = None,
-    per_token_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    group_list: torch.Tensor | Sequence[int] | None = None,
+    offset: Tensor | None = None,
+    per_token_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    group_list: Tensor | Sequence[int] | None = None,
     output_dtype: torch.dtype | None = None,
     act_type: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply each group of int8 rows with its own int8 matrix and scale the result.
 
     Args:
@@ -64,17 +65,17 @@ def npu_quant_gmm(
 
 
 def npu_quant_gmm_v2(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
     *,
-    offset: torch.Tensor | None = None,
-    per_token_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    group_list: torch.Tensor | None = None,
+    offset: Tensor | None = None,
+    per_token_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    group_list: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
     act_type: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`npu_quant_gmm` with ``group_list``, int64 ``[E]``, holding the rows of each group.
 
     Raises:
@@ -92,16 +93,16 @@ def npu_quant_gmm_v2(
 def _quant_gmm(
     check: Check,
     sizes: bool,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor | None,
-    per_token_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    group_list: torch.Tensor | Sequence[int] | None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    per_token_scale: Tensor | None,
+    bias: Tensor | None,
+    group_list: Tensor | Sequence[int] | None,
     output_dtype: torch.dtype | None,
     act_type: int,
-) -> torch.Tensor:
+) -> Tensor:
     check.dtype((torch.int8,), x=x, weight=weight)
     check.rank(2, x=x)
     check.rank(3, weight=weight)
@@ -133,7 +134,7 @@ def _quant_gmm(
     )
 
 
-def unpacked_scale(scale: torch.Tensor) -> torch.Tensor:
+def unpacked_scale(scale: Tensor) -> Tensor:
     """Values of a scale, elementwise, fp32 or wider; int64 holds the bits of fp32 values."""
     if scale.dtype == torch.int64:
         return scale.to(torch.int32).view(torch.float32)
@@ -141,15 +142,15 @@ def unpacked_scale(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    per_token_scale: torch.Tensor | None,
-    ends: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    per_token_scale: Tensor | None,
+    ends: Tensor,
     act_type: int,
     output_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[2], dtype=output_dtype)
     scale, start = unpacked_scale(scale), 0
     for group, end in enumerate(ends.tolist()):
@@ -166,7 +167,7 @@ def _reference(
     return out
 
 
-def int_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def int_product(x: Tensor, w: Tensor) -> Tensor:
     """``x @ w`` of int8 matrices ``[m, k]`` and ``[k, n]``, exact, as int32 ``[m, n]``."""
     if x.device.type == "cpu" and _library_is_exact():
         return torch._int_mm(x, w.contiguous())
@@ -196,15 +197,15 @@ _CODES = {torch.float16: 5, torch.bfloat16: 15}
 
 
 def _npu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    per_token_scale: torch.Tensor | None,
-    ends: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    per_token_scale: Tensor | None,
+    ends: Tensor,
     act_type: int,
     output_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     if not x.shape[0] or output_dtype == torch.int8:
         # torch_npu's meta kernel refuses int8, and its default is not documented.
         return _reference(x, weight, scale, bias, per_token_scale, ends, act_type, output_dtype)
@@ -221,7 +222,7 @@ def _npu(
     )
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2], dtype=rest[-1])
 
 
@@ -239,14 +240,14 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x, w, packed, bias, None, sample_ends(sizes), act, torch.int8
 
 
-def int8_workload(hidden: int, device: str) -> tuple[torch.Tensor, ...]:
+def int8_workload(hidden: int, device: str) -> tuple[Tensor, ...]:
     """Operands of a benchmark with eight experts.
 
     x int8 ``[T, H]``, weights int8 ``[8, H, 1024]``, scales fp32 ``[8, 1024]`` and cumulative group
     sizes int64 ``[8]``.
     """
 
-    def numbers(*shape: int) -> torch.Tensor:
+    def numbers(*shape: int) -> Tensor:
         count = math.prod(shape)
         return (torch.arange(count, device=device) % 251 - 125).to(torch.int8).view(shape)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed.ops._check import Check
 from mindspeed.ops._numerics import accumulation_dtype, product_flops, random
@@ -23,15 +24,15 @@ __all__ = ["npu_weight_quant_gmm", "npu_weight_quant_gmm_v2"]
 
 
 def npu_weight_quant_gmm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    antiquant_scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
     *,
-    antiquant_offset: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    group_list: torch.Tensor | Sequence[int] | None = None,
+    antiquant_offset: Tensor | None = None,
+    bias: Tensor | None = None,
+    group_list: Tensor | Sequence[int] | None = None,
     act_type: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply each group of rows with its own matrix, which is stored in int8.
 
     Args:
@@ -57,15 +58,15 @@ def npu_weight_quant_gmm(
 
 
 def npu_weight_quant_gmm_v2(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    antiquant_scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
     *,
-    antiquant_offset: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    group_list: torch.Tensor | None = None,
+    antiquant_offset: Tensor | None = None,
+    bias: Tensor | None = None,
+    group_list: Tensor | None = None,
     act_type: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """:func:`npu_weight_quant_gmm` with ``group_list``, int64 ``[E]``: the rows of each group.
 
     Raises:
@@ -82,14 +83,14 @@ def npu_weight_quant_gmm_v2(
 def _weight_quant_gmm(
     check: Check,
     sizes: bool,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    antiquant_scale: torch.Tensor,
-    antiquant_offset: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    group_list: torch.Tensor | Sequence[int] | None,
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
+    antiquant_offset: Tensor | None,
+    bias: Tensor | None,
+    group_list: Tensor | Sequence[int] | None,
     act_type: int,
-) -> torch.Tensor:
+) -> Tensor:
     check.dtype((torch.float16, torch.bfloat16), x=x)
     check.dtype((torch.int8,), weight=weight)
     check.rank(2, x=x)
@@ -114,9 +115,7 @@ def _weight_quant_gmm(
     )
 
 
-def dequantised(
-    weight: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantised(weight: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``(weight + offset) * scale`` over the columns of ``[..., k, n]``, computed in ``dtype``."""
     wide = weight.to(dtype)
     if offset is not None:
@@ -125,14 +124,14 @@ def dequantised(
 
 
 def _reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    antiquant_scale: torch.Tensor,
-    antiquant_offset: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    ends: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
+    antiquant_offset: Tensor | None,
+    bias: Tensor | None,
+    ends: Tensor,
     act_type: int,
-) -> torch.Tensor:
+) -> Tensor:
     wide = accumulation_dtype(x)
     out = x.new_empty(x.shape[0], weight.shape[2])
     start = 0
@@ -149,14 +148,14 @@ def _reference(
 
 
 def _npu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    antiquant_scale: torch.Tensor,
-    antiquant_offset: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    ends: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
+    antiquant_offset: Tensor | None,
+    bias: Tensor | None,
+    ends: Tensor,
     act_type: int,
-) -> torch.Tensor:
+) -> Tensor:
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[2])
     if antiquant_offset is None:  # the op takes scale and offset together
@@ -173,7 +172,7 @@ def _npu(
     )
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 

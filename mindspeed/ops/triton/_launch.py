@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 WIDEST_ROW = 16384
 """Columns that one program keeps in registers; wider rows are read tile by tile."""
@@ -30,7 +31,7 @@ def row_tile(columns: int, elements: int = TILE) -> tuple[int, int, int]:
     return max(elements // block, 1), block, min(max(block // 512, 4), 16)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """``x`` as ``[rows, columns]`` with dense columns; a slice of the last dimension stays a view.
 
     Args:
@@ -43,7 +44,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(-1, columns) if x.numel() else x.new_empty(0, columns)
 
 
-def multiprocessors(x: torch.Tensor) -> int:
+def multiprocessors(x: Tensor) -> int:
     """Return the streaming multiprocessors of the device of ``x``; 4 under the interpreter.
 
     Args:
@@ -54,9 +55,7 @@ def multiprocessors(x: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *args: Any, **meta: Any
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **meta: Any) -> None:
     """Start ``kernel`` on the device of ``first``; an empty grid is no work.
 
     Args:

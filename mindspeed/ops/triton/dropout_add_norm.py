@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed.ops.compat._dropout_add_norm import Operands, Saved
 from mindspeed.ops.triton import _launch
@@ -30,7 +31,7 @@ _WIDEST_PIPELINED = 2048
 """Wider rows keep enough bytes in flight alone, and the registers for more stages do not exist."""
 
 
-def forward(*operands: Any) -> tuple[torch.Tensor, ...]:
+def forward(*operands: Any) -> tuple[Tensor, ...]:
     """Return ``(out, pre, mean, rstd, mask)`` of :class:`Operands`.
 
     Returns:
@@ -62,7 +63,7 @@ def forward(*operands: Any) -> tuple[torch.Tensor, ...]:
     return out, pre, mean, rstd, mask
 
 
-def backward(*operands: Any) -> tuple[torch.Tensor, ...]:
+def backward(*operands: Any) -> tuple[Tensor, ...]:
     """Return ``(dx0, dresidual, dweight, dbias, drowscale, dlayerscale)`` of :class:`Saved`.
 
     Returns:
@@ -119,11 +120,11 @@ def backward(*operands: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
+def _dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _pair(rng: torch.Tensor | None) -> tuple[int, int]:
+def _pair(rng: Tensor | None) -> tuple[int, int]:
     """Seed and offset as numbers that fit Triton's generator."""
     return (0, 0) if rng is None else (int(rng[0]) & 0x7FFFFFFF, int(rng[1]))
 

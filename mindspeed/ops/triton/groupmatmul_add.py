@@ -7,14 +7,14 @@ program.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed.ops.triton import _launch
 
 
-def accumulate(x: torch.Tensor, dy: torch.Tensor, ends: torch.Tensor, grad: torch.Tensor) -> None:
+def accumulate(x: Tensor, dy: Tensor, ends: Tensor, grad: Tensor) -> None:
     """Add ``x[g]^T @ dy[g]`` to ``grad[g]`` in place; see :mod:`mindspeed.ops.npu_groupmatmul_add`.
 
     Args:

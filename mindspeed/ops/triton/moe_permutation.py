@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed.ops.triton import _launch
 
@@ -23,7 +24,7 @@ _SUM_TILE = 2048
 _AT_ONCE = 4
 
 
-def permute(tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: bool) -> torch.Tensor:
+def permute(tokens: Tensor, rows: Tensor, num_rows: int, padded: bool) -> Tensor:
     """Copy tokens to the rows of their copies; see :mod:`mindspeed.ops.moe_permutation`.
 
     Args:
@@ -48,9 +49,7 @@ def permute(tokens: torch.Tensor, rows: torch.Tensor, num_rows: int, padded: boo
     return out
 
 
-def unpermute(
-    permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None, padded: bool
-) -> torch.Tensor:
+def unpermute(permuted: Tensor, rows: Tensor, probs: Tensor | None, padded: bool) -> Tensor:
     """Return ``[T, H]`` in the dtype of ``permuted``: the weighted sum of each token's copies.
 
     Args:
@@ -73,8 +72,8 @@ def unpermute(
 
 
 def unpermute_backward(
-    dy: torch.Tensor, permuted: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor, padded: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, permuted: Tensor, rows: Tensor, probs: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``permuted`` and of ``probs``, each with its shape and dtype.
 
     Args:
@@ -112,7 +111,7 @@ def _copies(width: int) -> int:
     return min(triton.next_power_of_2(width), _AT_ONCE)
 
 
-def _filled(rows: torch.Tensor, padded: bool) -> torch.Tensor | None:
+def _filled(rows: Tensor, padded: bool) -> Tensor | None:
     """Number of rows that have a source, int scalar on the device; None if all have one."""
     return (rows >= 0).sum(dtype=torch.int32) if padded else None
 

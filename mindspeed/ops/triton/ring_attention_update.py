@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed.ops.triton import _launch
 
@@ -16,9 +17,9 @@ _TILE = 4096
 
 
 def forward(
-    prev: torch.Tensor, prev_max: torch.Tensor, prev_sum: torch.Tensor, cur: torch.Tensor,
-    cur_max: torch.Tensor, cur_sum: torch.Tensor, ends: torch.Tensor | None, layout: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    prev: Tensor, prev_max: Tensor, prev_sum: Tensor, cur: Tensor,
+    cur_max: Tensor, cur_sum: Tensor, ends: Tensor | None, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return merged ``(out, max, sum)``; see :mod:`mindspeed.ops.npu_ring_attention_update`.
 
     Args:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed.ops.triton import _launch
 from mindspeed.ops.triton._launch import WIDEST_ROW, as_rows, multiprocessors, row_tile
@@ -24,9 +25,7 @@ _WIDEST_PIPELINED = 8192
 """Wider rows keep enough bytes in flight alone, and the registers for more stages do not exist."""
 
 
-def forward(
-    x: torch.Tensor, gamma: torch.Tensor, eps: float, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(x: Tensor, gamma: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Return ``(y, rstd)``; see :mod:`mindspeed.ops.rms_norm`.
 
     Args:
@@ -52,8 +51,8 @@ def forward(
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor, offset: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
     """Return ``(dx, dgamma)``, each with shape and dtype of its tensor.
 
     Args:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed.ops.triton import _launch
 
@@ -18,7 +19,7 @@ _PAIRS = 2048
 """Pairs of channels that one program holds in registers."""
 
 
-def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
+def forward(x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
     """Rotate ``x``; see :mod:`mindspeed.ops.npu_rotary_position_embedding`.
 
     Args:
@@ -33,14 +34,12 @@ def forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) ->
     return _rotate(x, cos, sin, mode, transposed=False)
 
 
-def backward(dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int) -> torch.Tensor:
+def backward(dy: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
     """Return ``dx`` with shape and dtype of ``dy [..., D]``; the others as in :func:`forward`."""
     return _rotate(dy, cos, sin, mode, transposed=True)
 
 
-def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int, transposed: bool
-) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: int, transposed: bool) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

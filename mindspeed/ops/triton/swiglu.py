@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mindspeed.ops.triton import _launch
 
 _TILE = 2048
 
 
-def forward(
-    x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
-) -> torch.Tensor:
+def forward(x: Tensor, bias: Tensor | None, weight: Tensor | None) -> Tensor:
     """Return ``[..., H]`` in the dtype of ``x``; see :mod:`mindspeed.ops.swiglu`.
 
     Args:
@@ -38,8 +37,8 @@ def forward(
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, x: Tensor, bias: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return ``(dx, dweight)``, each with shape and dtype of its tensor.
 
     Args:
@@ -65,7 +64,7 @@ def backward(
     return dx, dweight
 
 
-def _packed(x: torch.Tensor | None) -> torch.Tensor | None:
+def _packed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
