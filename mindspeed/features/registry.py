@@ -15,13 +15,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Planning, Problem, conflict, exclusions
-from mindspeed.features.level import LevelOptions
-from mindspeed.flags import add_flags, check_value, default_of, flags_of, given_names
+from mindspeed.flags import add_flags, check_value, default_of, flag, flags_of, given_names
+
+
+@dataclass(frozen=True)
+class LevelOptions:
+    """How much of the library may act, the one option that concerns all features.
+
+    0: Megatron runs on this device, nothing else changes. 1: also fused operators. 2: also every
+    feature whose own flag is set.
+    """
+
+    optimization_level: Literal[0, 1, 2] = flag(
+        2, "0: compatibility only, 1: + fused operators, 2: + all features whose flag is set"
+    )
+
 
 F = TypeVar("F", bound="Feature | type[Feature]")
 

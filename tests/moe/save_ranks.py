@@ -134,7 +134,7 @@ def first_layers(stage: int, chunks: int, numbers: Sequence[int]) -> list[list[i
     """Which layers of a chunk count as first, for numbers of layers of a pipeline stage."""
     from types import SimpleNamespace
 
-    from mindspeed.features.experts.saving import chunk_policies
+    from mindspeed.features.experts.layer_programs import chunk_policies
     from tests.support import gpt_ranks
 
     layer_ranks.start()

@@ -82,7 +82,9 @@ class Ampipe(
         False, "hide the tensor-parallel collectives of the chunks' experts, too"
     )
 
-    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return
         degree = self.ampipe_degree
         if degree == 1:
             yield Problem(TENSOR, f"is a part of {NAME}", f"add {NAME} 2 or more, or remove it")
@@ -122,11 +124,6 @@ class Ampipe(
                 )
         if megatron.get("cuda_graph_impl") not in (None, "none"):
             yield Problem(name, "cannot be recorded by --cuda-graph-impl", "remove one")
-
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        return list(self._problems(megatron))
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         def chunks(model: Any, config: Any, vp_stage: int | None) -> None:

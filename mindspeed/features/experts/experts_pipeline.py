@@ -39,8 +39,43 @@ class ExpertsPipeline(
         range=COUNT,
     )
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        return list(_problems(self.moe_experts_pipeline_degree, megatron))
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        degree = self.moe_experts_pipeline_degree
+        name = f"--moe-experts-pipeline-degree {degree}"
+        if "num_experts" not in megatron:  # a framework's configuration
+            return
+        if not megatron["num_experts"]:
+            yield Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")
+            return
+        if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
+            yield Problem(
+                name,
+                f"--moe-token-dispatcher-type is {dispatcher}, which gathers everything at once",
+                "give --moe-token-dispatcher-type alltoall",
+            )
+        if megatron.get("moe_model_type") == "deepspeed_moe":
+            yield Problem(name, "is for --moe-model-type megatron_moe", "remove one")
+        sliced = megatron.get("expert_tensor_parallel_size")
+        if sliced is None:
+            sliced = megatron.get("tensor_model_parallel_size") or 1
+        if sliced == 1:
+            extended = (
+                " (--moe-tp-extend-ep makes it so)" if megatron.get("moe_tp_extend_ep") else ""
+            )
+            yield Problem(
+                name,
+                f"expert tensor parallel size is 1{extended}, so there is nothing to hide",
+                "choose --expert-tensor-parallel-size of 2 or more, or remove it",
+            )
+        local = megatron["num_experts"] // (megatron.get("expert_model_parallel_size") or 1)
+        allowed = [d for d in range(2, local + 1) if local % d == 0]
+        if degree not in allowed:
+            choices = ", ".join(map(str, allowed)) or "none: remove it"
+            yield Problem(
+                name,
+                f"cannot divide the {local} experts of a rank into groups",
+                f"allowed: {choices}",
+            )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.adaptor.moe import moe_layers
@@ -51,37 +86,3 @@ class ExpertsPipeline(
                 change(layer, seams.journal, expert_groups=self.moe_experts_pipeline_degree)
 
         seams.chunk.add(pipeline, owner=self.name)
-
-
-def _problems(degree: int, megatron: Megatron) -> Iterator[Problem]:
-    name = f"--moe-experts-pipeline-degree {degree}"
-    if "num_experts" not in megatron:  # a framework's configuration
-        return
-    if not megatron["num_experts"]:
-        yield Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")
-        return
-    if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
-        yield Problem(
-            name,
-            f"--moe-token-dispatcher-type is {dispatcher}, which gathers everything at once",
-            "give --moe-token-dispatcher-type alltoall",
-        )
-    if megatron.get("moe_model_type") == "deepspeed_moe":
-        yield Problem(name, "is for --moe-model-type megatron_moe", "remove one")
-    sliced = megatron.get("expert_tensor_parallel_size")
-    if sliced is None:
-        sliced = megatron.get("tensor_model_parallel_size") or 1
-    if sliced == 1:
-        extended = " (--moe-tp-extend-ep makes it so)" if megatron.get("moe_tp_extend_ep") else ""
-        yield Problem(
-            name,
-            f"expert tensor parallel size is 1{extended}, so there is nothing to hide",
-            "choose --expert-tensor-parallel-size of 2 or more, or remove it",
-        )
-    local = megatron["num_experts"] // (megatron.get("expert_model_parallel_size") or 1)
-    allowed = [d for d in range(2, local + 1) if local % d == 0]
-    if degree not in allowed:
-        choices = ", ".join(map(str, allowed)) or "none: remove it"
-        yield Problem(
-            name, f"cannot divide the {local} experts of a rank into groups", f"allowed: {choices}"
-        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.experts.saving import CONFLICTS, EXCLUDES, problems_of
+from mindspeed.features.experts.layer_programs import CONFLICTS, EXCLUDES, saving_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -43,12 +43,14 @@ class MoeAdaptiveRecompute(
             or self.moe_adaptive_recompute_activation_scale != DEFAULT
         )
 
-    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return
         if not self.moe_adaptive_recompute_activation:
             scale = self.moe_adaptive_recompute_activation_scale
             yield Problem(f"{SCALE} {scale:g}", f"has no effect without {NAME}", f"add {NAME}")
             return
-        yield from problems_of(NAME, megatron)
+        yield from saving_problems(NAME, megatron)
         if megatron.get("moe_zero_memory") == "level1" and (
             megatron.get("moe_zero_memory_num_layers") is None
         ):
@@ -57,11 +59,6 @@ class MoeAdaptiveRecompute(
                 "has no effect with --moe-zero-memory level1: every rank computes everything again",
                 "use level0, or remove one",
             )
-
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        return list(self._problems(megatron))
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.adaptor.moe import moe_layers

@@ -29,10 +29,40 @@ class MoeAllgatherOverlap(Feature, level=2, seams=("chunk",), after=("moe-overla
         False, "hide the experts' all-gather behind shared experts and weight gradients"
     )
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        return list(_problems(megatron))
+            return
+        if not megatron["num_experts"]:
+            yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
+            return
+        dispatcher = megatron.get("moe_token_dispatcher_type")
+        if megatron.get("moe_alltoall_overlap_comm"):
+            yield Problem(
+                NAME,
+                "and --moe-alltoall-overlap-comm are for different dispatchers",
+                f"--moe-token-dispatcher-type is {dispatcher}: keep the flag of that one",
+            )
+        elif dispatcher != "allgather":
+            yield Problem(
+                NAME,
+                f"hides the collectives of the all-gather dispatcher, and the dispatcher is "
+                f"{dispatcher}",
+                "add --moe-token-dispatcher-type allgather, or take --moe-alltoall-overlap-comm",
+            )
+        if megatron.get("moe_model_type") == "deepspeed_moe":
+            yield Problem(
+                NAME,
+                "--moe-model-type deepspeed_moe exchanges tokens by all-to-all",
+                "remove the flag, or take --moe-model-type megatron_moe",
+            )
+        if expert_ranks(megatron) == 1:
+            yield Problem(
+                NAME,
+                "there is nothing to overlap: --expert-model-parallel-size 1 and no "
+                "tensor-parallel experts",
+                "remove the flag",
+            )
+        yield from layer_problems(NAME, megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.adaptor.moe import moe_layers
@@ -43,37 +73,3 @@ class MoeAllgatherOverlap(Feature, level=2, seams=("chunk",), after=("moe-overla
                 change(layer, seams.journal, overlap=True)
 
         seams.chunk.add(overlap, owner=self.name)
-
-
-def _problems(megatron: Megatron) -> Iterator[Problem]:
-    if not megatron["num_experts"]:
-        yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
-        return
-    dispatcher = megatron.get("moe_token_dispatcher_type")
-    if megatron.get("moe_alltoall_overlap_comm"):
-        yield Problem(
-            NAME,
-            "and --moe-alltoall-overlap-comm are for different dispatchers",
-            f"--moe-token-dispatcher-type is {dispatcher}: keep the flag of that one",
-        )
-    elif dispatcher != "allgather":
-        yield Problem(
-            NAME,
-            f"hides the collectives of the all-gather dispatcher, and the dispatcher is "
-            f"{dispatcher}",
-            "add --moe-token-dispatcher-type allgather, or take --moe-alltoall-overlap-comm",
-        )
-    if megatron.get("moe_model_type") == "deepspeed_moe":
-        yield Problem(
-            NAME,
-            "--moe-model-type deepspeed_moe exchanges tokens by all-to-all",
-            "remove the flag, or take --moe-model-type megatron_moe",
-        )
-    if expert_ranks(megatron) == 1:
-        yield Problem(
-            NAME,
-            "there is nothing to overlap: --expert-model-parallel-size 1 and no tensor-parallel "
-            "experts",
-            "remove the flag",
-        )
-    yield from layer_problems(NAME, megatron)

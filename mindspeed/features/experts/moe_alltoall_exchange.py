@@ -55,7 +55,9 @@ class MoeAlltoallExchange(
         """The exchange that is asked for."""
         return "hierarchical" if self.moe_hierarchical_alltoallv else self.moe_alltoall_exchange
 
-    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return
         named = self.moe_alltoall_exchange
         name = HIERARCHICAL if self.moe_hierarchical_alltoallv else f"{EXCHANGE} {named}"
         if not megatron["num_experts"]:
@@ -108,11 +110,6 @@ class MoeAlltoallExchange(
             )
         elif self.exchange_of() == "hierarchical":
             yield from _nodes(name, ep, megatron)
-
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        return list(self._problems(megatron))
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.adaptor.moe import moe_layers

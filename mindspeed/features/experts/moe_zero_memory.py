@@ -13,7 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed.features.experts.saving import CONFLICTS, EXCLUDES, chunk_policies, problems_of
+from mindspeed.features.experts.layer_programs import (
+    CONFLICTS,
+    EXCLUDES,
+    chunk_policies,
+    saving_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -46,7 +51,9 @@ class MoeZeroMemory(
     def enabled(self, megatron: Megatron) -> bool:
         return self.moe_zero_memory != "disable" or self.moe_zero_memory_num_layers is not None
 
-    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return
         level, number = self.moe_zero_memory, self.moe_zero_memory_num_layers
         if number is not None and level != "level1":
             yield Problem(
@@ -67,7 +74,7 @@ class MoeZeroMemory(
                 f"--pipeline-model-parallel-size {stages})",
                 f"give 0 to {layers // stages}",
             )
-        yield from problems_of(flag, megatron)
+        yield from saving_problems(flag, megatron)
         if level == "level1":
             modules = megatron.get("recompute_modules") or ()
             if megatron.get("recompute_granularity") == "selective" and "shared_experts" in modules:
@@ -83,11 +90,6 @@ class MoeZeroMemory(
                 "probabilities is kept",
                 f"use {NAME} level1",
             )
-
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        return list(self._problems(megatron))
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.moe.layer.megatron import change

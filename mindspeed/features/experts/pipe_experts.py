@@ -62,7 +62,9 @@ class PipeExperts(
         False, "expert-parallel and tensor-parallel collectives of the experts take turns"
     )
 
-    def _problems(self, megatron: Megatron) -> Iterator[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return
         if not self.use_pipe_experts:
             given = STREAMS if self.pipe_experts_multi_stream else DATA
             yield Problem(given, f"is a part of {NAME}", f"add {NAME}, or remove it")
@@ -99,11 +101,6 @@ class PipeExperts(
                 f"is more than the {capacity} rows that each expert has",
                 f"choose 1 to {capacity}",
             )
-
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        return list(self._problems(megatron))
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.adaptor.moe import moe_layers
