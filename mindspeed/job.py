@@ -65,6 +65,11 @@ class Parallel:
         return self.tensor * self.pipeline * self.context
 
     @property
+    def vp_stages(self) -> tuple[int, ...] | tuple[None]:
+        """Virtual pipeline stages of a rank, one for each model chunk; ``(None,)`` without."""
+        return (None,) if self.chunks is None else tuple(range(self.chunks))
+
+    @property
     def expert_data(self) -> int:
         """Ranks that hold the same experts."""
         return self.world // (self.expert * self.expert_tensor * self.pipeline)

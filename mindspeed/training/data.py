@@ -49,7 +49,7 @@ from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import check_path
-from mindspeed.job import Batch, Schedule
+from mindspeed.job import Batch, Parallel, Schedule
 from mindspeed.training.batches import (
     CyclicSampler,
     MicroBatch,
@@ -249,7 +249,7 @@ def samples_by_split(args: argparse.Namespace) -> tuple[int, int, int]:
     schedule = Schedule.of(args)
     if not schedule.evaluation_steps or schedule.evaluation_interval is None:
         return schedule.samples, 0, 0
-    once = schedule.evaluation_steps * args.global_batch_size
+    once = schedule.evaluation_steps * Batch.of(args).whole
     evaluations = schedule.iterations // schedule.evaluation_interval + 1
     return schedule.samples, evaluations * once, once
 
@@ -275,14 +275,13 @@ def micro_batches(
     ``counter`` counts on one of the ranks that read the same batches. ``sizes`` are those of the
     micro-batches of a step, where they differ.
     """
-    chunks = args.virtual_pipeline_model_parallel_size
     readers: list[Reader | None] = []
     collate = None
     if args.is_instruction_dataset:
         multiple = length_multiple(args) if args.variable_seq_lengths else None
         collate = Collate(tokenizer.pad, args.seq_length, multiple, keys_of_a_query(args))
-    for vp_stage in range(chunks) if chunks else [None]:
-        where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
+    for vp_stage in Parallel.of(args).vp_stages:
+        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
         pre_process, post_process = pipeline_ends(session.install().seams, vp_stage)
         counts = post_process
         if args.mtp_num_layers and mtp_on_this_rank(config, **where):
@@ -321,7 +320,7 @@ def _loader(
     sampler_config = SamplerConfig(
         total=len(dataset),
         consumed=consumed,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=Batch.of(args).micro,
         rank=parallel_state.get_data_parallel_rank(),
         ranks=parallel_state.get_data_parallel_world_size(),
     )
@@ -367,8 +366,9 @@ _WORDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 def length_multiple(args: argparse.Namespace) -> int:
     """Lengths of micro-batches are multiples of this."""
-    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    context = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    parallel = Parallel.of(args)
+    tensor = parallel.tensor if args.sequence_parallel else 1
+    context = 2 * parallel.context if parallel.context > 1 else 1
     return math.lcm(args.pad_to_multiple_of, tensor, context)
 
 

@@ -48,7 +48,7 @@ def fake_job(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> Iter
     """Process groups without communication, of a tensor-parallel rank in ``stage``."""
     from mindspeed.training import setup
 
-    with fake_groups(rank_in_stage(args, stage) + tensor_rank, args.world_size):
+    with fake_groups(rank_in_stage(args, stage) + tensor_rank, Parallel.of(args).world):
         setup.parallel_groups(args)
         setup.seed_everything(args)
         yield
@@ -65,11 +65,10 @@ def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
         ends = pipeline_ends(session.install().seams, vp_stage)
         return gpt_model(args, config, *ends, vp_stage)
 
-    count = args.virtual_pipeline_model_parallel_size
     before = torch.get_default_dtype()
     torch.set_default_dtype(config.params_dtype)
     try:
-        chunks = [build(vp_stage) for vp_stage in (range(count) if count else [None])]
+        chunks = [build(vp_stage) for vp_stage in Parallel.of(args).vp_stages]
     finally:
         torch.set_default_dtype(before)
     adapters = LoraConfig.from_args(args)

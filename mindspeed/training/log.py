@@ -27,7 +27,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
-from mindspeed.job import TrainState
+from mindspeed.job import Parallel, Precision, Schedule, TrainState
 from mindspeed.te.parameter_marks import counted
 from mindspeed.training.flops import flops_of_tokens
 from mindspeed.training.forward_step import Reports, sum_reports
@@ -91,7 +91,7 @@ class Log:
             if params_norm is not None:
                 metrics["params_norm"] = params_norm
             reports |= auxiliary
-            line = _line(metrics, reports, self._args.train_iters)
+            line = _line(metrics, reports, Schedule.of(self._args).iterations)
             metrics |= reports
             for sink in self._sinks:
                 sink.record(state.iteration, metrics, line + (f" {extra} |" if extra else ""))
@@ -156,15 +156,15 @@ class Log:
             "lm_loss": loss,
             "grad_norm": self._grad_norm,
             "tokens_per_second": counts.tokens / elapsed,
-            "tflops_per_device": flops / elapsed / args.world_size / 1e12,
+            "tflops_per_device": flops / elapsed / Parallel.of(args).world / 1e12,
             "memory_gb": device.current().memory_stats().peak / GIGA,
             "skipped_iterations": self._skipped,
-            "eta_seconds": (args.train_iters - state.iteration) * elapsed / steps,
+            "eta_seconds": (Schedule.of(args).iterations - state.iteration) * elapsed / steps,
         }
         if counts.positions > counts.tokens:
             metrics["padding_fraction"] = 1 - counts.tokens / counts.positions
             metrics["positions_per_second"] = counts.positions / elapsed
-        if args.fp16:
+        if Precision.of(args).name == "fp16":
             metrics["loss_scale"] = self._model.optimizer.get_loss_scale().item()
         return metrics
 
@@ -227,7 +227,7 @@ def _summary(
 ) -> str:
     elapsed = time.perf_counter() - started
     lines = [
-        f"trained to iteration {iteration} of {args.train_iters} "
+        f"trained to iteration {iteration} of {Schedule.of(args).iterations} "
         f"in {timedelta(seconds=int(elapsed))}, {tokens / elapsed:,.0f} tokens/s overall"
         + (f", last loss {loss:.4f}" if loss is not None else "")
     ]

@@ -27,7 +27,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed import device, session
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
-from mindspeed.job import Batch, TrainState
+from mindspeed.job import Batch, Schedule, TrainState
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, Reports, checked, sum_reports
 from mindspeed.training.log import Log, mean_reports
@@ -123,7 +123,7 @@ def train(
     """
     trainer = Trainer(args, model, checked(forward_step, args, RESERVED))
     log = Log(args, model, state.iteration, counter)
-    batch = Batch.of(args)
+    batch, schedule = Batch.of(args), Schedule.of(args)
     gathering = _ParameterGathering(args, model)
     for chunk in model.chunks:
         chunk.train()
@@ -133,7 +133,7 @@ def train(
     seams = session.install().seams
     reason = None
     with seams.train.around(), stopping:
-        while state.iteration < args.train_iters and reason is None:
+        while state.iteration < schedule.iterations and reason is None:
             _ramp_up_batch(state, saver, gathering, log)
             with seams.step.around(state.iteration + 1):
                 result = trainer.step(readers, state.iteration + 1)
@@ -142,12 +142,13 @@ def train(
             state = state.after_step(samples)
             iteration = state.iteration
             log.add(result, samples)
-            if iteration % args.log_interval == 0 or iteration == args.train_iters:
+            if iteration % args.log_interval == 0 or iteration == schedule.iterations:
                 log.report(state, " | ".join(filter(None, seams.log.run_all(iteration))))
-            if "validation" in held_out and iteration % args.eval_interval == 0:
+            interval = schedule.evaluation_interval
+            if "validation" in held_out and interval and iteration % interval == 0:
                 with log.not_counted(), gathering.paused():
                     means = evaluate(args, model, trainer, held_out["validation"])
-                state = state.after_evaluation(args.eval_iters * batch.whole)
+                state = state.after_evaluation(schedule.evaluation_steps * batch.whole)
                 log.report_held_out("validation", iteration, means)
             _collect_garbage(args, iteration)
             reason = stopping.reason() or _exit_interval(args, iteration)
@@ -160,7 +161,7 @@ def train(
         log.message(warning)
     if "test" in held_out and reason is None:
         means = evaluate(args, model, trainer, held_out["test"])
-        state = state.after_evaluation(args.eval_iters * batch.whole)
+        state = state.after_evaluation(schedule.evaluation_steps * batch.whole)
         log.report_held_out("test", state.iteration, means)
     if saver is not None:
         saver.finish(state)
@@ -182,7 +183,7 @@ def evaluate(
     # All validation batches have the full size, also while the training batch still grows.
     full = Batch.of(args).micro_batches
     sums: Reports = {}
-    for _ in range(args.eval_iters):
+    for _ in range(Schedule.of(args).evaluation_steps):
         reports = sum_reports(trainer.evaluate(readers, full))
         sums = {name: sums.get(name, 0) + pair for name, pair in reports.items()}
     for chunk in model.chunks:

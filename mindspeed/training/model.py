@@ -42,7 +42,7 @@ from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
-from mindspeed.job import Precision, Schedule
+from mindspeed.job import Parallel, Precision, Schedule
 from mindspeed.lora import LoraConfig, adapted, attach
 from mindspeed.lora.linear import summed_over_tp
 from mindspeed.lora.load import is_peft
@@ -208,9 +208,8 @@ def build_modules(
         provider: builds one stage.
         sharded: keep only shards of parameters (:mod:`mindspeed.training.sharded_init`).
     """
-    chunks = args.virtual_pipeline_model_parallel_size
     modules = []
-    for vp_stage in range(chunks) if chunks else [None]:
+    for vp_stage in Parallel.of(args).vp_stages:
         ends = pipeline_ends(session.install().seams, vp_stage)
         with sharded_init.construction(_replicas) if sharded else nullcontext():
             module = provider(args, config, *ends, vp_stage)

@@ -20,6 +20,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed.errors import ConfigError
+from mindspeed.job import Parallel
 from mindspeed.lora import LoraConfig
 from mindspeed.lora.attach import meant, unknown
 from mindspeed.training.fake_job import build_chunks, fake_job
@@ -76,7 +77,7 @@ def count(args: argparse.Namespace) -> list[RankParameters]:
             on any stage.
     """
     args = with_fewest_replicas(args)
-    stages = [_of_rank(args, stage) for stage in range(args.pipeline_model_parallel_size)]
+    stages = [_of_rank(args, stage) for stage in range(Parallel.of(args).pipeline)]
     if adapters := LoraConfig.from_args(args):
         matched = set[str]().union(*(one.names[0] for one in stages))
         there = set[str]().union(*(one.names[1] for one in stages))
@@ -105,17 +106,18 @@ def _entries_of_stage(args: argparse.Namespace, ranks: list[RankParameters]) -> 
     shards = sum(
         rank.entries(lambda one: one.sharded and not (one.expert or one.copied)) for rank in ranks
     )
-    experts = args.expert_tensor_parallel_size * ranks[0].entries(
+    parallel = Parallel.of(args)
+    experts = parallel.expert_tensor * ranks[0].entries(
         lambda one: one.expert and one.sharded
     ) + ranks[0].entries(lambda one: one.expert and not one.sharded)
-    return replicated + shards + args.expert_model_parallel_size * experts
+    return replicated + shards + parallel.expert * experts
 
 
 def _tensor_ranks(
     args: argparse.Namespace, stage: int, first: RankParameters
 ) -> list[RankParameters]:
     """All tensor-parallel ranks of a stage; those between first and last if these differ."""
-    ranks = args.tensor_model_parallel_size
+    ranks = Parallel.of(args).tensor
     if ranks == 1 or _of_rank(args, stage, ranks - 1) == first:
         return [first] * ranks
     return [first, *(_of_rank(args, stage, rank) for rank in range(1, ranks))]
@@ -123,13 +125,12 @@ def _tensor_ranks(
 
 def with_fewest_replicas(args: argparse.Namespace) -> argparse.Namespace:
     """A copy of the values with as few data-parallel ranks as the experts need."""
-    args = copy.copy(args)
-    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    model = args.tensor_model_parallel_size * args.context_parallel_size
-    enough = (n for n in range(1, args.data_parallel_size) if model * n % experts == 0)
-    fewest = next(enough, args.data_parallel_size)
+    args, parallel = copy.copy(args), Parallel.of(args)
+    experts, model = parallel.expert * parallel.expert_tensor, parallel.tensor * parallel.context
+    enough = (n for n in range(1, parallel.data) if model * n % experts == 0)
+    fewest = next(enough, parallel.data)
     args.enable_gloo_process_groups = False
-    args.world_size = args.world_size // args.data_parallel_size * fewest
+    args.world_size = parallel.world // parallel.data * fewest
     args.data_parallel_size, args.num_distributed_optimizer_instances = fewest, 1
     return args
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.job import Batch
+from mindspeed.job import Batch, Parallel
 from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
@@ -47,10 +47,9 @@ def figures(args: argparse.Namespace) -> PipelineFigures:
     Raises:
         ConfigError: the schedule does not exist for these sizes.
     """
-    ranks = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    count, shares = micro_batches(args), stage_shares(args)
-    return figures_of(request_of(args), ranks, chunks, count, shares)
+    parallel, count, shares = Parallel.of(args), micro_batches(args), stage_shares(args)
+    chunks = len(parallel.vp_stages)
+    return figures_of(request_of(args), parallel.pipeline, chunks, count, shares)
 
 
 def micro_batches(args: argparse.Namespace) -> int:
@@ -67,9 +66,10 @@ def check_interleaved(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: says which number of micro-batches or which groups of them would do.
     """
-    if args.virtual_pipeline_model_parallel_size is None or scheduled_pipeline(args) is not None:
+    parallel, batch = Parallel.of(args), Batch.of(args)
+    if parallel.chunks is None or scheduled_pipeline(args) is not None:
         return
-    stages = args.pipeline_model_parallel_size
+    stages = parallel.pipeline
     count, group = micro_batches(args), args.microbatch_group_size_per_vp_stage or stages
 
     def runs(group: int) -> bool:
@@ -80,10 +80,10 @@ def check_interleaved(args: argparse.Namespace) -> None:
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     other = next(filter(runs, range(stages, count + 1)), None)
     raise ConfigError(
-        f"--global-batch-size {args.global_batch_size} has {count} micro-batches on a rank, which "
+        f"--global-batch-size {batch.whole} has {count} micro-batches on a rank, which "
         f"the interleaved schedule cannot run in groups of {group}: each group must have at least "
         f"{stages} (--pipeline-model-parallel-size), the last one too; give a multiple of "
-        f"{Batch.of(args).samples_of(max(group, stages))} samples"
+        f"{batch.samples_of(max(group, stages))} samples"
         + (f", or {flag} {other}" if other is not None else "")
     )
 
@@ -92,7 +92,7 @@ def request_of(args: argparse.Namespace) -> ScheduleRequest:
     """The schedule that the flags of a job ask for."""
     if (pipeline := scheduled_pipeline(args)) is not None:
         return pipeline.request  # type: ignore[no-any-return]
-    if args.virtual_pipeline_model_parallel_size is None:
+    if Parallel.of(args).chunks is None:
         return ScheduleRequest()
     return ScheduleRequest("interleaved", group_size=args.microbatch_group_size_per_vp_stage)
 
@@ -101,8 +101,8 @@ def scheduled_pipeline(args: argparse.Namespace) -> Any:
     """The ``ScheduledPipeline`` that runs steps; None where Megatron's own schedules do."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    function: Any = get_forward_backward_func(stages, chunks)
+    parallel = Parallel.of(args)
+    function: Any = get_forward_backward_func(parallel.pipeline, parallel.chunks)
     while function is not None:
         if isinstance(getattr(function, "request", None), ScheduleRequest):
             return function
@@ -115,16 +115,16 @@ def stage_shares(args: argparse.Namespace) -> tuple[float, ...] | None:
     layers = layers_of_stages(args)
     if len(set(layers)) == 1:
         return None
-    mean = args.num_layers / args.pipeline_model_parallel_size
+    mean = args.num_layers / Parallel.of(args).pipeline
     return tuple(count / mean for count in layers)
 
 
 def layers_of_stages(args: argparse.Namespace) -> tuple[int, ...]:
     """Layers of each stage, in the order in which a micro-batch passes them."""
-    ranks = args.pipeline_model_parallel_size
-    chunks = args.virtual_pipeline_model_parallel_size or 1
+    parallel = Parallel.of(args)
     if args.pipeline_model_parallel_layout is None:
-        return stage_layers(evenly(args.num_layers, ranks, chunks))
+        chunks = len(parallel.vp_stages)
+        return stage_layers(evenly(args.num_layers, parallel.pipeline, chunks))
     return stage_counts(str(args.pipeline_model_parallel_layout))
 
 

@@ -19,7 +19,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
-from mindspeed.job import TrainState
+from mindspeed.job import Schedule, TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
@@ -60,7 +60,7 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
     tokenizer = data.load_tokenizer(args)
     count_batches(args)
     if _is_finished(args):
-        return int(args.train_iters)
+        return Schedule.of(args).iterations
     model = build(args, provider)
     state = resume(args, model)
     sets = data.build_datasets(args, model.config, tokenizer)
@@ -69,7 +69,7 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
     sizes = sizes_of_arguments(vars(args))
     readers = read(sets.train, state.train_samples, counter=counter, sizes=sizes)
     held_out = {}
-    if args.eval_iters:
+    if Schedule.of(args).evaluation_steps:
         held_out["validation"] = read(sets.valid, state.valid_samples)
         if data.has_test(args):
             held_out["test"] = read(sets.test, 0)
@@ -88,8 +88,9 @@ def _is_finished(args: argparse.Namespace) -> bool:
         return False
     answer = [False]
     if dist.get_rank() == 0:
-        last = directory.path_of(args.save, args.train_iters)
-        same = directory.tracked(args.save) == args.train_iters
+        iterations = Schedule.of(args).iterations
+        last = directory.path_of(args.save, iterations)
+        same = directory.tracked(args.save) == iterations
         answer = [same and directory.problem_with(last) is None]
         if answer[0]:
             print(f" nothing left to do: {last} is the last iteration of this job", flush=True)

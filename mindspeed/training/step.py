@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import TrainingError
-from mindspeed.job import Batch
+from mindspeed.job import Batch, Schedule
 from mindspeed.training import zero
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.data import Reader
@@ -78,7 +78,9 @@ class Trainer:
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         model.optimizer.zero_grad()
-        follows = int(iteration < args.train_iters)  # the next step's first may be read now
+        follows = int(
+            iteration < Schedule.of(args).iterations
+        )  # the next step's first may be read now
         losses = self._run_schedule(
             readers, get_num_microbatches(), forward_only=False, follows=follows
         )
@@ -120,7 +122,7 @@ class Trainer:
             model=model.chunks[0] if single else model.chunks,
             num_microbatches=num_microbatches,
             seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
+            micro_batch_size=Batch.of(args).micro,
             forward_only=forward_only,
         )
         return losses

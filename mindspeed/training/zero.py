@@ -25,6 +25,7 @@ import torch
 from mindspeed.built_model import unwrap
 from mindspeed.checkpoint.fsdp_state import contents, is_sharded
 from mindspeed.errors import ConfigError
+from mindspeed.job import Precision
 from mindspeed.lora.attach import adapted
 from mindspeed.lora.state import remember_base
 from mindspeed.lora.state import sharded_state as adapter_state
@@ -73,7 +74,7 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
 
 def _has_mixed_precision_adapters(args: argparse.Namespace) -> bool:
     trained = bool(args.save and (args.lora_target_modules or args.lora_load))
-    return trained and bool(args.bf16 or args.fp16)
+    return trained and Precision.of(args).narrow
 
 
 def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:

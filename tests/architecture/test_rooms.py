@@ -209,3 +209,37 @@ def test_outside_features_only_the_registry_is_imported() -> None:
         if one.name.startswith("mindspeed.features.") and not one.name.startswith(doors)
     ]
     assert found == []
+
+
+# Where the trainer reads a fact of the job by its flag: to derive it, or for Megatron's functions.
+MAY_READ_FACTS = {
+    "resolve.py": "final values",
+    "resolve_parallel.py": "final values",
+    "resolve_run.py": "final values",
+    "data.py": "final values: the vocabulary of the tokenizer",
+    "setup.py": "Megatron's process groups",
+    "configs.py": "Megatron's configurations",
+    "pretrain.py": "Megatron's number of micro-batches",
+    "batches.py": "a reader of micro-batches, of which tests give it a part",
+    "sinks.py": "the length of the progress bar",
+    "step.py": "whether losses are scaled, next to the flags of the scale",
+    "scripts.py": "a refusal by the flag's name",
+}
+
+
+def facts_read(tree: ast.AST) -> set[str]:
+    """Names that are read from a variable or attribute called ``args``."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and ast.unparse(node.value).split(".")[-1].removeprefix("_") == "args"
+    }
+
+
+def test_the_trainer_reads_facts_of_the_job_from_its_dataclasses() -> None:
+    facts = facts_read(parsed(PACKAGE / "job.py"))
+    assert {"world_size", "train_iters", "micro_batch_size", "bf16"} <= facts
+    found = {path.name for path in files({"training"}) if facts_read(parsed(path)) & facts}
+    assert found == set(MAY_READ_FACTS)

@@ -113,6 +113,9 @@ def check_of_four_stages(samples, group):
         **{"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
         **{"microbatch_group_size_per_vp_stage": group, "global_batch_size": samples},
         **{"micro_batch_size": 1, "data_parallel_size": 1, "rampup_batch_size": None},
+        **{"world_size": 4, "tensor_model_parallel_size": 1, "context_parallel_size": 1},
+        **{"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None},
+        use_tp_pp_dp_mapping=False,
     )
     pipeline_figures.check_interleaved(args)
 
