@@ -48,7 +48,7 @@ class CudaDevice(Accelerator):
         return setter or super().allocator_setter()
 
     def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Pinned host memory, any shape and dtype, as a tensor on the device.
+        """Pinned host memory as a tensor ``[*shape]`` on the device.
 
         Pinned memory has the same address on host and device (unified virtual addressing).
         """

@@ -56,7 +56,7 @@ class StagedGroup(ProcessGroup):
     def gather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Work:
-        """Gather host tensors, any shape and dtype, equal on all ranks; the root has outputs."""
+        """Gather host tensors of the same shape and dtype on all ranks; the root has outputs."""
         (mine,) = inputs
         wholes = [out.view(-1) for out in outputs[0]] if outputs else []
         root, flat = self._global(opts.rootRank), mine.reshape(-1)
@@ -70,7 +70,7 @@ class StagedGroup(ProcessGroup):
     def scatter(  # type: ignore[override]
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any
     ) -> Work:
-        """Scatter host tensors, any shape and dtype, equal on all ranks; the root has inputs."""
+        """Scatter host tensors of the same shape and dtype on all ranks; the root has inputs."""
         mine = outputs[0].view(-1)
         wholes = [tensor.reshape(-1) for tensor in inputs[0]] if inputs else []
         root = self._global(opts.rootRank)
@@ -84,7 +84,7 @@ class StagedGroup(ProcessGroup):
     def broadcast(  # type: ignore[override]
         self, tensors: list[torch.Tensor], opts: Any
     ) -> Work:
-        """Broadcast host tensors, any shape and dtype."""
+        """Broadcast host tensors, of the same shape and dtype on all ranks."""
         root = self._global(opts.rootRank)
         for tensor in tensors:
             flat = tensor.view(-1)

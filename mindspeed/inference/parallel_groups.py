@@ -91,7 +91,7 @@ class ModelParallelGroups:
         return None
 
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
-        """Broadcast ``values`` (on the CPU, any shape and dtype) from the sampling rank."""
+        """Broadcast ``values``, on the CPU, from the sampling rank."""
         if self.mp.size() == 1:
             return values
         values = values.to(device.current().torch_device())

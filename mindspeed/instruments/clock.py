@@ -273,7 +273,7 @@ def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor of any shape; elements that an expanded tensor repeats count once."""
+    """Bytes of a tensor; ``[n, 1]`` expanded to ``[n, m]`` counts n elements."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in sizes if stride) * tensor.element_size()
 

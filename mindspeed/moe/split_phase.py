@@ -105,7 +105,7 @@ class Ticket:
         return found
 
     def note(self, phase: str, kind: Kind, x: torch.Tensor | None = None) -> None:
-        """Add an event with the bytes of ``x``, of any shape, to the log, if there is one."""
+        """Add an event with the bytes of ``x [...]`` to the log, if there is one."""
         if self.log is not None:
             self.log.add(phase, kind, self.name, self.chunk, 0 if x is None else x.nbytes)
 

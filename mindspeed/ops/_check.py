@@ -92,7 +92,7 @@ class Check:
             self.require(given[name] == given[names[0]], name, expected, given[name])
 
     def rank(self, *ranks: int, **tensors: Tensor) -> None:
-        """Require one of these numbers of dimensions of every tensor, of any shape."""
+        """Require one of these numbers of dimensions of every tensor, such as 2 for ``[s, h]``."""
         for name, x in tensors.items():
             self.tensor(**{name: x})
             expected = f"{' or '.join(map(str, ranks))} dimensions"

@@ -54,7 +54,7 @@ def store(out: Tensor, function: Callable[..., Tensor], *args: Any, **more: Any)
     """``out = function(*args, **more)``, without an intermediate copy where that is possible.
 
     Args:
-        out: any shape, dtype and strides.
+        out: written elementwise; its dtype rounds.
         function: takes ``out=``; the dtype of its result is that of its first argument.
     """
     if out.dtype == args[0].dtype and not torch.compiler.is_compiling():

@@ -76,7 +76,7 @@ class BlockFp8(Codec):
         return value
 
     def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
-        """Choose the scales of ``value`` (fp32, any shape), divide and round stochastically."""
+        """Choose the scales of ``value`` (fp32), divide and round stochastically."""
         assert extra is not None
         scaled = value.clone(memory_format=torch.contiguous_format)
         for blocks, scales in _blocks(scaled, extra):
@@ -97,7 +97,7 @@ class RootBlockFp8(BlockFp8):
         return super().decode(stored, extra, param).square_()
 
     def encode(self, value: Tensor, stored: Tensor, extra: Tensor | None, param: Tensor) -> None:
-        """Store the square root of ``value`` (fp32, any shape)."""
+        """Store the square root of ``value``, fp32, elementwise."""
         super().encode(value.sqrt(), stored, extra, param)
 
     def _rounded(self, scaled: Tensor, occasion: Occasion) -> Tensor:
@@ -125,12 +125,12 @@ def _blocks(tensor: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _power_of_two(value: Tensor) -> Tensor:
-    """The smallest normal power of two that is not below a value >= 0 (fp32, any shape); 0 of 0."""
+    """Elementwise, fp32: the smallest normal power of two not below a value >= 0; 0 of 0."""
     return ((value.view(torch.int32) + 0x7FFFFF) & _EXPONENT).view(torch.float32)
 
 
 def _stochastically_rounded(value: Tensor, occasion: Occasion, root: bool = False) -> Tensor:
-    """Round fp32 (any shape, magnitudes up to 448) to numbers of E4M3, up or down at random.
+    """Round fp32 (magnitudes up to 448), elementwise, to numbers of E4M3, up or down at random.
 
     A number of E4M3 stays what it is; the mean over many steps or positions is not changed. That of
     the squares would grow: with ``root`` the chances are half way to those that keep it, so that
@@ -168,7 +168,7 @@ def _key(occasion: Occasion) -> int:
 
 
 def keeps_fp32(param: Tensor) -> bool:
-    """Whether the moments of a parameter (any shape), or of a shard of one, are better not in fp8.
+    """Whether the moments of a parameter ``[...]``, or of a shard of one, are better not in fp8.
 
     ``param.rare_gradients`` marks embeddings and routers; a shard's ``parameter_shape`` is the
     whole parameter's.

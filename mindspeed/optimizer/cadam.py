@@ -35,7 +35,7 @@ def cadam(
     """One step of Cadam; ``sign(0)`` is 0.
 
     Args:
-        weights: any shapes, one floating dtype of at least 32 bits.
+        weights: one floating dtype of at least 32 bits.
         grads: shapes and dtype of the weights.
         states: ``exp_avg``, shapes and dtype of the weights.
         options: of the parameter group; ``betas[1]``, ``eps`` and ``bias_correction`` have no

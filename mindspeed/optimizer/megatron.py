@@ -121,7 +121,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _forget_main_param(param: Tensor) -> None:
-    """Without it Megatron takes a parameter's norm from the parameter itself (any shape, 16 bit).
+    """Without it Megatron takes a parameter's norm from the parameter itself, 16 bit.
 
     With the None that its precision-aware optimizer leaves there, the norm would be that of none.
     """
@@ -206,7 +206,7 @@ class PrecisionAwareFloat16(Float16OptimizerWithFloat16Params):
 
 
 def _or_weight(master: Tensor | None, param: Tensor) -> Tensor:
-    """A master weight, fp32; before the first step that is the parameter (any shape, 16 bit)."""
+    """A master weight, fp32; before the first step that is the parameter, 16 bit."""
     return param.detach().float() if master is None else master
 
 

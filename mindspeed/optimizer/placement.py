@@ -45,7 +45,7 @@ class Placement(ABC):
 
     @abstractmethod
     def write(self, stored: Tensor, value: Tensor) -> None:
-        """Overwrite ``stored`` with ``value``: any shape, equal ones, any floating dtypes."""
+        """Overwrite ``stored`` with ``value``, of the same shape, in its own dtype."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class HostSwap(Placement):
         return stored
 
     def write(self, stored: Tensor, value: Tensor) -> None:
-        """Overwrite the host tensor with ``value``: any shape, equal ones, any floating dtypes."""
+        """Overwrite the host tensor with ``value``, of the same shape, in its own dtype."""
         self.read(stored).copy_(value)
 
     def stream(
@@ -228,7 +228,7 @@ class HostMapped(Placement):
         return device.host_mapped_tensor(shape, dtype)
 
     def read(self, stored: Tensor) -> Tensor:
-        """A copy in device memory: any shape, dtype of ``stored``."""
+        """A copy in device memory, of the same shape and dtype."""
         return torch.ones_like(stored).mul_(stored)
 
     def write(self, stored: Tensor, value: Tensor) -> None:

@@ -69,7 +69,7 @@ class UpdateRule:
     """One step of an optimizer.
 
     Attributes:
-        states: name -> the initial value of this state for a weight (any shape, fp32). The state
+        states: name -> the initial value of this state for a weight, fp32. The state
             ``exp_avg`` is stored in Megatron's ``--exp-avg-dtype``, ``exp_avg_sq`` in
             ``--exp-avg-sq-dtype``, others in fp32.
         update: changes weights and states in place: ``(weights, gradients, states, options)``.
@@ -92,7 +92,7 @@ def adam(
     """Adam or AdamW, one fused operator for all tensors.
 
     Args:
-        weights: any shapes, one floating dtype of at least 32 bits.
+        weights: one floating dtype of at least 32 bits.
         grads: shapes and dtype of the weights.
         states: ``exp_avg`` and ``exp_avg_sq``, shapes and dtype of the weights.
     """
@@ -156,7 +156,7 @@ def _update(
 
     Args:
         decay: the largest ``d``.
-        weights: any shapes, one floating dtype of at least 32 bits.
+        weights: one floating dtype of at least 32 bits.
         grads: shapes and dtype of the weights.
         states: ``exp_avg``, ``exp_avg_sq`` and ``ema_params``, shapes and dtype of the weights.
     """

@@ -56,7 +56,7 @@ def keeps_fp32(param: Tensor) -> bool:
     """Whether states of this parameter stay in fp32 where others are quantised.
 
     Args:
-        param: any shape, or the flat shard of a parameter.
+        param: a parameter, or its flat shard ``[n]``.
     """
     return block_fp8.keeps_fp32(param)
 

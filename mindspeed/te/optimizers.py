@@ -305,7 +305,7 @@ def multi_tensor_l2norm(
     Args:
         chunk: Not read.
         overflow: int32 ``[1]``; not set.
-        lists: One list of n tensors, any shape and floating dtype.
+        lists: One list of n tensors.
         per_tensor: Return the norms of the tensors.
 
     Returns:

@@ -243,7 +243,7 @@ class AmaxHistory:
             self.history[-kept:] = history[-kept:]
 
     def observe(self, index: int, x: Tensor) -> None:
-        """Record the maximum of ``x``, any shape and dtype, as tensor ``index`` of this step."""
+        """Record the maximum of ``x [...]`` as tensor ``index`` of this step."""
         self.history[0, index] = torch.maximum(self.history[0, index], amax_of(x).cpu())
 
     def update(self) -> None:

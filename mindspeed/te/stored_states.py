@@ -243,7 +243,7 @@ class StoredStates(torch.optim.Optimizer):
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
     def names(self, param: Tensor) -> tuple[str, ...]:
-        """The states of ``param``, any shape and floating dtype, with or before its first step."""
+        """The states of ``param``, of its shape, with or before its first step."""
         own_copy = self.master_weights and param.dtype in (torch.float16, torch.bfloat16)
         return tuple(name for name in self._codecs if name != MASTER or own_copy)
 

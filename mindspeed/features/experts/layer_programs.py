@@ -20,7 +20,6 @@ def layer_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
     Args:
         flag: That asks for a program.
-        megatron: Megatron's arguments.
     """
     tp = megatron.get("tensor_model_parallel_size") or 1
     if tp > 1 and not megatron.get("sequence_parallel"):
@@ -77,7 +76,6 @@ def saving_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
     Args:
         flag: That asks for it.
-        megatron: Megatron's arguments.
     """
     if not megatron["num_experts"]:
         yield Problem(flag, "the model has no experts", "add --num-experts, or remove it")
@@ -99,7 +97,6 @@ def recomputation_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
     Args:
         flag: That asks for a policy.
-        megatron: Megatron's arguments.
     """
     granularity = megatron.get("recompute_granularity")
     if granularity == "full":

@@ -43,7 +43,6 @@ def layer_count_problems(
         number_flag: The flag of the number of layers.
         wanted: Whether the switch is on.
         number: The number of layers; None: all.
-        megatron: Megatron's arguments.
     """
     if number is not None and not wanted:
         yield Problem(number_flag, f"has no effect without {flag}", f"add {flag}, or remove it")
@@ -93,10 +92,7 @@ def attach_recomputed_outputs(
     """Recompute sites and their outputs in the layers after those recomputed as a whole.
 
     Args:
-        seams: The feature's.
-        feature: Its name.
         flag: Its flag, for messages.
-        megatron: Megatron's arguments.
         number: In how many layers of every model chunk; None: all.
         chosen: Gets the sites of a layer, returns those that are recomputed.
     """
@@ -124,10 +120,7 @@ def attach_plan(
     """Install a plan on every model chunk.
 
     Args:
-        seams: The feature's.
-        feature: Its name.
         flag: Its flag, for messages.
-        megatron: Megatron's arguments.
         make: Gets the sites of each layer by path, and how layers are counted; returns the plan.
         offload: Copies what the plan offloads; the chunks share it.
     """

@@ -45,7 +45,6 @@ def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> It
     Args:
         flag: Of the feature.
         when: What it asks of the schedule.
-        megatron: Megatron's arguments.
         chunks: What it needs several model chunks of a rank for.
     """
     problems = list(plans.problems_of(flag, megatron))
@@ -77,10 +76,7 @@ def attach_recomputation(
     """Let a schedule decide when the layers of every model chunk are recomputed.
 
     Args:
-        seams: The feature's.
-        feature: Its name.
         flag: Its flag, for messages.
-        megatron: Megatron's arguments.
         when: What it asks of the schedule.
         number: How many layers of every chunk; None: all.
     """
@@ -110,10 +106,7 @@ def drop_layers(
     """Let layers of every model chunk be recomputed where a schedule says so.
 
     Args:
-        seams: The feature's.
-        feature: Its name.
         flag: Its flag, for messages.
-        megatron: Megatron's arguments.
         number: How many layers; None: all.
         per_rank: Count them over the chunks of a rank.
     """

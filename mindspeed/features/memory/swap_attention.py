@@ -172,11 +172,7 @@ def _largest_tensor(megatron: Megatron) -> int | None:
 
 
 class _CallsInFlight:
-    """Number of layer calls of this rank that have copies on the host at once.
-
-    Args:
-        megatron: Megatron's arguments.
-    """
+    """Number of layer calls of this rank that have copies on the host at once."""
 
     def __init__(self, megatron: Megatron) -> None:
         self._megatron = megatron

@@ -25,7 +25,6 @@ def divided_backward_problems(name: str, megatron: Megatron) -> Iterator[Problem
 
     Args:
         name: the flag that asks for it.
-        megatron: Megatron's arguments.
     """
     from mindspeed import te
 

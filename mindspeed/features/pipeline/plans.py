@@ -43,7 +43,6 @@ def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
     Args:
         flag: with its value, for messages.
-        megatron: Megatron's arguments.
     """
     if (megatron.get("pipeline_model_parallel_size") or 1) == 1:
         yield Problem(
@@ -82,7 +81,6 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
 
     Args:
         flag: with its value, for the message.
-        megatron: Megatron's arguments.
         request: the schedule.
     """
     from mindspeed.pipeline.schedule.schedules import build_plan

@@ -51,7 +51,6 @@ def problems(name: str, megatron: Megatron) -> Iterator[Problem]:
 
     Args:
         name: the flag that asks for it, with its value.
-        megatron: Megatron's arguments.
     """
     ranks = megatron.get("pipeline_model_parallel_size") or 1
     if ranks < 2:

@@ -63,7 +63,6 @@ def sequence_parallel_problem(flag: str, does: str, megatron: Megatron) -> Itera
     Args:
         flag: what the user set.
         does: what it does to gathering and scattering.
-        megatron: Megatron's arguments.
     """
     if not megatron.get("sequence_parallel", True):
         yield Problem(
@@ -74,11 +73,7 @@ def sequence_parallel_problem(flag: str, does: str, megatron: Megatron) -> Itera
 
 
 def rows_of_a_micro_batch(megatron: Megatron) -> int | None:
-    """Rows ``s b`` of every product with a collective; None where they are not known before.
-
-    Args:
-        megatron: Megatron's arguments.
-    """
+    """Rows ``s b`` of every product with a collective; None where they are not known before."""
     lengths_vary = megatron.get("variable_seq_lengths") or megatron.get("sft")
     length, samples = megatron.get("seq_length"), megatron.get("micro_batch_size")
     if lengths_vary or not length or not samples:
@@ -93,7 +88,6 @@ def rows_problem(flag: str, m: int, parts: int, megatron: Megatron, fix: str) ->
         flag: what the user set.
         m: rows ``s b`` of the product.
         parts: the number that the user chose.
-        megatron: Megatron's arguments.
         fix: what to change, with a place for the numbers that are possible.
     """
     from mindspeed.tensor_parallel.strategy import valid_parts

@@ -13,7 +13,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def fast_gelu(x: Tensor) -> Tensor:
-    """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel, 2016); any shape, floating dtype."""
+    """``x * sigmoid(1.702 x)`` (Hendrycks and Gimpel, 2016), elementwise."""
     return x * torch.sigmoid(1.702 * x)
 
 

@@ -48,7 +48,7 @@ def multiprocessors(x: Tensor) -> int:
     """Return the streaming multiprocessors of the device of ``x``; 4 under the interpreter.
 
     Args:
-        x: any shape, any dtype.
+        x: a tensor on the device that is asked.
     """
     if not x.is_cuda:
         return 4

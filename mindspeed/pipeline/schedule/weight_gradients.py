@@ -142,7 +142,7 @@ class WeightGradients:
         Args:
             x: input of the layer. If it needs no gradient, autograd would not call the
                 backward of a layer that hides its weights.
-            weights: of the layer, any shapes; frozen ones get no gradient.
+            weights: of the layer; frozen ones get no gradient.
         """
         return (
             self._splitting
