@@ -11,16 +11,18 @@ synchronise); checks of values run on lists, on CPU tensors, and elsewhere with
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from mindspeed.errors import MindSpeedError
 
+T = TypeVar("T")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -130,6 +132,15 @@ class Check:
         if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor):
             return False
         return x.device.type == "cpu" or os.environ.get("MINDSPEED_OPS_DEBUG") == "1"
+
+
+def public(name: str, function: Callable[..., T], *fixed: Any) -> Callable[..., T]:
+    """``function`` under a public name, without its first arguments: a :class:`Check` and these."""
+    made: Any = functools.partial(function, Check(name), *fixed)
+    functools.update_wrapper(made, function)
+    made.__name__ = made.__qualname__ = name
+    del made.__wrapped__  # its signature has the fixed arguments
+    return made  # type: ignore[no-any-return]
 
 
 def _show(value: Any) -> str:

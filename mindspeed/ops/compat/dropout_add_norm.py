@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops import philox
-from mindspeed.ops._check import Check
-from mindspeed.ops.compat._dropout_add_norm import DROPOUT_ADD_NORM, Operands, scaled
+from mindspeed.ops._check import Check, public
+from mindspeed.ops.compat._dropout_add_norm import DROPOUT_ADD_NORM, scaled
 
 __all__ = ["npu_dropout_add_layer_norm", "npu_dropout_add_rms_norm"]
 
-_check = Check("npu_dropout_add_layer_norm")
 
-
-def npu_dropout_add_layer_norm(
+def _dropout_add_norm(
+    check: Check,
+    rms: bool,
     x0: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -29,15 +29,15 @@ def npu_dropout_add_layer_norm(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Any:
-    """``LayerNorm(dropout(x0 * rowscale * layerscale) + residual)``.
+    """``LayerNorm`` or ``RMSNorm(dropout(x0 * rowscale * layerscale) + residual)``.
 
     Args:
         x0: ``[..., H]``, fp32, bf16 or fp16.
         residual: shape of ``x0``, its dtype or fp32, or None.
         weight: ``[H]``, dtype of ``x0``.
-        bias: ``[H]`` or None.
+        bias: ``[H]``, added after the norm, or None.
         dropout_p: probability of dropping, in [0, 1).
-        epsilon: added to the variance, greater than 0.
+        epsilon: added to the variance or the mean square, greater than 0.
         rowscale: ``[...]``, a factor for each row, or None.
         layerscale: ``[H]``, a factor for each column, or None.
         prenorm: also return what is normalised: in fp32 with ``residual_in_fp32``, else in the
@@ -52,43 +52,6 @@ def npu_dropout_add_layer_norm(
     Raises:
         OperatorError: wrong dtype, shape, probability or epsilon.
     """
-    given = Operands(
-        x0, residual, weight, bias, rowscale, layerscale, None, dropout_p, epsilon, False,
-        residual_in_fp32, return_dropout_mask,
-    )  # fmt: skip
-    return _checked(_check, given, prenorm)
-
-
-_check_rms = Check("npu_dropout_add_rms_norm")
-
-
-def npu_dropout_add_rms_norm(
-    x0: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    dropout_p: float,
-    epsilon: float,
-    rowscale: Tensor | None = None,
-    layerscale: Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    return_dropout_mask: bool = False,
-) -> Any:
-    """``RMSNorm(dropout(x0 * rowscale * layerscale) + residual)``, ``x0 [..., H]``.
-
-    Arguments, results and errors are those of :func:`npu_dropout_add_layer_norm`; ``bias`` is added
-    to the normalised values, ``epsilon`` to the mean square.
-    """
-    given = Operands(
-        x0, residual, weight, bias, rowscale, layerscale, None, dropout_p, epsilon, True,
-        residual_in_fp32, return_dropout_mask,
-    )  # fmt: skip
-    return _checked(_check_rms, given, prenorm)
-
-
-def _checked(check: Check, given: Operands, prenorm: bool) -> Any:
-    x0, residual, weight, bias, rowscale, layerscale, _, p, eps, _, _, want_mask = given
     check.tensor(x0=x0, weight=weight)
     check.floating(x0=x0, weight=weight, bias=bias, rowscale=rowscale, layerscale=layerscale)
     if residual is not None:
@@ -100,21 +63,28 @@ def _checked(check: Check, given: Operands, prenorm: bool) -> Any:
     check.shape(x0.shape[-1:], **{name: x for name, x in vectors.items() if x is not None})
     if rowscale is not None:
         check.shape(x0.shape[:-1], rowscale=rowscale)
-    check.number(dropout_p=p, epsilon=eps)
-    check.require(0 <= p < 1, "dropout_p", "a number in [0, 1)", p)
-    check.require(eps > 0, "epsilon", "a number greater than 0", eps)
+    check.number(dropout_p=dropout_p, epsilon=epsilon)
+    check.require(0 <= dropout_p < 1, "dropout_p", "a number in [0, 1)", dropout_p)
+    check.require(epsilon > 0, "epsilon", "a number greater than 0", epsilon)
 
-    mask = None
-    if p and x0.device.type == "npu":
-        x0, mask = _drop_on_npu(x0, rowscale, layerscale, p, want_mask)
-        given = given._replace(x0=x0, rowscale=None, layerscale=None, p=0.0)
-    elif p:
-        given = given._replace(rng=philox.reserve(x0, x0.numel()))
-    out, pre, _, _, kept = DROPOUT_ADD_NORM(*given)
+    mask, rng = None, None
+    if dropout_p and x0.device.type == "npu":
+        x0, mask = _drop_on_npu(x0, rowscale, layerscale, dropout_p, return_dropout_mask)
+        rowscale, layerscale, dropout_p = None, None, 0.0
+    elif dropout_p:
+        rng = philox.reserve(x0, x0.numel())
+    out, pre, _, _, kept = DROPOUT_ADD_NORM(
+        x0, residual, weight, bias, rowscale, layerscale, rng, dropout_p, epsilon, rms,
+        residual_in_fp32, return_dropout_mask,
+    )  # fmt: skip
     results = (out, *([pre] if prenorm else []))
-    if want_mask:
+    if return_dropout_mask:
         results += (kept if mask is None else mask,)
     return results if len(results) > 1 else out
+
+
+npu_dropout_add_layer_norm = public("npu_dropout_add_layer_norm", _dropout_add_norm, False)
+npu_dropout_add_rms_norm = public("npu_dropout_add_rms_norm", _dropout_add_norm, True)
 
 
 def _drop_on_npu(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import Check, public
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, cumulative, in_columns
 from mindspeed.ops.npu_groupmatmul_add import GROUPMATMUL_ADD
 from mindspeed.spmd import Local, typed
@@ -21,7 +21,9 @@ from mindspeed.spmd import Local, typed
 __all__ = ["npu_gmm", "npu_gmm_v2"]
 
 
-def npu_gmm(
+def _gmm(
+    check: Check,
+    sizes: bool,
     x: Tensor,
     weight: Tensor,
     *,
@@ -38,7 +40,8 @@ def npu_gmm(
             usually the transposed view of ``[T, M]``.
         weight: ``[E, K, N]`` or a transposed view, same dtype. For ``group_type`` 2 ``[T, N]``.
         bias: ``[E, N]``, without gradient; only with ``group_type`` 0 or -1.
-        group_list: row after the last of each group, int64 tensor ``[E]`` or list.
+        group_list: row after the last of each group, int64 tensor ``[E]`` or list; of ``_v2``
+            the rows of each group, a tensor.
         group_type: 0: groups of rows. 2: groups of the inner dimension, for weight gradients.
             -1: no groups, an ordinary product with ``weight [K, N]`` or ``[1, K, N]``.
         gemm_fusion: add the weight gradient to ``original_weight.main_grad``; autograd then gets a
@@ -54,41 +57,8 @@ def npu_gmm(
             end at T (checked where reading them is free); no group_list; a bias that requires a
             gradient; ``gemm_fusion`` without a parameter that has a ``main_grad``.
     """
-    return _gmm("npu_gmm", x, weight, bias, group_list, group_type, gemm_fusion, original_weight)
-
-
-def npu_gmm_v2(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    group_list: Tensor | None = None,
-    group_type: int = 0,
-    gemm_fusion: bool = False,
-    original_weight: Tensor | None = None,
-) -> Tensor:
-    """:func:`npu_gmm` with ``group_list``, int64 ``[E]``, holding the rows of each group.
-
-    Raises:
-        OperatorError: as :func:`npu_gmm`; a group_list that is not a tensor.
-    """
-    check = Check("npu_gmm_v2")
-    if group_list is not None:
+    if sizes and group_list is not None:
         check.tensor(group_list=group_list)
-    return _gmm("npu_gmm_v2", x, weight, bias, group_list, group_type, gemm_fusion, original_weight)
-
-
-def _gmm(
-    name: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group_list: Tensor | Sequence[int] | None,
-    group_type: int,
-    gemm_fusion: bool,
-    original_weight: Tensor | None,
-) -> Tensor:
-    check = Check(name)
     check.choice((-1, 0, 2), group_type=group_type)
     check.floating(x=x, weight=weight)
     check.rank(2, x=x)
@@ -105,7 +75,7 @@ def _gmm(
         bias = bias if bias is None or bias.dim() == 2 else bias.unsqueeze(0)
         group_list = torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device)
     rows = x.t() if group_type == 2 else x
-    ends = cumulative(check, "group_list", group_list, rows, sizes=name == "npu_gmm_v2")
+    ends = cumulative(check, "group_list", group_list, rows, sizes=sizes)
     if group_type == 2:
         check.require(not gemm_fusion, "gemm_fusion", "False for group_type 2", gemm_fusion)
         check.rank(2, weight=weight)
@@ -123,6 +93,10 @@ def _gmm(
     )
     check.require(bias is None, "bias", "None with gemm_fusion", bias)
     return _IntoMainGrad.apply(x, weight, ends, [original_weight])  # type: ignore[no-any-return]
+
+
+npu_gmm = public("npu_gmm", _gmm, False)
+npu_gmm_v2 = public("npu_gmm_v2", _gmm, True)
 
 
 @typed(Local())

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, Check, public
 from mindspeed.ops._numerics import accumulation_dtype, product_flops
 from mindspeed.ops.compat.quant_gmm import int_product, unpacked_scale
 from mindspeed.ops.process_groups import comm_name, group_name, resolve
@@ -41,66 +41,9 @@ from mindspeed.ops.rms_norm import rms_norm
 __all__ = [
     "MM_ALL_REDUCE",
     "check_weight_int8",
-    "checked_arguments",
     "npu_mm_all_reduce_add_rms_norm",
     "npu_mm_all_reduce_add_rms_norm_",
 ]
-
-
-def checked_arguments(
-    check: Check,
-    x1: Tensor,
-    x2: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    hcom: dist.ProcessGroup | str,
-    reduce_op: str,
-    epsilon: float,
-    bias: Tensor | None,
-    antiquant_scale: Tensor | None,
-    antiquant_offset: Tensor | None,
-    dequant_scale: Tensor | None,
-    antiquant_group_size: int,
-    comm_turn: int,
-) -> tuple[Any, ...]:
-    """Check the arguments of the public functions, in their order, before anything is sent.
-
-    Shapes and dtypes are those of
-    :func:`~mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm`: x1
-    ``[..., k]``, x2 ``[k, n]``, residual ``[..., n]``, gamma and bias ``[n]``.
-
-    Returns:
-        The arguments of :data:`MM_ALL_REDUCE`.
-    """
-    check.choice(("sum",), reduce_op=reduce_op)
-    check.choice((0,), comm_turn=comm_turn)
-    check.rank(2, 3, x1=x1)
-    check.rank(2, x2=x2)
-    check.require(x2.size(0) == x1.size(-1), "x2", f"{x1.size(-1)} rows, as x1 has columns", x2)
-    check.same("device", x1=x1, x2=x2, bias=bias, antiquant_scale=antiquant_scale)
-    check.same("device", x1=x1, antiquant_offset=antiquant_offset, dequant_scale=dequant_scale)
-    if bias is not None:
-        check.shape(x2.shape[1:], bias=bias)
-        check.dtype((torch.int32,) if dequant_scale is not None else (x1.dtype,), bias=bias)
-    if dequant_scale is not None:
-        _check_int8(check, x1, x2, antiquant_scale, dequant_scale)
-    elif antiquant_scale is not None:
-        check_weight_int8(check, x1, x2, antiquant_scale, antiquant_offset, antiquant_group_size)
-    else:
-        check.floating(x1=x1, x2=x2)
-        check.require(
-            antiquant_offset is None, "antiquant_offset", "None without antiquant_scale", "a tensor"
-        )
-        check.require(
-            antiquant_group_size == 0, "antiquant_group_size", "0 without antiquant_scale",
-            antiquant_group_size,
-        )  # fmt: skip
-    _check_residual(check, x1, x2, residual, gamma, epsilon, _output_dtype(x1, dequant_scale))
-    check.forward_only(x1=x1, x2=x2, residual=residual, gamma=gamma, bias=bias)
-    check.forward_only(antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
-    check.forward_only(dequant_scale=dequant_scale)
-    quantisation = (antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size)
-    return x1, x2, bias, *quantisation, group_name(check, hcom=hcom)
 
 
 def _check_residual(
@@ -257,7 +200,9 @@ MM_ALL_REDUCE = Operator(
 )
 
 
-def npu_mm_all_reduce_add_rms_norm(
+def _add_rms_norm(
+    check: Check,
+    in_place: bool,
     x1: Tensor,
     x2: Tensor,
     residual: Tensor,
@@ -295,48 +240,46 @@ def npu_mm_all_reduce_add_rms_norm(
         comm_turn: 0.
 
     Returns:
-        y and norm_out, both with the shape and dtype of residual.
+        y, of the twin with a final underscore in ``residual`` itself, and norm_out, both with the
+        shape and dtype of residual.
 
     Raises:
         OperatorError: wrong dtypes, shapes or options, an unknown group, a gradient is required.
     """
-    operands = checked_arguments(
-        Check("npu_mm_all_reduce_add_rms_norm"), x1, x2, residual, gamma, hcom, reduce_op, epsilon,
-        bias, antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size, comm_turn,
-    )  # fmt: skip
-    product = MM_ALL_REDUCE(*operands).view_as(residual)
-    y = product.add_(residual)
+    check.choice(("sum",), reduce_op=reduce_op)
+    check.choice((0,), comm_turn=comm_turn)
+    check.rank(2, 3, x1=x1)
+    check.rank(2, x2=x2)
+    check.require(x2.size(0) == x1.size(-1), "x2", f"{x1.size(-1)} rows, as x1 has columns", x2)
+    check.same("device", x1=x1, x2=x2, bias=bias, antiquant_scale=antiquant_scale)
+    check.same("device", x1=x1, antiquant_offset=antiquant_offset, dequant_scale=dequant_scale)
+    if bias is not None:
+        check.shape(x2.shape[1:], bias=bias)
+        check.dtype((torch.int32,) if dequant_scale is not None else (x1.dtype,), bias=bias)
+    if dequant_scale is not None:
+        _check_int8(check, x1, x2, antiquant_scale, dequant_scale)
+    elif antiquant_scale is not None:
+        check_weight_int8(check, x1, x2, antiquant_scale, antiquant_offset, antiquant_group_size)
+    else:
+        check.floating(x1=x1, x2=x2)
+        check.require(
+            antiquant_offset is None, "antiquant_offset", "None without antiquant_scale", "a tensor"
+        )
+        check.require(
+            antiquant_group_size == 0, "antiquant_group_size", "0 without antiquant_scale",
+            antiquant_group_size,
+        )  # fmt: skip
+    _check_residual(check, x1, x2, residual, gamma, epsilon, _output_dtype(x1, dequant_scale))
+    check.forward_only(x1=x1, x2=x2, residual=residual, gamma=gamma, bias=bias)
+    check.forward_only(antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
+    check.forward_only(dequant_scale=dequant_scale)
+    product = MM_ALL_REDUCE(
+        x1, x2, bias, antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size,
+        group_name(check, hcom=hcom),
+    ).view_as(residual)  # fmt: skip
+    y = residual.add_(product) if in_place else product.add_(residual)
     return y, rms_norm(y, gamma, epsilon)
 
 
-def npu_mm_all_reduce_add_rms_norm_(
-    x1: Tensor,
-    x2: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    hcom: dist.ProcessGroup | str,
-    reduce_op: str = "sum",
-    epsilon: float = 1e-06,
-    bias: Tensor | None = None,
-    antiquant_scale: Tensor | None = None,
-    antiquant_offset: Tensor | None = None,
-    dequant_scale: Tensor | None = None,
-    antiquant_group_size: int = 0,
-    comm_turn: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Multiply, sum over the group, add to the residual in place, and normalise.
-
-    Arguments and errors are those of
-    :func:`~mindspeed.ops.npu_mm_all_reduce_add_rms_norm.npu_mm_all_reduce_add_rms_norm`: x1
-    ``[b, s, k]`` or ``[s, k]``, x2 ``[k, n]``, residual ``[b, s, n]``, gamma ``[n]``.
-
-    Returns:
-        ``residual`` itself, which now holds y, and norm_out, both with its shape and dtype.
-    """
-    operands = checked_arguments(
-        Check("npu_mm_all_reduce_add_rms_norm_"), x1, x2, residual, gamma, hcom, reduce_op, epsilon,
-        bias, antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size, comm_turn,
-    )  # fmt: skip
-    product = MM_ALL_REDUCE(*operands).view_as(residual)
-    residual.add_(product)
-    return residual, rms_norm(residual, gamma, epsilon)
+npu_mm_all_reduce_add_rms_norm = public("npu_mm_all_reduce_add_rms_norm", _add_rms_norm, False)
+npu_mm_all_reduce_add_rms_norm_ = public("npu_mm_all_reduce_add_rms_norm_", _add_rms_norm, True)

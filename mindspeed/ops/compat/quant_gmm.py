@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, Check, public
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops.compat._activations import BY_CODE
 from mindspeed.ops.grouped_matmul import cumulative, npu_grouped_matmul, sample_ends
@@ -27,7 +27,9 @@ __all__ = ["npu_quant_gmm", "npu_quant_gmm_v2"]
 _OUTPUTS = (torch.float16, torch.bfloat16, torch.int8)
 
 
-def npu_quant_gmm(
+def _quant_gmm(
+    check: Check,
+    sizes: bool,
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -48,7 +50,8 @@ def npu_quant_gmm(
         offset: only None, as in torch_npu.
         per_token_scale: ``[T]`` fp32; not with an int8 output.
         bias: ``[E, N]`` int32.
-        group_list: row after the last of each group, int64 tensor ``[E]`` or list.
+        group_list: row after the last of each group, int64 tensor ``[E]`` or list; of ``_v2``
+            the rows of each group, a tensor.
         output_dtype: fp16 (default), bf16, or int8, which needs an int64 scale.
         act_type: 0 none, 1 relu, 2 gelu (tanh), 4 fast gelu, 5 silu.
 
@@ -58,51 +61,8 @@ def npu_quant_gmm(
     Raises:
         OperatorError: wrong dtype, shape, act_type or group_list.
     """
-    return _quant_gmm(
-        Check("npu_quant_gmm"), False, x, weight, scale, offset, per_token_scale, bias, group_list,
-        output_dtype, act_type,
-    )  # fmt: skip
-
-
-def npu_quant_gmm_v2(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    *,
-    offset: Tensor | None = None,
-    per_token_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    group_list: Tensor | None = None,
-    output_dtype: torch.dtype | None = None,
-    act_type: int = 0,
-) -> Tensor:
-    """:func:`npu_quant_gmm` with ``group_list``, int64 ``[E]``, holding the rows of each group.
-
-    Raises:
-        OperatorError: as :func:`npu_quant_gmm`; a group_list that is not a tensor.
-    """
-    check = Check("npu_quant_gmm_v2")
-    if group_list is not None:
+    if sizes and group_list is not None:
         check.tensor(group_list=group_list)
-    return _quant_gmm(
-        check, True, x, weight, scale, offset, per_token_scale, bias, group_list, output_dtype,
-        act_type,
-    )  # fmt: skip
-
-
-def _quant_gmm(
-    check: Check,
-    sizes: bool,
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    per_token_scale: Tensor | None,
-    bias: Tensor | None,
-    group_list: Tensor | Sequence[int] | None,
-    output_dtype: torch.dtype | None,
-    act_type: int,
-) -> Tensor:
     check.dtype((torch.int8,), x=x, weight=weight)
     check.rank(2, x=x)
     check.rank(3, weight=weight)
@@ -132,6 +92,10 @@ def _quant_gmm(
     return QUANT_GROUPED_MATMUL(  # type: ignore[no-any-return]
         x, weight, scale, bias, per_token_scale, ends, act_type, dtype
     )
+
+
+npu_quant_gmm = public("npu_quant_gmm", _quant_gmm, False)
+npu_quant_gmm_v2 = public("npu_quant_gmm_v2", _quant_gmm, True)
 
 
 def unpacked_scale(scale: Tensor) -> Tensor:

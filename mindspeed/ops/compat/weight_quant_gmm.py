@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import Check, public
 from mindspeed.ops._numerics import accumulation_dtype, product_flops, random
 from mindspeed.ops.compat._activations import BY_CODE
 from mindspeed.ops.compat.quant_gmm import int8_workload
@@ -23,7 +23,9 @@ from mindspeed.ops.registry import Operator, torch_npu
 __all__ = ["npu_weight_quant_gmm", "npu_weight_quant_gmm_v2"]
 
 
-def npu_weight_quant_gmm(
+def _weight_quant_gmm(
+    check: Check,
+    sizes: bool,
     x: Tensor,
     weight: Tensor,
     antiquant_scale: Tensor,
@@ -41,7 +43,8 @@ def npu_weight_quant_gmm(
         antiquant_scale: ``[E, N]``, dtype of ``x``.
         antiquant_offset: ``[E, N]``, dtype of ``x``.
         bias: ``[E, N]``, fp16 with fp16, fp32 with bf16.
-        group_list: row after the last of each group, int64 tensor ``[E]`` or list.
+        group_list: row after the last of each group, int64 tensor ``[E]`` or list; of ``_v2``
+            the rows of each group, a tensor.
         act_type: 0 none, 1 relu, 2 gelu (tanh), 4 fast gelu, 5 silu.
 
     Returns:
@@ -51,46 +54,8 @@ def npu_weight_quant_gmm(
         OperatorError: wrong dtype, shape, act_type or group_list; an argument that requires a
             gradient.
     """
-    check = Check("npu_weight_quant_gmm")
-    return _weight_quant_gmm(
-        check, False, x, weight, antiquant_scale, antiquant_offset, bias, group_list, act_type
-    )
-
-
-def npu_weight_quant_gmm_v2(
-    x: Tensor,
-    weight: Tensor,
-    antiquant_scale: Tensor,
-    *,
-    antiquant_offset: Tensor | None = None,
-    bias: Tensor | None = None,
-    group_list: Tensor | None = None,
-    act_type: int = 0,
-) -> Tensor:
-    """:func:`npu_weight_quant_gmm` with ``group_list``, int64 ``[E]``: the rows of each group.
-
-    Raises:
-        OperatorError: as :func:`npu_weight_quant_gmm`; a group_list that is not a tensor.
-    """
-    check = Check("npu_weight_quant_gmm_v2")
-    if group_list is not None:
+    if sizes and group_list is not None:
         check.tensor(group_list=group_list)
-    return _weight_quant_gmm(
-        check, True, x, weight, antiquant_scale, antiquant_offset, bias, group_list, act_type
-    )
-
-
-def _weight_quant_gmm(
-    check: Check,
-    sizes: bool,
-    x: Tensor,
-    weight: Tensor,
-    antiquant_scale: Tensor,
-    antiquant_offset: Tensor | None,
-    bias: Tensor | None,
-    group_list: Tensor | Sequence[int] | None,
-    act_type: int,
-) -> Tensor:
     check.dtype((torch.float16, torch.bfloat16), x=x)
     check.dtype((torch.int8,), weight=weight)
     check.rank(2, x=x)
@@ -113,6 +78,10 @@ def _weight_quant_gmm(
     return WEIGHT_QUANT_GROUPED_MATMUL(  # type: ignore[no-any-return]
         x, weight, antiquant_scale, antiquant_offset, bias, ends, act_type
     )
+
+
+npu_weight_quant_gmm = public("npu_weight_quant_gmm", _weight_quant_gmm, False)
+npu_weight_quant_gmm_v2 = public("npu_weight_quant_gmm_v2", _weight_quant_gmm, True)
 
 
 def dequantised(weight: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
