@@ -99,9 +99,8 @@ def _add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return (y + bias).to(y.dtype)  # the bias of 16-bit products may be fp32
 
 
-def _fake_gather_bmm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group_ep: str, group_tp: str, shard_type: int
-) -> tuple[Tensor, Tensor]:
+def _fake_gather_bmm(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, group_ep, group_tp, shard_type = rest
     rows = resolve(group_ep).size() * x.size(1)
     if shard_type == 1:
         rows = rows * resolve(group_tp).size()
@@ -109,9 +108,8 @@ def _fake_gather_bmm(
     return x.new_empty(local, rows, inner), x.new_empty(local, rows, hidden)
 
 
-def _fake_bmm_scatter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group_ep: str, group_tp: str, shard_type: int
-) -> Tensor:
+def _fake_bmm_scatter(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    _, group_ep, group_tp, shard_type = rest
     ep, tp = resolve(group_ep).size(), resolve(group_tp).size()
     rows, columns = x.size(1) // ep, weight.size(2)
     shape = (rows, columns // tp) if shard_type == 0 else (rows // tp, columns)

@@ -219,17 +219,10 @@ _ONE_KERNEL = ("gelu", "relu", "silu")
 """Activations that torch computes in fp32 inside one kernel, whatever the dtype."""
 
 
-def _npu(
-    x: Tensor,
-    weight1: Tensor,
-    weight2: Tensor,
-    activation: str,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    ends: Tensor | None,
-) -> Tensor:
+def _npu(*operands: Any) -> Tensor:
+    x, weight1, weight2, activation, bias1, bias2, ends = operands
     if not x.shape[0] or x.dtype.itemsize != 2:
-        return _reference(x, weight1, weight2, activation, bias1, bias2, ends)
+        return _reference(*operands)
     tokens = None if ends is None else ends.tolist()  # the op takes numbers of the host
     return torch.ops.npu.npu_ffn(  # type: ignore[no-any-return]
         x, weight1, weight2, activation, expert_tokens_index=tokens, bias1=bias1, bias2=bias2

@@ -147,20 +147,11 @@ def _output_dtype(x1: Tensor, dequant_scale: Tensor | None) -> torch.dtype:
     return torch.bfloat16 if dequant_scale.dtype == torch.bfloat16 else torch.float16
 
 
-def _npu(
-    x1: Tensor,
-    x2: Tensor,
-    bias: Tensor | None,
-    antiquant_scale: Tensor | None,
-    antiquant_offset: Tensor | None,
-    dequant_scale: Tensor | None,
-    antiquant_group_size: int,
-    group: str,
-) -> Tensor:
-    quantisation = (antiquant_scale, antiquant_offset, dequant_scale, antiquant_group_size)
+def _npu(*operands: Any) -> Tensor:
+    x1, x2, bias, antiquant_scale, antiquant_offset, dequant_scale, group_size, group = operands
     if x1.dtype in (torch.float32, torch.float64) or not x1.numel():
         note_fallback("mm_all_reduce", "npu_mm_all_reduce_base takes no fp32 and no empty x1")
-        return _reference(x1, x2, bias, *quantisation, group)
+        return _reference(*operands)
     if dequant_scale is not None and dequant_scale.dtype == torch.float32:
         dequant_scale = torch.ops.npu.npu_trans_quant_param(dequant_scale.flatten())
     return torch.ops.npu.npu_mm_all_reduce_base(
@@ -171,7 +162,7 @@ def _npu(
         antiquant_scale=antiquant_scale,
         antiquant_offset=antiquant_offset,
         dequant_scale=dequant_scale,
-        antiquant_group_size=antiquant_group_size,
+        antiquant_group_size=group_size,
     )
 
 

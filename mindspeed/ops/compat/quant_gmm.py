@@ -160,19 +160,11 @@ _CODES = {torch.float16: 5, torch.bfloat16: 15}
 """Numbers of dtypes in torch_npu's ``output_dtype``."""
 
 
-def _npu(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    per_token_scale: Tensor | None,
-    ends: Tensor,
-    act_type: int,
-    output_dtype: torch.dtype,
-) -> Tensor:
+def _npu(*operands: Any) -> Tensor:
+    x, weight, scale, bias, per_token_scale, ends, act_type, output_dtype = operands
     if not x.shape[0] or output_dtype == torch.int8:
         # torch_npu's meta kernel refuses int8, and its default is not documented.
-        return _reference(x, weight, scale, bias, per_token_scale, ends, act_type, output_dtype)
+        return _reference(*operands)
     return npu_grouped_matmul(
         [x],
         [weight],
