@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,10 +214,23 @@ class MegatronTokenizer:
     """
 
     def __init__(self, options: TokenizerOptions) -> None:
-        self._inner = _megatron_tokenizer(options)
-        self.vocab_size: int = self._inner.vocab_size
-        self.eod: int = self._inner.eod
-        self.unique_identifiers: Mapping[str, Any] = self._inner.unique_identifiers
+        self._options = options
+        if options.tokenizer_type == "NullTokenizer":  # Megatron's imports transformers: seconds
+            if options.vocab_size is None:
+                raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
+            self.eod = int(options.vocab_size)
+            self.vocab_size = self.eod + 1
+        else:
+            self.eod = self._inner.eod
+            self.vocab_size = self._inner.vocab_size
+
+    @cached_property
+    def _inner(self) -> Any:
+        return _megatron_tokenizer(self._options)
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, Any]:
+        return self._inner.unique_identifiers  # type: ignore[no-any-return]
 
     @property
     def pad(self) -> int:
@@ -258,8 +272,6 @@ def _megatron_tokenizer(options: TokenizerOptions) -> Any:
 
     kind = options.tokenizer_type
     if kind == "NullTokenizer":
-        if options.vocab_size is None:
-            raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
         return Factory.from_pretrained(
             metadata_path={"library": "null"}, vocab_size=options.vocab_size
         )
