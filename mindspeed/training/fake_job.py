@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.job import Parallel
+from mindspeed.journal import Journal
 
 
 def rank_in_stage(args: argparse.Namespace, stage: int) -> int:
@@ -26,18 +28,28 @@ def rank_in_stage(args: argparse.Namespace, stage: int) -> int:
 def fake_groups(rank: int, world_size: int) -> Iterator[None]:
     """A default process group without communication, and no random states in forks of them.
 
-    Megatron's groups, which the block may create, are destroyed with it.
+    Megatron's groups, which the block may create, are destroyed with it. Those of other ranks,
+    thousands in a large job, are not made.
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    tracker = get_cuda_rng_tracker()
+    tracker, new_group, journal = get_cuda_rng_tracker(), dist.new_group, Journal()
+
+    @functools.wraps(new_group)
+    def own_group(ranks: Any = None, *args: Any, **options: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(ranks, *args, **options)
+
+    journal.set(dist, "new_group", own_group, owner="fake job")
     try:
         tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
         yield
     finally:
+        journal.undo()
         vars(tracker).pop("fork", None)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
