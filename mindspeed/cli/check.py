@@ -14,6 +14,7 @@ The status is 0 if the program is accepted and 3 if a line uses a value wrongly.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from collections.abc import Sequence
 
@@ -35,10 +36,12 @@ def run(argv: Sequence[str]) -> int:
     own, flags = read(parser, argv)
     if not own.types:
         raise ConfigError("say what to check: --types")
+    gc.disable()  # collections would walk the objects of torch and Megatron while they are imported
     from mindspeed.type_check import check_types, require_package
 
     require_package()
     args = job_of(flags).settings(None, own.devices).args
+    gc.enable()
     with progress("checking pipeline stages") as tell:
         verdict = check_types(args, own.jobs, tell)
     from mindspeed.type_check.report import as_data, describe

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
     from mindspeed.spmd import Type
     from mindspeed.type_check.chunk import WrongUse
-    from mindspeed.type_check.stage import StageResult
 
 
 @dataclass(frozen=True)
@@ -32,26 +33,20 @@ class Verdict:
     """What was found in all stages.
 
     Attributes:
-        stages: results, in the order of the pipeline.
+        wrong: the first wrong use; None if there is none.
+        parameters: how many have each type on the tensor-parallel ranks.
+        stages: pipeline stages that ran; the others are made of the same chunks.
     """
 
-    stages: tuple[StageResult, ...]
-
-    @property
-    def wrong(self) -> WrongUse | None:
-        """The first wrong use; None if there is none."""
-        return next((one.wrong for one in self.stages if one.wrong), None)
-
-    def parameters(self) -> dict[Type, int]:
-        """How many parameters have each type on the tensor-parallel ranks."""
-        kinds = self.stages[0].parameters
-        return {kind: sum(one.parameters[kind] for one in self.stages) for kind in kinds}
+    wrong: WrongUse | None
+    parameters: Mapping[Type, int]
+    stages: tuple[int, ...]
 
 
 def check_types(
     args: argparse.Namespace, jobs: int = 1, progress: Callable[[int, int], None] | None = None
 ) -> Verdict:
-    """Check the types of a job's gradients, each pipeline stage in a child of this process.
+    """Check the types of a job's gradients, pipeline stages in children of this process.
 
     Args:
         args: final values, as of a dry run.
@@ -64,17 +59,30 @@ def check_types(
     """
     require_package()
     from mindspeed.planner import isolated
-    from mindspeed.type_check.stage import check_stage
+    from mindspeed.type_check.equal_parts import chunks_of_stages
+    from mindspeed.type_check.stage import check_stage, import_ahead
 
-    count = args.pipeline_model_parallel_size
-    found = []
-    for result in isolated.map(check_stage, [(args, stage) for stage in range(count)], jobs):
+    chunks = chunks_of_stages(args)
+    asked: dict[Hashable, int] = {}
+    for stage, own in enumerate(chunks):
+        if not asked.keys() >= set(own):
+            asked |= dict.fromkeys(own, stage)
+    stages = sorted(set(asked.values()))
+    import_ahead(args)
+    counts: dict[Hashable, Mapping[Type, int]] = {}
+    wrong = None
+    results = isolated.map(check_stage, [(args, stage) for stage in stages], jobs)
+    for stage, result in zip(stages, results, strict=True):
         if isinstance(result, MindSpeedError):
             raise result
-        found.append(result)
+        wrong = wrong or result.wrong
+        counts.update(zip(chunks[stage], result.parameters, strict=False))
         if progress is not None:
-            progress(len(found), count)
-    return Verdict(tuple(found))
+            progress(stages.index(stage) + 1, len(stages))
+    total: Counter[Type] = Counter()
+    for chunk in itertools.chain(*chunks):
+        total.update(counts.get(chunk, {}))
+    return Verdict(wrong, total, tuple(stages))
 
 
 def check_model(

@@ -56,10 +56,15 @@ def describe(args: argparse.Namespace, verdict: Verdict) -> str:
     lines = [f"{parallel.world} ranks: {shown or 'nothing is shared'}"]
     if verdict.wrong is not None:
         return "\n".join([*lines, *_wrong(verdict.wrong)])
-    counts = verdict.parameters()
+    counts = verdict.parameters
     lines += [
         f"  {counts[kind]:5d} parameters: {MEANING[kind]}" for kind in (V, R, I) if counts[kind]
     ]
+    if len(verdict.stages) < parallel.pipeline:
+        ran = ", ".join(map(str, verdict.stages))
+        lines.append(
+            f"  stages {ran} of {parallel.pipeline}: the others are made of the same chunks"
+        )
     lines += [f"accepted: {PROVEN}", OUTSIDE]
     return "\n".join(lines)
 
@@ -103,6 +108,7 @@ def as_data(args: argparse.Namespace, verdict: Verdict) -> dict[str, Any]:
     return {
         "accepted": verdict.wrong is None,
         "ranks": args.world_size,
-        "parameters": {kind.name: count for kind, count in verdict.parameters().items()},
+        "parameters": {kind.name: verdict.parameters[kind] for kind in Type},
+        "stages": list(verdict.stages),
         "wrong": wrong,
     }

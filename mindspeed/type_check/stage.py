@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +22,13 @@ from spmd_types.checker import typecheck
 from mindspeed.built_model import BuiltModel
 from mindspeed.job import Parallel
 from mindspeed.journal import Journal
-from mindspeed.planner.counted.balanced_routing import assumed_routing
+from mindspeed.planner.counted.balanced_routing import Balance, assumed_routing, logits_of
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import rules
 from mindspeed.type_check.chunk import Mesh, WrongUse, give_types, mesh_of_job, wrong_use
+from mindspeed.type_check.equal_parts import run_equal_layers_twice
 from mindspeed.type_check.rules import WrongType
 
 
@@ -38,12 +38,12 @@ class StageResult:
 
     Attributes:
         stage: its number.
-        parameters: how many parameters have each type on the tensor-parallel ranks.
+        parameters: of each chunk, how many have each type on the tensor-parallel ranks.
         wrong: the first wrong use; None if every gradient is summed as it must be.
     """
 
     stage: int
-    parameters: dict[Type, int]
+    parameters: tuple[dict[Type, int], ...]
     wrong: WrongUse | None
 
 
@@ -75,6 +75,35 @@ class ProvidedModel(TrainerLoop):
         return BuiltModel(chunks[0].config, chunks)  # type: ignore[arg-type]
 
 
+def import_ahead(args: argparse.Namespace) -> None:
+    """Import and compute what every stage needs, before their processes are forked.
+
+    Args:
+        args: final values, of a dry run.
+    """
+    import torch._dynamo  # noqa: F401  (FakeTensorMode does)
+
+    import mindspeed.training.forward_step
+    import mindspeed.training.model
+    import mindspeed.training.setup  # noqa: F401
+
+    _routing(args)
+
+
+def _routing(args: argparse.Namespace) -> list[torch.Tensor]:
+    """What routers are given where tensors have no values, computed once."""
+    if not args.num_experts:
+        return []
+    return [logits_of(Balance.of(args), _tokens(args) * args.micro_batch_size)]
+
+
+def _tokens(args: argparse.Namespace) -> int:
+    """Tokens of a sample that a rank has between the layers."""
+    parallel = Parallel.of(args)
+    length = int(args.seq_length) // parallel.context
+    return length // parallel.tensor if args.sequence_parallel else length
+
+
 def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
     """Check a pipeline stage, with all its chunks.
 
@@ -89,7 +118,7 @@ def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
     args = copy.copy(args)
     journal = Journal()
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
-        model = loop_of(args).build(args)
+        model = build_model(args)
         rules.install(journal)
         mesh = mesh_of_job()
         try:
@@ -99,19 +128,45 @@ def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
             journal.undo()
 
 
+def build_model(args: argparse.Namespace) -> BuiltModel:
+    """Build the chunks of this rank; those of the trainer without optimizer.
+
+    Args:
+        args: final values, of a dry run; this process is a rank of the job.
+    """
+    loop = loop_of(args)
+    if type(loop) is not TrainerLoop:
+        return loop.build(args)
+    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.training.configs import transformer_config
+    from mindspeed.training.model import build_modules, gpt_model
+
+    config = transformer_config(args)
+    modules = build_modules(args, config, gpt_model)
+    adapters = LoraConfig.from_args(args)
+    if adapters is not None:
+        attach(modules, adapters)
+    return BuiltModel(config, modules)
+
+
 def _check(args: argparse.Namespace, model: Any, mesh: Mesh, stage: int) -> StageResult:
-    counts: Counter[Type] = Counter()
-    wrong = None
+    found = []
+    for logits in _routing(args):
+        rules.give(logits, mesh.types(R, R))
     readers = readers_of(args, model.config)
     for chunk, reader in zip(model.modules, readers, strict=True):
-        counts.update(give_types(chunk, model.config, mesh))
+        frozen = [one for one in chunk.parameters() if not one.requires_grad]
+        found.append(give_types(chunk, model.config, mesh))
         try:
-            with typecheck(strict_mode="strict", local=True):
+            _run(args, chunk, reader, mesh)
+            if frozen:  # the checker exempts them: what they would be if they were trained
+                for parameter in frozen:
+                    parameter.requires_grad_(True)
+                give_types(chunk, model.config, mesh)
                 _run(args, chunk, reader, mesh)
         except SpmdTypeError as error:
-            wrong = wrong_use(stage, mesh, error)
-            break
-    return StageResult(stage, dict(counts), wrong)
+            return StageResult(stage, tuple(found), wrong_use(stage, mesh, error))
+    return StageResult(stage, tuple(found), None)
 
 
 def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
@@ -120,11 +175,19 @@ def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
     Raises:
         SpmdTypeError: at the first wrong use.
     """
-    from mindspeed.training.forward_step import forward_step
-
     hidden = mesh.types(V if args.sequence_parallel else I, V)
     if not chunk.pre_process:
         chunk.set_input_tensor(_received(args, chunk, hidden))
+    run_equal_layers_twice(args, chunk)
+    with typecheck(strict_mode="strict", local=True):
+        _forward(args, chunk, reader, mesh, hidden)
+
+
+def _forward(
+    args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh, hidden: dict[MeshAxis, Type]
+) -> None:
+    from mindspeed.training.forward_step import forward_step
+
     output, loss_function = forward_step(_typed(reader, mesh), chunk)
     if not chunk.post_process:
         _expect("what the stage sends", output, hidden)
@@ -137,10 +200,7 @@ def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
 
 
 def _received(args: argparse.Namespace, chunk: Any, types: dict[MeshAxis, Type]) -> torch.Tensor:
-    parallel = Parallel.of(args)
-    length = args.seq_length // parallel.context
-    length //= parallel.tensor if args.sequence_parallel else 1
-    shape = (length, args.micro_batch_size, args.hidden_size)
+    shape = (_tokens(args), args.micro_batch_size, args.hidden_size)
     received = torch.randn(shape, dtype=args.params_dtype, requires_grad=True)
     return rules.give(received, types)
 

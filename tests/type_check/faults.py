@@ -9,9 +9,9 @@ from typing import Any
 
 def _changed_model(change: Callable[[Any], None]) -> None:
     """Change the modules of every model that is built from now on."""
-    from mindspeed.training import model
+    from mindspeed.type_check import stage
 
-    build = model.build
+    build = stage.build_model
 
     @functools.wraps(build)
     def changed(*args: Any, **kwargs: Any) -> Any:
@@ -20,7 +20,7 @@ def _changed_model(change: Callable[[Any], None]) -> None:
             change(chunk)
         return built
 
-    model.build = changed
+    stage.build_model = changed
 
 
 def _without_mark(path: str, mark: str) -> None:
@@ -36,6 +36,11 @@ def _without_mark(path: str, mark: str) -> None:
 def norm_without_mark() -> None:
     """The weight of a norm is not marked as sequence parallel."""
     _without_mark("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", "sequence_parallel")
+
+
+def later_norm_without_mark() -> None:
+    """The weight of a norm is not marked, in a layer after many that are right."""
+    _without_mark("decoder.layers.5.mlp.linear_fc1.layer_norm_weight", "sequence_parallel")
 
 
 def final_norm_without_mark() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.architecture.source import ROOT
 
@@ -50,6 +53,7 @@ RIGHT = {
     "cp": f"{TP} --context-parallel-size 2 --nproc 4",
     "cp-ulysses": f"{TP} --context-parallel-size 2 --nproc 4 --cp-comm-type a2a",
     "pipeline": f"{SP} --pipeline-model-parallel-size 2 --nproc 4",
+    "long-pipeline": f"{SP} --pipeline-model-parallel-size 4 --nproc 8 --num-layers 8",
     "recomputation": f"{SP} --nproc 2 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     "recomputed-attention": f"{SP} --nproc 2 --recompute-granularity selective",
@@ -79,6 +83,7 @@ RIGHT = {
 # Fault -> flags, the file of the first wrong use, and the axis or a word of the checker.
 WRONG = {
     "norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "Invariant"),
+    "later_norm_without_mark": (f"{SP} --nproc 2 --num-layers 6", "te/kernels.py", "Invariant"),
     "final_norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "Invariant"),
     "router_without_mark": (
         f"{SP} --nproc 2 {EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
@@ -105,7 +110,7 @@ REPAIRED = {
 }
 
 
-ALWAYS = {"halved_output", "final_norm_without_mark"}
+ALWAYS = {"halved_output", "final_norm_without_mark", "long-pipeline", "pipeline"}
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +169,38 @@ def test_megatron_without_the_repair_is_refused(found, case):
     verdict = found[f"{case}, unrepaired"]
     assert verdict.get("accepted") is False, verdict
     assert verdict["wrong"]["file"].endswith(file)
+
+
+def test_pipeline_stages_that_are_made_alike_run_once(found):
+    assert found["pipeline"]["stages"] == [0, 1]
+    assert found["long-pipeline"]["stages"] == [0, 1, 3]
+    assert "stages 0, 1, 3 of 4: the others are" in found["long-pipeline"]["text"]
+    assert found["long-pipeline"]["parameters"]["V"] == 8 * 4 + 2
+
+
+class Layer(torch.nn.Module):
+    """Counts its calls."""
+
+    def __init__(self, number: int, eps: float = 1.0) -> None:
+        super().__init__()
+        self.layer_number, self.eps, self.calls = number, eps, []
+
+    def forward(self, hidden_states, context=None):
+        """Returns what it is given."""
+        self.calls.append(self.layer_number)
+        return hidden_states, context
+
+
+def test_layers_that_are_built_alike_run_twice(monkeypatch):
+    from mindspeed.type_check import equal_parts
+
+    monkeypatch.setattr(equal_parts, "_follows_from_parts", lambda args: True)
+    layers = [Layer(1), Layer(2), Layer(3), Layer(4, eps=2.0), Layer(5)]
+    chunk = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
+    equal_parts.run_equal_layers_twice(argparse.Namespace(), chunk)
+    for layer in layers:
+        layer(hidden_states=torch.zeros(2))
+    assert [len(layer.calls) for layer in layers] == [1, 1, 0, 1, 0]
 
 
 def test_a_wrong_norm_is_named(found):

@@ -1,0 +1,94 @@
+"""Equal layers and equal pipeline stages of a model are checked once.
+
+Types depend neither on sizes nor on the number of layers: a layer that is built like an earlier
+one, with parameters of the same types and an input of the same types, has an output of the same
+types. So each layer runs until two like it have returned the types that they were given, and a
+stage is checked if it has a chunk that is made of other ends or layers than those before.
+
+Only where what a layer does follows from what it is built of: in models of our trainer, unless a
+flag lets layers differ by their numbers. All others run whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from mindspeed.planner.shape import shape_of, whole_only
+from mindspeed.type_check import rules
+
+RUNS = 2
+"""Equal layers that run."""
+
+
+def chunks_of_stages(args: argparse.Namespace) -> list[tuple[Hashable, ...]]:
+    """What the chunks of each pipeline stage are made of.
+
+    Args:
+        args: final values, of a dry run.
+    """
+    stages = range(args.pipeline_model_parallel_size)
+    placed = args.mtp_num_layers and args.pipeline_model_parallel_layout
+    if len(stages) == 1 or placed or not _follows_from_parts(args):
+        count = args.virtual_pipeline_model_parallel_size or 1
+        return [tuple((stage, chunk) for chunk in range(count)) for stage in stages]
+    shape = shape_of(args)
+    return [tuple(shape.chunks_of(stage)) for stage in stages]
+
+
+def run_equal_layers_twice(args: argparse.Namespace, chunk: Any) -> None:
+    """Let layers of a chunk return their input after two like them did not change its types.
+
+    Args:
+        args: final values, of a dry run.
+        chunk: whose parameters have their types.
+    """
+    if not _follows_from_parts(args):
+        return
+    runs: Counter[Hashable] = Counter()
+    for layer in chunk.decoder.layers:
+        layer.forward = _forward(layer.forward, _parts(layer), runs)
+
+
+def _follows_from_parts(args: argparse.Namespace) -> bool:
+    return getattr(args, "planned_loop", None) is None and not whole_only(args)
+
+
+def _forward(forward: Any, parts: Hashable, runs: Counter[Hashable]) -> Any:
+    def once(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        before = rules.types_of(hidden)
+        key = parts, frozenset(before.items())
+        if runs[key] == RUNS:
+            return hidden, kwargs.get("context")
+        found = forward(*args, **kwargs)
+        if rules.types_of(found[0]) == before:
+            runs[key] += 1
+        return found
+
+    return once
+
+
+def _parts(layer: torch.nn.Module) -> Hashable:
+    """Modules, their plain attributes, and parameters with their types."""
+    modules = tuple(
+        (name, type(module), tuple(sorted(_plain(module))))
+        for name, module in layer.named_modules()
+    )
+    parameters = tuple(
+        (name, one.requires_grad, frozenset(rules.types_of(one).items()))
+        for name, one in layer.named_parameters()
+    )
+    return modules, parameters
+
+
+def _plain(module: torch.nn.Module) -> list[tuple[str, str]]:
+    return [
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if isinstance(value, str | int | float | bool | None) and name != "layer_number"
+    ]
