@@ -38,6 +38,10 @@ class PatchTargetChanged(PatchError):
     """The patched name exists with another signature than the patch was written for."""
 
 
+class PatchTooLate(PatchError):
+    """The patched name was taken by somebody who cannot be given another."""
+
+
 class PatchConflict(PatchError):
     """Two features replace the same name."""
 

@@ -16,7 +16,7 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from mindspeed import session
-    from mindspeed.features.registry import Configuration
+    from mindspeed.features.registry import Configuration, refuse_misspelt
 
     session.install()
 finally:
@@ -31,12 +31,18 @@ def repatch(args: Mapping[str, Any] | argparse.Namespace) -> Configuration:
     modules that are built later, so call it before the model is built.
 
     Args:
-        args: a mapping or a namespace; names that are no option of ours are Megatron's. Values
-            that cannot work here are corrected in a namespace; a mapping is only read.
+        args: a mapping or a namespace; names that are no option of ours are Megatron's or the
+            framework's. Values that cannot work here are corrected in a namespace; a mapping is
+            only read.
 
     Returns:
         The new configuration; its ``corrections`` are the values that were or are to be corrected.
+
+    Raises:
+        ConfigError: wrong options; a name that is almost one of ours.
+        PatchTooLate: somebody took a function of Megatron's before the import line.
     """
+    refuse_misspelt(args if isinstance(args, Mapping) else vars(args))
     active = session.install()
     active.detach_features()
     return active.configure(args)

@@ -14,7 +14,7 @@ from mindspeed.adaptor.seams import Seams
 
 def all_patches() -> tuple[Patch, ...]:
     """Repairs, argument hooks, the patches of all seams and of all kernels. Installs nothing."""
-    seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+    seams = Seams(PatchEngine(PostImportHooks(), None))
     of_seams = dict.fromkeys(patch for seam in seams for patch in seam.patches)
     of_kernels = [patch for patches in fused_functions.PATCHES.values() for patch in patches]
     of_arguments = argument_patches(lambda parser: parser, tuple, _nothing, _nothing)

@@ -52,7 +52,7 @@ class OptimizerConstruction:
         def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
             if self._building:
                 return original(*args, **kwargs)
-            if sys._getframe(1).f_globals.get("__name__") == _MUON:
+            if sys._getframe(2).f_globals.get("__name__") == _MUON:  # 1 is the dispatcher
                 self._refuse()
             return self.build(original, *args, **kwargs)
 

@@ -2,10 +2,13 @@
 
 A :class:`Patch` says which name it changes (``"module:qualified.name"``), how (``wrap`` what is
 there, ``replace`` it, or ``define`` a new name), which signature it was written for, and whose it
-is. The :class:`PatchEngine` applies it as soon as the module is imported, replaces every alias that
-other Megatron modules took with ``from x import y``, and can take everything back. A target that is
-missing or looks different is an error with the owner, the target and the installed version in it;
-nothing is ever patched silently.
+is. The :class:`PatchEngine` applies it as soon as the module is imported and can take everything
+back. A target that is missing or looks different is an error with the owner, the target and the
+installed version in it; nothing is ever patched silently.
+
+A function of a module gets a dispatcher when its module is imported, before anybody can take it
+with ``from x import y``: patches that come later reach every holder. Of modules that were imported
+earlier the holders are searched, and one that cannot be changed is an error.
 
 Several wraps of one target stack in the order in which they were added, innermost first; two
 replacements of one target are a conflict.
@@ -13,25 +16,25 @@ replacements of one target are a conflict.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mindspeed.adaptor.aliases import AliasSearch
+from mindspeed.adaptor.holders import Place, other_holders, replace_in_modules
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.signatures import check_signature
-from mindspeed.errors import PatchConflict, PatchTargetMissing
+from mindspeed.errors import PatchConflict, PatchTargetMissing, PatchTooLate
 
 Kind = Literal["wrap", "replace", "define"]
 _ABSENT = object()
+_DISPATCHER = "_mindspeed_dispatcher"  # attribute of an original
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,20 @@ class Patch:
 class _Target:
     """What is known of one patched name: where it lives, the original, and the stack on it."""
 
-    leaf: str
+    name: str
     patches: list[Patch] = field(default_factory=list)
+    watched: bool = False
     holder: Any = None  # the module or class, once loaded
+    missing: tuple[Any, str] | None = None  # what has no such class
     original: Any = _ABSENT  # the raw entry of vars(holder): a descriptor for static methods
-    current: Any = _ABSENT
+    dispatcher: Any = None  # of a function of a module
+    replaced: list[Place] = field(default_factory=list)  # where modules held the original
+    held_by: str = ""  # who holds the original for good
+
+    @property
+    def leaf(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(":")[2].rpartition(".")[2]
 
 
 class PatchEngine:
@@ -100,37 +112,23 @@ class PatchEngine:
     Args:
         hooks: told which modules to wait for.
         version: the installed megatron-core.
-        holds_aliases: which loaded modules are searched for ``from x import y`` copies.
     """
 
-    def __init__(
-        self,
-        hooks: PostImportHooks,
-        version: Version | None,
-        holds_aliases: Callable[[ModuleType], bool],
-    ) -> None:
+    def __init__(self, hooks: PostImportHooks, version: Version | None) -> None:
         self._hooks = hooks
         self._version = version
-        self._aliases = AliasSearch(holds_aliases)
         self._targets: dict[str, _Target] = {}
-        # id of an object that was taken from its target -> the object, its module and name there.
-        self._taken: dict[int, tuple[Any, ModuleType, str]] = {}
-        self._batches = 0
 
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """Replace the aliases of all patches added and removed inside in one search at the end.
+    def prepare(self, names: Iterable[str]) -> None:
+        """Give the functions of modules among these targets dispatchers, from their import on.
 
-        The search looks at every name of hundreds of modules. Until then only the names in the
-        modules that define the targets are patched.
+        Args:
+            names: targets of patches that may be added later.
         """
-        self._batches += 1
-        try:
-            yield
-        finally:
-            self._batches -= 1
-            if not self._batches:
-                self._replace_aliases()
+        targets = [self._target(name) for name in names if "." not in name.partition(":")[2]]
+        for target in targets:
+            self._watch(target)
+        self._reach_holders(targets)
 
     def add(self, patch: Patch) -> None:
         """Apply ``patch`` now, or as soon as its module is imported; once, however often added.
@@ -138,99 +136,111 @@ class PatchEngine:
         Raises:
             PatchConflict: another owner replaces the same target.
             PatchTargetMissing, PatchTargetChanged: the module is loaded and does not fit.
+            PatchTooLate: the target was taken before the dispatcher was there.
         """
         if not patch.applies_to(self._version):
             return
-        leaf = patch.qualname.rpartition(".")[2]
-        target = self._targets.setdefault(patch.target, _Target(leaf))
+        target = self._target(patch.target)
         if patch in target.patches:
             return
         _check_conflict(patch, target.patches)
+        if not target.watched:
+            self._watch(target)
+            self._reach_holders([target])
+        if target.held_by:
+            raise PatchTooLate(
+                f"'{patch.owner}' {patch.kind}s {patch.target}, which {target.held_by} took "
+                "earlier: import mindspeed.megatron_adaptor before"
+            )
         target.patches.append(patch)
         try:
-            if target.holder is not None:
-                self._rebuild(target)
-            elif len(target.patches) == 1:
-                self._hooks.when_imported(patch.module, functools.partial(self._attach, target))
+            self._compose(target)
         except Exception:
             target.patches.remove(patch)
             raise
 
     def remove(self, owner: str) -> None:
         """Take back all patches of ``owner``; those of others on the same targets stay."""
-        with self.batch():
-            for name, target in list(self._targets.items()):
-                kept = [patch for patch in target.patches if patch.owner != owner]
-                if len(kept) == len(target.patches):
-                    continue
+        for target in self._targets.values():
+            kept = [patch for patch in target.patches if patch.owner != owner]
+            if len(kept) < len(target.patches):
                 target.patches = kept
-                if target.holder is not None:
-                    self._rebuild(target)
-                if not kept:
-                    del self._targets[name]
+                self._compose(target)
 
     def undo(self) -> None:
         """Take back everything."""
-        with self.batch():
-            for target in self._targets.values():
-                target.patches = []
-                if target.holder is not None:
-                    self._rebuild(target)
+        for target in self._targets.values():
+            target.patches = []
+            self._compose(target)
+            if target.dispatcher is not None:
+                for module, name in target.replaced:
+                    if vars(module).get(name) is target.dispatcher:
+                        setattr(module, name, target.original)
+                setattr(target.holder, target.leaf, target.original)
         self._targets.clear()
-
-    def index_aliases(self) -> None:
-        """Search once for all processes forked from now on (:mod:`mindspeed.adaptor.aliases`)."""
-        self._aliases.index()
 
     def stacks(self) -> dict[str, tuple[list[Patch], bool]]:
         """Target name -> (its patches, innermost first; whether its module is loaded)."""
         return {
             name: (list(target.patches), target.holder is not None)
             for name, target in sorted(self._targets.items())
+            if target.patches
         }
 
+    def _target(self, name: str) -> _Target:
+        return self._targets.setdefault(name, _Target(name))
+
+    def _watch(self, target: _Target) -> None:
+        """Attach the target when its module is imported, now if it is loaded."""
+        if not target.watched:
+            target.watched = True
+            self._hooks.when_imported(
+                target.name.partition(":")[0], functools.partial(self._attach, target)
+            )
+
     def _attach(self, target: _Target, module: ModuleType) -> None:
-        if not target.patches:  # undone before the module was imported
-            return
-        target.holder = self._find_holder(target.patches[0], module)
-        target.original = target.current = vars(target.holder).get(target.leaf, _ABSENT)
-        self._rebuild(target)
-
-    def _find_holder(self, patch: Patch, module: ModuleType) -> Any:
+        """The module is there: find the original, put its dispatcher in place, compose."""
         holder: Any = module
-        for part in patch.qualname.split(".")[:-1]:
+        for part in target.name.partition(":")[2].split(".")[:-1]:
             if part not in vars(holder):
-                raise self._missing(patch, holder, part)
+                target.missing = holder, part
+                break
             holder = vars(holder)[part]
-        return holder
+        else:
+            target.holder = holder
+            target.original = vars(holder).get(target.leaf, _ABSENT)
+        if target.holder is module and inspect.isfunction(target.original):
+            target.dispatcher = _dispatcher(target.original)
+            setattr(module, target.leaf, target.dispatcher)
+        self._compose(target)
 
-    def _rebuild(self, target: _Target) -> None:
-        """Compose the stack anew on the original; put the result wherever the old one was."""
+    def _reach_holders(self, targets: Iterable[_Target]) -> None:
+        """Put the dispatchers wherever functions of modules loaded before us are held."""
+        late = {id(one.original): one for one in targets if one.dispatcher is not None}
+        if not late:
+            return
+        replaced = replace_in_modules({key: one.dispatcher for key, one in late.items()})
+        ours = [part for one in late.values() for part in (one, one.dispatcher)]
+        others = other_holders({key: one.original for key, one in late.items()}, ours)
+        for key, target in late.items():
+            target.replaced = replaced.get(key, [])
+            target.held_by = others.get(key, "")
+
+    def _compose(self, target: _Target) -> None:
+        """Compose the stack anew on the original and put it in place."""
+        if target.missing and target.patches:
+            raise self._missing(target.patches[-1], *target.missing)
+        if target.holder is None:
+            return
         value = target.original
         for patch in target.patches:
             value = self._make(patch, target, value)
-        old, target.current = target.current, value
-        if value is old:
-            return
-        if value is _ABSENT:
-            delattr(target.holder, target.leaf)
-        else:
+        if target.dispatcher is not None:
+            target.dispatcher.calls = value
+        elif value is not _ABSENT:
             setattr(target.holder, target.leaf, value)
-        if isinstance(target.holder, ModuleType) and callable(old) and value is not _ABSENT:
-            self._taken[id(old)] = (old, target.holder, target.leaf)
-            if not self._batches:
-                self._replace_aliases()
-
-    def _replace_aliases(self) -> None:
-        """Put what a target holds now wherever a module holds what it held before."""
-        current = {
-            key: vars(module)[leaf]
-            for key, (old, module, leaf) in self._taken.items()
-            if vars(module).get(leaf, old) is not old
-        }
-        if current:
-            self._aliases.replace(current)
-        self._taken.clear()
+        elif target.leaf in vars(target.holder):
+            delattr(target.holder, target.leaf)
 
     def _make(self, patch: Patch, target: _Target, value: Any) -> Any:
         if patch.kind == "define":
@@ -256,6 +266,24 @@ class PatchEngine:
             f"feature '{patch.owner}' {patch.kind}s {patch.target}, absent in megatron-core "
             f"{self._version}{closest}"
         )
+
+
+def _dispatcher(original: FunctionType) -> Any:
+    """The function that calls what is composed on ``original``; always the same one.
+
+    Those who took it keep it, also when an adaptor is taken back and another is installed.
+    """
+    known = vars(original).get(_DISPATCHER)
+    if known is not None and known.__wrapped__ is original:
+        return known
+
+    @functools.wraps(original)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        return dispatch.calls(*args, **kwargs)  # type: ignore[attr-defined]
+
+    dispatch.calls = original  # type: ignore[attr-defined]
+    setattr(original, _DISPATCHER, dispatch)
+    return dispatch
 
 
 def _check_conflict(patch: Patch, others: Iterable[Patch]) -> None:

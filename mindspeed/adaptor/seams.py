@@ -59,6 +59,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
@@ -69,7 +70,7 @@ from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.pipeline_ends import readers_patch
 from mindspeed.adaptor.printing import print_rank_last
-from mindspeed.adaptor.seam import Seam, SeamTable, owner_of
+from mindspeed.adaptor.seam import Seam, SeamTable, Use, owner_of
 from mindspeed.adaptor.signatures import bind
 from mindspeed.journal import Journal
 from mindspeed.te import attention_policy, comm, kernels, local_linears, optimizer_policy
@@ -86,6 +87,7 @@ class Seams(SeamTable):
         )
         self.journal = Journal()
         self.shown_arguments: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, str], bool] = {}  # owner and kernel -> has it been called?
         self._engine = engine
 
     def while_training(self, *, owner: str, **values: Any) -> None:
@@ -109,12 +111,23 @@ class Seams(SeamTable):
             table = _table_with(name)
             if table is optimizer_policy:
                 optimizer_policy.check_in_use(owner)
-            self.journal.set(table, name, function, owner=owner)
+            self.journal.set(table, name, self._noticed(owner, name, function), owner=owner)
             for patch in fused_functions.PATCHES.get(name, ()):
                 self._engine.add(patch)
             converter = (fused_functions.OWNER, local_linears.convert_chunk)
             if name in fused_functions.LINEAR_KERNELS and converter not in self.chunk.functions:
                 self.chunk.add(local_linears.convert_chunk, owner=fused_functions.OWNER)
+
+    def uses(self) -> list[Use]:
+        """Every place where an owner hooks in, and whether it has been reached."""
+        of_seams = [
+            Use(owner, seam.name, seam.reached)
+            for seam in self
+            for owner in dict.fromkeys(owner for owner, _ in seam.functions)
+        ]
+        return of_seams + [
+            Use(owner, f"kernels.{name}", called) for (owner, name), called in self._kernels.items()
+        ]
 
     def declared_by(self, feature: str, names: Collection[str]) -> Seams:
         """The view of the seams that a feature gets: only those that it declares."""
@@ -123,10 +136,22 @@ class Seams(SeamTable):
     def clear(self) -> None:
         """Detach everything from every seam."""
         self.shown_arguments.clear()
+        self._kernels.clear()
         for seam in self._all.values():
             seam.clear()
         self._engine.remove(fused_functions.OWNER)
         self.journal.undo()
+
+    def _noticed(self, owner: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose first call is noticed."""
+        self._kernels[owner, name] = False
+
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            self._kernels[owner, name] = True
+            return function(*args, **kwargs)
+
+        return kernel
 
 
 class _DeclaredSeams:

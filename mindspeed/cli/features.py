@@ -3,12 +3,16 @@
 mindspeed features                          all
 mindspeed features --explain profiling      one, with all its flags
 mindspeed features --enabled -- --profile   which features these flags switch on (a dry run)
+mindspeed features --live -- torchrun ...   run a command; its rank 0 prints after the first step
+                                            which places of which features it has reached
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,6 +25,7 @@ from mindspeed.features.registry import add_arguments as add_feature_flags
 from mindspeed.features.registry import all_features, conflicts_of, origin_of, resolve
 from mindspeed.flags import flags_of
 from mindspeed.plugins import BUILT_IN
+from mindspeed.session.reached import LIVE
 
 HELP = "list the features: flag, level, devices, conflicts"
 
@@ -36,12 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list the features that the flags after -- enable, or report errors in the flags",
     )
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="run the command after --, and print what its first step reached of each feature",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list, one explanation, or the dry run."""
     if args.enabled:
         return _dry_run(args.flags)
+    if args.live:
+        if not args.flags:
+            raise ConfigError(
+                "--live: give a command, as in mindspeed features --live -- torchrun ..."
+            )
+        return subprocess.run(args.flags, env={**os.environ, LIVE: "1"}, check=False).returncode
     features = [feature for feature in all_features() if _selected(feature, args)]
     if args.explain and not features:
         names = ", ".join(feature.name for feature in all_features())

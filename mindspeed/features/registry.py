@@ -282,6 +282,30 @@ def refuse_unknown(
             raise ConfigError(f"{where}unknown option {name!r}{hint}")
 
 
+def refuse_misspelt(names: Iterable[str]) -> None:
+    """Refuse names that differ from an option of ours by a letter or by dashes.
+
+    Args:
+        names: of arguments that may be Megatron's or a framework's own, too.
+
+    Raises:
+        ConfigError: names the option that is meant.
+    """
+    known = {*own_flags(), *(item.name for item in flags_of(LevelOptions))}
+    shortened = {part: name for name in sorted(known) for part in _shortened(name)}
+    for name in sorted(set(names) - known):
+        for part in _shortened(name.replace("-", "_")):
+            if part in shortened:
+                raise ConfigError(
+                    f"unknown option {name!r}; {shortened[part]!r} is one of mindspeed's"
+                )
+
+
+def _shortened(name: str) -> set[str]:
+    """The name and all that lack one letter: two names that differ by one letter share one."""
+    return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}
+
+
 def attachment_order(features: Iterable[F]) -> list[F]:
     """Features after those they name in ``after`` and ``requires``; ties by name.
 

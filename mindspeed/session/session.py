@@ -15,12 +15,10 @@ import argparse
 import functools
 import logging
 import os
-import sys
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 from mindspeed import device, plugins, te
@@ -30,6 +28,7 @@ from mindspeed.adaptor.importing import (
     model_parallel_is_initialized,
     refuse_late_import,
 )
+from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import repairs_for, repairs_for_arguments
 from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles
@@ -47,6 +46,7 @@ from mindspeed.features.registry import (
     resolve,
 )
 from mindspeed.journal import Journal
+from mindspeed.session.reached import ReachedFeatures
 
 CONFIG_FILE = "MINDSPEED_CONFIG"
 
@@ -69,7 +69,6 @@ def read_config_file() -> dict[str, Any]:
 
 
 logger = logging.getLogger("mindspeed")
-_HOLDERS = ("megatron.", "mindspeed.", "__main__")
 
 
 class Session:
@@ -82,10 +81,11 @@ class Session:
         self.device = device.current()
         self.journal = Journal()
         self.hooks = PostImportHooks()
-        self.engine = PatchEngine(self.hooks, version, _holds_aliases)
+        self.engine = PatchEngine(self.hooks, version)
         self.seams = Seams(self.engine)
         self.te, self.te_reason = te.choose(self.device.name)
         self.configuration: Configuration | None = None
+        self.reached = ReachedFeatures()
         self._repairs: tuple[Patch, ...] = ()  # those that Megatron's arguments require
 
     def install(self) -> None:
@@ -103,13 +103,12 @@ class Session:
         absent_triton.install(self.hooks)
         checkpoint_pickles.install(self.hooks, self.journal)
         failed_exit.install(self.journal)
-        with self.engine.batch():
-            for patch in repairs_for(self.device, self.te):
-                self.engine.add(patch)
-            for patch in argument_patches(
-                _add_flags, own_flags, _derive, self._configure_from_namespace
-            ):
-                self.engine.add(patch)
+        of_arguments = argument_patches(
+            _add_flags, own_flags, _derive, self._configure_from_namespace
+        )
+        self.engine.prepare(patch.target for patch in all_patches())
+        for patch in (*repairs_for(self.device, self.te), *of_arguments):
+            self.engine.add(patch)
 
     def configure(
         self, values: Mapping[str, Any] | argparse.Namespace, *, strict: bool = False
@@ -154,24 +153,25 @@ class Session:
                 f"{', '.join(_difference(old, new))}; call mindspeed.undo() and "
                 "destroy_model_parallel() first, or mindspeed.megatron_adaptor.repatch(args)"
             )
-        with self.engine.batch():
-            self.detach_features()
-            for feature in new.enabled:
-                of_feature = feature.corrects(values)
-                values.update(of_feature)
-                corrections.update(of_feature)
-            self._attach(new, MappingProxyType(values))
+        self.detach_features()
+        for feature in new.enabled:
+            of_feature = feature.corrects(values)
+            values.update(of_feature)
+            corrections.update(of_feature)
+        self._attach(new, MappingProxyType(values))
+        self.reached = ReachedFeatures(new.enabled, self.seams.uses)
+        self.reached.watch()
         self.configuration = new = replace(new, corrections=MappingProxyType(corrections))
         _log_choice(new)
         return new
 
     def detach_features(self) -> None:
         """Take all features back; the compatibility layer stays."""
-        with self.engine.batch():
-            self.seams.clear()
-            for patch in self._repairs:
-                self.engine.remove(patch.owner)
+        self.seams.clear()
+        for patch in self._repairs:
+            self.engine.remove(patch.owner)
         self._repairs = ()
+        self.reached.stop_watching()
         self.configuration = None
 
     def undo(self) -> None:
@@ -213,25 +213,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _derive(args: argparse.Namespace) -> None:
     vars(args).update(derived(vars(args)))
-
-
-def _holds_aliases(module: ModuleType) -> bool:
-    """Megatron, ourselves, the script and the modules next to it; asked of thousands of modules."""
-    if module.__name__.startswith(_HOLDERS):
-        return True
-    file = getattr(module, "__file__", None)
-    directory = _directory_of_script(getattr(sys.modules.get("__main__"), "__file__", None))
-    return (
-        isinstance(file, str)
-        and directory is not None
-        and file.startswith(directory)
-        and (os.path.dirname(file) == directory)
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _directory_of_script(main_file: str | None) -> str | None:
-    return str(Path(main_file).resolve().parent) if main_file else None
 
 
 def _difference(old: Configuration, new: Configuration) -> list[str]:

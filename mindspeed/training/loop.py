@@ -27,7 +27,9 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed import device, session
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.save import Saver
+from mindspeed.errors import ConfigError
 from mindspeed.job import Batch, Schedule, TrainState
+from mindspeed.session.reached import describe
 from mindspeed.training.data import Reader
 from mindspeed.training.forward_step import ForwardStep, Reports, checked, sum_reports
 from mindspeed.training.log import Log, mean_reports
@@ -131,12 +133,15 @@ def train(
         gc.disable()
     stopping = Stopping(on_signal=args.exit_signal_handler, minutes=args.exit_duration_in_mins)
     seams = session.install().seams
-    reason = None
+    judged, reason = False, None
     with seams.train.around(), stopping:
         while state.iteration < schedule.iterations and reason is None:
             _ramp_up_batch(state, saver, gathering, log)
             with seams.step.around(state.iteration + 1):
                 result = trainer.step(readers, state.iteration + 1)
+            if not judged and not result.skipped:
+                judged = True
+                _judge_features(args, log)
             gathering.after_step(result.skipped)
             samples = batch.samples_of(get_num_microbatches())
             state = state.after_step(samples)
@@ -243,6 +248,26 @@ class _Paused:
     def __exit__(self, *_: object) -> None:
         if self._was_on:
             self._gathering._start()
+
+
+def _judge_features(args: argparse.Namespace, log: Log) -> None:
+    """Report which features the first step has reached; refuse flags that did nothing.
+
+    Raises:
+        ConfigError: on all ranks, names the flags and why.
+    """
+    features = session.install().reached
+    reached = features.on_all_ranks()
+    if reached:
+        log.message(describe(reached))
+    in_vain = [
+        f"{flag} has had no effect in the first step ({why})"
+        for flag, why in features.flags_in_vain(reached).items()
+    ]
+    if in_vain and args.features_in_vain == "refuse":
+        raise ConfigError("\n".join((*in_vain, "leave it out, or --features-in-vain warn")))
+    for text in in_vain:
+        log.message(f"warning: {text}")
 
 
 def _save(saver: Saver, state: TrainState, gathering: _ParameterGathering, log: Log) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mindspeed import device
+from mindspeed import device, session
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import TrainingError
 from mindspeed.job import Batch, Schedule
@@ -64,6 +64,7 @@ class Trainer:
         self._args = args
         self._model = model
         self._forward_step = forward_step
+        session.install().reached.stop_watching()  # the loop judges for all ranks
         self._schedule = get_forward_backward_func()
         self._nonfinite = 0
         self.skipped = SkippedSteps(args)

@@ -1,4 +1,4 @@
-"""The patch engine: contracts, stacking, aliases, waiting for imports, exact undo."""
+"""The patch engine: contracts, stacking, dispatchers, waiting for imports, exact undo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from packaging.version import Version
 from mindspeed.adaptor.importing import PostImportHooks, is_initializing
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.signatures import bind, fits, parameter_names
-from mindspeed.errors import PatchConflict, PatchTargetChanged, PatchTargetMissing
+from mindspeed.errors import (
+    PatchConflict,
+    PatchTargetChanged,
+    PatchTargetMissing,
+    PatchTooLate,
+)
 
 SOURCE = """
 def scale(x, factor=2):
@@ -45,7 +50,7 @@ def library(monkeypatch):
 def engine():
     hooks = PostImportHooks()
     hooks.install()
-    yield PatchEngine(hooks, Version("0.16.1"), lambda module: module.__name__ in ("lib", "user"))
+    yield PatchEngine(hooks, Version("0.16.1"))
     hooks.uninstall()
 
 
@@ -63,99 +68,61 @@ def test_wrap_reaches_aliases_and_undo_restores_the_same_object(library, engine)
     lib, user = library
     original = lib.scale
     engine.add(Patch("lib:scale", plus(1), "f", expects="(x, factor)"))
-    assert lib.scale(3) == 7
-    assert user.times is lib.scale
-    late = types.ModuleType("late")
-    late.scale = lib.scale  # imported by value after the patch
-    sys.modules["user"].late = late.scale
+    assert lib.scale(3) == user.times(3) == 7
+    late = lib.scale  # taken after the patch
     engine.undo()
-    assert lib.scale is original
-    assert user.times is original
-    assert user.late is original
+    assert lib.scale is user.times is original
+    assert late(3) == 6
 
 
-def test_a_batch_searches_for_aliases_once(library, engine, monkeypatch):
-    lib, user = library
-    original, user.rank = lib.scale, lib.rank
-    searched = []
-    holds = engine._aliases._holds_aliases
-    monkeypatch.setattr(engine._aliases, "_holds_aliases", lambda m: searched.append(m) or holds(m))
-    with engine.batch():
-        engine.add(Patch("lib:scale", plus(1), "f"))
-        user.late = lib.scale  # imported by value inside the batch
-        with engine.batch():
-            engine.add(Patch("lib:scale", plus(1), "g"))
-        engine.add(Patch("lib:rank", plus(1), "g"))
-        assert user.times is original
-    assert searched.count(lib) == 1
-    assert user.times is user.late is lib.scale is not original
-    assert user.times(3) == 8
-    assert user.rank() == lib.rank() == 1
+def test_a_function_taken_before_its_patch_is_patched(tmp_path, monkeypatch, engine):
+    """As frameworks do: names bound at the head of a module, features chosen later."""
+    (tmp_path / "prepared_library.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine.prepare(["prepared_library:scale", "prepared_library:absent", "not_imported:name"])
+    import prepared_library
+
+    held = {"closure": (lambda f: lambda x: f(x))(prepared_library.scale)}
+    held["default"] = lambda x, f=prepared_library.scale: f(x)
+    engine.add(Patch("prepared_library:scale", plus(1), "f", expects="(x, factor)"))
+    assert [function(3) for function in held.values()] == [7, 7]
+    engine.remove("f")
+    assert [function(3) for function in held.values()] == [6, 6]
+    engine.add(Patch("prepared_library:scale", lambda _: lambda x: 0, "g", kind="replace"))
+    assert [function(3) for function in held.values()] == [0, 0]
     engine.undo()
-    assert searched.count(lib) == 2
-    assert user.times is user.late is lib.scale is original
+    del sys.modules["prepared_library"]
 
 
-def test_an_index_spares_the_first_search_of_modules_loaded_before_it(library, engine, monkeypatch):
-    lib, user = library
-    original = lib.scale
-    engine.index_aliases()
-    searched = []
-    holds = engine._aliases._holds_aliases
-    monkeypatch.setattr(
-        engine._aliases,
-        "_holds_aliases",
-        lambda m: searched.append(m) or holds(m) or m.__name__ == "late",
-    )
-    late = types.ModuleType("late")
-    late.scaled = lib.scale  # imported by value after the index was made, before the patch
-    monkeypatch.setitem(sys.modules, "late", late)
-    engine.add(Patch("lib:scale", plus(1), "f"))
-    assert user.times is late.scaled is lib.scale is not original
-    assert searched == [late]
+def test_another_engine_reaches_those_who_hold_the_dispatcher_of_the_first(library, engine):
+    lib, _ = library
+    engine.prepare(["lib:scale"])
+    taken = lib.scale
     engine.undo()
-    assert user.times is late.scaled is lib.scale is original
-    assert lib in searched and user in searched  # the index was of other objects
+    other = PatchEngine(engine._hooks, None)
+    other.add(Patch("lib:scale", plus(1), "f"))
+    assert taken(3) == lib.scale(3) == 7
+    other.undo()
 
 
-@pytest.mark.parametrize("name", ["lib", "user", "__main__", "last"])
-def test_an_index_is_not_used_when_modules_were_removed_or_replaced(
-    name, library, engine, monkeypatch
-):
+class _Holder:
+    """Takes a function as a framework's class may."""
+
+
+def test_a_function_held_where_no_name_can_be_changed_is_refused_with_the_holder(library, engine):
     lib, user = library
-    monkeypatch.setitem(sys.modules, "last", types.ModuleType("last"))
-    user.other = None
-    engine.index_aliases()
-    user.other = lib.scale
-    if name in ("__main__", "last"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    else:
-        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
-    engine.add(Patch("lib:scale", plus(1), "f"))
-    assert user.other is user.times is lib.scale
-    engine.undo()
-
-
-def test_a_patch_removed_and_added_in_a_batch_keeps_its_aliases(library, engine):
-    lib, user = library
-    original = lib.scale
-
-    def replaced(x):
-        return 0
-
-    def again():
-        with engine.batch():
-            engine.remove("f")
-            engine.add(Patch("lib:scale", lambda _: replaced, "f", kind="replace"))
-
-    again()
-    assert user.times is lib.scale is replaced
-    again()
-    assert user.times is lib.scale is replaced
-    with pytest.raises(PatchTargetMissing), engine.batch():
-        engine.remove("f")
-        engine.add(Patch("lib:absent", plus(1), "f"))
-    assert user.times is lib.scale is original
+    user.call = (lambda f: lambda x: f(x))(lib.scale)
+    _Holder.scale = staticmethod(lib.scale)
+    try:
+        engine.prepare(["lib:scale", "lib:rank"])
+        engine.add(Patch("lib:rank", plus(1), "f"))
+        with pytest.raises(
+            PatchTooLate, match=r"'f' wraps lib:scale, which .*\._Holder, .*lambda.* took"
+        ):
+            engine.add(Patch("lib:scale", plus(1), "f"))
+        assert lib.scale(3) == 6
+    finally:
+        del _Holder.scale
 
 
 def test_wraps_stack_in_the_order_of_addition_innermost_first(library, engine):
@@ -187,15 +154,14 @@ def test_missing_target_names_owner_version_and_the_closest_name(library, engine
         PatchTargetMissing, match=r"'f' wraps lib:Layer.forwards.*0\.16\.1.*forward"
     ):
         engine.add(Patch("lib:Layer.forwards", plus(1), "f"))
-    assert engine.stacks()["lib:Layer.forwards"][0] == []
+    assert engine.stacks() == {}
 
 
 def test_changed_signature_is_refused_and_nothing_is_patched(library, engine):
     lib, _ = library
-    original = lib.scale
     with pytest.raises(PatchTargetChanged, match=r"lib:scale\(x, amount\).*lib:scale\(x, factor\)"):
         engine.add(Patch("lib:scale", plus(1), "f", expects="(x, amount)"))
-    assert lib.scale is original
+    assert lib.scale(3) == 6
 
 
 def test_second_replacement_of_a_target_is_a_conflict(library, engine):

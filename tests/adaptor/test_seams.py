@@ -38,7 +38,7 @@ def test_arguments_spec_and_chunk_are_called_in_this_order_by_one_patch(ranks):
 
 
 def new_seams() -> Seams:
-    return Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+    return Seams(PatchEngine(PostImportHooks(), None))
 
 
 def test_a_feature_gets_only_the_seams_that_it_declares():

@@ -134,12 +134,13 @@ def snapshot():
             if isinstance(v, type) and getattr(v, '__module__', '').split('.')[0] in holders:
                 holders.setdefault(f'{v.__module__}.{v.__qualname__}', v)
     holders['torch.Tensor'] = torch.Tensor
-    return {(h, k): v for h, o in holders.items() for k, v in list(vars(o).items())}
+    # Numbers: whoever holds a function itself would be refused as one that cannot be patched.
+    return {(h, k): id(v) for h, o in holders.items() for k, v in list(vars(o).items())}
 
 def changed(before, after):
     ignore = {'__warningregistry__', '__annotations_cache__', '__annotate_func__'}
     return sorted(f'{h}.{k}' for (h, k), v in before.items()
-                  if k not in ignore and after.get((h, k), None) is not v)
+                  if k not in ignore and after.get((h, k), None) != v)
 """
 
 

@@ -34,7 +34,7 @@ def test_copies_and_pickles_are_ordinary_namespaces():
 def test_a_feature_shows_values_until_it_is_detached():
     class Active(Session):
         def __init__(self):
-            self.seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+            self.seams = Seams(PatchEngine(PostImportHooks(), None))
 
         def configure(self, values):
             self.seams.show_arguments(owner="feature", heads=26)

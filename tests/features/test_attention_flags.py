@@ -114,7 +114,7 @@ def test_the_data_loader_makes_no_mask_that_is_not_read():
 @pytest.fixture
 def attached():
     """``attached(values)``: features at work in this process, without Megatron."""
-    seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+    seams = Seams(PatchEngine(PostImportHooks(), None))
 
     def attach(**values):
         seams.clear()

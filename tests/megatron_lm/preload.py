@@ -11,6 +11,3 @@ sys.path.insert(0, os.environ["MEGATRON_LM_PATH"])
 
 import mindspeed.megatron_adaptor  # noqa: F401
 import pretrain_gpt  # noqa: F401  # trains as a script only
-from mindspeed.session import install
-
-install().engine.index_aliases()

@@ -11,7 +11,6 @@ import pkgutil
 
 import mindspeed.megatron_adaptor
 import mindspeed.plugins
-import mindspeed.session
 import mindspeed.training.arguments
 
 ROOMS = (
@@ -42,5 +41,3 @@ for name in (*(name for room in ROOMS for name in modules_of(room)), *OTHERS):
         importlib.import_module(name)
 mindspeed.training.arguments.build_parser()
 mindspeed.plugins.installed()  # reads the metadata of every installed package
-# Else every rank looks at 20 000 names, and copies the memory pages of most of them.
-mindspeed.session.install().engine.index_aliases()

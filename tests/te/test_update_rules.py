@@ -47,7 +47,7 @@ class Halved(Codec):
 
 @pytest.fixture
 def seams():
-    seams = Seams(PatchEngine(PostImportHooks(), None, lambda module: False))
+    seams = Seams(PatchEngine(PostImportHooks(), None))
     yield seams
     seams.clear()
 
