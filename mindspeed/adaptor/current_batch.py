@@ -34,7 +34,8 @@ from mindspeed.errors import ConfigError
 @dataclass(frozen=True)
 class _MicroBatch:
     ends: tuple[int, ...] | None = None
-    params: PlanPackedSeqParams | None = None
+    params: PlanPackedSeqParams | None = None  # once it is sharded
+    positions: torch.Tensor | None = None  # [tokens, 1], until then
 
 
 _CURRENT: ContextVar[_MicroBatch] = ContextVar("micro-batch", default=_MicroBatch())  # noqa: B039
@@ -122,26 +123,44 @@ def _cu_seqlens(ends: tuple[int, ...] | None, samples: int, size: int) -> CuSeql
 
 def get_position_ids() -> torch.Tensor | None:
     """Positions of the current micro-batch, int64 ``[tokens of this rank, b]``, or None."""
-    params = _CURRENT.get().params
-    return None if params is None or params.packed is None else params.packed.positions.t()
+    current = _CURRENT.get()
+    if current.params is None or current.params.packed is None:
+        return current.positions
+    return current.params.packed.positions.t()
 
 
 def set_position_ids(position_ids: torch.Tensor) -> None:
-    """Replace the positions of the current micro-batch, after ``get_batch_on_this_cp_rank``.
+    """Replace the positions of the current micro-batch.
+
+    Before ``get_batch_on_this_cp_rank``, as verl does, which passes ``packed_seq_params`` itself,
+    they can only be those that restart at each document of :func:`set_actual_seq_len`.
 
     Args:
-        position_ids: int64 ``[tokens of this rank, b]``.
+        position_ids: integers ``[tokens of this rank, b]``; before, ``[all tokens, 1]``.
 
     Raises:
-        ConfigError: No micro-batch was sharded, or it has another shape.
+        ConfigError: They have another shape, or differ before the micro-batch is sharded.
     """
-    current, before = _CURRENT.get(), get_position_ids()
-    if before is None or position_ids.shape != before.shape:
-        wanted = "a micro-batch first" if before is None else list(before.shape)
-        raise ConfigError(f"set_position_ids of {list(position_ids.shape)}: needs {wanted}")
-    assert current.params is not None and current.params.packed is not None
+    current, given = _CURRENT.get(), list(position_ids.shape)
+    if current.params is None or current.params.packed is None:
+        if current.ends is None:
+            raise ConfigError(f"set_position_ids of {given}: needs set_actual_seq_len first")
+        lengths = (
+            end - start for start, end in zip((0, *current.ends), current.ends, strict=False)
+        )
+        restarting = torch.cat([torch.arange(length) for length in lengths])
+        if not torch.equal(position_ids.cpu().long(), restarting[:, None]):
+            raise ConfigError(
+                f"set_position_ids of {given}: before get_batch_on_this_cp_rank they restart at "
+                f"the documents of set_actual_seq_len, and are [{len(restarting)}, 1]"
+            )
+        _CURRENT.set(replace(current, positions=position_ids))
+        return
+    if position_ids.shape != current.params.packed.positions.t().shape:
+        wanted = list(current.params.packed.positions.t().shape)
+        raise ConfigError(f"set_position_ids of {given}: needs {wanted}")
     packed = replace(current.params.packed, positions=position_ids.t())
-    _CURRENT.set(_MicroBatch(current.ends, replace(current.params, packed=packed)))
+    _CURRENT.set(replace(current, params=replace(current.params, packed=packed)))
 
 
 def current_params() -> PlanPackedSeqParams | None:

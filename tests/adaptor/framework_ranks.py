@@ -138,3 +138,43 @@ def _forward(batches: Any, model: Any) -> Any:
     positions = torch.arange(8).expand(2, 8)
     output = model(tokens, positions, None, labels=tokens)
     return output, lambda losses: (losses.float().mean(), {})
+
+
+def set_positions() -> dict[str, Any]:
+    """As verl's ``preprocess_for_mindspeed`` does, for sequences of 3, 1 and 4 tokens."""
+    import torch
+
+    from mindspeed.core.context_parallel import get_batch_utils as batches
+    from mindspeed.errors import ConfigError
+
+    positions = torch.tensor([0, 1, 2, 0, 0, 1, 2, 3], dtype=torch.int32)[:, None].contiguous()
+    refused = []
+
+    def refuse(wrong: torch.Tensor) -> None:
+        try:
+            batches.set_position_ids(wrong)
+        except ConfigError as error:
+            refused.append(str(error))
+
+    refuse(positions)
+    batches.set_actual_seq_len(torch.tensor([0, 3, 4, 8], dtype=torch.int32))
+    batches.set_position_ids(positions)
+    kept, ends = batches.get_position_ids().equal(positions), batches.get_actual_seq_len()
+    for wrong in (positions + 1, positions[:-1], positions.t()):
+        refuse(wrong)
+    batches.set_actual_seq_len(None)
+    return {"kept": kept, "ends": ends, "refused": refused, "left": batches.get_position_ids()}
+
+
+def refused_names(names: list[str]) -> list[str]:
+    """What ``repatch`` says of a job with each of these names."""
+    from mindspeed.errors import ConfigError
+    from mindspeed.megatron_adaptor import repatch
+
+    texts = []
+    for name in names:
+        try:
+            repatch({"hidden_size": 8, name: True})
+        except ConfigError as error:
+            texts.append(str(error))
+    return texts

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed.errors import ConfigError
-from mindspeed.megatron_adaptor import repatch
 from tests.adaptor import framework_ranks
 
 WARM = "tests.support.warm"
@@ -42,7 +40,17 @@ def test_a_feature_that_never_ran_is_a_warning_with_the_reason(ranks, tmp_path):
     assert not result["log"]  # the first step is not over
 
 
-@pytest.mark.parametrize("name", ["reuse_fp32_params", "schedule_method", "reuse-fp32-param"])
-def test_a_name_that_is_almost_one_of_ours_is_refused(name):
-    with pytest.raises(ConfigError, match=f"unknown option '{name}'; '.*' is one of mindspeed's"):
-        repatch({"hidden_size": 8, name: True})
+def test_positions_may_be_set_before_a_micro_batch_is_sharded(ranks):
+    (result,) = ranks(1, framework_ranks.set_positions, setup=WARM, backend=None)
+    assert result["kept"] and result["ends"] == [3, 4, 8] and result["left"] is None
+    first, *others = result["refused"]
+    assert "needs set_actual_seq_len first" in first
+    assert len(others) == 3
+    assert all("restart at the documents of set_actual_seq_len" in text for text in others)
+
+
+def test_a_name_that_is_almost_one_of_ours_is_refused(ranks):
+    names = ["reuse_fp32_params", "schedule_method", "reuse-fp32-param"]
+    (texts,) = ranks(1, framework_ranks.refused_names, names, setup=WARM, backend=None)
+    for name, text in zip(names, texts, strict=True):
+        assert text.startswith(f"unknown option '{name}'; ")

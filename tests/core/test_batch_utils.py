@@ -65,7 +65,8 @@ def test_the_functions_return_the_last_sharded_micro_batch(ranks):
         assert part["ends"] == [5] and part["left"] == (None, None)
         assert part["refused"] == [
             "set_actual_seq_len needs --reset-attention-mask",
-            "set_position_ids of [4, 1]: needs a micro-batch first",
+            "set_position_ids of [4, 1]: before get_batch_on_this_cp_rank they restart at the "
+            "documents of set_actual_seq_len, and are [8, 1]",
             "set_position_ids of [8, 1]: needs [4, 1]",
             "get_batch_on_this_cp_rank: the batch has no tensor, so no known length",
             "actual_seq_len ends at 5; the batch has 1 x 8 tokens",
