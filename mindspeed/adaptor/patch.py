@@ -86,6 +86,17 @@ class Patch:
         return version is None or SpecifierSet(self.versions, prereleases=True).contains(version)
 
 
+def repair(target: str, make: Callable[[Any], Any], why: str, **options: Any) -> Patch:
+    """A patch of the repair in whose module ``make`` is: ``repair:`` and the module's name.
+
+    Args:
+        target: as in :class:`Patch`, like ``make`` and ``why``.
+        **options: further fields of :class:`Patch`.
+    """
+    name = make.__module__.rpartition(".")[2].replace("_", "-")
+    return Patch(target, make, f"repair:{name}", why, **options)
+
+
 @dataclass
 class _Target:
     """What is known of one patched name: where it lives, the original, and the stack on it."""

@@ -48,7 +48,7 @@ def documents_of_stages(checkout: str, repaired: bool) -> list[int]:
     from mindspeed.adaptor.repairs.data import packed_conversations
 
     if not repaired:
-        session.current().engine.remove(packed_conversations.OWNER)
+        session.current().engine.remove(packed_conversations.PATCHES[0].owner)
     global_vars._GLOBAL_ARGS = types.SimpleNamespace(
         sft=True, hybrid_context_parallel=False, pipeline_model_parallel_size=3
     )

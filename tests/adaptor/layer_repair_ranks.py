@@ -13,7 +13,7 @@ def configured(repair: Any, arguments: dict[str, Any], repaired: bool) -> None:
 
     session.current().configure(arguments)
     if not repaired:
-        session.current().engine.remove(repair.OWNER)
+        session.current().engine.remove(repair.PATCHES[0].owner)
 
 
 def one_rank() -> None:

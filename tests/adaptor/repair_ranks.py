@@ -119,7 +119,7 @@ def partial_yarn(repaired: bool) -> torch.Tensor:
 
     session.current().configure({"position_embedding_type": "yarn"})
     if not repaired:
-        session.current().engine.remove(yarn.OWNER)
+        session.current().engine.remove(yarn.PATCHES[0].owner)
     from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 
     embedding = YarnRotaryEmbedding(
@@ -145,7 +145,7 @@ def latent_attention(impl: str, sequence_parallel: bool, repaired: bool) -> dict
     from mindspeed.adaptor.repairs.attention import latent_key_gradient
 
     if not repaired:
-        session.current().engine.remove(latent_key_gradient.OWNER)
+        session.current().engine.remove(latent_key_gradient.PATCHES[0].owner)
     ranks = torch.distributed.get_world_size()
     parallel_state.initialize_model_parallel(ranks)
     model_parallel_cuda_manual_seed(1)
@@ -202,7 +202,7 @@ def comm_types_of_layers(repaired: bool) -> list[list[str]]:
     types = ["p2p", "all_gather", "a2a"]
     session.current().configure({"context_parallel_size": 2, "cp_comm_type": types})
     if not repaired:
-        session.current().engine.remove(layer_comm_types.OWNER)
+        session.current().engine.remove(layer_comm_types.PATCHES[0].owner)
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
     config = gpt_ranks.config(
@@ -340,7 +340,7 @@ def offloaded_steps(repaired: bool) -> list[list[list[float]]]:
         from mindspeed.adaptor.repairs.optimizer import optimizer_offload
 
         engine = session.current().engine
-        engine.remove(optimizer_offload.OWNER)
+        engine.remove(optimizer_offload.PATCHES[0].owner)
         for patch in optimizer_offload.PATCHES:
             if patch.make is not optimizer_offload.pass_gradients_on:
                 engine.add(patch)
@@ -411,7 +411,7 @@ def checkpointed_bias(repaired: bool) -> tuple[bool, list[torch.Tensor]]:
     from mindspeed.adaptor.repairs.layers import recompute
 
     if not repaired:
-        session.current().engine.remove(recompute.OWNER)
+        session.current().engine.remove(recompute.PATCHES[0].owner)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     x, linear = layer_with_bias()

@@ -49,7 +49,7 @@ def late_sends(repaired: bool) -> dict[str, tuple[int, int]]:
     from mindspeed.adaptor.repairs.parallel import overlap
 
     if not repaired:
-        session.current().engine.remove(overlap.OWNER)
+        session.current().engine.remove(overlap.PATCHES[0].owner)
     model = step_ranks.Model(step_ranks.Layout(pipeline=2, chunks=2, num_layers=4))
     found = {}
     for name, flush, forward_only in (
@@ -75,7 +75,7 @@ def uneven_recomputation(repaired: bool) -> tuple[bool, bool]:
     from mindspeed.adaptor.repairs.layers import recompute
 
     if not repaired:
-        session.current().engine.remove(recompute.OWNER)
+        session.current().engine.remove(recompute.PATCHES[0].owner)
     options = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -97,7 +97,7 @@ def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
     from mindspeed.adaptor.repairs.experts import expert_overlap
 
     if not repaired:
-        session.current().engine.remove(expert_overlap.OWNER)
+        session.current().engine.remove(expert_overlap.PATCHES[0].owner)
     combined_1f1b.combined_forward_backward_step = lambda *_, **__: (None, None, torch.ones(1))
     begun: list[int] = []
     ended: list[int] = []
@@ -143,7 +143,7 @@ def latent_projections(repaired: bool) -> dict[str, tuple[torch.Tensor | None, t
     from mindspeed.adaptor.repairs.experts import expert_overlap
 
     if not repaired:
-        session.current().engine.remove(expert_overlap.OWNER)
+        session.current().engine.remove(expert_overlap.PATCHES[0].owner)
     delayed, at_once = (_expert_layer(delay) for delay in (True, False))
     hidden = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(2))
     for layer in (delayed, at_once):
@@ -196,7 +196,7 @@ def no_prediction(repaired: bool) -> int | None:
     from mindspeed.adaptor.repairs.experts import expert_overlap
 
     if not repaired:
-        session.current().engine.remove(expert_overlap.OWNER)
+        session.current().engine.remove(expert_overlap.PATCHES[0].owner)
     return TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=2, num_moe_experts=2, bf16=True,
         expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall",
@@ -214,7 +214,7 @@ def streams_of_a_reduction(repaired: bool) -> tuple[bool, bool]:
     from mindspeed.adaptor.repairs.parallel import overlap
 
     if not repaired:
-        session.current().engine.remove(overlap.OWNER)
+        session.current().engine.remove(overlap.PATCHES[0].owner)
     waits = []
 
     class Stream(torch.cuda.Stream):  # type: ignore[misc]
@@ -245,7 +245,7 @@ def scores_of_16_bits(repaired: bool) -> tuple[torch.Tensor, ...]:
     from mindspeed.adaptor.repairs.experts import router_loss_scale
 
     if not repaired:
-        session.current().engine.remove(router_loss_scale.OWNER)
+        session.current().engine.remove(router_loss_scale.PATCHES[0].owner)
     logits = (8 + torch.randn(64, 16, generator=torch.Generator().manual_seed(1))).bfloat16()
     found = []
     for values in (logits, logits.float()):

@@ -1,8 +1,8 @@
 """Fixes of upstream defects of Megatron, a module per subject.
 
 The docstring of each module states the defect, where it is in Megatron, its symptom, the fix and
-the versions of megatron-core that it applies to ("all": every version that
-:mod:`mindspeed.adaptor.versions` accepts). Every module with ``PATCHES`` in these folders is found,
+the versions of megatron-core that it applies to, if these are not all that
+:mod:`mindspeed.adaptor.versions` accepts. Every module with ``PATCHES`` in these folders is found,
 and says itself when it is needed:
 
     NEEDED_WITH = ("sft", ...)    with all of these arguments of Megatron's

@@ -25,9 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
-
-OWNER = "repair:attention-logits"
+from mindspeed.adaptor.patch import repair
 
 
 def needed(values: Mapping[str, Any]) -> bool:
@@ -77,28 +75,25 @@ def drop_graph(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES = (
     *(
-        Patch(
+        repair(
             f"megatron.core.transformer.{target}.clip_qk",
             from_threshold,
-            OWNER,
             "only heads above --qk-clip-threshold are scaled",
             expects="(self)",
             versions=">=0.16",
         )
         for target in ("attention:SelfAttention", "multi_latent_attention:MLASelfAttention")
     ),
-    Patch(
+    repair(
         "megatron.core.optimizer.qk_clip:clip_qk",
         start_anew,
-        OWNER,
         "the logged largest attention logit is that of the step",
         expects="(model, log_max_only)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
         drop_graph,
-        OWNER,
         "the largest attention logit keeps no graph",
         expects="(self, query, key, value, ...)",
     ),

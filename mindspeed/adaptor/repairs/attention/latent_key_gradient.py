@@ -8,7 +8,6 @@ Symptom: silent; each rank trains with the gradient of its own heads only, and t
 Fix: a forward hook brings the output of the projection into the form for which Megatron's own path
 is correct: full hidden size, sharded by sequence under sequence parallelism, with an all-reduce in
 the backward.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.spmd import Columns, I, R, typed
-
-OWNER = "repair:latent-key-gradient"
 
 
 def sum_key_gradients(original: Callable[..., None]) -> Callable[..., None]:
@@ -74,10 +71,9 @@ def _full_output(config: Any, group: Any) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
         sum_key_gradients,
-        OWNER,
         "the gradient of latent attention's positional keys is summed over the tensor ranks",
         expects="(self, config, submodules, layer_number, attn_mask_type, ...)",
     ),

@@ -4,7 +4,6 @@ Where: ``megatron.core.transformer.transformer_layer.TransformerLayer.__init__``
 which is 0-based, with ``layer_number``, which is 1-based.
 Symptom: every layer gets the algorithm of the next one; the last layer raises an IndexError.
 Fix: prepend a dummy entry to the list while a layer is built.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
-
-OWNER = "repair:layer-comm-types"
 
 
 def needed(values: Mapping[str, Any]) -> bool:
@@ -44,10 +41,9 @@ def prepend_dummy_entry(original: Callable[..., None]) -> Callable[..., None]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
         prepend_dummy_entry,
-        OWNER,
         "per-layer lists of --cp-comm-type are indexed by layer_number - 1",
         expects="(self, config, submodules, layer_number, ...)",
     ),

@@ -16,7 +16,6 @@ Where: ``megatron.core.models.vision.vit_layer_specs.get_vit_layer_with_local_sp
 mask; its twin for Transformer Engine has none (Megatron-LM PR 4395).
 Symptom: silent, with ``--transformer-impl local``.
 Fix: no mask.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:masks"
 _PLACE = 5  # of the mask in what _preprocess returns
 
 
@@ -68,18 +66,16 @@ def remove_mask(original: Callable[[], Any]) -> Callable[[], Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.models.gpt.gpt_model:GPTModel._preprocess",
         shard_masks,
-        OWNER,
         "padding masks are sharded like hidden states, on every pipeline stage",
         expects="(self, input_ids, position_ids, ...)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.models.vision.vit_layer_specs:get_vit_layer_with_local_spec",
         remove_mask,
-        OWNER,
         "patches of an image see each other",
         expects="()",
     ),

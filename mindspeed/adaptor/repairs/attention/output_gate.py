@@ -24,10 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:output-gate"
 NEEDED_WITH = ("attention_output_gate",)
 
 
@@ -63,18 +62,16 @@ def split_off_gate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",
         take_heads_of_gate,
-        OWNER,
         "a rank gates the heads that it has",
         expects="(self, hidden_states, key_value_states, output_gate, ...)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
         split_off_gate,
-        OWNER,
         "Muon knows the gate of attention outputs as a matrix of its own",
         expects="(config, model_chunks, ...)",
         versions=">=0.16,<0.17",

@@ -5,7 +5,6 @@ Where: Megatron-LM's ``gpt_builders.py`` builds ``GPTModel`` without ``--rope-sc
 Symptom: silent; ``--use-rope-scaling`` scales by 8 whatever factor is given (Llama 3.2 has 32), and
 positions are not interpolated.
 Fix: a model of a script whose caller leaves them out is built with the values of the flags.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed.adaptor.arguments import script_arguments
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:rope-flags"
 _FLAGS = {
     "rope_scaling_factor": "rope_scaling_factor",
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
@@ -42,10 +40,9 @@ def read_flags(original: Callable[..., None]) -> Callable[..., None]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         read_flags,
-        OWNER,
         "--rope-scaling-factor and --rotary-seq-len-interpolation-factor have an effect",
         expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
     ),

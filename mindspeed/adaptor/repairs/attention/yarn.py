@@ -9,7 +9,6 @@ use (Megatron-LM PR 7476).
 Symptom: silent; ``--position-embedding-type yarn --rotary-percent 0.5`` trains as without the
 second flag, and weights of a model with a part of rotated channels compute something else.
 Fix: the channels that are rotated are its head.
-Versions: all.
 
 Defect: YaRN rotary embeddings require an accelerator.
 
@@ -17,7 +16,6 @@ Where: ``YarnRotaryEmbedding.__init__`` enters ``torch.device(torch.cuda.current
 resolves such an index through its accelerator registry, which has no CPU.
 Symptom: a RuntimeError when the model is built on a CPU.
 Fix: set ``use_cpu_initialization``, with which it names the device; the values are the same.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -26,10 +24,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed import device
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
-
-OWNER = "repair:yarn"
 
 
 def rotate_a_part(original: Callable[..., None]) -> Callable[..., None]:
@@ -47,10 +43,9 @@ def rotate_a_part(original: Callable[..., None]) -> Callable[..., None]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.__init__",
         rotate_a_part,
-        OWNER,
         "YaRN rotates the share of channels that --rotary-percent gives, on any device",
         expects="(self, kv_channels, rotary_percent, ...)",
     ),

@@ -10,7 +10,6 @@ Symptom: loading a checkpoint runs whatever code its author put there, also thro
 own ``load_checkpoint``.
 Fix: these functions, and the names ``pickle`` and ``numpy`` in these modules, are replaced when the
 module is imported by readers with an allow-list of classes (:mod:`mindspeed.unpickle`).
-Versions: all.
 
 Defect: enum members pickled by Python 3.11.0 to 3.11.3 are not in Megatron's allow-list.
 
@@ -19,7 +18,6 @@ Pythons pickle an enum member as ``getattr(kind, name)``, and ``getattr`` is not
 Symptom: on these Pythons Megatron refuses its own checkpoints, and every Python refuses checkpoints
 written by them.
 Fix: add a ``getattr`` to the list that resolves members of enums and nothing else.
-Versions: all.
 """
 
 from __future__ import annotations

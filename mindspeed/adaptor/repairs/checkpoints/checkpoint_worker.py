@@ -7,7 +7,6 @@ Symptom: "Default process group has not been initialized" at the end of a job; a
 runs is not told to end.
 Fix: without process groups the worker is ended all the same, and one that does not exist is left
 alone.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:checkpoint-worker"
 NEEDED_WITH = ("async_save",)
 
 
@@ -44,10 +42,9 @@ def end_without_groups(original: Callable[..., None]) -> Callable[..., None]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.close",
         end_without_groups,
-        OWNER,
         "the worker of asynchronous checkpoints ends with the job",
         expects="(self, abort)",
     ),

@@ -8,7 +8,6 @@ named by tensor-, pipeline- and expert-parallel rank, but only ranks with expert
 Symptom: with more tensor-parallel ranks than ranks of experts the checkpoint has too few files,
 which shows when it is loaded.
 Fix: the first of the ranks with the same three numbers writes their file.
-Versions: all.
 
 Defect: a ``torch_dist`` checkpoint cannot be loaded at another expert-parallel size.
 
@@ -18,7 +17,6 @@ too. Megatron skips them after a change of the tensor- or pipeline-parallel size
 when only the expert- or data-parallel size has changed.
 Symptom: loading fails because the objects do not exist.
 Fix: keep the freshly seeded RNG states, as Megatron does in the other cases.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -29,10 +27,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:expert-shards"
 NEEDED_WITH = ("num_experts",)
 logger = logging.getLogger("mindspeed")
 
@@ -113,10 +110,9 @@ def keep_seeded_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES = (
     *(
-        Patch(
+        repair(
             f"megatron.training.checkpointing:{name}",
             by_the_first_of_a_name,
-            OWNER,
             "checkpoints in the format torch have every shard",
             expects=expects,
         )
@@ -125,10 +121,9 @@ PATCHES = (
             ("save_grads", "(save_dir, state_dict, iteration, grad_label)"),
         )
     ),
-    Patch(
+    repair(
         "megatron.core.dist_checkpointing.serialization:load",
         keep_seeded_rng_state,
-        OWNER,
         "a checkpoint loads after a change of the expert-parallel size alone",
         expects="(sharded_state_dict, checkpoint_dir, ...)",
     ),

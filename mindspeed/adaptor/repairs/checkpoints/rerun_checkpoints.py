@@ -10,7 +10,6 @@ whose loss or gradient is not finite.
 Symptom: the resumed job ends in a ``TypeError``, or does not find ``rerun_state_machine_state``.
 Fix: the state of a second run in the same process is neither saved nor loaded; a checkpoint with
 the state of the machine gets its own plan.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
-
-OWNER = "repair:rerun-checkpoints"
 
 
 def needed(values: Mapping[str, Any]) -> bool:
@@ -72,24 +69,21 @@ def _in_this_process(state: Any) -> bool:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.rerun_state_machine:RerunStateMachine.state_dict",
         without_a_second_run,
-        OWNER,
         "the checkpoint after a transient fault can be resumed",
         expects="(self, data_iterator, ckpt_format, force, ...)",
     ),
-    Patch(
+    repair(
         "megatron.core.rerun_state_machine:RerunStateMachine.validate_state_dict",
         not_of_a_second_run,
-        OWNER,
         "a checkpoint after a transient fault is resumed",
         expects="(self, state_dict)",
     ),
-    Patch(
+    repair(
         "megatron.training.checkpointing:save_checkpoint",
         with_a_plan_of_its_own,
-        OWNER,
         "a checkpoint with the state of a step to run again has a plan of its own",
         expects=(
             "(iteration, model, optimizer, opt_param_scheduler, "

@@ -6,7 +6,6 @@ another Python.
 Symptom: "Failed to compile the C++ dataset helper functions", or an ImportError.
 Fix: compile nothing if the helper can be imported; otherwise build it for the running interpreter
 under a temporary name and rename it when complete, so that concurrent processes do not interfere.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.device import Device
 from mindspeed.errors import DataError
 
-OWNER = "repair:dataset-helpers"
 _MODULE = "megatron.core.datasets.helpers_cpp"
 
 
@@ -70,10 +68,9 @@ def _build(directory: Path) -> None:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.datasets.utils:compile_helpers",
         build_for_this_python,
-        OWNER,
         "build the dataset helper for the running Python, only when it is missing",
         kind="replace",
         expects="()",

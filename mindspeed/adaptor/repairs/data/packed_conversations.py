@@ -7,7 +7,6 @@ Where: ``megatron.training.utils.get_batch_on_this_tp_rank``. Tensor-parallel ra
 Symptom: the next broadcast reads its length from uninitialised memory and allocates petabytes.
 Fix: Megatron broadcasts an ordinary batch; ``cu_seqlens`` and ``max_seqlen`` are sent in a separate
 broadcast of 8 + 4 * (documents + 2) bytes per micro-batch to each rank of the group.
-Versions: all.
 
 Defect: packed conversations (``--sft``) of Megatron-LM: errors, lost borders, NaN.
 
@@ -34,10 +33,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:packed-conversations"
 NEEDED_WITH = ("sft",)
 
 
@@ -168,41 +166,36 @@ def _counted(report: Any) -> Any:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.training.utils:get_batch_on_this_tp_rank",
         broadcast_packing,
-        OWNER,
         "packed sequences under tensor parallelism",
         expects="(data_iterator, ...)",
     ),
-    Patch(
+    repair(
         "megatron.training.datasets.sft_dataset:SFTDataset.__getitem__",
         truncate,
-        OWNER,
         "a conversation may fill the sequence",
         expects="(self, idx)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.training.utils:is_first_or_last_pipeline_stage",
         read_on_every_stage,
-        OWNER,
         "inner pipeline stages know the borders of conversations",
         expects="(vp_stage)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.utils:get_thd_batch_on_this_cp_rank",
         flatten_borders,
-        OWNER,
         "borders of conversations have one dimension",
         expects="(batch, cu_seqlens, ...)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.training.training:evaluate",
         divide_by_one_at_least,
-        OWNER,
         "the loss of a micro-batch without targets is zero",
         expects="(forward_step_func, ...)",
     ),

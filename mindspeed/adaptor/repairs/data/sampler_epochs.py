@@ -6,7 +6,6 @@ batches of all ranks (Megatron-LM PR 7299, Megatron-Bridge PR 5944).
 Symptom: silent; where the samples do not fill the last micro-batches of all ranks, some ranks read
 one more. From then on a global batch holds samples twice, and a resumed run reads others.
 Fix: an epoch has as many micro-batches as all ranks can read.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
-
-OWNER = "repair:sampler-epochs"
+from mindspeed.adaptor.patch import repair
 
 
 def end_together(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -33,10 +30,9 @@ def end_together(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.training.datasets.data_samplers:MegatronPretrainingRandomSampler.__iter__",
         end_together,
-        OWNER,
         "all ranks begin an epoch of shuffled samples at the same step",
         expects="(self)",
     ),

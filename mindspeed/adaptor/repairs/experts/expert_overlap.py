@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
-
-OWNER = "repair:expert-overlap"
 
 
 def end_backward_of_chunk_0(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,27 +76,24 @@ def without_empty_prediction(original: Callable[..., None]) -> Callable[..., Non
 
 _VERSIONS = ">=0.16,<0.17"
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.pipeline_parallel.combined_1f1b:"
         "combined_1f1b_schedule_for_interleaved_pipelining",
         end_backward_of_chunk_0,
-        OWNER,
         "gradients of model chunk 0 are reduced when they are complete",
         expects="(config, forward_step_func, data_iterator, model, num_microbatches, ...)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.moe.moe_layer:MoELayer.backward_dw",
         compute_latent_projections,
-        OWNER,
         "delayed weight gradients of latent projections are computed",
         expects="(self, routed_experts, shared_experts)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         without_empty_prediction,
-        OWNER,
         "0 layers of multi-token prediction are none",
         expects="(self)",
         versions=_VERSIONS,

@@ -10,17 +10,15 @@ Versions: <0.17; later ones have no grouped experts in the local spec.
 
 from __future__ import annotations
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.te import grouped_gemm
 
-OWNER = "repair:grouped-experts"
 NEEDED_WITH = ("moe_grouped_gemm",)
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.moe.experts:GroupedMLP.forward",
         lambda original: grouped_gemm.grouped_mlp_forward,
-        OWNER,
         "grouped experts in any dtype, with fused weight gradients, also on ranks without tokens",
         kind="replace",
         expects="(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)",

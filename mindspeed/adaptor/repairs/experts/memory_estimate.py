@@ -6,7 +6,6 @@ of experts are counted as if every rank had all of them, divided by the tensor-p
 Symptom: "Theoretical memory footprints" after the first report of a run is up to the
 expert-parallel size too large, or as many times too small as experts are sharded less.
 Fix: it is not printed for these models; ``mindspeed plan --check`` counts every rank.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
-
-OWNER = "repair:memory-estimate"
 
 
 def not_of_experts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,10 +50,9 @@ needed = has_unknown_experts
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.training.theoretical_memory_usage:report_theoretical_memory",
         not_of_experts,
-        OWNER,
         "a memory estimate that is wrong is not printed",
         expects="(args, num_microbatches, verbose)",
     ),

@@ -20,7 +20,6 @@ prediction (Megatron-LM PR 3401).
 Symptom: with multi-token prediction and a pipeline stage without experts the ranks reduce tensors
 of different sizes: they wait for ever, or the report ends in an error.
 Fix: stages without experts have the values of all layers.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from typing import Any
 import torch
 
 from mindspeed import device
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:router"
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
 _VERSIONS = ">=0.16,<0.17"
 
@@ -89,26 +87,23 @@ def count_predicted_layers(original: Callable[..., None]) -> Callable[..., None]
 
 
 PATCHES = (
-    Patch(
+    repair(
         _ROUTER + "_apply",
         keep_dtype_of_buffers,
-        OWNER,
         "counts of tokens per expert stay fp32 in a bf16 model",
         kind="define",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         _ROUTER + "_apply_expert_bias",
         mask_all_experts,
-        OWNER,
         "padding is not counted for any expert",
         expects="(self, routing_map, padding_mask)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.moe.moe_utils:track_moe_metrics",
         count_predicted_layers,
-        OWNER,
         "the log of router losses has one size on all pipeline stages",
         expects=(
             "(loss_scale, iteration, writer, wandb_writer, total_loss_dict, per_layer_logging, "

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:router-loss-scale"
 _SEQUENCES = "_sequences_of_loss"  # of the micro-batch, while the loss per sequence is attached
 _global_router: ContextVar[Any] = ContextVar("_global_router", default=None)  # computes its loss
 
@@ -189,51 +188,45 @@ def _over_ranks(tokens: int | torch.Tensor, group: Any) -> int | torch.Tensor:
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
 _VERSIONS = ">=0.16,<0.17"
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
         count_own_tokens,
-        OWNER,
         "the tokens of this rank are not those of all ranks",
         expects="(routing_map, reduce_group, topk, with_padding_mask)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         _ROUTER + "_apply_seq_aux_loss",
         count_sequences,
-        OWNER,
         "the tokens of a micro-batch are those of all its sequences",
         expects="(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, ...)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         _ROUTER + "_apply_global_aux_loss",
         count_micro_batches,
-        OWNER,
         "the global loss divides the counts of all micro-batches by the tokens of all",
         expects="(self, probs, scores_for_aux_loss, routing_map, with_padding_mask)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         _ROUTER + "attach_and_log_load_balancing_loss",
         scale_by_micro_batch,
-        OWNER,
         "with a loss per token, balancing losses have the same strength under TP and CP",
         expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, "
         "reduce_group_has_dp, valid_token_count)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.moe.moe_utils:compute_routing_scores_for_aux_loss",
         score_in_fp32,
-        OWNER,
         "scores of a load-balancing loss are not rounded",
         expects="(logits, topk, score_function, fused, padding_mask)",
         versions=_VERSIONS,
     ),
-    Patch(
+    repair(
         _ROUTER + "apply_z_loss",
         lambda original: apply_z_loss,
-        OWNER,
         "the z-loss too, and the log has its mean over the ranks",
         kind="replace",
         expects="(self, logits, padding_mask)",

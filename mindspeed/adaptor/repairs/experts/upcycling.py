@@ -8,7 +8,6 @@ where a rank has several model chunks (PR 5442); Megatron-LM hands the dense mod
 Symptom: an AssertionError after the model of experts is built, an AttributeError, or a TypeError.
 Fix: the dense model has no size of experts; chunks are converted one by one; the model to load is
 the first argument.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:upcycling"
 NEEDED_WITH = ("moe_use_upcycling",)
 
 
@@ -62,24 +60,21 @@ def pass_model_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         forget_size_of_experts,
-        OWNER,
         "the dense model of an upcycling has no size of experts",
         expects="(self)",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.moe.upcycling_utils:upcycle_state_dict",
         convert_each_chunk,
-        OWNER,
         "each model chunk is converted with its own dense chunk",
         expects="(moe_model, dense_model)",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.moe.upcycling_utils:load_and_upcycle_model",
         pass_model_first,
-        OWNER,
         "the dense checkpoint is loaded",
         expects=("(load_dense_ckpt_func, moe_model, dense_model, strict, load_args, load_kwargs)"),
     ),

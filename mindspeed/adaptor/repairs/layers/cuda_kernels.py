@@ -7,7 +7,6 @@ Where: ``megatron.core.transformer.multi_latent_attention.MLASelfAttention`` wit
 Symptom: "'function' object is not subscriptable" in the first forward on other devices.
 Fix: switch ``apply_rope_fusion`` off, in Megatron's arguments and in configurations built without
 them. The unfused embedding computes the same values, in inference too.
-Versions: all.
 
 Defect: padding of the routing map by a Triton kernel has no other way.
 
@@ -17,7 +16,6 @@ dispatchers with ``--enable-experimental --moe-permute-fusion`` and
 Symptom: "module 'triton' has no attribute 'language'" or "'function' object is not subscriptable"
 in the first forward without CUDA.
 Fix: Megatron's own unfused function, which pads the same tokens, of a copy: it writes in place.
-Versions: all.
 
 Defect: Megatron-LM compiles its legacy fused CUDA kernels on every device.
 
@@ -25,7 +23,6 @@ Where: ``megatron.legacy.fused_kernels.load``, called first by ``initialize_mega
 ``nvcc`` to read its version.
 Symptom: an exception in every training script on a machine without CUDA.
 Fix: ``load`` compiles nothing; no code of megatron.core uses these kernels.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -35,11 +32,9 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 from mindspeed.device import Device
-
-OWNER = "repair:cuda-kernels"
 
 
 def needed_on(device: Device, te: str) -> bool:
@@ -82,25 +77,22 @@ def skip_compilation(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__",
         disable_rope_fusion,
-        OWNER,
         "MLA without the CUDA-only fused rotary embedding",
         expects="(self, config, submodules, layer_number, attn_mask_type, ...)",
     ),
-    Patch(
+    repair(
         "megatron.core.fusions.fused_pad_routing_map:fused_pad_routing_map",
         _unfused,
-        OWNER,
         "the routing map of fused permutation is padded without a CUDA-only kernel",
         kind="replace",
         expects="(routing_map, pad_multiple)",
     ),
-    Patch(
+    repair(
         "megatron.legacy.fused_kernels:load",
         skip_compilation,
-        OWNER,
         "no CUDA kernels are compiled on this device",
         kind="replace",
         expects="(args)",

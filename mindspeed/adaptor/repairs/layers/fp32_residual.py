@@ -8,7 +8,6 @@ effect. The local layer spec stops at the first linear layer, as its norm keeps 
 Fix: the output is added in the dtype of the residual, a layer starts from an fp32 residual
 (multi-token prediction would not) and stages exchange fp32. The norms of
 :mod:`mindspeed.te` return the dtype of their weight, as the native ones do.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:fp32-residual"
 NEEDED_WITH = ("fp32_residual_connection",)
 
 
@@ -60,24 +58,21 @@ def exchange_fp32(original: Callable[..., None]) -> Callable[..., None]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.fusions.fused_bias_dropout:_bias_dropout_add_func",
         add_in_dtype_of_residual,
-        OWNER,
         "an fp32 residual stays in fp32",
         expects="(x_with_bias, residual, prob, training)",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention",
         start_from_fp32,
-        OWNER,
         "each layer starts from an fp32 residual",
         expects="(self, hidden_states, ...)",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         exchange_fp32,
-        OWNER,
         "pipeline stages exchange fp32 residuals",
         expects="(self)",
     ),

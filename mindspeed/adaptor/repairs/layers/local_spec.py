@@ -7,16 +7,13 @@ are off; the attention refuses packed sequences, attention bias, and key and val
 different sizes.
 Fix: both are served by the code of the Transformer Engine substitute
 (:mod:`mindspeed.te.local_norm`, :mod:`mindspeed.te.local_attention`).
-Versions: all.
 """
 
 from __future__ import annotations
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.device import Device
 from mindspeed.te import local_attention, local_norm
-
-OWNER = "repair:local-spec"
 
 
 def needed_on(device: Device, te: str) -> bool:
@@ -25,18 +22,16 @@ def needed_on(device: Device, te: str) -> bool:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         lambda original: local_norm.new_norm,
-        OWNER,
         "a norm with sequence parallelism, persistent layer norm and zero-centered gamma",
         kind="replace",
         expects="(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, ...)",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.dot_product_attention:DotProductAttention",
-        local_attention.with_substitutes,
-        OWNER,
+        lambda original: local_attention.with_substitutes(original),
         "packed documents, attention bias, key and value heads of different sizes",
     ),
 )

@@ -64,10 +64,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:mtp"
 NEEDED_WITH = ("mtp_num_layers",)
 _per_token = ContextVar("_per_token", default=False)  # while a model computes such losses
 
@@ -187,43 +186,38 @@ def mean_count(mask: torch.Tensor, cp_group: Any) -> torch.Tensor:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_layer_specs",
         return_layers_of_decoder,
-        OWNER,
         "multi-token prediction has the attention of the last decoder layer",
         expects="(config, ...)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.multi_token_prediction:"
         "MultiTokenPredictionLayer._checkpointed_forward",
         checkpoint_tensors_only,
-        OWNER,
         "layers of multi-token prediction are recomputed with packed documents",
         expects="(self, forward_func, *args, **kwargs)",
         versions=">=0.16,<0.17",
     ),
-    Patch(
+    repair(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
         share_last_stage_weight,
-        OWNER,
         "a last stage with MTP has one weight for embedding and output",
         expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         count_whole_sequence,
-        OWNER,
         "the MTP loss is a mean over the whole sequence, and zero without targets",
         expects="(tensor, shifts, dims, cp_group, packed_seq_params)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
         mask_by_labels,
-        OWNER,
         "a token weighs in the MTP loss what it weighs in the loss",
         expects=(
             "(self, hidden_states, input_ids, position_ids, labels, rotary_pos_emb, "

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
-
-OWNER = "repair:mtp-packed-roll"
+from mindspeed.adaptor.patch import repair
 
 
 def roll_within_padded_documents(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,10 +33,9 @@ def roll_within_padded_documents(original: Callable[..., Any]) -> Callable[..., 
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
         roll_within_padded_documents,
-        OWNER,
         "multi-token prediction stays within padded documents",
         expects="(tensor, shifts, dims, packed_seq_params, cp_group)",
         versions=">=0.16",

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:offloading-state"
 NEEDED_WITH = ("fine_grained_activation_offloading",)
 
 
@@ -37,10 +36,9 @@ def start_anew(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = tuple(
-    Patch(
+    repair(
         f"megatron.core.pipeline_parallel.schedules:forward_backward_{name}",
         start_anew,
-        OWNER,
         "activations are offloaded after an evaluation, too",
         versions=">=0.16,<0.17",
     )

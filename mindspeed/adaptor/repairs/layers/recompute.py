@@ -9,7 +9,6 @@ of an MLP that ``bias_dropout_add`` adds later. The parameter itself then has th
 Symptom: ``--recompute-granularity selective --recompute-modules mlp`` (also ``moe``) with biases
 recurses without end in the first backward, inside autograd, where no signal is handled.
 Fix: in the first run the function's parameters are returned as tensors that share their memory.
-Versions: all.
 
 Defect: uniform recomputation asks for layers that a stage does not have.
 
@@ -30,9 +29,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
-
-OWNER = "repair:recompute"
+from mindspeed.adaptor.patch import repair
 
 
 def return_no_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,17 +73,15 @@ def end_with_the_last_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.tensor_parallel.random:checkpoint",
         return_no_parameters,
-        OWNER,
         "a recomputed function may return its parameters",
         expects="(function, distribute_saved_activations, *args)",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.transformer_block:TransformerBlock._get_layer",
         end_with_the_last_layer,
-        OWNER,
         "the last group of recomputed layers may be smaller",
         expects="(self, layer_number)",
         versions=">=0.16,<0.17",

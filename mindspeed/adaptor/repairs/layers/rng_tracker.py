@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from mindspeed import device
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:rng-tracker"
 _NO_FORK = "default-rng"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
@@ -129,10 +128,9 @@ def repaired(tracker: type) -> type:
 
 
 PATCHES = (
-    Patch(
+    repair(
         f"{_RANDOM}:CudaRNGStatesTracker",
         repaired,
-        OWNER,
         "recomputed dropout masks equal the forward's; CPU operators draw from the host generator",
     ),
 )

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.errors import ConfigError
 
-OWNER = "repair:te-activation"
 NEEDED_WITH = ("use_te_activation_func",)
 
 
@@ -47,18 +46,16 @@ def refuse_another_activation(original: Callable[..., Any]) -> Callable[..., Any
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_spec",
         use_by_default,
-        OWNER,
         "--use-te-activation-func counts without experts, too",
         expects="(num_experts, ...)",
         versions=">=0.16,<0.17",
     ),
-    Patch(
+    repair(
         "megatron.core.extensions.transformer_engine:TEActivationOp.__new__",
         refuse_another_activation,
-        OWNER,
         "Megatron builds ReLU for SiLU without a gate",
         expects="(cls, config)",
         versions=">=0.16",

@@ -9,7 +9,6 @@ Symptom: main parameters of experts are the rounded 16-bit ones; virtual stages 
 layer with more than ten experts, end in an ``AssertionError``.
 Fix: each optimizer gets the state dicts of its own chunks, keys are found by their whole name, and
 a checkpoint that has no more digits than the weights is reported.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.errors import CheckpointError
 
-OWNER = "repair:main-params"
 NEEDED_WITH = ("load_main_params_from_ckpt",)
 logger = logging.getLogger("mindspeed")
 _PREFIXES = ("model", "model_")  # of the chunks' keys: "model0", or "model_0" in NeMo
@@ -104,18 +102,16 @@ def _bare(name: str) -> str:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.optimizer.optimizer:ChainedOptimizer._split_state_dict",
         by_chunks,
-        OWNER,
         "main parameters of a checkpoint reach every optimizer of a rank",
         expects="(self, state_dict)",
     ),
-    Patch(
+    repair(
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer._build_model_param_to_state_dict_param_map",
         by_whole_names,
-        OWNER,
         "main parameters of a checkpoint are found by their whole name",
         expects="(self, state_dict)",
     ),

@@ -14,7 +14,6 @@ Symptom: ``KeyError: 'pre_wd_mult'`` after a change of ``--expert-model-parallel
 ``--dist-ckpt-optim-fully-reshardable`` to an optimizer that is not distributed.
 Fix: the groups are read all the same, under the key they were saved with; they are moved to the key
 under which the loading optimizer looks.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.errors import CheckpointError
 
-OWNER = "repair:optimizer-groups"
 OUTERMOST = True  # what it loads passes through the other repairs of the optimizer
 _IDENTIFIERS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # and is_expert_parallel
 
@@ -151,10 +149,9 @@ def _dicts_in(tree: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.optimizer:get_megatron_optimizer",
         load_any_structure,
-        OWNER,
         "an optimizer loads a checkpoint with another expert-parallel size, or not distributed",
         expects="(config, model_chunks, ...)",
     ),

@@ -27,7 +27,6 @@ which copies a fraction of the parameters to the host, and ``DistributedOptimize
   7449, 7551). Symptom: the first is moved again, the second never. Fix: before each step the copies
   have the gradients of the step, or none.
 
-Versions: all.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:optimizer-offload"
 NEEDED_WITH = ("optimizer_cpu_offload",)
 
 ParamGroup = dict[str, Any]
@@ -204,53 +202,46 @@ _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
 _CLASS = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer."
 
 PATCHES = (
-    Patch(
+    repair(
         _CLASS + "_get_sub_optimizer_param_groups",
         sorted_by_copies,
-        OWNER,
         "host copies are updated by the host optimizer; its checkpoints resume",
         expects="(self, offload_fraction)",
     ),
-    Patch(
+    repair(
         _CLASS + "dummy_step",
         make_states,
-        OWNER,
         "loading a checkpoint does not move weights or count a step",
         expects="(self)",
     ),
-    Patch(
+    repair(
         _CLASS + "_set_sub_optimizer_grads",
         pass_gradients_on,
-        OWNER,
         "the optimizers on host and device see the gradients of this step only",
         expects="(self)",
     ),
-    Patch(
+    repair(
         _CLASS + "_sync_hdo_state_to_sub_optimizers",
         renew_step_and_copies,
-        OWNER,
         "the host's Adam continues with the step count of the checkpoint",
         expects="(self)",
     ),
-    Patch(
+    repair(
         _CLASS + "update_fp32_param_by_new_param",
         renew_all_copies,
-        OWNER,
         "reloaded weights reach the copies on the host",
         expects="(self)",
     ),
-    Patch(
+    repair(
         _DISTRIBUTED + "_set_main_param_and_optimizer_states",
         without_count,
-        OWNER,
         "a bucket of a checkpoint does not set the step count of the host's Adam",
         expects="(self, model_param, tensors)",
     ),
     *(
-        Patch(
+        repair(
             _DISTRIBUTED + name,
             pass_states_on,
-            OWNER,
             "loaded master weights reach the optimizers on host and device",
             expects="(self, state_dict, ...)",
         )

@@ -11,7 +11,6 @@ a tied embedding on interleaved or V-shaped stages. Upstream: Megatron-LM PR 507
 Symptom: a run that resumes with the very same flags trains on with shifted master weights and
 moments, and zeros at the end; the warning "exceeds unpadded buffer".
 Fix: the gathered tensors get their padding back before they are sliced.
-Versions: all.
 
 Defect: the distributed optimizer of an fp32 model cannot load its own checkpoint.
 
@@ -21,7 +20,6 @@ of ``--use-distributed-optimizer``) and the file of ``--ckpt-format torch`` are 
 place.
 Symptom: "a view of a leaf Variable that requires grad is being used in an in-place operation".
 Fix: load under ``torch.no_grad``.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:optimizer-resume"
 NEEDED_WITH = ("use_distributed_optimizer",)
 
 
@@ -94,18 +91,16 @@ def load_without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer.sharded_param_state_fully_reshardable",
         slice_padded,
-        OWNER,
         "checkpoints hold each state at the position of its parameter, whatever the buckets",
         expects="(self, model_sharded_state_dict, is_loading, metadata)",
     ),
-    Patch(
+    repair(
         "megatron.core.optimizer:get_megatron_optimizer",
         load_without_gradients,
-        OWNER,
         "an fp32 model resumes from the distributed optimizer's own checkpoint layout",
         expects="(config, model_chunks, ...)",
     ),

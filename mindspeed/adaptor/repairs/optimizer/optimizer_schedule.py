@@ -13,7 +13,6 @@ rate of embeddings, or ends in "a parameter group that doesn't match the size"; 
 Fix: groups keep the limits that they were built with; a scheduler that uses the checkpoint's values
 (``--use-checkpoint-opt_param-scheduler``) puts the saved ones back. Groups are told apart by their
 limits and their order.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:optimizer-schedule"
 _NUMBERED = "is_decoupled_lr"
 _COMPARED = ("wd_mult", "lr_mult", "is_expert_parallel", _NUMBERED)
 LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -149,17 +147,15 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.optimizer:get_megatron_optimizer",
         keep_limits,
-        OWNER,
         "the flags of a resumed run decide its learning rates",
         expects="(config, model_chunks, ...)",
     ),
-    Patch(
+    repair(
         "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
         use_saved_limits,
-        OWNER,
         "a scheduler that uses the checkpoint's values sets those before the next step",
         expects="(self, state_dict)",
     ),

@@ -13,7 +13,6 @@ Fix: states go through the accessors of :class:`mindspeed.te.stored_states.Store
 the two layouts get one entry more per additional state; master weights inside the inner optimizer
 are reloaded. Shards learn which part of their parameter they are and whether its gradients are
 rare, for storages that depend on it.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
 if TYPE_CHECKING:
     from mindspeed.te.stored_states import StoredStates
 
-OWNER = "repair:optimizer-states"
 MASTER = "master_param"  # as in te.stored_states, which is only loaded with an optimizer
 _NAMED = ("param", "exp_avg", "exp_avg_sq")  # in Megatron's source
 
@@ -195,10 +193,9 @@ def _renamed(state: dict[Any, Any], name: str) -> dict[Any, Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.optimizer:get_megatron_optimizer",
         hold_all_states,
-        OWNER,
         "checkpoints of the distributed optimizer hold all states of an update rule",
         expects="(config, model_chunks, ...)",
     ),

@@ -6,7 +6,6 @@ of the local layer spec (latent queries and keys) call collectives without the g
 ``CrossAttention`` builds its projections without it (finding 6).
 Symptom: silent; tensors of other samples if that group has other ranks than the global one.
 Fix: such a model is refused when it is built.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 from mindspeed.errors import ConfigError
-
-OWNER = "repair:explicit-groups"
 
 
 def refuse_parts(original: Callable[..., None]) -> Callable[..., None]:
@@ -70,17 +67,15 @@ def _differs(group: Any) -> bool:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
         refuse_parts,
-        OWNER,
         "parts that ignore the tensor-parallel group of their model are refused",
         expects="(self, config, pg_collection)",
     ),
-    Patch(
+    repair(
         "megatron.core.transformer.attention:CrossAttention.__init__",
         refuse_cross_attention,
-        OWNER,
         "cross attention, which ignores the tensor-parallel group of its model, is refused",
         expects="(self, config, submodules, layer_number, attn_mask_type, ...)",
     ),

@@ -10,7 +10,6 @@ own level from state-dict names but is a module level.
 Symptom: silent halves of a weight that has none; "GPTModel has no attribute `module`" for an fp32
 model.
 Fix: look parameters up by their name below all wrappers, and split those of gated layers only.
-Versions: all.
 
 Defect: Megatron-FSDP gives all tensor-parallel ranks one dropout mask.
 
@@ -37,7 +36,6 @@ step with ``optim``, from two micro-batches on otherwise. The number of zeros in
 Fix: with ``optim`` gradients are reduced once, after the last micro-batch. The gradients of one
 rank have a buffer for each micro-batch, like all others. Experts are scaled before the average.
 Zeros are counted where the norm is.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -47,9 +45,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:fsdp"
 NEEDED_WITH = ("use_megatron_fsdp",)
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
@@ -197,54 +194,47 @@ def count_each_parameter_once(original: Callable[..., float]) -> Callable[..., f
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.transformer.fsdp_dtensor_checkpoint:handle_swiglu_in_state_dict",
         split_gated_layers,
-        OWNER,
         "gate and up projections, and no others, are split in checkpoints of Megatron-FSDP",
         expects="(model, model_state_dict, optimizer_state_dict)",
     ),
-    Patch(
+    repair(
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter:"
         "FullyShardedDataParallel.sync_rng_states_across_tp_group",
         keep_own_generators,
-        OWNER,
         "tensor-parallel ranks keep dropout masks of their own",
         expects="(self)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         f"{_FSDP}.param_and_grad_buffer:ParamAndGradBuffer.__init__",
         buffer_for_each_micro_batch,
-        OWNER,
         "the gradients of one rank are added up once",
         expects="(self, ddp_config, ...)",
     ),
-    Patch(
+    repair(
         f"{_FSDP}.param_and_grad_buffer:GradReducePipeline.reduce_gradients",
         wait_for_the_last_micro_batch,
-        OWNER,
         "whole gradients are not reduced while they are added up",
         expects="(self, params, ...)",
     ),
-    Patch(
+    repair(
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.finish_grad_sync",
         reduce_what_waited,
-        OWNER,
         "whole gradients are reduced once, after the last micro-batch",
         expects="(self, ...)",
     ),
-    Patch(
+    repair(
         f"{_FSDP}.param_and_grad_buffer:gradient_reduce_preprocessing",
         scale_before_the_average,
-        OWNER,
         "averaged gradients of experts are those over all tokens",
         expects="(grad_data, scaling_factor, ddp_config)",
     ),
-    Patch(
+    repair(
         "megatron.core.optimizer.clip_grads:count_zeros_fp32",
         count_each_parameter_once,
-        OWNER,
         "the zeros of a parameter are counted once",
         expects="(parameters, grad_stats_parallel_group, use_decoupled_grad, ...)",
     ),

@@ -14,7 +14,6 @@ micro-batches.
 Fix: the number of tokens is the mean over the context-parallel ranks; equal numbers change nothing.
 Cost: one scalar all-reduce per micro-batch. A loss function of two values is refused where losses
 are per token.
-Versions: all.
 
 Defect: the vocabulary-parallel loss takes one rank's part of the vocabulary for the whole.
 
@@ -25,7 +24,6 @@ Symptom: silent; with smoothing the ranks have different losses, none of them ri
 logits the loss is too large by the logarithm of the tensor-parallel size.
 Fix: smoothing is added to the plain loss, with one all-reduce over the whole vocabulary; gathered
 logits are split again.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.errors import TrainingError
-
-OWNER = "repair:losses"
 
 
 def divide_by_tokens_of_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,25 +166,22 @@ def split_gathered(original: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
         divide_by_tokens_of_all_ranks,
-        OWNER,
         "a loss is a mean over the tokens of all context-parallel ranks",
         expects="(model, output_tensor, loss_func, config, ...)",
     ),
-    Patch(
+    repair(
         "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
         smooth_over_all_labels,
-        OWNER,
         "label smoothing spreads over the whole vocabulary",
         expects="(vocab_parallel_logits, target, label_smoothing)",
     ),
-    Patch(
+    repair(
         "megatron.core.models.common.language_module.language_module:"
         "LanguageModule.compute_language_model_loss",
         split_gathered,
-        OWNER,
         "gathered logits are a part again before the vocabulary-parallel loss",
         expects="(self, labels, logits)",
     ),

@@ -33,9 +33,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:overlap"
 _SENDS = ("send_prev", "send_next")
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup."
 
@@ -114,10 +113,9 @@ def _has_own_stream(group: Any) -> bool:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
         send_aliases,
-        OWNER,
         "an output lives until it is sent",
         expects=(
             "(tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, "
@@ -125,25 +123,22 @@ PATCHES = (
         ),
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
         end_sends,
-        OWNER,
         "a step ends when its sends have ended",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         _GROUP + "start_grad_sync",
         wait_for_gradients,
-        OWNER,
         "a reduction waits for the stream that computes gradients",
         expects="(self, force_all_reduce)",
         versions=">=0.16,<0.17",
     ),
-    Patch(
+    repair(
         _GROUP + "finish_grad_sync",
         wait_for_reduction,
-        OWNER,
         "the stream that goes on waits for the reduction",
         expects="(self, force_all_reduce)",
         versions=">=0.16,<0.17",

@@ -16,7 +16,6 @@ gradient, or its norm and with it clipping, is wrong by up to the tensor-paralle
 ``--decoupled-lr`` or Muon the copies of the embedding are updated differently.
 Fix: :mod:`mindspeed.te.parameter_marks` marks them when they are made; the norm asks the ranks that
 hold the parameter; gradients are summed by the marks alone.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.te.parameter_marks import (
     counted,
     mark_attention_sink,
     mark_experts,
     mark_tensor_parallel,
 )
-
-OWNER = "repair:parameter-marks"
 
 
 def mark_expert_parameters(original: Callable[..., None]) -> Callable[..., None]:
@@ -146,71 +143,62 @@ _CORE = "megatron.core"
 _SHARDED_DIMS = {"VocabParallelEmbedding": 0, "ColumnParallelLinear": 0, "RowParallelLinear": 1}
 
 PATCHES = (
-    Patch(
+    repair(
         f"{_CORE}.transformer.moe.moe_layer:MoELayer.__init__",
         mark_expert_parameters,
-        OWNER,
         "gradients of experts are summed over the ranks that have the same experts",
         expects="(self, config, submodules, layer_number, ...)",
     ),
     *(
-        Patch(
+        repair(
             f"{_CORE}.tensor_parallel.layers:{layer}.__init__",
             mark_shard(dim),
-            OWNER,
             "weights that are loaded instead of drawn are known as shards",
         )
         for layer, dim in _SHARDED_DIMS.items()
     ),
-    Patch(
+    repair(
         f"{_CORE}.tensor_parallel.layers:param_is_not_tensor_parallel_duplicate",
         count_by_holders,
-        OWNER,
         "the norm counts each parameter of experts once among the ranks that have it",
         expects="(param, ...)",
     ),
-    Patch(
+    repair(
         f"{_CORE}.tensor_parallel.layers:copy_tensor_model_parallel_attributes",
         copy_mark_of_experts,
-        OWNER,
         "an optimizer's copies of experts are known as such",
         expects="(destination_tensor, source_tensor)",
     ),
-    Patch(
+    repair(
         f"{_CORE}.transformer.dot_product_attention:DotProductAttention.__init__",
         mark_sink,
-        OWNER,
         "the norm counts the attention sinks of all tensor-parallel ranks",
     ),
-    Patch(
+    repair(
         f"{_CORE}.ssm.gated_delta_net:GatedDeltaNet.__init__",
         mark_norm_of_heads,
-        OWNER,
         "the gradient of a norm that sees one rank's heads is summed over the ranks",
         expects="(self, config, submodules, layer_number, ...)",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         f"{_CORE}.models.common.language_module.language_module:"
         "LanguageModule.setup_embeddings_and_output_layer",
         mark_copy_of_embedding,
-        OWNER,
         "optimizers know every copy of the embedding as one",
         expects="(self)",
     ),
-    Patch(
+    repair(
         f"{_CORE}.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
         sum_by_marks,
-        OWNER,
         "partial gradients are summed by the marks of parameters",
         expects="(model, config, tp_group)",
     ),
 )
 PATCHES_OF_TRANSFORMER_ENGINE = (
-    Patch(
+    repair(
         f"{_CORE}.extensions.transformer_engine:TEDotProductAttention.__init__",
         mark_sink,
-        OWNER,
         "the norm counts the attention sinks of all tensor-parallel ranks",
     ),
 )

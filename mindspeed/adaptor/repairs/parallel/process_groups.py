@@ -5,7 +5,6 @@ creates about forty groups.
 Symptom: on gloo each group keeps its sockets and threads, so a process that initialises parallelism
 repeatedly (tests, tuning, reinforcement learning) runs out of both.
 Fix: destroy every group that the module's globals refer to, except the world.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.device import Device
-
-OWNER = "repair:process-groups"
 
 
 def needed_on(device: Device, te: str) -> bool:
@@ -51,10 +48,9 @@ def _groups_of(state: dict[str, Any]) -> list[dist.ProcessGroup]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.parallel_state:destroy_model_parallel",
         destroy_groups,
-        OWNER,
         "gloo groups keep sockets and threads until they are destroyed",
         expects="()",
     ),

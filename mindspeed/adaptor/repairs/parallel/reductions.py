@@ -10,7 +10,6 @@ Symptom: ``RuntimeError: Output 0 of _ReduceFromModelParallelRegion is a view an
 inplace`` in the first step, on one rank and with ``--expert-tensor-parallel-size 1``.
 Fix: with one rank a view that autograd knows is returned, whose gradient is the same. It is a node
 of its own in the graph, as before: ``SharedExpertMLP`` sets when that node runs in backward.
-Versions: all.
 
 Defect: an all-reduce over the tensor-parallel ranks drops the sum of a strided tensor.
 
@@ -19,7 +18,6 @@ returns its input (Megatron-LM PR 5338). ``reduce_from_tensor_model_parallel_reg
 the backward of ``copy_to_tensor_model_parallel_region``.
 Symptom: silent; a transposed or sliced tensor comes back as it was.
 Fix: what is reduced is returned.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ from typing import Any
 
 import torch
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:reductions"
 _MAPPINGS = "megatron.core.tensor_parallel.mappings:"
 _WHY = "what one rank reduces can be changed in place"
 
@@ -60,24 +57,21 @@ def reduce_contiguous(original: Callable[..., torch.Tensor]) -> Callable[..., to
 
 
 PATCHES = (
-    Patch(
+    repair(
         _MAPPINGS + "reduce_from_tensor_model_parallel_region",
         nothing_to_reduce,
-        OWNER,
         _WHY,
         expects="(input_, group)",
     ),
-    Patch(
+    repair(
         _MAPPINGS + "reduce_scatter_to_sequence_parallel_region",
         nothing_to_reduce,
-        OWNER,
         _WHY,
         expects="(input_, group, input_split_sizes, use_global_buffer)",
     ),
-    Patch(
+    repair(
         "megatron.core.tensor_parallel.mappings:_reduce",
         reduce_contiguous,
-        OWNER,
         "the sum of a strided tensor over the tensor-parallel ranks is not lost",
         expects="(input_, group)",
     ),

@@ -7,7 +7,6 @@ Symptom: without Triton no training script starts (``ModuleNotFoundError: triton
 Fix: while one of these modules is being imported, and only then, ``import triton`` resolves to a
 stub. Its ``jit`` returns an object that raises when launched, saying that Triton is not installed.
 The stub is removed from ``sys.modules`` after the import.
-Versions: all.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ Fix: a process that ends by an exception leaves a few seconds after all that is 
 :mod:`atexit` has run. An exception of the main thread is known from ``sys.last_value``, one of a
 process of :mod:`multiprocessing` (``torch.multiprocessing.spawn``) while it is passed on. A script
 that catches it and calls ``sys.exit`` must destroy its groups itself.
-Versions: all.
 """
 
 from __future__ import annotations

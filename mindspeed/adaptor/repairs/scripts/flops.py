@@ -15,7 +15,6 @@ Where: ``megatron.training.training.num_floating_point_operations`` (Megatron-LM
 Symptom: with ``--window-size`` the printed TFLOP/s are too high, the more the longer sequences are.
 Fix: what the formula counts outside of windows is subtracted. Attention that it does not count by
 pairs of queries and keys (hybrid and linear models) is left as it is.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
-
-OWNER = "repair:flops"
+from mindspeed.adaptor.patch import repair
 
 
 def needed(values: Mapping[str, Any]) -> bool:
@@ -68,18 +65,16 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.training.training:num_floating_point_operations",
         count_latent_experts,
-        OWNER,
         "FLOPs of experts with a latent size",
         expects="(args, batch_size)",
         versions=">=0.16,<0.17",
     ),
-    Patch(
+    repair(
         "megatron.training.training:num_floating_point_operations",
         count_windows,
-        OWNER,
         "FLOPs of attention with a sliding window",
         expects="(args, batch_size)",
     ),

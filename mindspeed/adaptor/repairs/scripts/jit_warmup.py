@@ -9,7 +9,6 @@ this library's trainer.
 Second symptom: ``--swiglu`` with an odd width of the rank's MLP fails. The warm-up splits a tensor
 of this width in two, as large as the model's only after this split.
 Fix: restore the state of the host generator after the warm-up; warm up on an even width.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ from typing import Any
 import torch
 
 from mindspeed.adaptor.arguments import script_arguments
-from mindspeed.adaptor.patch import Patch
-
-OWNER = "repair:jit-warmup"
+from mindspeed.adaptor.patch import repair
 
 
 def _odd(values: Mapping[str, Any]) -> bool:
@@ -55,10 +52,9 @@ def _even_width() -> Iterator[None]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.training.initialize:_warmup_jit_function",
         preserve_cpu_rng,
-        OWNER,
         "weights and dropout masks drawn on the host do not depend on the warm-up",
         expects="()",
     ),

@@ -18,7 +18,6 @@ Where: ``megatron.training.training.training_log`` prints means above zero only 
 Symptom: a balancing loss of zero, or the loss of an interval without targets, is not in the line,
 and programs that read it find fewer columns.
 Fix: the means that are missing are put in front of the loss scale.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
-OWNER = "repair:log-line"
 _COUNT = "advanced iterations"
 _COUNTS = (_COUNT, "skipped iterations", "nan iterations")
 _NEXT = " loss scale: "
@@ -97,10 +95,9 @@ def print_every_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.training.training:training_log",
         reset_at_the_end_of_an_interval,
-        OWNER,
         "the second report after a start does not count the first iteration again",
         expects=(
             "(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
@@ -109,10 +106,9 @@ PATCHES = (
         ),
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.training.training:training_log",
         print_every_loss,
-        OWNER,
         "the log line has losses of zero and below",
         expects="(loss_dict, total_loss_dict, learning_rate, ...)",
     ),

@@ -16,7 +16,6 @@ resumes the monitor around checkpoints and evaluation wherever ``pynvml`` is ins
 device's handle with ``--log-energy`` only (Megatron-LM PR 1871).
 Symptom: the process can crash in NVIDIA's library when a checkpoint is saved.
 Fix: a monitor without a device asks nobody.
-Versions: all.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed import device
-from mindspeed.adaptor.patch import Patch
-
-OWNER = "repair:nvidia-packages"
+from mindspeed.adaptor.patch import repair
 
 
 def only_on_cuda(original: Callable[[], None]) -> Callable[[], None]:
@@ -51,18 +48,16 @@ def of_a_device(original: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 PATCHES = (
-    Patch(
+    repair(
         "megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
         only_on_cuda,
-        OWNER,
         "CPU affinity to the GPU is set on CUDA only",
         expects="()",
         versions=">=0.16",
     ),
-    Patch(
+    repair(
         "megatron.core.energy_monitor:EnergyMonitor._get_energy",
         of_a_device,
-        OWNER,
         "the energy monitor asks NVML about a device only",
         expects="(self)",
     ),

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import repair
 
-OWNER = "repair:printed-objects"
 _LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
 
 
@@ -50,20 +49,18 @@ def _size(group: Any) -> Any:
 
 PATCHES = (
     *(
-        Patch(
+        repair(
             f"megatron.core.tensor_parallel.layers:{name}.__repr__",
             with_its_bias,
-            OWNER,
             "printed layers show their bias",
             expects="(self)",
             versions="<0.17",
         )
         for name in _LAYERS
     ),
-    Patch(
+    repair(
         "megatron.core.process_groups_config:ProcessGroupCollection.__repr__",
         with_every_size,
-        OWNER,
         "collections with lists of groups can be printed",
         expects="(self)",
         versions=">=0.16",
