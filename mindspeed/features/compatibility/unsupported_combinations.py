@@ -45,6 +45,10 @@ class Rule:
     problem: Problem
 
 
+def _rule(applies: Callable[[Megatron], Any], flag: str, message: str, fix: str) -> Rule:
+    return Rule(applies, Problem(flag, message, fix))
+
+
 def _context_parallel(megatron: Megatron) -> bool:
     return (megatron.get("context_parallel_size") or 1) > 1
 
@@ -153,281 +157,223 @@ def _stored_narrow(name: str) -> Rule:
         own = chosen(megatron) == "cadam" or any(map(megatron.get, _STORE_STATES))
         return other and plain and not own
 
-    return Rule(
+    return _rule(
         applies,
-        Problem(
-            "--" + name.replace("_", "-"),
-            "no other optimizer stores it in that format",
-            "add --use-precision-aware-optimizer, or drop it",
-        ),
+        "--" + name.replace("_", "-"),
+        "no other optimizer stores it in that format",
+        "add --use-precision-aware-optimizer, or drop it",
     )
 
 
 RULES = (
-    Rule(
+    _rule(
         _with("softmax_scale", lambda m: m.get("multi_latent_attention")),
-        Problem(
-            "--softmax-scale",
-            "multi-latent attention computes its own scale and does not read it",
-            "drop it; --mscale-all-dim and --rotary-scaling-factor change that scale",
-        ),
+        "--softmax-scale",
+        "multi-latent attention computes its own scale and does not read it",
+        "drop it; --mscale-all-dim and --rotary-scaling-factor change that scale",
     ),
-    Rule(
+    _rule(
         lambda m: _is_sgd(m) and _shards_states(m),
-        Problem(
-            "--optimizer sgd",
-            "the distributed optimizer (--use-distributed-optimizer, --zero-stage 1 to 3) saves "
-            "the two moments of Adam, and SGD has one",
-            "use --optimizer adam, or drop --use-distributed-optimizer",
-        ),
+        "--optimizer sgd",
+        "the distributed optimizer (--use-distributed-optimizer, --zero-stage 1 to 3) saves "
+        "the two moments of Adam, and SGD has one",
+        "use --optimizer adam, or drop --use-distributed-optimizer",
     ),
-    Rule(
+    _rule(
         _with("use_precision_aware_optimizer", lambda m: not _is_adam(m)),
-        Problem(
-            "--use-precision-aware-optimizer",
-            "only Adam stores its states in other formats",
-            "use --optimizer adam, or drop it",
-        ),
+        "--use-precision-aware-optimizer",
+        "only Adam stores its states in other formats",
+        "use --optimizer adam, or drop it",
     ),
-    Rule(
+    _rule(
         _with(
             "use_precision_aware_optimizer",
             _is_adam,
             lambda m: _off(m, "use_distributed_optimizer") and not _shards_states(m),
         ),
-        Problem(
-            "--use-precision-aware-optimizer",
-            "Megatron's is part of the distributed optimizer",
-            "add --use-distributed-optimizer; without it there are --reuse-fp32-param, "
-            "--release-fp32-grad and --quant-states",
-        ),
+        "--use-precision-aware-optimizer",
+        "Megatron's is part of the distributed optimizer",
+        "add --use-distributed-optimizer; without it there are --reuse-fp32-param, "
+        "--release-fp32-grad and --quant-states",
     ),
     *(
         _stored_narrow(name)
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ),
-    Rule(
+    _rule(
         _with("optimizer_cpu_offload", lambda m: m.get("decoupled_weight_decay", True) is False),
-        Problem(
-            "--optimizer-cpu-offload",
-            "the Adam on the host decays weights apart from the gradient (AdamW)",
-            "leave decoupled_weight_decay True, or drop it",
-        ),
+        "--optimizer-cpu-offload",
+        "the Adam on the host decays weights apart from the gradient (AdamW)",
+        "leave decoupled_weight_decay True, or drop it",
     ),
-    Rule(
+    _rule(
         _with(
             "load_main_params_from_ckpt",
             _is_narrow,
             lambda m: _off(m, "use_distributed_optimizer"),
         ),
-        Problem(
-            "--load-main-params-from-ckpt",
-            "only the distributed optimizer takes its main parameters from a checkpoint",
-            "add --use-distributed-optimizer, or drop it",
-        ),
+        "--load-main-params-from-ckpt",
+        "only the distributed optimizer takes its main parameters from a checkpoint",
+        "add --use-distributed-optimizer, or drop it",
     ),
-    Rule(
+    _rule(
         _with("qk_clip", _is_narrow, lambda m: m.get("use_distributed_optimizer")),
-        Problem(
-            "--qk-clip",
-            "the distributed optimizer has no whole main weights, and the first clipping ends in "
-            "a traceback",
-            "use --optimizer muon or dist_muon, or drop --use-distributed-optimizer",
-        ),
+        "--qk-clip",
+        "the distributed optimizer has no whole main weights, and the first clipping ends in "
+        "a traceback",
+        "use --optimizer muon or dist_muon, or drop --use-distributed-optimizer",
     ),
-    Rule(
+    _rule(
         _with("qk_clip", _joint_projection_in_parts),
-        Problem(
-            "--qk-clip",
-            "takes the joint weight of queries, keys and values for that of one tensor-parallel "
-            "rank without a gate, and the first clipping ends in a traceback",
-            "use --multi-latent-attention, or --tensor-model-parallel-size 1 without "
-            "--attention-output-gate",
-        ),
+        "--qk-clip",
+        "takes the joint weight of queries, keys and values for that of one tensor-parallel "
+        "rank without a gate, and the first clipping ends in a traceback",
+        "use --multi-latent-attention, or --tensor-model-parallel-size 1 without "
+        "--attention-output-gate",
     ),
-    Rule(
+    _rule(
         _splits_parts_of_groups,
-        Problem(
-            "--optimizer muon (dist_muon)",
-            "splits the joint weight into the queries, keys and values of whole groups, and with "
-            "more tensor-parallel ranks than --num-query-groups a rank has a part of one",
-            "use a --tensor-model-parallel-size up to --num-query-groups, or --muon-no-split-qkv",
-        ),
+        "--optimizer muon (dist_muon)",
+        "splits the joint weight into the queries, keys and values of whole groups, and with "
+        "more tensor-parallel ranks than --num-query-groups a rank has a part of one",
+        "use a --tensor-model-parallel-size up to --num-query-groups, or --muon-no-split-qkv",
     ),
-    Rule(
+    _rule(
         _with("hybrid_context_parallel", lambda m: m.get("mtp_num_layers")),
-        Problem(
-            "--hybrid-context-parallel",
-            "multi-token prediction shifts tokens among the ranks of the largest group, and the "
-            "groups change with every batch",
-            "drop it, or --mtp-num-layers",
-        ),
+        "--hybrid-context-parallel",
+        "multi-token prediction shifts tokens among the ranks of the largest group, and the "
+        "groups change with every batch",
+        "drop it, or --mtp-num-layers",
     ),
-    Rule(
+    _rule(
         _with("init_method_xavier_uniform"),
-        Problem(
-            "--init-method-xavier-uniform",
-            "does not reach the output layers of attention and MLP (Megatron-LM's script ends in a "
-            "TypeError for it), and with tensor parallelism its bounds are those of a shard",
-            "drop it; --init-method-std scales the normal distribution",
-        ),
+        "--init-method-xavier-uniform",
+        "does not reach the output layers of attention and MLP (Megatron-LM's script ends in a "
+        "TypeError for it), and with tensor parallelism its bounds are those of a shard",
+        "drop it; --init-method-std scales the normal distribution",
     ),
-    Rule(
+    _rule(
         _with("full_validation"),
-        Problem(
-            "--full-validation",
-            "runs one iteration a sample instead of one a global batch (with "
-            "--multiple-validation-sets), or ends in a TypeError after the first interval",
-            "drop it, and give --eval-iters: the samples of the set / --global-batch-size",
-        ),
+        "--full-validation",
+        "runs one iteration a sample instead of one a global batch (with "
+        "--multiple-validation-sets), or ends in a TypeError after the first interval",
+        "drop it, and give --eval-iters: the samples of the set / --global-batch-size",
     ),
-    Rule(
+    _rule(
         _with("num_experts", _shares_names_of_shards),
-        Problem(
-            "--ckpt-format torch",
-            "has one file for a tensor-, pipeline- and expert-parallel rank, and with this "
-            "--expert-tensor-parallel-size several ranks with other shards of experts share it",
-            "use --ckpt-format torch_dist, or an --expert-tensor-parallel-size that divides "
-            "--tensor-model-parallel-size",
-        ),
+        "--ckpt-format torch",
+        "has one file for a tensor-, pipeline- and expert-parallel rank, and with this "
+        "--expert-tensor-parallel-size several ranks with other shards of experts share it",
+        "use --ckpt-format torch_dist, or an --expert-tensor-parallel-size that divides "
+        "--tensor-model-parallel-size",
     ),
-    Rule(
+    _rule(
         _with("load_main_params_from_ckpt", _ignores_main_params),
-        Problem(
-            "--load-main-params-from-ckpt",
-            "this optimizer takes its main parameters from the 16-bit weights all the same",
-            "drop it, or use the distributed optimizer without --optimizer-cpu-offload, "
-            "--use-megatron-fsdp and the precision-aware one of native Transformer Engine",
-        ),
+        "--load-main-params-from-ckpt",
+        "this optimizer takes its main parameters from the 16-bit weights all the same",
+        "drop it, or use the distributed optimizer without --optimizer-cpu-offload, "
+        "--use-megatron-fsdp and the precision-aware one of native Transformer Engine",
     ),
-    Rule(
+    _rule(
         _with("optimizer_cpu_offload", lambda m: not m.get("use_precision_aware_optimizer")),
-        Problem(
-            "--optimizer-cpu-offload",
-            "needs the optimizer that keeps gradients and main parameters apart",
-            "add --use-precision-aware-optimizer and --use-distributed-optimizer",
-        ),
+        "--optimizer-cpu-offload",
+        "needs the optimizer that keeps gradients and main parameters apart",
+        "add --use-precision-aware-optimizer and --use-distributed-optimizer",
     ),
-    Rule(
+    _rule(
         _with("optimizer_cpu_offload", lambda m: not (m.get("bf16") or m.get("fp16"))),
-        Problem(
-            "--optimizer-cpu-offload",
-            "needs 16-bit parameters: fp32 ones are views into the gradient buffer's layout, "
-            "which no optimizer on the host can own",
-            "add --bf16 or --fp16, or drop it",
-        ),
+        "--optimizer-cpu-offload",
+        "needs 16-bit parameters: fp32 ones are views into the gradient buffer's layout, "
+        "which no optimizer on the host can own",
+        "add --bf16 or --fp16, or drop it",
     ),
-    Rule(
+    _rule(
         _with("delay_wgrad_compute", lambda m: m.get("transformer_impl") == "local"),
-        Problem(
-            "--delay-wgrad-compute",
-            "the linear layers of the local layer spec cannot compute weight gradients apart",
-            "use --transformer-impl transformer_engine",
-        ),
+        "--delay-wgrad-compute",
+        "the linear layers of the local layer spec cannot compute weight gradients apart",
+        "use --transformer-impl transformer_engine",
     ),
-    Rule(
+    _rule(
         _with("overlap_moe_expert_parallel_comm", _has_documents),
-        Problem(
-            "--overlap-moe-expert-parallel-comm",
-            "the schedule plan of a micro-batch does not say where its documents begin",
-            "drop it, or train without packed documents",
-        ),
+        "--overlap-moe-expert-parallel-comm",
+        "the schedule plan of a micro-batch does not say where its documents begin",
+        "drop it, or train without packed documents",
     ),
-    Rule(
+    _rule(
         _with("overlap_moe_expert_parallel_comm", _recomputes_experts),
-        Problem(
-            "--recompute-modules moe (--moe-layer-recompute)",
-            "--overlap-moe-expert-parallel-comm and --moe-fb-overlap run the parts of a mixture of "
-            "experts one by one, so the layer as a whole is not recomputed",
-            "leave moe out; moe_act recomputes the activations of experts",
-        ),
+        "--recompute-modules moe (--moe-layer-recompute)",
+        "--overlap-moe-expert-parallel-comm and --moe-fb-overlap run the parts of a mixture of "
+        "experts one by one, so the layer as a whole is not recomputed",
+        "leave moe out; moe_act recomputes the activations of experts",
     ),
-    Rule(
+    _rule(
         _with("eod_mask_loss", _context_parallel, lambda m: not m.get("calculate_per_token_loss")),
-        Problem(
-            "--eod-mask-loss",
-            "with context parallelism the ranks have different numbers of tokens with a loss, and "
-            "the mean of their means is not the mean of the sequence",
-            "add --calculate-per-token-loss",
-        ),
+        "--eod-mask-loss",
+        "with context parallelism the ranks have different numbers of tokens with a loss, and "
+        "the mean of their means is not the mean of the sequence",
+        "add --calculate-per-token-loss",
     ),
-    Rule(
+    _rule(
         _with("num_experts", _renormalised_top_1),
-        Problem(
-            "--moe-router-topk 1",
-            "the renormalised probability of a single expert is always 1, which Megatron refuses: "
-            "the router would never learn",
-            "add --moe-router-pre-softmax, or choose more experts",
-        ),
+        "--moe-router-topk 1",
+        "the renormalised probability of a single expert is always 1, which Megatron refuses: "
+        "the router would never learn",
+        "add --moe-router-pre-softmax, or choose more experts",
     ),
-    Rule(
+    _rule(
         _with("cpu_offloading", lambda m: not m.get("cpu_offloading_num_layers")),
-        Problem(
-            "--cpu-offloading",
-            "no layer is offloaded",
-            "add --cpu-offloading-num-layers",
-        ),
+        "--cpu-offloading",
+        "no layer is offloaded",
+        "add --cpu-offloading-num-layers",
     ),
-    Rule(
+    _rule(
         _with("cpu_offloading", lambda m: m.get("cpu_offloading_weights")),
-        Problem(
-            "--cpu-offloading-weights",
-            "only activations can be kept in host memory",
-            "drop it (--optimizer-cpu-offload keeps optimizer states there)",
-        ),
+        "--cpu-offloading-weights",
+        "only activations can be kept in host memory",
+        "drop it (--optimizer-cpu-offload keeps optimizer states there)",
     ),
-    Rule(
+    _rule(
         _with("record_memory_history", _on_host),
-        Problem(
-            "--record-memory-history",
-            "PyTorch records the history of device memory only, and the CPU has none",
-            "drop it, or run on a GPU or NPU",
-        ),
+        "--record-memory-history",
+        "PyTorch records the history of device memory only, and the CPU has none",
+        "drop it, or run on a GPU or NPU",
     ),
-    Rule(
+    _rule(
         lambda m: m.get("moe_token_dispatcher_type") == "flex" and _without_cuda(m),
-        Problem(
-            "--moe-token-dispatcher-type flex",
-            "its backends, DeepEP and HybridEP, need NVIDIA GPUs",
-            "use alltoall",
-        ),
+        "--moe-token-dispatcher-type flex",
+        "its backends, DeepEP and HybridEP, need NVIDIA GPUs",
+        "use alltoall",
     ),
-    Rule(
+    _rule(
         _with("batch_invariant_mode", _without_cuda),
-        Problem(
-            "--batch-invariant-mode",
-            "its kernels need Triton on an NVIDIA GPU",
-            "drop it; --npu-deterministic makes runs repeat",
-        ),
+        "--batch-invariant-mode",
+        "its kernels need Triton on an NVIDIA GPU",
+        "drop it; --npu-deterministic makes runs repeat",
     ),
-    Rule(
+    _rule(
         lambda m: _captures_graphs(m) and _without_cuda(m),
-        Problem(
-            "--cuda-graph-impl (--enable-cuda-graph, --external-cuda-graph)",
-            "CUDA graphs need an NVIDIA GPU",
-            "drop it",
-        ),
+        "--cuda-graph-impl (--enable-cuda-graph, --external-cuda-graph)",
+        "CUDA graphs need an NVIDIA GPU",
+        "drop it",
     ),
-    Rule(
+    _rule(
         _with("use_torch_fsdp2"),
-        Problem(
-            "--use-torch-fsdp2 (and --ckpt-format torch_dcp, which goes with it alone)",
-            "Megatron's wrapper of torch's FSDP2 ends in a TypeError in the first step of 0.16.1, "
-            "on every device (finish_grad_sync has no force_all_reduce)",
-            "use --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-            "--ckpt-format fsdp_dtensor",
-        ),
+        "--use-torch-fsdp2 (and --ckpt-format torch_dcp, which goes with it alone)",
+        "Megatron's wrapper of torch's FSDP2 ends in a TypeError in the first step of 0.16.1, "
+        "on every device (finish_grad_sync has no force_all_reduce)",
+        "use --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--ckpt-format fsdp_dtensor",
     ),
-    Rule(
+    _rule(
         _with("nccl_ub", _without_cuda),
-        Problem("--use-nccl-ub", "it registers buffers with NCCL, on NVIDIA GPUs", "drop it"),
+        "--use-nccl-ub",
+        "it registers buffers with NCCL, on NVIDIA GPUs",
+        "drop it",
     ),
-    Rule(
+    _rule(
         _with("nccl_communicator_config_path", lambda m: device.current().name == "npu"),
-        Problem(
-            "--nccl-communicator-config-path",
-            "it describes communicators of NCCL, and an NPU has none",
-            "drop it",
-        ),
+        "--nccl-communicator-config-path",
+        "it describes communicators of NCCL, and an NPU has none",
+        "drop it",
     ),
 )
