@@ -13,6 +13,7 @@ decoder has no other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
@@ -46,28 +47,22 @@ class Alibi(Feature, level=0, seams=("kernels",), after=("flash-attention", "tri
     def enabled(self, megatron: Megatron) -> bool:
         return self.position_embedding_type == "alibi"
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name, kind = "--position-embedding-type alibi", self.alibi_fusion_attn_type
-        problems = []
         if kind not in (None, _TENSOR, _IN_KERNEL, _ROOT):
-            problems.append(
-                Problem("--alibi-fusion-attn-type", f"{kind} is not one of 0, 2, 3", "use 2")
-            )
+            yield Problem("--alibi-fusion-attn-type", f"{kind} is not one of 0, 2, 3", "use 2")
         for option in ("use_rotary_position_embeddings", "use_fused_rotary_pos_emb"):
             if megatron.get(option):
-                problems.append(conflict(option_of(option), name))
+                yield conflict(option_of(option), name)
         if megatron.get("multi_latent_attention"):
-            problems.append(Problem(name, "latent attention has rotary positions", "remove one"))
+            yield Problem(name, "latent attention has rotary positions", "remove one")
         if kind in (_TENSOR, _ROOT) and megatron.get("context_parallel_size", 1) > 1:
-            problems.append(
-                Problem(
-                    "--alibi-fusion-attn-type",
-                    f"{kind} makes a bias of the whole sequence, which is split by "
-                    f"--context-parallel-size {megatron['context_parallel_size']}",
-                    "use 2",
-                )
+            yield Problem(
+                "--alibi-fusion-attn-type",
+                f"{kind} makes a bias of the whole sequence, which is split by "
+                f"--context-parallel-size {megatron['context_parallel_size']}",
+                "use 2",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         import torch

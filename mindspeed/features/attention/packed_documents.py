@@ -15,6 +15,7 @@ do, attaches the same way: each sample is one document.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -39,40 +40,32 @@ class PackedDocuments(Feature, level=2, seams=("documents",)):
 
         return resets(megatron) or adaptive(megatron) or self.fix_sub_seq_length != -1
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         from mindspeed.attention.packed_batch import adaptive, resets
 
-        problems = []
         length, ranks = self.fix_sub_seq_length, megatron.get("context_parallel_size") or 1
         if length != -1 and not resets(megatron):
-            problems.append(
-                Problem(
-                    "--fix-sub-seq-length",
-                    "changes nothing alone",
-                    "add --reset-attention-mask, --reset-position-ids or both",
-                )
+            yield Problem(
+                "--fix-sub-seq-length",
+                "changes nothing alone",
+                "add --reset-attention-mask, --reset-position-ids or both",
             )
         if ranks > 1 and resets(megatron) and not megatron.get("calculate_per_token_loss"):
-            problems.append(
-                Problem(
-                    "packed data with context parallelism needs --calculate-per-token-loss",
-                    "local token counts differ (documents and masked tokens lie unevenly on the "
-                    f"{ranks} ranks)",
-                )
+            yield Problem(
+                "packed data with context parallelism needs --calculate-per-token-loss",
+                "local token counts differ (documents and masked tokens lie unevenly on the "
+                f"{ranks} ranks)",
             )
         for name, kind in _ORDERED.items():
             if not megatron.get(name):
                 continue
             flag_name = "--" + name.replace("_", "-")
             if adaptive(megatron):
-                problems.append(Problem(flag_name, _in_order(kind)))
+                yield Problem(flag_name, _in_order(kind))
             elif resets(megatron):
-                problems.append(
-                    Problem(flag_name, f"{kind} layers would mix packed documents", "remove one")
-                )
+                yield Problem(flag_name, f"{kind} layers would mix packed documents", "remove one")
         if adaptive(megatron) and megatron.get("mtp_num_layers"):
-            problems.append(Problem("--mtp-num-layers", _in_order("multi-token prediction")))
-        return problems
+            yield Problem("--mtp-num-layers", _in_order("multi-token prediction"))
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         """No s x s mask from the data loader: the attention would not read it."""

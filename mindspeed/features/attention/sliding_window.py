@@ -11,6 +11,7 @@ Keys after a query's own (R > 0) are attended to with ``--attention-mask-type ge
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -50,39 +51,31 @@ class SlidingWindow(Feature, level=1, seams=("kernels",)):
     def _changed(self) -> bool:
         return (self.pre_tockens, self.next_tockens) != (_WHOLE_SEQUENCE, 0)
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = []
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         size = megatron.get("window_size")
         if self.sparse_mode not in (0, 2, 3, _BAND):
-            problems.append(
-                Problem(f"sparse_mode {self.sparse_mode}", "with flash attention use 0, 2, 3 or 4")
+            yield Problem(
+                f"sparse_mode {self.sparse_mode}", "with flash attention use 0, 2, 3 or 4"
             )
         if self._changed() and self.sparse_mode != _BAND:
-            problems.append(Problem(_TOKENS, "no window without it", "add --sparse-mode 4"))
+            yield Problem(_TOKENS, "no window without it", "add --sparse-mode 4")
         if self.sparse_mode == _BAND and size:
-            problems.append(Problem("--sparse-mode 4", "--window-size is a window too", "give one"))
+            yield Problem("--sparse-mode 4", "--window-size is a window too", "give one")
         if self.sparse_mode == _BAND and megatron.get("window_attn_skip_freq"):
-            problems.append(
-                Problem(
-                    "--window-attn-skip-freq",
-                    "chooses layers for --window-size; --sparse-mode 4 is for all",
-                    "give --window-size instead of --sparse-mode 4",
-                )
+            yield Problem(
+                "--window-attn-skip-freq",
+                "chooses layers for --window-size; --sparse-mode 4 is for all",
+                "give --window-size instead of --sparse-mode 4",
             )
         if size and min(size) < -1:
-            problems.append(
-                Problem("--window-size", f"{tuple(size)} is negative", "use -1 for no limit")
-            )
+            yield Problem("--window-size", f"{tuple(size)} is negative", "use -1 for no limit")
         after = self.next_tockens if self.sparse_mode == _BAND else size[1] if size else 0
         if after > 0 and megatron.get("attention_mask_type", "causal") != "general":
-            problems.append(
-                Problem(
-                    "--window-size" if size else "--next-tockens",
-                    f"{after} keys after a query's own, in causal layers",
-                    "use 0, or add --attention-mask-type general",
-                )
+            yield Problem(
+                "--window-size" if size else "--next-tockens",
+                f"{after} keys after a query's own, in causal layers",
+                "use 0, or add --attention-mask-type general",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.attention.packed_batch import document_mask

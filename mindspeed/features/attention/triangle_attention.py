@@ -8,6 +8,7 @@ Same losses. For devices without a flash kernel; ``--use-flash-attn`` skips more
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -27,18 +28,14 @@ class TriangleAttention(Feature, level=1, seams=("kernels",), conflicts=("flash-
     def enabled(self, megatron: Megatron) -> bool:
         return self.triangle_attn
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = []
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         ranks = megatron.get("context_parallel_size") or 1
         if ranks > 1:
-            problems.append(
-                Problem(
-                    "--triangle-attn",
-                    f"attends on one rank, --context-parallel-size is {ranks}",
-                    "remove it: only what the mask shows is multiplied there anyway",
-                )
+            yield Problem(
+                "--triangle-attn",
+                f"attends on one rank, --context-parallel-size is {ranks}",
+                "remove it: only what the mask shows is multiplied there anyway",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.te.flash import attend_by_blocks

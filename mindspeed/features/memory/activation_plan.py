@@ -7,6 +7,7 @@ plan, losses and gradients stay bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
@@ -36,29 +37,23 @@ class ActivationPlan(
     def enabled(self, megatron: Megatron) -> bool:
         return bool(self.activation_plan)
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         from mindspeed.memory.layer_rules import largest
 
-        problems = []
         if megatron.get("recompute_granularity") == "full":
-            problems.append(
-                conflict(
-                    _FLAG,
-                    "--recompute-granularity full",
-                    "both recompute layers",
-                    'remove one; a plan says the same with {"all": {"layer": "recompute"}}',
-                )
+            yield conflict(
+                _FLAG,
+                "--recompute-granularity full",
+                "both recompute layers",
+                'remove one; a plan says the same with {"all": {"layer": "recompute"}}',
             )
         rules, total = _rules(self.activation_plan), megatron.get("num_layers")
         if total is not None and largest(rules) >= total:
-            problems.append(
-                Problem(
-                    _FLAG,
-                    f"there is no layer {largest(rules)}: layers are numbered from 0, and "
-                    f"--num-layers is {total}",
-                )
+            yield Problem(
+                _FLAG,
+                f"there is no layer {largest(rules)}: layers are numbered from 0, and "
+                f"--num-layers is {total}",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         rules = _rules(self.activation_plan)

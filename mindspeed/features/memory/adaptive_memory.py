@@ -11,6 +11,7 @@ kept as fits, and what is computed again is what costs least time per byte.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.adaptor.printing import print_rank_0
@@ -85,26 +86,21 @@ class AdaptiveMemory(
         }
         return [name for name, on in given.items() if on]
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         given = self.flags
         if not given:
-            return [Problem(_STEPS, f"has no effect without {_SIZE}, {_SWAP} or {_OPTIMIZATION}")]
-        problems = []
+            yield Problem(_STEPS, f"has no effect without {_SIZE}, {_SWAP} or {_OPTIMIZATION}")
+            return
         if self.adaptive_recompute_device_swap and self.adaptive_memory_optimization:
-            problems.append(conflict(_SWAP, _OPTIMIZATION))
+            yield conflict(_SWAP, _OPTIMIZATION)
         size = self.adaptive_recompute_device_size
         if size > _MOST_MIB:
-            problems.append(Problem(f"{_SIZE} {size}", "is in MiB", f"did you mean {size >> 20}?"))
+            yield Problem(f"{_SIZE} {size}", "is in MiB", f"did you mean {size >> 20}?")
         if _min_bytes() == 0:
-            problems.append(
-                Problem(_MIN_BYTES, f"{os.environ[_MIN_BYTES]!r} is no number of bytes from 1024")
-            )
+            yield Problem(_MIN_BYTES, f"{os.environ[_MIN_BYTES]!r} is no number of bytes from 1024")
         steps, total = self.adaptive_recompute_profiling_step, megatron.get("train_iters")
         if total is not None and steps >= total:
-            problems.append(
-                Problem(f"{_STEPS} {steps}", f"leaves no step of --train-iters {total} to profit")
-            )
-        return problems
+            yield Problem(f"{_STEPS} {steps}", f"leaves no step of --train-iters {total} to profit")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed import device

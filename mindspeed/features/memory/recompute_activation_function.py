@@ -9,7 +9,7 @@ sequential experts, shared experts; both layer specs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -53,15 +53,14 @@ class RecomputeActivationFunction(
             or self.recompute_activation_function_num_layers is not None
         )
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name, wanted = "--recompute-activation-function", self.recompute_activation_function
         number = self.recompute_activation_function_num_layers
-        problems = list(layer_count_problems(name, f"{name}-num-layers", wanted, number, megatron))
+        yield from layer_count_problems(name, f"{name}-num-layers", wanted, number, megatron)
         if not wanted:
-            return problems
+            return
         for module in ("mlp", "moe", "moe_act"):
-            problems += selective_problem(name, module, megatron)
-        return problems
+            yield from selective_problem(name, module, megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         def activations(sites: Iterable[str]) -> tuple[str, ...]:

@@ -54,31 +54,25 @@ class RecomputeCommunication(
     def enabled(self, megatron: Megatron) -> bool:
         return self.optimize_recomp_communication_level > 0
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems: list[Problem] = []
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         granularity = megatron.get("recompute_granularity")
         if granularity == "full":
-            problems += _full_problems(megatron)
+            yield from _full_problems(megatron)
         elif granularity == "selective":
-            problems += _selective_problems(megatron)
+            yield from _selective_problems(megatron)
         else:
-            problems.append(
-                Problem(
-                    _FLAG,
-                    "has no effect without recomputation",
-                    f"add {_GRANULARITY} full or selective, or remove it",
-                )
+            yield Problem(
+                _FLAG,
+                "has no effect without recomputation",
+                f"add {_GRANULARITY} full or selective, or remove it",
             )
         if megatron.get("transformer_impl") == "transformer_engine" and _native():
-            problems.append(
-                conflict(
-                    _FLAG,
-                    "NVIDIA's Transformer Engine",
-                    "its linear layers communicate on their own",
-                    "unset MINDSPEED_TE=native, or use --transformer-impl local",
-                )
+            yield conflict(
+                _FLAG,
+                "NVIDIA's Transformer Engine",
+                "its linear layers communicate on their own",
+                "unset MINDSPEED_TE=native, or use --transformer-impl local",
             )
-        return problems
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         others = [name for name in megatron.get("recompute_modules") or () if name != _MLP]

@@ -8,6 +8,7 @@ its own gradient right after its forward, so it stores its layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -38,29 +39,24 @@ class RecomputeInAdvance(
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         return {"recompute_granularity": None}
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         chunks = "with one, a rank has nothing to do while it waits for a gradient"
-        problems = list(shared.problems_of(_FLAG, "advance", megatron, chunks=chunks))
+        yield from shared.problems_of(_FLAG, "advance", megatron, chunks=chunks)
         for name, wanted in (("recompute_granularity", "full"), ("recompute_method", "block")):
             if (given := megatron.get(name)) != wanted:
                 other = "--" + name.replace("_", "-")
-                problems.append(
-                    Problem(
-                        _FLAG,
-                        f"needs {other} {wanted}, " + (f"not {given}" if given else "not given"),
-                        f"add {other} {wanted}, or remove it",
-                    )
+                yield Problem(
+                    _FLAG,
+                    f"needs {other} {wanted}, " + (f"not {given}" if given else "not given"),
+                    f"add {other} {wanted}, or remove it",
                 )
         if not (number := megatron.get("recompute_num_layers")) or number < 0:
-            problems.append(
-                Problem(
-                    _FLAG,
-                    "needs --recompute-num-layers of at least 1, "
-                    + ("not given" if number is None else f"not {number}"),
-                    "say how many layers of every model chunk are recomputed",
-                )
+            yield Problem(
+                _FLAG,
+                "needs --recompute-num-layers of at least 1, "
+                + ("not given" if number is None else f"not {number}"),
+                "say how many layers of every model chunk are recomputed",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         number = megatron.get("recompute_num_layers")

@@ -8,6 +8,7 @@ takes no time; the more there are, the less of it hides.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict
@@ -34,27 +35,22 @@ class RecomputeInBubble(
         False, "recompute what interleaving stores in excess while the pipeline is idle"
     )
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         chunks = "in-bubble recomputation reorders them"
-        problems = list(shared.problems_of(_FLAG, "bubble", megatron, chunks=chunks))
+        yield from shared.problems_of(_FLAG, "bubble", megatron, chunks=chunks)
         if granularity := megatron.get("recompute_granularity"):
-            problems.append(
-                conflict(
-                    _FLAG,
-                    f"--recompute-granularity {granularity}",
-                    "it chooses by itself what is recomputed",
-                )
+            yield conflict(
+                _FLAG,
+                f"--recompute-granularity {granularity}",
+                "it chooses by itself what is recomputed",
             )
         elif number := megatron.get("recompute_num_layers"):
-            problems.append(
-                conflict(
-                    _FLAG,
-                    f"--recompute-num-layers {number}",
-                    "all layers of a chunk are stored, or none",
-                    "remove it, or give 0",
-                )
+            yield conflict(
+                _FLAG,
+                f"--recompute-num-layers {number}",
+                "all layers of a chunk are stored, or none",
+                "remove it, or give 0",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         shared.attach_recomputation(seams, self.name, _FLAG, megatron, "bubble", None)

@@ -8,6 +8,7 @@ With this flag N counts over all chunks of the pipeline rank, shared evenly amon
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -34,29 +35,23 @@ class RecomputeLayersPerRank(
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         return {"recompute_granularity": None}
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name = "--enable-recompute-layers-per-pp-rank"
-        problems = []
         if megatron.get("recompute_granularity") != "full" or (
             megatron.get("recompute_method") != "block"
         ):
-            problems.append(
-                Problem(
-                    name,
-                    "counts the layers of --recompute-granularity full --recompute-method block, "
-                    "which are not given",
-                    "add them, or remove it",
-                )
+            yield Problem(
+                name,
+                "counts the layers of --recompute-granularity full --recompute-method block, "
+                "which are not given",
+                "add them, or remove it",
             )
         if (megatron.get("virtual_pipeline_model_parallel_size") or 1) == 1:
-            problems.append(
-                Problem(
-                    name,
-                    "has no effect without virtual pipeline stages: a rank has one model chunk",
-                    "add --num-layers-per-virtual-pipeline-stage, or remove it",
-                )
+            yield Problem(
+                name,
+                "has no effect without virtual pipeline stages: a rank has one model chunk",
+                "add --num-layers-per-virtual-pipeline-stage, or remove it",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         if megatron.get("optimize_recomp_communication_level"):

@@ -9,7 +9,7 @@ layer are one module, latent attention and multi-token prediction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -47,15 +47,14 @@ class RecomputeNorm(
     def enabled(self, megatron: Megatron) -> bool:
         return self.recompute_norm or self.recompute_norm_num_layers is not None
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name, wanted = "--recompute-norm", self.recompute_norm
         number = self.recompute_norm_num_layers
-        problems = list(
-            layer_count_problems(name, "--recompute-norm-num-layers", wanted, number, megatron)
+        yield from layer_count_problems(
+            name, "--recompute-norm-num-layers", wanted, number, megatron
         )
         if wanted:
-            problems += selective_problem(name, "layernorm", megatron)
-        return problems
+            yield from selective_problem(name, "layernorm", megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         def norms(sites: Iterable[str]) -> tuple[str, ...]:

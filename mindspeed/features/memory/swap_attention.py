@@ -61,18 +61,18 @@ class SwapAttention(
             if getattr(self, name) != getattr(default, name)
         ]
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name = "--swap-attention"
         if not self.swap_attention:
-            return [
+            yield from [
                 Problem(other, f"has no effect without {name}", f"add {name}, or remove it")
                 for other in self._wanted()
             ]
-        problems = [*self._other_plans(megatron)]
+            return
+        yield from self._other_plans(megatron)
         if not self.swap_modules:
-            problems.append(Problem("--swap-modules", "names no module", "name one, or remove it"))
-        problems += self._size_problems(megatron)
-        return problems
+            yield Problem("--swap-modules", "names no module", "name one, or remove it")
+        yield from self._size_problems(megatron)
 
     def _other_plans(self, megatron: Megatron) -> Iterator[Problem]:
         name = "--swap-attention"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
@@ -52,23 +53,21 @@ class Cadam(Feature, level=2, seams=("kernels",)):
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         return {"update_rule": "cadam"}
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = []
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         beta = megatron.get("adam_beta1", _ADAMS_BETA)
         if not 0 <= beta < 1:
-            problems.append(Problem("--adam-beta1", f"{beta} is not in [0, 1)", "0.965 is usual"))
+            yield Problem("--adam-beta1", f"{beta} is not in [0, 1)", "0.965 is usual")
         for name, values in _WITHOUT_EFFECT.items():
             if name in megatron and megatron[name] not in values:
                 what = f"has no effect with {FLAG}"
-                problems.append(Problem(option_of(name), what, "remove it"))
+                yield Problem(option_of(name), what, "remove it")
         for name, reason in _EXCLUDED.items():
             if megatron.get(name):
-                problems.append(conflict(option_of(name), FLAG, reason))
+                yield conflict(option_of(name), FLAG, reason)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if str(megatron.get(name, "fp32")) not in ("fp32", "torch.float32"):
                 why = "it stores one moment in 16 bits"
-                problems.append(conflict(option_of(name), FLAG, why, "remove it"))
-        return problems
+                yield conflict(option_of(name), FLAG, why, "remove it")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.optimizer.cadam import CADAM, RowScaled

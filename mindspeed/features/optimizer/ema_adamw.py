@@ -9,6 +9,7 @@ with averaged weights, such as diffusion models.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
@@ -38,18 +39,18 @@ class EmaAdamW(Feature, level=2, seams=("kernels",)):
     def enabled(self, megatron: Megatron) -> bool:
         return _selected(megatron) or self.ema_decay != DECAY
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         if not _selected(megatron):
-            return [Problem("--ema-decay", "has no effect alone", f"add {FLAG}")]
-        problems = [
+            yield Problem("--ema-decay", "has no effect alone", f"add {FLAG}")
+            return
+        yield from [
             conflict(option_of(name), FLAG, why)
             for name, why in _EXCLUDED.items()
             if megatron.get(name)
         ]
         name = chosen(megatron)
         if name not in ("adam", "fused_adam"):
-            problems.append(conflict(FLAG, f"--optimizer {name}"))
-        return problems
+            yield conflict(FLAG, f"--optimizer {name}")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.optimizer.rules import ema_adamw

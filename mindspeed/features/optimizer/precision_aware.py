@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,17 +39,15 @@ _EXCLUDED = {
 }
 
 
-def problems(flag: str, megatron: Megatron) -> list[Problem]:
+def problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
     """Find what excludes ``flag``, which needs 16-bit parameters and ``FusedAdam``."""
-    found = []
     if (optimizer := megatron.get("optimizer", "adam")) not in _ADAM:
-        found.append(conflict(flag, f"--optimizer {optimizer}", fix="use adam"))
+        yield conflict(flag, f"--optimizer {optimizer}", fix="use adam")
     for name, (other, why, fix) in _EXCLUDED.items():
         if megatron.get(name):
-            found.append(conflict(flag, other, why, fix))
+            yield conflict(flag, other, why, fix)
     if megatron.get("fp8_param_gather"):
-        found.append(conflict(flag, "--fp8-param-gather", "weights are fp8", "drop one"))
-    return found
+        yield conflict(flag, "--fp8-param-gather", "weights are fp8", "drop one")
 
 
 def is_narrow(megatron: Megatron) -> bool:

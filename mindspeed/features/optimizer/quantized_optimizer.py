@@ -16,6 +16,7 @@ Both change losses within rounding: compare a short run with one in fp32 first.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
@@ -43,37 +44,31 @@ class QuantizedOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kerne
     def enabled(self, megatron: Megatron) -> bool:
         return bool(self.quant_states or self.quant_grads or not self.quant_states_exempt)
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        found = []
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         if not (self.quant_states_exempt or self._stores_fp8(megatron)):
             what, fix = "has no effect without moments in fp8", "add --quant-states fp8"
-            found.append(Problem("--no-quant-states-exempt", what, fix))
+            yield Problem("--no-quant-states-exempt", what, fix)
         if self.quant_states:
             name = f"--quant-states {self.quant_states}"
-            found += precision_aware.problems(name, megatron)
+            yield from precision_aware.problems(name, megatron)
             if self.quant_states != "fp8":
-                found.append(
-                    Problem(name, "this device does not compute in that format", "use fp8")
-                )
+                yield Problem(name, "this device does not compute in that format", "use fp8")
             if not precision_aware.is_narrow(megatron):
-                found.append(Problem(name, "needs 16-bit training", "add --bf16 or --fp16"))
+                yield Problem(name, "needs 16-bit training", "add --bf16 or --fp16")
             for moment in ("exp_avg", "exp_avg_sq"):
                 if str(given := megatron.get(f"{moment}_dtype", "fp32")) not in _FP32:
                     other = f"{option_of(f'{moment}_dtype')} {given}"
-                    found.append(conflict(name, other, fix="drop one"))
+                    yield conflict(name, other, fix="drop one")
         if self.quant_grads:
             name = "--quant-grads"
-            found += precision_aware.problems(name, megatron)
+            yield from precision_aware.problems(name, megatron)
             if megatron.get("fp16") or not megatron.get("bf16", True):
-                found.append(
-                    Problem(
-                        name,
-                        "keeps gradients of bf16 training in bf16",
-                        "add --bf16; with --fp16 gradients have 16 bits already, and "
-                        "--release-fp32-grad updates from them",
-                    )
+                yield Problem(
+                    name,
+                    "keeps gradients of bf16 training in bf16",
+                    "add --bf16; with --fp16 gradients have 16 bits already, and "
+                    "--release-fp32-grad updates from them",
                 )
-        return found
 
     def _stores_fp8(self, megatron: Megatron) -> bool:
         """Whether a flag of ours or of Megatron's stores a moment in fp8."""

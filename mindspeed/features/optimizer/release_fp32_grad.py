@@ -12,6 +12,7 @@ save memory should hear that it saves none.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -27,24 +28,21 @@ class ReleaseFp32Grad(Feature, level=2, seams=precision_aware.SEAMS):
 
     release_fp32_grad: bool = flag(False, "update from 16-bit gradients, without fp32 copies")
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name = "--release-fp32-grad"
-        found = precision_aware.problems(name, megatron)
+        yield from precision_aware.problems(name, megatron)
         if not precision_aware.is_narrow(megatron):
-            found.append(
-                Problem(name, "gradients of fp32 training have no copies", "add --fp16, or drop it")
+            yield Problem(
+                name, "gradients of fp32 training have no copies", "add --fp16, or drop it"
             )
         elif megatron.get("accumulate_allreduce_grads_in_fp32") and not megatron.get("quant_grads"):
             narrow = "--grad-reduce-in-bf16" if megatron.get("bf16") else "16-bit gradients"
-            found.append(
-                Problem(
-                    name,
-                    "has no effect: gradients are accumulated in fp32, which needs no copies",
-                    f"drop it, or accumulate in 16 bits ({narrow}, without "
-                    "--accumulate-allreduce-grads-in-fp32)",
-                )
+            yield Problem(
+                name,
+                "has no effect: gradients are accumulated in fp32, which needs no copies",
+                f"drop it, or accumulate in 16 bits ({narrow}, without "
+                "--accumulate-allreduce-grads-in-fp32)",
             )
-        return found
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         precision_aware.attach(seams, self.name)

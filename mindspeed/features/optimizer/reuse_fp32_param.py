@@ -13,6 +13,7 @@ same bits as without ``--reuse-fp32-param``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict
@@ -36,20 +37,20 @@ class ReuseFp32Param(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels")
     def enabled(self, megatron: Megatron) -> bool:
         return self.reuse_fp32_param or self.reuse_fp32_param_exact
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name = "--reuse-fp32-param"
         if not self.reuse_fp32_param:
-            return [
-                Problem("--reuse-fp32-param-exact", f"has no effect without {name}", f"add {name}")
-            ]
-        found = precision_aware.problems(name, megatron)
+            yield Problem(
+                "--reuse-fp32-param-exact", f"has no effect without {name}", f"add {name}"
+            )
+            return
+        yield from precision_aware.problems(name, megatron)
         if megatron.get("fp16") or not megatron.get("bf16", True):
             given = "--fp16" if megatron.get("fp16") else "fp32 training"
             why = "parameters are no upper halves of fp32 numbers"
-            found.append(conflict(name, given, why, "use --bf16"))
+            yield conflict(name, given, why, "use --bf16")
         if str(megatron.get("main_params_dtype", "fp32")) not in ("fp32", "torch.float32"):
-            found.append(conflict(name, "--main-params-dtype fp16", fix="drop one"))
-        return found
+            yield conflict(name, "--main-params-dtype fp16", fix="drop one")
 
     def _exact(self, megatron: Megatron) -> bool:
         deterministic = megatron.get("npu_deterministic") or megatron.get("deterministic_mode")

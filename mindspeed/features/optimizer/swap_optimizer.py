@@ -10,6 +10,7 @@ of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
@@ -51,14 +52,14 @@ class SwapOptimizer(
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         return {"store_param_remainders": False}
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         if not self.swap_optimizer:
-            return [Problem("--swap-optimizer-times", "has no effect alone", f"add {FLAG}")]
-        problems = host_state_problems(FLAG, megatron)
+            yield Problem("--swap-optimizer-times", "has no effect alone", f"add {FLAG}")
+            return
+        yield from host_state_problems(FLAG, megatron)
         if not megatron.get("use_distributed_optimizer"):
             what = "needs main weights that the optimizer owns"
-            problems.append(Problem(FLAG, what, "add --use-distributed-optimizer"))
-        return problems
+            yield Problem(FLAG, what, "add --use-distributed-optimizer")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.optimizer.placement import HostSwap
@@ -69,17 +70,16 @@ class SwapOptimizer(
         seams.use_kernels(owner=self.name, state_placement=lambda name: space)
 
 
-def host_state_problems(flag: str, megatron: Megatron) -> list[Problem]:
+def host_state_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
     """Flags that exclude states in host memory, which ``flag`` wants."""
-    found = [
+    yield from [
         conflict(option_of(name), flag, why)
         for name, why in _EXCLUDED.items()
         if megatron.get(name)
     ]
     for name in _DTYPES:
         if str(megatron.get(name, "fp32")) not in ("fp32", "torch.float32"):
-            found.append(conflict(option_of(name), flag, "states in host memory are fp32"))
+            yield conflict(option_of(name), flag, "states in host memory are fp32")
     name = chosen(megatron)
     if name not in ("adam", "fused_adam"):
-        found.append(conflict(flag, f"--optimizer {name}"))
-    return found
+        yield conflict(flag, f"--optimizer {name}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed import device
@@ -50,23 +51,21 @@ class VirtualOptimizer(
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         return {"store_param_remainders": False} if _swaps() else {}
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = host_state_problems(FLAG, megatron)
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        yield from host_state_problems(FLAG, megatron)
         given, stages = self.virtual_optimizer, megatron.get("pipeline_model_parallel_size") or 1
         try:
             count = len(limits(given))
         except ValueError:
             what = f"{' '.join(given)} is not {ALL}, and not numbers of GiB above 0"
-            return [*problems, Problem(FLAG, what)]
+            yield Problem(FLAG, what)
+            return
         if count not in (1, stages):
             what = f"got {count} numbers for {stages} pipeline stages"
-            problems.append(Problem(FLAG, what, f"give 1 or {stages} (or {ALL})"))
+            yield Problem(FLAG, what, f"give 1 or {stages} (or {ALL})")
         if _swaps() and not megatron.get("use_distributed_optimizer"):
             what = f"kernels of {device.current().name} cannot address host memory"
-            problems.append(
-                Problem(FLAG, what, "add --use-distributed-optimizer: it swaps instead")
-            )
-        return problems
+            yield Problem(FLAG, what, "add --use-distributed-optimizer: it swaps instead")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.optimizer.placement import HostMapped, HostSwap

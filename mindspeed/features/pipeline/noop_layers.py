@@ -6,6 +6,7 @@ without these layers: same losses, same initialisation, same checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -33,18 +34,16 @@ class NoopLayers(
     def enabled(self, megatron: Megatron) -> bool:
         return bool(self.noop_layers)
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         from mindspeed.pipeline.noop_layers import problem_of
 
-        problems = []
         num_layers = megatron.get("num_layers")
         if (
             num_layers is not None
         ):  # frameworks give it to the model only; it is checked there again
             problem = problem_of(self.noop_layers, num_layers)
             if problem:
-                problems.append(Problem("--noop-layers", problem))
-        return problems
+                yield Problem("--noop-layers", problem)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.pipeline.noop_layers import without_noop

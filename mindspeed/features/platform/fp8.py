@@ -8,6 +8,8 @@ What is not emulated is refused here, before anything is built. NVIDIA's own pac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mindspeed.features.feature import Feature, Megatron, Problem
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
@@ -56,61 +58,52 @@ class Fp8(Feature, level=0):
         names = ("fp8", "fp8_param_gather", *_NOT_EMULATED)
         return any(megatron.get(name) for name in names)
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         from mindspeed import device, te
 
         here = device.current()
         if te.choose(here.name)[0] == "native":
-            return []
+            return
         values = {
             **megatron,
             "fp8_param": megatron.get("fp8_param") or megatron.get("fp8_param_gather"),
         }
-        problems = [Problem(*words) for name, words in _NOT_EMULATED.items() if values.get(name)]
+        yield from [Problem(*words) for name, words in _NOT_EMULATED.items() if values.get(name)]
         if not megatron.get("fp8"):
-            return problems
+            return
         name, recipe = "--fp8-format", _recipe(megatron)
         if not here.on_host:
-            problems.append(
-                Problem(
-                    name,
-                    f"fp8 is emulated on the CPU only, this process runs on {here.name}",
-                    "install transformer_engine on a GPU with fp8 tensor cores, or remove it",
-                )
+            yield Problem(
+                name,
+                f"fp8 is emulated on the CPU only, this process runs on {here.name}",
+                "install transformer_engine on a GPU with fp8 tensor cores, or remove it",
             )
         if megatron.get("transformer_impl") == "local":
             fix = "use --transformer-impl transformer_engine"
-            problems.append(Problem(name, "has no effect with --transformer-impl local", fix))
+            yield Problem(name, "has no effect with --transformer-impl local", fix)
         if recipe not in RECIPES:
-            problems.append(
-                Problem(
-                    "--fp8-recipe", f"{recipe} is not emulated", f"use one of {', '.join(RECIPES)}"
-                )
+            yield Problem(
+                "--fp8-recipe", f"{recipe} is not emulated", f"use one of {', '.join(RECIPES)}"
             )
         if recipe == "delayed" and megatron.get("moe_grouped_gemm"):
-            problems.append(
-                Problem(
-                    "--fp8-recipe",
-                    "delayed scaling of --moe-grouped-gemm is not emulated: Megatron pickles the "
-                    "factors of grouped experts, and checkpoints are read without pickle here",
-                    "use tensorwise, blockwise or mxfp8",
-                )
+            yield Problem(
+                "--fp8-recipe",
+                "delayed scaling of --moe-grouped-gemm is not emulated: Megatron pickles the "
+                "factors of grouped experts, and checkpoints are read without pickle here",
+                "use tensorwise, blockwise or mxfp8",
             )
         for attribute, (flag, default) in _DELAYED_ONLY.items():
             if recipe != "delayed" and megatron.get(attribute, default) not in (default, None):
                 fix = "use --fp8-recipe delayed, or remove it"
-                problems.append(Problem(flag, f"has no effect with --fp8-recipe {recipe}", fix))
+                yield Problem(flag, f"has no effect with --fp8-recipe {recipe}", fix)
         modules = megatron.get("recompute_modules") or ()
         if recipe == "delayed" and "mla_up_proj" in modules:
-            problems.append(
-                Problem(
-                    "--recompute-modules",
-                    "mla_up_proj is not emulated with --fp8-recipe delayed: the factors of its "
-                    "first run are not kept",
-                    "use another recipe",
-                )
+            yield Problem(
+                "--recompute-modules",
+                "mla_up_proj is not emulated with --fp8-recipe delayed: the factors of its "
+                "first run are not kept",
+                "use another recipe",
             )
-        return problems
 
 
 def _recipe(megatron: Megatron) -> str:

@@ -10,7 +10,7 @@ Ascend NPU only: no other device has these buffers, so elsewhere the flags are r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.device import hccl_buffers
@@ -39,24 +39,20 @@ class HcclGroupBuffer(Feature, level=2, seams=("parallel_groups",), devices=("np
     def enabled(self, megatron: Megatron) -> bool:
         return bool(self != HcclGroupBuffer())
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = []
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         for name in _TEXTS:
             option = "--" + name.replace("_", "-")
             try:
                 hccl_buffers.parse(option, getattr(self, name))
             except ValueError as error:
-                problems.append(Problem(option, str(error).removeprefix(f"{option}: ")))
+                yield Problem(option, str(error).removeprefix(f"{option}: "))
         factor = "--hccl-ep-group-buffer-adaptive-factor"
         if self.hccl_ep_group_buffer_adaptive_factor != OFF:
             if not self.hccl_group_buffer_adaptive:
                 missing = "--hccl-group-buffer-adaptive"
-                problems.append(
-                    Problem(factor, f"has no effect without {missing}", f"add {missing}")
-                )
+                yield Problem(factor, f"has no effect without {missing}", f"add {missing}")
             elif not _experts(megatron):
-                problems.append(Problem(factor, "the model has no experts", "remove it"))
-        return problems
+                yield Problem(factor, "the model has no experts", "remove it")
 
     def traffic_of(self, megatron: Megatron) -> hccl_buffers.Traffic:
         """Sizes of the largest calls by Megatron's arguments."""

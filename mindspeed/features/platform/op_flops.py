@@ -7,7 +7,7 @@ shape is new; the others cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -22,19 +22,14 @@ class OpFlops(Feature, level=0, seams=("step", "log", "computing_layers")):
 
     op_cal_tflops: bool = flag(False, "log executed TFLOP/s with and without recomputation")
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = []
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         graphs = megatron.get("cuda_graph_impl")
         if graphs not in (None, "none"):
-            problems.append(
-                Problem(
-                    "--op-cal-tflops",
-                    "cannot see operators inside replayed CUDA graphs (--cuda-graph-impl "
-                    f"{graphs})",
-                    "use --cuda-graph-impl none while counting",
-                )
+            yield Problem(
+                "--op-cal-tflops",
+                f"cannot see operators inside replayed CUDA graphs (--cuda-graph-impl {graphs})",
+                "use --cuda-graph-impl none while counting",
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.profiling.model_flops import ModelShape

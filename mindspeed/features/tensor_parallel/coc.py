@@ -11,6 +11,7 @@ priority; where they cannot run, the product runs in parts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed.adaptor.printing import print_rank_0
@@ -93,20 +94,18 @@ class Coc(Feature, level=2, seams=("kernels",), excludes={"tp_comm_overlap": ""}
         read_settings(given, where)
         return read_settings({**coc_cfgs, **given}, where)
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
         from mindspeed.tensor_parallel.coc_settings import CocSettings
 
-        problems: list[Problem] = []
         try:
             chosen = self.settings()
         except ConfigError as error:
             chosen = CocSettings()
-            problems.append(Problem("--coc-cfgs", str(error)))
+            yield Problem("--coc-cfgs", str(error))
         name = given_names(self)[0]
-        problems += shared.common_problems(name, megatron)
-        problems += self._without_effect(chosen, megatron)
-        problems += self._rows(chosen, megatron)
-        return problems
+        yield from shared.common_problems(name, megatron)
+        yield from self._without_effect(chosen, megatron)
+        yield from self._rows(chosen, megatron)
 
     def _without_effect(self, chosen: CocSettings, megatron: Megatron) -> list[Problem]:
         parts, mode, problems = self.coc_parallel_num, self.coc_mode, []
@@ -139,28 +138,26 @@ class Coc(Feature, level=2, seams=("kernels",), excludes={"tp_comm_overlap": ""}
             )
         return problems
 
-    def _rows(self, chosen: CocSettings, megatron: Megatron) -> list[Problem]:
-        problems: list[Problem] = []
+    def _rows(self, chosen: CocSettings, megatron: Megatron) -> Iterator[Problem]:
         m = shared.rows_of_a_micro_batch(megatron)
         if m is None:
-            return problems
+            return
         if not self.coc_fused_kernel:
             fix = "choose one of these, or another --seq-length or --micro-batch-size"
-            problems += shared.rows_problem(NAME, m, self.coc_parallel_num, megatron, fix)
+            yield from shared.rows_problem(NAME, m, self.coc_parallel_num, megatron, fix)
         of_other_lengths = 0
         for (rows, k, n), parts in chosen.customized_coc.items():
             if rows != m:
                 of_other_lengths += 1  # one file serves several sequence lengths
                 continue
             entry = f"customized_coc [{rows}, {k}, {n}]: {parts}"
-            problems += shared.rows_problem(entry, m, parts, megatron, "choose one of these")
+            yield from shared.rows_problem(entry, m, parts, megatron, "choose one of these")
         if of_other_lengths:
             found = "--seq-length / --context-parallel-size x --micro-batch-size"
             _say_once(
                 f"{of_other_lengths} of {len(chosen.customized_coc)} entries of customized_coc "
                 f"are not used: they are not of {m} rows ({found})"
             )
-        return problems
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.tensor_parallel.strategy import Overlap

@@ -8,6 +8,7 @@ gradient hides its collective otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -31,10 +32,9 @@ class Mc2(
 
     use_ascend_mc2: bool = flag(False, "a product and its collective in one kernel")
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = list(shared.common_problems(NAME, megatron))
-        problems += shared.sequence_parallel_problem(NAME, "fuses", megatron)
-        return problems
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        yield from shared.common_problems(NAME, megatron)
+        yield from shared.sequence_parallel_problem(NAME, "fuses", megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         shared.attach_products(seams, self.name, shared.fused_overlap())

@@ -17,6 +17,7 @@ beside another one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,16 +58,13 @@ class TpCommOverlap(Feature, level=0, seams=("kernels", "chunk")):
             return False
         return te.choose(device.current().name)[0] != "native"
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = list(shared.common_problems(NAME, megatron))
-        problems += shared.sequence_parallel_problem(NAME, "overlaps", megatron)
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        yield from shared.common_problems(NAME, megatron)
+        yield from shared.sequence_parallel_problem(NAME, "overlaps", megatron)
         for name, (default, why) in _USERBUFFERS.items():
             if megatron.get(name, default) != default:
                 spelling = "--" + name.replace("_", "-")
-                problems.append(
-                    Problem(f"{NAME} with {spelling}", f"{spelling} {why}", "remove it")
-                )
-        return problems
+                yield Problem(f"{NAME} with {spelling}", f"{spelling} {why}", "remove it")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         every = shared.fused_overlap()

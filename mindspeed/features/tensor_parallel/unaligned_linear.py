@@ -60,20 +60,17 @@ class UnalignedLinear(
         "shard heads, MLP width and sequence length that the tensor-parallel size does not divide",
     )
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        problems = [
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        yield from [
             conflict(NAME, f"{option_of(name)} {megatron[name]}")
             for name, values in _ALLOWED.items()
             if megatron.get(name) not in values
         ]
         sizes = sizes_of(megatron)
         if sizes is None:
-            problems.append(
-                Problem(NAME, "needs --num-attention-heads and --ffn-hidden-size", "give both")
-            )
+            yield Problem(NAME, "needs --num-attention-heads and --ffn-hidden-size", "give both")
         else:
-            problems += _size_problems(sizes, megatron)
-        return problems
+            yield from _size_problems(sizes, megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.te.local_linears import substitute
