@@ -94,37 +94,17 @@ class OverlappedProducts:
             overlap.all_gather_matmul(a, b, out, gathered, group, strategy.parts, bias)
         return out.view(shape), None if gathered is None else gathered.view(shape)
 
-    def matmul_scatter(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: dist.ProcessGroup,
-        *,
-        transposed: bool = True,
-        addend: torch.Tensor | None = None,
-        async_op: bool = False,
-        wgrad_follows: bool = False,
-    ) -> tuple[torch.Tensor, Any]:
+    def matmul_scatter(self, *operands: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         """See :func:`mindspeed.te.kernels.matmul_scatter`: ``[s, b, k]`` to ``[s/p, b, n]``."""
-        a, b = _rows(x), _right(weight, transposed)
-        product = _product("matmul_scatter", a.shape[0], b, group)
-        chosen = self._is_chosen(async_op, wgrad_follows)
-        strategy = self._choose(product, a, group, chosen, addend is not None)
-        if strategy.kind == "plain" or x.shape[0] % group.size():  # which plain refuses
-            return self._plain["matmul_scatter"](  # type: ignore[no-any-return]
-                x, weight, group, transposed=transposed, addend=addend, async_op=async_op
-            )
-        if strategy.kind == "fused":
-            mode = self._overlap.comm_mode
-            out = fused_collectives.matmul_reduce_scatter(a, b, group, mode)
-        else:
-            out = a.new_empty(product.rows, product.n)
-            b, added = self._aligned(product, strategy, b), _optional_rows(addend)
-            overlap.matmul_reduce_scatter(a, b, out, group, strategy.parts, added)
-        return out.view(x.shape[0] // group.size(), *x.shape[1:-1], -1), None
+        return self._summed("matmul_scatter", *operands, **options)
 
-    def matmul_reduce(
+    def matmul_reduce(self, *operands: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        """See :func:`mindspeed.te.kernels.matmul_reduce`: ``[s, b, k]`` to ``[s, b, n]``."""
+        return self._summed("matmul_reduce", *operands, **options)
+
+    def _summed(
         self,
+        name: Operation,
         x: torch.Tensor,
         weight: torch.Tensor,
         group: dist.ProcessGroup,
@@ -134,24 +114,25 @@ class OverlappedProducts:
         async_op: bool = False,
         wgrad_follows: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        """See :func:`mindspeed.te.kernels.matmul_reduce`: ``[s, b, k]`` to ``[s, b, n]``."""
         a, b = _rows(x), _right(weight, transposed)
-        product = _product("matmul_reduce", a.shape[0], b, group)
+        product, scatters = _product(name, a.shape[0], b, group), name == "matmul_scatter"
         chosen = self._is_chosen(async_op, wgrad_follows)
         strategy = self._choose(product, a, group, chosen, addend is not None)
-        if strategy.kind == "plain":
-            return self._plain["matmul_reduce"](  # type: ignore[no-any-return]
+        if strategy.kind == "plain" or (scatters and x.shape[0] % group.size()):  # plain refuses
+            return self._plain[name](  # type: ignore[no-any-return]
                 x, weight, group, transposed=transposed, addend=addend, async_op=async_op
             )
         if strategy.kind == "fused":
-            mode = self._overlap.comm_mode
-            out = fused_collectives.matmul_all_reduce(a, b, group, mode)
+            fused = fused_collectives
+            collective = fused.matmul_reduce_scatter if scatters else fused.matmul_all_reduce
+            out = collective(a, b, group, self._overlap.comm_mode)
         else:
-            added = _optional_rows(addend)
-            out = a.new_empty(product.m, product.n) if added is None else added
-            b = self._aligned(product, strategy, b)
-            overlap.matmul_all_reduce(a, b, out, group, strategy.parts, added)
-        return out.view(*x.shape[:-1], -1), None
+            b, added = self._aligned(product, strategy, b), _optional_rows(addend)
+            in_parts = overlap.matmul_reduce_scatter if scatters else overlap.matmul_all_reduce
+            out = a.new_empty(product.rows, product.n) if scatters or added is None else added
+            in_parts(a, b, out, group, strategy.parts, added)
+        rows = x.shape[0] // group.size() if scatters else x.shape[0]
+        return out.view(rows, *x.shape[1:-1], -1), None
 
     def _is_chosen(self, column_backward: bool, wgrad_follows: bool) -> bool:
         """Whether a reduction may be overlapped: of a column layer's backward, which is the one
