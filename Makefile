@@ -5,7 +5,7 @@
 #   make test-weekly  further rows of the large matrices, whose kind a row of make test covers
 #   make test-avx2    the tests that notice the processor, as on one without AVX-512
 #   make fresh        install what the README says into an empty environment and train there
-#   make mutants      break the code at more than 450 places and see that tests notice (weekly)
+#   make mutants      break the code at more than 500 places and see that tests notice (weekly)
 #
 # Both install only what is missing. Settings:
 #   PYTHON=python3.11           interpreter for the environment (3.10 or newer)
