@@ -1,6 +1,8 @@
-"""Sizes of Megatron's mixture of experts with which nothing trains.
+"""Sizes of experts and of optimizer instances with which nothing trains.
 
-Megatron checks them in the first step, with a traceback on every rank, or never.
+Megatron checks them while it builds the model or in the first step, with a traceback on every rank,
+or never. ``--num-distributed-optimizer-instances n`` splits the ranks that share optimizer states
+into ``n`` groups of equal size, which hold the same states.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from collections.abc import Iterator
 
 from mindspeed.features.feature import Megatron, Problem
 
+_INSTANCES = "--num-distributed-optimizer-instances"
 
-def problems(megatron: Megatron) -> Iterator[Problem]:
+
+def expert_problems(megatron: Megatron) -> Iterator[Problem]:
     """Find what is wrong with the experts of a model."""
     experts, topk = megatron.get("num_experts"), megatron.get("moe_router_topk") or 1
     if not experts:
@@ -71,3 +75,43 @@ def _grouped_biases(megatron: Megatron) -> Iterator[Problem]:
             "does not work with the fusion of bias and dropout, which is on by default",
             "add --no-bias-dropout-fusion, or --disable-bias-linear",
         )
+
+
+def instance_problems(megatron: Megatron) -> Iterator[Problem]:
+    """Find what excludes the given number of instances."""
+    count = megatron.get("num_distributed_optimizer_instances") or 1
+    if count == 1 or megatron.get("use_megatron_fsdp"):  # whose instances are other groups
+        return
+    flag = f"{_INSTANCES} {count}"
+    if not megatron.get("use_distributed_optimizer", True):
+        yield Problem(
+            flag,
+            "no optimizer states are shared that could have several instances",
+            f"add --use-distributed-optimizer (--zero-stage 1), or drop {_INSTANCES}",
+        )
+    elif megatron.get("reduce_scatter_with_fp32_accumulation"):
+        yield Problem(
+            flag,
+            "gradients of several instances are not accumulated in fp32",
+            "drop --reduce-scatter-with-fp32-accumulation, or use one instance",
+        )
+    for what, size in _sharing(megatron):
+        if size % count:
+            yield Problem(
+                flag,
+                f"the ranks that share the states of {what} ({size}) cannot be split into {count}",
+                "choose a number that divides them",
+            )
+
+
+def _sharing(megatron: Megatron) -> Iterator[tuple[str, int]]:
+    """Number of ranks that share optimizer states, where the arguments say it."""
+    world, pp = megatron.get("world_size"), megatron.get("pipeline_model_parallel_size") or 1
+    if not world:
+        return
+    tp = megatron.get("tensor_model_parallel_size") or 1
+    yield "the model", world // (tp * pp)
+    if megatron.get("num_experts"):
+        etp = megatron.get("expert_tensor_parallel_size") or tp
+        ep = megatron.get("expert_model_parallel_size") or 1
+        yield "its experts", world // (etp * ep * pp)
