@@ -16,6 +16,7 @@ from packaging.version import Version
 from mindspeed.adaptor.contract import check_contracts
 from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.repairs import repair_modules
 from mindspeed.adaptor.versions import (
     TESTED,
     check_megatron_version,
@@ -32,6 +33,13 @@ def problems(root: Path, patches=None) -> list[str]:
 def test_all_contracts_hold_in_the_installed_megatron():
     assert read_version(megatron_root()) == Version("0.16.1")
     assert problems(megatron_root()) == []
+
+
+def test_a_repair_is_owned_by_its_module():
+    """Removing one by its owner takes back all patches of its module, and no others."""
+    for module in repair_modules():
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
+        assert {patch.owner for patch in module.PATCHES} == {f"repair:{name}"}
 
 
 @pytest.mark.quick_cases(1)

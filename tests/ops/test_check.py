@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from mindspeed.ops import OperatorError
 from mindspeed.ops._check import Check
 from mindspeed.ops.ffn import npu_ffn
 from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention
+from mindspeed.ops.gmm import npu_gmm, npu_gmm_v2
 from mindspeed.ops.npu_groupmatmul_add import npu_groupmatmul_add_fp32
 from mindspeed.ops.npu_moe_token_permute import npu_moe_token_permute
 from mindspeed.ops.npu_moe_token_unpermute import npu_moe_token_unpermute
@@ -91,3 +94,11 @@ def test_a_feed_forward_network_with_empty_input():
 def test_swiglu_names_invalid_arguments(arguments, message):
     with pytest.raises(OperatorError, match=message):
         swiglu(*arguments)
+
+
+def test_twins_have_names_and_signatures_of_their_own():
+    for function, name in ((npu_gmm, "npu_gmm"), (npu_gmm_v2, "npu_gmm_v2")):
+        assert function.__name__ == name
+        assert list(inspect.signature(function).parameters)[:3] == ["x", "weight", "bias"]
+        with pytest.raises(OperatorError, match=f"^mindspeed.ops.{name}: x: expected 2 dimensions"):
+            function(torch.ones(2), torch.ones(1, 2, 2))
