@@ -16,19 +16,20 @@ micro-batches, the others among everything the planner knows.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed import device
 from mindspeed.errors import DEBUG
-from mindspeed.features.feature import COMMAND_WORDS, Feature, Megatron, Problem
-from mindspeed.flags import flag, flags_of
-from mindspeed.processes import die_with_parent
+from mindspeed.features.compatibility.own_process import (
+    outside_of_job,
+    run_with_signals,
+    without_options,
+    words_of_job,
+)
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
 from mindspeed.ranges import MAX_RANKS, Range
 
 if TYPE_CHECKING:
@@ -72,8 +73,6 @@ _PRESETS = {
 }
 """Part of a device's name -> preset."""
 
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_A_LAUNCHER = ("TORCHELASTIC_", "MASTER_", "GROUP_WORLD_SIZE", "ROLE_")
 _PLANNING = "MINDSPEED_PLANNING"
 """Set in the process that plans, which reads the same flags again."""
 
@@ -208,7 +207,7 @@ class AutoTuning(
         for name in ("load", "save"):
             if megatron.get(name):
                 print(f"--{name} is ignored: nothing is trained while planning", file=sys.stderr)
-        words = self.plan_command(_words_of_job(megatron), _device_name())
+        words = self.plan_command(words_of_job(megatron), _device_name())
         level = self.auto_tuning_log_level or self.auto_settings_log_level or "info"
         environment = _environment(level)
         status, errors = run_with_signals(words, environment, quiet=level == "warning")
@@ -256,77 +255,11 @@ def _spelling(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def run_with_signals(
-    words: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False
-) -> tuple[int, bytes]:
-    """Run a command that gets the SIGTERM and SIGINT of this process, and ends with it.
-
-    Args:
-        words: the command line.
-        environment: all variables.
-        quiet: keep its standard error.
-
-    Returns:
-        Exit status, 128 + N after a signal N, and what was kept.
-    """
-    errors = subprocess.PIPE if quiet else None
-    end = partial(die_with_parent, signal.SIGTERM)
-    process = subprocess.Popen(words, env=environment, stderr=errors, preexec_fn=end)
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:  # a terminal sends that to both
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        kept = process.communicate()[1]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    status = process.returncode
-    return (128 - status if status < 0 else status), kept or b""
-
-
-def without_options(words: Sequence[str], options: type) -> list[str]:
-    """A command line without the flags of ``options`` and their values."""
-    switches: set[str] = set()
-    valued: set[str] = set()
-    for item in flags_of(options):
-        kinds = switches if item.type in (bool, "bool") else valued
-        kinds.update((item.option, *item.aliases))
-    kept = []
-    skip = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if skip and not word.startswith("--"):
-            skip = False
-            continue
-        skip = name in valued and not equals
-        if name not in valued and name not in switches:
-            kept.append(word)
-    return kept
-
-
-def _words_of_job(megatron: Mapping[str, Any]) -> list[str]:
-    """The command line of this job: that of our trainer, or of a script of Megatron-LM."""
-    given = megatron.get(COMMAND_WORDS)
-    if given is not None:
-        return list(given)
-    if sys.argv[0].endswith(("/mindspeed", "mindspeed/__main__.py")):
-        return sys.argv[2:]  # behind the name of a command
-    return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
-
-
 def _device_name() -> str:
     here = device.current()
     return "" if here.on_host else here.properties().name
 
 
 def _environment(level: str) -> dict[str, str]:
-    """The environment of a process outside of the job."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_A_RANK and not name.startswith(_OF_A_LAUNCHER)
-    }
-    return {**kept, _PLANNING: "1", **({DEBUG: "1"} if level == "debug" else {})}
+    """The environment of the process that plans."""
+    return {**outside_of_job(), _PLANNING: "1", **({DEBUG: "1"} if level == "debug" else {})}
