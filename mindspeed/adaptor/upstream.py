@@ -42,6 +42,8 @@ class Report:
         test: it fails without the repair or the refusal.
         why: of what is not applicable or open.
         merged: day of the fix upstream, if it is merged.
+        refusal: where ``mindspeed check --types`` refuses a Megatron without the repair: a pattern
+            of ``FUNCTION PARAMETER``.
     """
 
     report: str
@@ -51,6 +53,7 @@ class Report:
     test: str = ""
     why: str = ""
     merged: str = ""
+    refusal: str = ""
 
 
 def load_reports(path: Path = FILE) -> tuple[Report, ...]:

@@ -6,8 +6,10 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from typing import Any
 
+from mindspeed.adaptor.upstream import Report, load_reports
 from mindspeed.job import Parallel
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import Verdict
@@ -55,7 +57,7 @@ def describe(args: argparse.Namespace, verdict: Verdict) -> str:
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, "no"))
     lines = [f"{parallel.world} ranks: {shown or 'nothing is shared'}"]
     if verdict.wrong is not None:
-        return "\n".join([*lines, *_wrong(verdict.wrong)])
+        return "\n".join([*lines, *_wrong(args, verdict.wrong)])
     counts = verdict.parameters
     lines += [
         f"  {counts[kind]:5d} parameters: {MEANING[kind]}" for kind in (V, R, I) if counts[kind]
@@ -69,12 +71,16 @@ def describe(args: argparse.Namespace, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
-def _wrong(wrong: WrongUse) -> list[str]:
+def _wrong(args: argparse.Namespace, wrong: WrongUse) -> list[str]:
     place = f"{_short(wrong.file)}:{wrong.line} in {wrong.function}"
     lines = [f"REFUSED: stage {wrong.stage}, {place}"]
     if wrong.parameters:
         lines.append(f"  parameters   {', '.join(wrong.parameters)}")
     if wrong.found is None:
+        name, no_rule, _ = wrong.detail.partition(_NO_RULE)
+        if no_rule:
+            lines.append(f"  what         {name} is an autograd function without a rule")
+            return [*lines, *_A_RULE]
         lines.append("  " + wrong.detail.partition("\n\nSet SPMD_TYPES")[0].replace("\n", "\n  "))
         return lines
     needed = " or ".join(one.name for one in wrong.needed)
@@ -83,10 +89,58 @@ def _wrong(wrong: WrongUse) -> list[str]:
         f"  ranks        {wrong.axis} parallel",
         f"  it is        {wrong.found.name}: {MEANING[wrong.found]}",
         f"  it must be   {needed}: {MEANING[wrong.needed[0]]}",
+        f"  consequence  {consequence(args, wrong)}",
     ]
-    if (why := _CONSEQUENCE.get((wrong.found, wrong.needed[0]))) is not None:
-        lines.append(f"  consequence  {why}")
+    for one in known(wrong):
+        lines += [f"  known        {one.report}: {one.wrong}", f"  repaired by  {one.by}, here"]
     return lines
+
+
+_NO_RULE = ".apply: autograd Function is not registered"
+_A_RULE = (
+    "  its rule     from mindspeed.spmd import Local, typed",
+    "",
+    "               @typed(Local())  # each rank by itself; others: docs/types.md",
+    "               class ...",
+)
+
+
+def consequence(args: argparse.Namespace, wrong: WrongUse) -> str:
+    """What the ranks do wrongly, in words.
+
+    Args:
+        args: final values.
+        wrong: with a type that was found.
+    """
+    assert wrong.found is not None
+    kind = wrong.found, wrong.needed[0]
+    if wrong.parameters and kind == (I, R):
+        return f"each rank keeps the gradient of its own {_share(args, wrong)}; nothing sums them"
+    if wrong.parameters and kind == (R, I):
+        return "every rank has the whole gradient, and the sum counts it once for each rank"
+    return _CONSEQUENCE[kind]
+
+
+def _share(args: argparse.Namespace, wrong: WrongUse) -> str:
+    """What the ranks divide among them where a parameter is used."""
+    if any(part in name for name in wrong.parameters for part in _OF_HEADS):
+        return "heads"
+    if wrong.axis != "tensor" or args.sequence_parallel:
+        return "tokens"
+    return "part of the layer"
+
+
+_OF_HEADS = ("q_layernorm", "k_layernorm", "softmax_offset", "out_norm")
+
+
+def known(wrong: WrongUse) -> list[Report]:
+    """Public reports of the wrong use, of the ledger of upstream's defects."""
+    uses = [f"{wrong.function} {name}" for name in wrong.parameters or ("",)]
+    return [
+        one
+        for one in load_reports()
+        if one.refusal and any(fnmatchcase(use, one.refusal) for use in uses)
+    ]
 
 
 def _short(path: str) -> str:
@@ -105,6 +159,9 @@ def as_data(args: argparse.Namespace, verdict: Verdict) -> dict[str, Any]:
         wrong = asdict(verdict.wrong)
         wrong["found"] = verdict.wrong.found and verdict.wrong.found.name
         wrong["needed"] = [one.name for one in verdict.wrong.needed]
+        if verdict.wrong.found is not None:
+            wrong["consequence"] = consequence(args, verdict.wrong)
+        wrong["known"] = [asdict(one) for one in known(verdict.wrong)]
     return {
         "accepted": verdict.wrong is None,
         "ranks": args.world_size,

@@ -19,6 +19,7 @@ from spmd_types.runtime import (
     register_autograd_function,
     register_local_autograd_function,
 )
+from spmd_types.types import format_axis
 
 from mindspeed.journal import Journal
 from mindspeed.spmd import (
@@ -318,8 +319,13 @@ def _register_operators(journal: Journal) -> None:
         except SpmdTypeError as error:
             tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
             names = [vars(one).get("checked_name") for one in tensors]
-            vars(error).setdefault("parameters", [name for name in names if name is not None])
-            raise
+            known = [name for name in names if name is not None]
+            vars(error).setdefault("parameters", known)
+            told = None if isinstance(error, WrongType) else _told(func, error, args, kwargs)
+            if told is None:
+                raise
+            vars(told)["parameters"] = known
+            raise told from error
         if args and isinstance(args[0], torch.Tensor):
             _split_into_columns(name, args, result)
         if name in _NEW and isinstance(result, torch.Tensor):
@@ -327,6 +333,32 @@ def _register_operators(journal: Journal) -> None:
         return result
 
     journal.set(checker._SpmdTypeMode, "_typecheck_core", checked, owner=OWNER)
+
+
+def _told(func: Any, error: SpmdTypeError, args: Any, kwargs: Any) -> WrongType | None:
+    """What an operator was given wrongly; None where only the checker can say it.
+
+    Of operands that do not mix a parameter is at fault, else the one that is the same everywhere.
+    """
+    mixed, partial = (part in str(error) for part in ("cannot mix", "Partial type on axis"))
+    given = [one for value in (*args, *kwargs.values()) for one in checker._iter_tensors_in(value)]
+    for axis in spmd_types.current_mesh() or ():
+        on_axis = [(one, kind) for one in given if (kind := types_of(one).get(axis)) is not None]
+        kinds = {kind for _, kind in on_axis}
+        if f"axis {format_axis(axis)} " not in str(error) or len(kinds) < 1 + mixed:
+            continue
+        needed: tuple[Type, ...] = (I,)
+        if partial and P in kinds:
+            wrong = P
+        elif mixed and I in kinds:
+            own = {kind for one, kind in on_axis if "checked_name" in vars(one)}
+            summed = own == {R} and kinds == {R, I}
+            wrong, needed = (R, needed) if summed else (I, (R, V))
+        else:
+            return None
+        shape = next(tuple(one.shape) for one, kind in on_axis if kind is wrong)
+        return WrongType(f"{getattr(func, '__name__', func)}: {shape}", axis, wrong, needed)
+    return None
 
 
 _NEW = ("zeros", "new_zeros", "zeros_like")

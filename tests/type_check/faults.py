@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def _changed_model(change: Callable[[Any], None]) -> None:
     """Change the modules of every model that is built from now on."""
@@ -122,6 +124,31 @@ def adapter_without_mark() -> None:
 
     def change(chunk: Any) -> None:
         del chunk.decoder.layers[1].mlp.linear_fc2.lora_B["all"].partial_over_tp
+
+    _changed_model(change)
+
+
+class Halved(torch.autograd.Function):
+    """A function without a rule."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Half of it."""
+        return x / 2
+
+
+def function_without_rule() -> None:
+    """The output of an MLP goes through a function that the check does not know."""
+
+    def change(chunk: Any) -> None:
+        mlp = chunk.decoder.layers[0].mlp
+        forward = mlp.forward
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            out, bias = forward(*args, **kwargs)
+            return Halved.apply(out), bias
+
+        mlp.forward = changed
 
     _changed_model(change)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.architecture.source import ROOT
+from tests.type_check.check_job import SMALL
 
 pytest.importorskip("spmd_types")
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all cases
@@ -82,20 +83,20 @@ RIGHT = {
 
 # Fault -> flags, the file of the first wrong use, and the axis or a word of the checker.
 WRONG = {
-    "norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "Invariant"),
-    "later_norm_without_mark": (f"{SP} --nproc 2 --num-layers 6", "te/kernels.py", "Invariant"),
-    "final_norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "Invariant"),
+    "norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "tensor"),
+    "later_norm_without_mark": (f"{SP} --nproc 2 --num-layers 6", "te/kernels.py", "tensor"),
+    "final_norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "tensor"),
     "router_without_mark": (
         f"{SP} --nproc 2 {EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
         "moe_utils.py",
-        "Invariant",
+        "tensor",
     ),
     "column_without_mark": (f"{TP} --nproc 2", "te/linear_function.py", "tensor"),
-    "query_norms_not_summed": (f"{TP} --nproc 2 --qk-layernorm", "te/kernels.py", "Invariant"),
+    "query_norms_not_summed": (f"{TP} --nproc 2 --qk-layernorm", "te/kernels.py", "tensor"),
     "row_output_reduced_twice": (f"{TP} --nproc 2", "mappings.py", "tensor"),
     "sequence_gathered_without_sum": (f"{SP} --nproc 2", "mappings.py", "tensor"),
-    "row_output_not_reduced": (f"{TP} --nproc 2", "fused_bias_dropout.py", ""),
-    "row_output_sliced": (f"{SP} --nproc 2 --transformer-impl local", "", "Partial"),
+    "row_output_not_reduced": (f"{TP} --nproc 2", "fused_bias_dropout.py", "tensor"),
+    "row_output_sliced": (f"{SP} --nproc 2 --transformer-impl local", "", "tensor"),
     "adapter_without_mark": (f"{TP} --nproc 2 {LORA}", "adapted_linear.py", "tensor"),
 }
 
@@ -109,8 +110,20 @@ REPAIRED = {
     "latent-attention": ("latent-key-gradient", "multi_latent_attention.py"),
 }
 
+# The row of the ledger that the refusal names.
+REPORTED = {
+    "experts-whole": "Megatron-LM PR 5916",
+    "attention-sink": "Megatron-LM PR 7530",
+    "latent-attention": "Megatron-LM PR 6839",
+}
 
-ALWAYS = {"halved_output", "final_norm_without_mark", "long-pipeline", "pipeline"}
+ALWAYS = {
+    "final_norm_without_mark",
+    "function_without_rule",
+    "halved_output",
+    "long-pipeline",
+    "pipeline",
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +136,7 @@ def found(request) -> dict[str, dict]:
     for name, (repair, _) in REPAIRED.items():
         cases[f"{name}, unrepaired"] = (RIGHT[name], None, repair)
     cases |= {fault: (flags, fault) for fault, (flags, *_) in WRONG.items()}
+    cases["function_without_rule"] = (f"{TP} --nproc 2", "function_without_rule")
     cases["halved_output"] = (f"{TP} --nproc 2", "halved_output")
     mine = [item for item in request.session.items if item.path == request.path]
     asked = {item.name.partition("[")[2].rstrip("]") for item in mine} | ALWAYS
@@ -160,15 +174,21 @@ def test_a_planted_fault_is_found_where_it_is_first_used(found, fault):
     wrong = verdict["wrong"]
     assert wrong["file"].endswith(file)
     assert word in (wrong["axis"] or wrong["detail"])
+    assert f"consequence  {wrong['consequence']}" in verdict["text"]
     assert f"REFUSED: stage {wrong['stage']}" in verdict["text"]
 
 
 @pytest.mark.parametrize("case", REPAIRED)
 def test_megatron_without_the_repair_is_refused(found, case):
-    _, file = REPAIRED[case]
+    repair, file = REPAIRED[case]
     verdict = found[f"{case}, unrepaired"]
     assert verdict.get("accepted") is False, verdict
     assert verdict["wrong"]["file"].endswith(file)
+    if case in REPORTED:
+        [report] = verdict["wrong"]["known"]
+        assert report["report"] == REPORTED[case]
+        assert report["by"] == f"repair {repair.replace('-', '_')}"
+        assert f"known        {report['report']}: {report['wrong']}" in verdict["text"]
 
 
 def test_pipeline_stages_that_are_made_alike_run_once(found):
@@ -206,6 +226,13 @@ def test_layers_that_are_built_alike_run_twice(monkeypatch):
 def test_a_wrong_norm_is_named(found):
     names = found["final_norm_without_mark"]["wrong"]["parameters"]
     assert names == ["decoder.final_layernorm.weight"]
+    assert "its own tokens; nothing sums them" in found["final_norm_without_mark"]["text"]
+
+
+def test_a_function_without_a_rule_stops_the_check_and_says_how_to_give_it_one(found):
+    text = found["function_without_rule"]["text"]
+    assert "faults.py:" in text and "Halved is an autograd function without a rule" in text
+    assert "from mindspeed.spmd import Local, typed" in text and "@typed(Local())" in text
 
 
 def test_values_are_not_seen(found):
@@ -268,6 +295,20 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "spmd_types.checker", None)
     with pytest.raises(ConfigError, match=r"pip install 'mindspeed\[types\]'"):
         require_package()
+
+
+@pytest.mark.slow
+def test_flags_of_the_job_stand_beside_those_of_the_command():
+    done = command("check", "--types", *SMALL.split(), *f"--nproc 2 {TP}".split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 ranks: tensor 2\n") and "\naccepted: " in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_that_the_flags_do_not_divide_are_refused():
+    done = command("check", "--types", *SMALL.split(), *f"--nproc 3 {TP}".split())
+    assert done.returncode == 1
+    assert "3 ranks cannot be divided by tensor 2" in done.stderr
 
 
 def test_without_a_word_what_to_check():
