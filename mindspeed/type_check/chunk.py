@@ -152,12 +152,9 @@ def _give_others(chunk: torch.nn.Module, mesh: Mesh) -> None:
 
 def wrong_use(stage: int, mesh: Mesh, error: SpmdTypeError) -> WrongUse:
     """An error of the checker, at the innermost line of the program that it checked."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(part in frame.filename for part in _OUTSIDE)
-    ]
-    place = frames[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [one for one in frames if not any(part in one.filename for part in _OUTSIDE)]
+    place = (inside or frames)[-1]  # what the program returns is looked at outside of it
     names = tuple(vars(error).get("parameters", ()))
     where = stage, place.filename, place.lineno or 0, place.name
     if not isinstance(error, WrongType):

@@ -63,6 +63,11 @@ def _gathered(given: Arguments) -> Type:
     return R if given["tensor_parallel_output_grad"] else I
 
 
+def _loss(given: Arguments) -> Type:
+    """Smoothed labels have the mean over one rank's part of the vocabulary, so losses differ."""
+    return V if given["label_smoothing"] else I
+
+
 def _communication(given: Arguments) -> Communication:
     from megatron.core import parallel_state
 
@@ -96,7 +101,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ): _collective(P, V, sums=True),
     ("tensor_parallel.mappings", "_AllGatherFromTensorParallelRegion"): _collective(V, R),
     ("tensor_parallel.mappings", "_AllToAll"): _collective(V, V, tensor="input"),
-    ("tensor_parallel.cross_entropy", "_VocabParallelCrossEntropy"): _collective(V, I),
+    ("tensor_parallel.cross_entropy", "_VocabParallelCrossEntropy"): _collective(V, _loss),
     (
         "tensor_parallel.layers",
         "LinearWithGradAccumulationAndAsyncCommunication LinearWithFrozenWeight",
@@ -105,6 +110,7 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ("transformer.moe.moe_utils", "MoEAuxLossAutoScaler"): Passes(),
     ("transformer.multi_token_prediction", "MTPLossAutoScaler"): Passes(),
     ("transformer.moe.moe_utils", "RouterGatingLinearFunction"): Local(),
+    ("transformer.hyper_connection", "SinkhornKnopp"): Local(),
     ("utils", "MakeViewlessTensor"): Local(),
     (
         "fusions.fused_bias_swiglu",

@@ -167,3 +167,20 @@ def halved_output() -> None:
         mlp.forward = half
 
     _changed_model(change)
+
+
+def gathered_logits() -> None:
+    """The model returns logits of the whole vocabulary (``parallel_output=False``)."""
+
+    def change(chunk: Any) -> None:
+        chunk.output_layer.gather_output = True
+
+    _changed_model(change)
+
+
+def smoothed_labels() -> None:
+    """The loss of the model smooths its labels."""
+    from megatron.core import tensor_parallel
+
+    loss = tensor_parallel.vocab_parallel_cross_entropy
+    tensor_parallel.vocab_parallel_cross_entropy = functools.partial(loss, label_smoothing=0.1)

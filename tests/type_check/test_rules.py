@@ -53,6 +53,24 @@ def test_every_function_has_a_rule_or_is_listed(ranks):
     assert missing == set(WITHOUT_RULE)
 
 
+NEWER = {"SinkhornKnopp"}  # than the supported Megatron
+
+
+def functions_of_megatron() -> tuple[set[str], set[str]]:
+    """The names that the table of rules has, and those of them that Megatron has."""
+    from mindspeed.type_check import megatron
+
+    names = {name for _, names in megatron._RULES for name in names.split()}
+    return names, {one.__name__ for one in megatron.rules()}
+
+
+def test_every_rule_has_a_function_of_megatron(ranks):
+    ((names, found),) = ranks(
+        1, functions_of_megatron, setup="mindspeed.megatron_adaptor", backend=None
+    )
+    assert names - found == NEWER
+
+
 @pytest.mark.parametrize("case", adjoint.CASES)
 def test_the_backward_of_a_collective_is_what_its_types_say(rank_pool, case):
     """<f(x), dy> = <x, f'(dy)>, with the pairing that the types define."""
