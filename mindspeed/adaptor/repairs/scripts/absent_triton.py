@@ -35,7 +35,10 @@ def install(hooks: PostImportHooks) -> None:
 
 @contextmanager
 def stub_triton() -> Iterator[None]:
-    """``import triton`` resolves to the stub inside this block."""
+    """``import triton`` resolves to the stub inside this block; blocks may nest."""
+    if "triton" in sys.modules:
+        yield
+        return
     triton, language = ModuleType("triton"), _Language("triton.language")
     triton.jit = triton.autotune = triton.heuristics = _decorator  # type: ignore[attr-defined]
     triton.language = language  # type: ignore[attr-defined]
