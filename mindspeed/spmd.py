@@ -55,22 +55,30 @@ class Collective:
     Attributes:
         source: type of the input on the group.
         result: type of the output on the group, or a function of the arguments that returns it.
-        tensor: name of the input.
-        group: name of the group, or a function of the arguments that returns it.
+        tensor: name of the input, or names of several that have the same types.
+        group: name of the group, or a function of the arguments that returns it; None for one rank.
         sums: the input may be ``V`` for ``P``: what ranks computed from different parts is a term
             of the sum that the function forms.
+        operands: names of further inputs of which each rank uses its own values: a weight, a bias.
     """
 
     source: Type
     result: Type | Callable[[Arguments], Type]
-    tensor: str = ""
+    tensor: str | tuple[str, ...] = ""
     group: str | Callable[[Arguments], Any] = "group"
     sums: bool = False
+    operands: tuple[str, ...] = ()
 
     @property
     def allowed(self) -> tuple[Type, ...]:
         """Types that the input may have."""
         return (self.source, V) if self.sums else (self.source,)
+
+    def inputs(self, given: Arguments) -> list[Any]:
+        """The inputs of a call; the first argument where no name is given."""
+        names = (self.tensor or next(iter(given)),) if isinstance(self.tensor, str) else self.tensor
+        found = [given[name] for name in names]
+        return [one for value in found for one in (value if isinstance(value, tuple) else (value,))]
 
     def group_of(self, given: Arguments) -> Any:
         """The group that a call communicates over."""
@@ -86,14 +94,14 @@ class Product:
     """A product with a weight, and what it communicates.
 
     Attributes:
-        layer: arguments -> :class:`Communication`.
+        layer: arguments -> :class:`Communication`, or one for each of several groups.
         x: name of the input.
         weight: name of the weight, which may be hidden from autograd.
         bias: name of the bias.
         factors: names of A and B of an adapter, ``x A^T B^T`` beside the product.
     """
 
-    layer: Callable[[Arguments], Communication]
+    layer: Callable[[Arguments], Communication | tuple[Communication, ...]]
     x: str = "x"
     weight: str = "weight"
     bias: str = "bias"
@@ -110,6 +118,8 @@ class Communication:
         sums_gradient: the gradient of the input is summed over the ranks.
         reduces: the product is summed over the ranks.
         scatters: and scattered along the sequence.
+        shards_input: the ranks hold parts of the dimension that the product sums over; None: those
+            with a weight whose ``partition_dim`` is 1.
     """
 
     group: Any = None
@@ -117,6 +127,7 @@ class Communication:
     sums_gradient: bool = False
     reduces: bool = False
     scatters: bool = False
+    shards_input: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,13 @@ class Local:
 
 @dataclass(frozen=True)
 class Passes:
-    """A function whose output is its first argument, with the same types."""
+    """A function whose output is one of its arguments, or a part of it, with the same types.
+
+    Attributes:
+        tensor: name of the argument; the first one by default.
+    """
+
+    tensor: str = ""
 
 
 @dataclass(frozen=True)

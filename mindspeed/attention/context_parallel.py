@@ -26,7 +26,7 @@ from mindspeed.attention.kernels import SoftmaxOptions
 from mindspeed.attention.plan import Plan
 from mindspeed.attention.ulysses_all_to_all import KVBeforeAllToAll
 from mindspeed.errors import ConfigError
-from mindspeed.spmd import Local, typed
+from mindspeed.spmd import Arguments, Collective, V, typed
 
 
 def context_parallel_attention(
@@ -115,7 +115,12 @@ class _Invocation:
     traffic: executor.Traffic | None
 
 
-@typed(Local())
+def _ring(given: Arguments) -> Any:
+    run = given["run"]
+    return run.groups[0] if run.plan.ranks > 1 else None
+
+
+@typed(Collective(V, V, tensor=("q", "k", "v"), group=_ring, operands=("sink",)))
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -28,7 +28,7 @@ from mindspeed.attention.planners.kv_cache import POLICIES
 from mindspeed.attention.sequence_sharding import SequenceSharding
 from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
-from mindspeed.spmd import Local, typed
+from mindspeed.spmd import Collective, V, typed
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class KVBeforeAllToAll:
         return replace(self, k=nothing, v=None if self.v is None else nothing)
 
 
-@typed(Local())
+@typed(Collective(V, V, tensor="qkv", group=lambda given: given["exchange"].group))
 class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -262,7 +262,7 @@ class _ToHeads(torch.autograd.Function):
         return (None, None, *(x.to(grads[0].dtype) for x in sums))
 
 
-@typed(Local())
+@typed(Collective(V, V, tensor="out", group=lambda given: given["exchange"].group))
 class _ToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadAllToAll, out: torch.Tensor, heads: int) -> torch.Tensor:

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mindspeed.spmd import Collective, I, V, typed
+
 
 @functools.cache
 def with_bias(linear: type) -> type:
@@ -94,6 +96,7 @@ def largest_logit(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return result
 
 
+@typed(Collective(V, I))
 class _LargestLogit(torch.autograd.Function):
     """Saves one index and one bool per token."""
 

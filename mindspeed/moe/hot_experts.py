@@ -25,6 +25,7 @@ from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.host_copy import HostValue
 from mindspeed.moe.interpreter import Chunk, Communicate, Compute
 from mindspeed.moe.split_phase import Collective
+from mindspeed.spmd import Local, typed
 from mindspeed.te import kernels
 from mindspeed.te.expert_range import expert_weights, experts_with_weights
 
@@ -169,6 +170,7 @@ class HotExperts:
         }
 
 
+@typed(Local())
 class _OwnWeights(torch.autograd.Function):
     """Copies of some experts' weights; every rank has a gradient to return, also without any."""
 

@@ -8,8 +8,9 @@ The types of the parameters are what the end of backward does to their gradients
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class WrongUse:
 class Mesh:
     """The axes of the job that have more than one rank, and what varies over them.
 
+    Axes are the largest sets of ranks of which each group contains all or nothing: tensor-parallel
+    ranks are two axes (``tensor 1``, ``tensor 2``) on a grid, data-parallel ranks where experts are
+    spread over a part of them.
+
     Attributes:
         axes: by name.
         experts: those over which the experts are spread.
@@ -65,13 +70,13 @@ class Mesh:
     experts: frozenset[MeshAxis]
 
     @property
-    def tensor(self) -> MeshAxis | None:
-        """The tensor-parallel ranks; None for one."""
-        return self.axes.get("tensor")
+    def tensor(self) -> tuple[MeshAxis, ...]:
+        """The axes of the tensor-parallel ranks; empty for one rank."""
+        return tuple(one for name, one in self.axes.items() if name.split()[0] == "tensor")
 
     def types(self, tensor: Type, other: Type) -> dict[MeshAxis, Type]:
         """One type on the tensor-parallel ranks, one on all other axes."""
-        return {axis: tensor if axis is self.tensor else other for axis in self.axes.values()}
+        return {axis: tensor if axis in self.tensor else other for axis in self.axes.values()}
 
     def named(self, text: str) -> str:
         """A message of the checker, with the names of this mesh."""
@@ -84,16 +89,40 @@ class Mesh:
         return next((name for name, one in self.axes.items() if one == axis), None)
 
 
-def mesh_of_job() -> Mesh:
-    """The axes of the process groups that Megatron has made."""
+def mesh_of_job(further: Iterable[Any] = ()) -> Mesh:
+    """The axes of the process groups that Megatron has made.
+
+    Args:
+        further: groups of a part of the tensor-parallel ranks.
+    """
     groups = megatron.Axes.of_job()
     named = {"tensor": groups.tensor, "data": groups.data, "context": groups.context}
-    axes = {name: MeshAxis.of(group) for name, group in named.items() if group.size() > 1}
-    spread = [
-        MeshAxis.of(group) for group in (groups.expert, groups.expert_tensor) if group.size() > 1
-    ]
+    spread = [MeshAxis.of(one) for one in (groups.expert, groups.expert_tensor) if one.size() > 1]
+    whole = {name: MeshAxis.of(group) for name, group in named.items() if group.size() > 1}
+    others = [*whole.values(), *spread, *map(MeshAxis.of, further)]
+    axes: dict[str, MeshAxis] = {}
+    for name, axis in whole.items():
+        parts = _parts(axis, others)
+        numbers = [""] if len(parts) == 1 else [f" {number + 1}" for number in range(len(parts))]
+        axes |= {name + number: part for number, part in zip(numbers, parts, strict=True)}
     experts = {axis for axis in axes.values() for one in spread if not one.isorthogonal(axis)}
     return Mesh(axes, frozenset(experts))
+
+
+def _parts(axis: MeshAxis, others: Iterable[MeshAxis]) -> list[MeshAxis]:
+    """The largest parts of an axis of which every other one has all or nothing.
+
+    The axis itself where the sizes do not divide each other.
+    """
+    digits = [digit for one in (axis, *others) for digit in one.layout.sizes_and_strides]
+    cuts = sorted({cut for size, stride in digits for cut in (stride, stride * size)})
+    found = []
+    for size, stride in sorted(axis.layout.sizes_and_strides, key=lambda digit: digit[1]):
+        own = [cut for cut in cuts if stride <= cut <= stride * size]
+        if any(after % before for before, after in pairwise(own)):
+            return [axis]
+        found += [MeshAxis.of(after // before, before) for before, after in pairwise(own)]
+    return found
 
 
 def give_types(chunk: torch.nn.Module, config: Any, mesh: Mesh) -> dict[Type, int]:
@@ -110,8 +139,8 @@ def give_types(chunk: torch.nn.Module, config: Any, mesh: Mesh) -> dict[Type, in
         types = dict(_parameters(chunk, config, mesh))
     for name, parameter in chunk.named_parameters():
         rules.give(parameter, types[name])
-        if mesh.tensor is not None:
-            counts[types[name][mesh.tensor]] += 1
+        if mesh.tensor:
+            counts[types[name][mesh.tensor[0]]] += 1
     _give_others(chunk, mesh)
     return counts
 
@@ -125,9 +154,8 @@ def _parameters(
         routed = ".experts." in name and "shared" not in name
         parameter.routed_expert = routed  # type: ignore[attr-defined]
         parameter.checked_name = name  # type: ignore[attr-defined]
-        types = mesh.types(I, R)  # data parallelism sums
-        if mesh.tensor is not None:
-            types[mesh.tensor] = _on_tensor_ranks(parameter, routed, summed.get(name))
+        on_tensor = _on_tensor_ranks(parameter, routed, summed.get(name))
+        types = mesh.types(on_tensor, R)  # data parallelism sums
         if routed:
             types |= dict.fromkeys(mesh.experts, V)
         yield name, types
@@ -154,7 +182,8 @@ def wrong_use(stage: int, mesh: Mesh, error: SpmdTypeError) -> WrongUse:
     """An error of the checker, at the innermost line of the program that it checked."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [one for one in frames if not any(part in one.filename for part in _OUTSIDE)]
-    place = (inside or frames)[-1]  # what the program returns is looked at outside of it
+    # What the program returns is looked at outside of it.
+    place = inside[-1] if inside else vars(error).get("place", frames[-1])
     names = tuple(vars(error).get("parameters", ()))
     where = stage, place.filename, place.lineno or 0, place.name
     if not isinstance(error, WrongType):

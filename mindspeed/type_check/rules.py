@@ -6,11 +6,13 @@ silently. What Megatron's code needs beyond the checker's own table of operators
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import spmd_types
 import torch
+import torch.distributed as dist
 from spmd_types import MeshAxis, SpmdTypeError
 from spmd_types import _checker as checker
 from spmd_types._type_attr import get_local_type
@@ -122,19 +124,77 @@ def _collective(function: Any, declared: Collective | ByArguments) -> Any:
     def forward(*args: Any) -> Any:
         given = arguments_of(function, args)
         rule = declared if isinstance(declared, Collective) else declared.rule(given)
-        tensor = given[rule.tensor] if rule.tensor else args[0]
-        own, types = _axis_of(rule.group_of(given)), types_of(tensor)
-        result = dict(types)
-        for axis, found in types.items():
-            if own is None or own.isorthogonal(axis):
-                continue
-            if found not in rule.allowed and tensor.is_floating_point():
-                raise WrongType(_name(function), axis, found, rule.allowed)
-            # Of a part of the axis: the other ranks there have something else.
-            result[axis] = rule.result_of(given) if axis <= own else V
-        return give(_distinct(function.apply(*args), tensor), result)
+        own = _axis_of(rule.group_of(given))
+        result: dict[MeshAxis, Type] = {}
+        for number, tensor in enumerate(rule.inputs(given)):
+            for axis, found in types_of(tensor).items():
+                inside = own is not None and not own.isorthogonal(axis)
+                if inside and found not in rule.allowed and tensor.is_floating_point():
+                    raise WrongType(_name(function), axis, found, rule.allowed)
+                if own is not None and inside:
+                    # Of a part of the axis: the other ranks there have something else.
+                    found = rule.result_of(given) if axis <= own else V
+                elif number:
+                    what = f"{_name(function)}: the input {tuple(tensor.shape)}"
+                    found = _joined(what, axis, result.get(axis, R), found)
+                result[axis] = found
+        for operand in (given[name] for name in rule.operands):
+            for axis, found in types_of(operand).items():
+                what = f"{_name(function)}: the operand {tuple(operand.shape)}"
+                result[axis] = _joined(what, axis, result.get(axis, R), found)
+        with _reductions() as reduced:
+            out = function.apply(*args)
+        if isinstance(out, tuple):
+            return tuple(give(one, result) for one in out)
+        tensor = rule.inputs(given)[0]
+        _check_reduction(function, rule, own, tensor, out, reduced)
+        return give(_distinct(out, tensor), result)
 
     return forward
+
+
+@contextlib.contextmanager
+def _reductions() -> Iterator[list[torch.Tensor]]:
+    """The tensors that are all-reduced in place inside the block."""
+    found: list[torch.Tensor] = []
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found.append(tensor)
+        return reduce(tensor, *args, **options)
+
+    journal = Journal()
+    journal.set(dist, "all_reduce", all_reduce, owner=OWNER)
+    try:
+        yield found
+    finally:
+        journal.undo()
+
+
+def _check_reduction(
+    function: type,
+    rule: Collective,
+    own: MeshAxis | None,
+    tensor: torch.Tensor,
+    out: torch.Tensor,
+    reduced: list[torch.Tensor],
+) -> None:
+    """A sum that is formed in place must be what is returned, and the term is gone with it.
+
+    Raises:
+        WrongType: what was summed is a copy, which is dropped.
+    """
+    if own is None or rule.source is not P or not reduced:
+        return
+    if not any(_same_memory(one, out) for one in reduced):
+        what = f"{_name(function)}: the sum of a strided tensor is dropped, the result"
+        raise WrongType(what, own, P, (I,))
+    if any(_same_memory(one, tensor) for one in reduced):
+        tensor._overwritten = True  # type: ignore[attr-defined]
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _distinct(out: Any, tensor: torch.Tensor) -> Any:
@@ -148,10 +208,11 @@ def _product(function: Any, rule: Product) -> Any:
         x, weight, bias = given[rule.x], given[rule.weight], given.get(rule.bias)
         weight = weight if isinstance(weight, torch.Tensor) else weight[1][0]  # hidden
         layer = rule.layer(given)
-        types = product_types(_name(function), x, weight, bias, layer)
+        layers = layer if isinstance(layer, tuple) else (layer,)
+        types = product_types(_name(function), x, weight, bias, layers)
         if rule.factors is not None:
             a, b = (given[name] for name in rule.factors)
-            _check_factors(types_of(x), a, b, layer)
+            _check_factors(types_of(x), a, b, layers)
         return give(function.apply(*args), types)
 
     return forward
@@ -162,51 +223,72 @@ def _axis_of(group: Any) -> MeshAxis | None:
     return MeshAxis.of(group) if group is not None and group.size() > 1 else None
 
 
+def _on_axis(axis: MeshAxis, layers: tuple[Communication, ...]) -> Communication | None:
+    """What a product communicates over an axis, which may be a part of its group; None: nothing."""
+    for layer in layers:
+        own = _axis_of(layer.group)
+        if own is not None and axis <= own:
+            return layer
+    return None
+
+
 def product_types(
-    name: str, x: Any, weight: Any, bias: Any, layer: Communication
+    name: str, x: Any, weight: Any, bias: Any, layers: tuple[Communication, ...]
 ) -> dict[MeshAxis, Type]:
     """The types of ``x W^T + b``.
+
+    Args:
+        name: of the function.
+        x: the input.
+        weight: W.
+        bias: b, or None.
+        layers: what is communicated over each group.
 
     Raises:
         WrongType: the input or the weight does not fit what the layer communicates.
     """
-    own = _axis_of(layer.group)
     of_x, of_weight, of_bias = types_of(x), types_of(weight), types_of(bias)
-    split = getattr(weight, "partition_dim", -1) == 1  # the dimension that the product sums over
     found: dict[MeshAxis, Type] = {}
     for axis in {**of_x, **of_weight}:
         a, b = of_x.get(axis, R), of_weight.get(axis, R)
-        if axis == own and layer.gathers:
-            _need(f"{name}: the input", axis, a, V)
+        layer = _on_axis(axis, layers)
+        if layer is not None and (layer.gathers or layer.sums_gradient):
+            _need(f"{name}: the input", axis, a, V if layer.gathers else I)
             a = R
-        elif axis == own and layer.sums_gradient:
-            _need(f"{name}: the input", axis, a, I)
-            a = R
-        shape = tuple(weight.shape)
-        result = _joined(f"{name}: the weight {shape}", axis, a, b)
-        if a is V and b is V and split and axis == own:
-            result = P
-        if axis == own and layer.reduces:
-            _need(f"{name}: the product", axis, result, P)
-            result = V if layer.scatters else I
+        result = _joined(f"{name}: the weight {tuple(weight.shape)}", axis, a, b)
+        if layer is not None:
+            # What is summed over: without a reduction ranks have terms of the product.
+            if a is V and b is V and _shards_input(layer, weight):
+                result = P
+            if layer.reduces:
+                _need(f"{name}: the product", axis, result, P)
+                result = V if layer.scatters else I
         if bias is not None and result is not P:
             result = _joined(f"{name}: the bias", axis, result, of_bias.get(axis, R))
         found[axis] = result
     return found
 
 
+def _shards_input(layer: Communication, weight: torch.Tensor) -> bool:
+    if layer.shards_input is None:
+        return getattr(weight, "partition_dim", -1) == 1
+    return layer.shards_input
+
+
 def _check_factors(
-    of_x: dict[MeshAxis, Type], a: torch.Tensor, b: torch.Tensor, layer: Communication
+    of_x: dict[MeshAxis, Type],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layers: tuple[Communication, ...],
 ) -> None:
     """The factor that every rank has whole gets a part of its gradient there."""
-    own = _axis_of(layer.group)
-    row = layer.reduces
     for axis in {**of_x, **types_of(a), **types_of(b)}:
+        layer = _on_axis(axis, layers)
         for name, factor in (("A", a), ("B", b)):
             found = types_of(factor).get(axis, R)
             what = f"adapter: the factor {name} {tuple(factor.shape)}"
-            if axis == own:
-                _need(what, axis, found, V if row is (name == "A") else R)
+            if layer is not None:
+                _need(what, axis, found, V if layer.reduces is (name == "A") else R)
             else:
                 _joined(what, axis, of_x.get(axis, R), found)
 
@@ -227,7 +309,8 @@ def _joined(what: str, axis: MeshAxis, a: Type, b: Type) -> Type:
 
 def _passes(function: Any, rule: Passes) -> Any:
     def forward(*args: Any) -> Any:
-        return give(_distinct(function.apply(*args), args[0]), types_of(args[0]))
+        tensor = arguments_of(function, args)[rule.tensor] if rule.tensor else args[0]
+        return give(_distinct(function.apply(*args), tensor), types_of(tensor))
 
     return forward
 
@@ -253,12 +336,12 @@ def _token(function: Any, rule: Token) -> Any:
 def _columns(function: Any, rule: Columns) -> Any:
     def forward(*args: Any) -> Any:
         given = arguments_of(function, args)
-        own, types = MeshAxis.of(given[rule.group]), types_of(args[0])
-        if (found := types.get(own)) is not None:
-            _need(_name(function), own, found, I)
+        own, types = _axis_of(given[rule.group]), types_of(args[0])
+        parts = [axis for axis in types if own is not None and axis <= own]
+        for axis in parts:
+            _need(_name(function), axis, types[axis], I)
         out = give(_distinct(function.apply(*args), args[0]), types)
-        if found is not None:
-            vars(out)["_columns"] = (list(given[rule.sizes]), own, rule.types)
+        vars(out)["_columns"] = (list(given[rule.sizes]), parts, rule.types)
         return out
 
     return forward
@@ -266,10 +349,10 @@ def _columns(function: Any, rule: Columns) -> Any:
 
 def _split_into_columns(name: str, args: Any, result: Any) -> None:
     """The parts of a tensor whose columns have different types."""
-    sizes, axis, kinds = vars(args[0]).get("_columns", (None, None, ()))
+    sizes, axes, kinds = vars(args[0]).get("_columns", (None, (), ()))
     if name == "split" and sizes is not None and list(args[1]) == sizes:
         for part, kind in zip(result, kinds, strict=True):
-            give(part, types_of(part) | {axis: kind})
+            give(part, types_of(part) | dict.fromkeys(axes, kind))
 
 
 def _name(function: type) -> str:
@@ -315,6 +398,7 @@ def _register_operators(journal: Journal) -> None:
         name = getattr(func, "__name__", "")
         _before_adding(name, args, kwargs)
         try:
+            _refuse_overwritten(name, args)
             result = check(mode, func, types, args, kwargs)
         except SpmdTypeError as error:
             tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
@@ -359,6 +443,16 @@ def _told(func: Any, error: SpmdTypeError, args: Any, kwargs: Any) -> WrongType 
         shape = next(tuple(one.shape) for one, kind in on_axis if kind is wrong)
         return WrongType(f"{getattr(func, '__name__', func)}: {shape}", axis, wrong, needed)
     return None
+
+
+def _refuse_overwritten(name: str, args: Any) -> None:
+    """Refuse the term of a sum under its old name, where the sum has overwritten it."""
+    for one in args:
+        if isinstance(one, torch.Tensor) and vars(one).get("_overwritten", False):
+            raise SpmdTypeError(
+                f"{name} reads a tensor that an all-reduce has overwritten: each rank had its own "
+                "values, now all have the sum"
+            )
 
 
 _NEW = ("zeros", "new_zeros", "zeros_like")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from mindspeed.planner.counted.balanced_routing import Balance, assumed_routing,
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
 from mindspeed.spmd import I, P, R, Type, V
+from mindspeed.tensor_parallel.two_dimensional.grid import Grid
 from mindspeed.type_check import rules
 from mindspeed.type_check.chunk import Mesh, WrongUse, give_types, mesh_of_job, wrong_use
 from mindspeed.type_check.equal_parts import run_equal_layers_twice
@@ -120,7 +123,7 @@ def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
         model = build_model(args)
         rules.install(journal)
-        mesh = mesh_of_job()
+        mesh = mesh_of_job(_grid_of(model))
         try:
             with spmd_types.set_current_mesh(mesh.axes):
                 return _check(args, model, mesh, stage)
@@ -147,6 +150,13 @@ def build_model(args: argparse.Namespace) -> BuiltModel:
     if adapters is not None:
         attach(modules, adapters)
     return BuiltModel(config, modules)
+
+
+def _grid_of(model: Any) -> list[Any]:
+    """The groups of 2D tensor parallelism; empty without."""
+    modules = (module for chunk in model.modules for module in chunk.modules())
+    grids = (vars(module).get("grid") for module in modules)
+    return next(([one.x, one.y] for one in grids if isinstance(one, Grid)), [])
 
 
 def _check(args: argparse.Namespace, model: Any, mesh: Mesh, stage: int) -> StageResult:
@@ -190,13 +200,22 @@ def _forward(
 
     output, loss_function = forward_step(_typed(reader, mesh), chunk)
     if not chunk.post_process:
-        _expect("what the stage sends", output, hidden)
+        _expect("what the stage sends", output, hidden, chunk.forward)
         return
     loss = loss_function(output)[0]
     for axis, found in rules.types_of(loss).items():
-        needed = (I, P) if axis is mesh.tensor else (V, P)  # elsewhere ranks have other tokens
+        needed = (I, P) if axis in mesh.tensor else (V, P)  # elsewhere ranks have other tokens
         if found not in needed:
-            raise WrongType("the loss", axis, found, needed)
+            raise _at(loss_function, WrongType("the loss", axis, found, needed))
+
+
+def _at(function: Any, error: WrongType) -> WrongType:
+    """The error of what a function has returned, which no line of it uses any more."""
+    function = inspect.unwrap(getattr(function, "func", function))
+    code = function.__code__
+    place = traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
+    vars(error)["place"] = place
+    return error
 
 
 def _received(args: argparse.Namespace, chunk: Any, types: dict[MeshAxis, Type]) -> torch.Tensor:
@@ -217,7 +236,7 @@ def _typed(reader: Any, mesh: Mesh) -> Any:
     return iter([batch])
 
 
-def _expect(what: str, tensor: torch.Tensor, types: dict[MeshAxis, Type]) -> None:
+def _expect(what: str, tensor: torch.Tensor, types: dict[MeshAxis, Type], function: Any) -> None:
     for axis, found in rules.types_of(tensor).items():
         if found is not types[axis]:
-            raise WrongType(what, axis, found, (types[axis],))
+            raise _at(function, WrongType(what, axis, found, (types[axis],)))

@@ -8,26 +8,21 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.architecture.source import ROOT
+from tests.type_check import faults
 from tests.type_check.check_job import SMALL
+from tests.type_check.faults import EXPERTS, GRID, LORA, SP, SPREAD, TP
 
 pytest.importorskip("spmd_types")
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all cases
 
-TP = "--tensor-model-parallel-size 2"
-SP = f"{TP} --sequence-parallel"
-EXPERTS = (
-    "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-load-balancing-type aux_loss "
-    "--moe-aux-loss-coeff 0.01"
-)
-SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 LATENT = f"{TP} --nproc 2 --multi-latent-attention"
-LORA = "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2"
 
 RIGHT = {
     "tp": f"{TP} --nproc 2",
@@ -47,6 +42,10 @@ RIGHT = {
     "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2",
     "coc": f"{SP} --nproc 2 --use-ascend-coc --coc-parallel-num 2",
     "mc2": f"{SP} --nproc 2 --use-ascend-mc2",
+    "grid": f"{GRID} --nproc 4 --num-layers 4",
+    "grid-of-64": f"{GRID} --nproc 64 --context-parallel-size 2 --seq-length 64",
+    "grid-pipeline": f"{GRID} --nproc 8 --pipeline-model-parallel-size 2",
+    "largest-logit": f"{TP} --nproc 2 --z-loss-weight 0.1",
     "fused": f"{SP} --nproc 2 --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
     "--use-flash-attn",
     "fp8": f"{SP} --nproc 2 --bf16 --fp8-format hybrid",
@@ -54,6 +53,9 @@ RIGHT = {
     "activation-plan": f"{TP} --nproc 2 --recompute-activation-function",
     "cp": f"{TP} --context-parallel-size 2 --nproc 4",
     "cp-ulysses": f"{TP} --context-parallel-size 2 --nproc 4 --cp-comm-type a2a",
+    "cp-hybrid": f"{TP} --context-parallel-size 4 --nproc 8 --cp-comm-type a2a+p2p "
+    "--hierarchical-context-parallel-sizes 2 2",
+    "cp-attention-sink": f"{TP} --context-parallel-size 2 --nproc 4 --softmax-type learnable",
     "pipeline": f"{SP} --pipeline-model-parallel-size 2 --nproc 4",
     "long-pipeline": f"{SP} --pipeline-model-parallel-size 4 --nproc 8 --num-layers 8",
     "recomputation": f"{SP} --nproc 2 --recompute-granularity full --recompute-method uniform "
@@ -78,27 +80,12 @@ RIGHT = {
     "--moe-token-dispatcher-type alltoall --moe-alltoall-overlap-comm --moe-zero-memory level0",
     "experts-one-by-one": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --use-pipe-experts",
+    "experts-hot": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --balanced-moe-experts --balanced-moe-hot-expert-num 2",
+    "experts-beside-attention": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --ampipe-degree 2",
     "experts-latent": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-latent-size 16",
     "experts-whole": f"{SP} --nproc 2 {EXPERTS} --expert-tensor-parallel-size 1",
-}
-
-# Fault -> flags, the file of the first wrong use, and the axis or a word of the checker.
-WRONG = {
-    "norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "tensor"),
-    "later_norm_without_mark": (f"{SP} --nproc 2 --num-layers 6", "te/kernels.py", "tensor"),
-    "final_norm_without_mark": (f"{SP} --nproc 2", "te/kernels.py", "tensor"),
-    "router_without_mark": (
-        f"{SP} --nproc 2 {EXPERTS} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
-        "moe_utils.py",
-        "tensor",
-    ),
-    "column_without_mark": (f"{TP} --nproc 2", "te/linear_function.py", "tensor"),
-    "query_norms_not_summed": (f"{TP} --nproc 2 --qk-layernorm", "te/kernels.py", "tensor"),
-    "row_output_reduced_twice": (f"{TP} --nproc 2", "mappings.py", "tensor"),
-    "sequence_gathered_without_sum": (f"{SP} --nproc 2", "mappings.py", "tensor"),
-    "row_output_not_reduced": (f"{TP} --nproc 2", "fused_bias_dropout.py", "tensor"),
-    "row_output_sliced": (f"{SP} --nproc 2 --transformer-impl local", "", "tensor"),
-    "adapter_without_mark": (f"{TP} --nproc 2 {LORA}", "adapted_linear.py", "tensor"),
 }
 
 
@@ -110,7 +97,7 @@ class Repaired:
         repair: that makes it right.
         flags: of the layout.
         place: file and function of the first wrong use without the repair.
-        setup: of :mod:`tests.type_check.faults`, what no flag can ask for.
+        setup: a name in :data:`tests.type_check.faults.SETUPS`.
     """
 
     repair: str
@@ -143,10 +130,10 @@ REPAIRED = {
         "losses",
         f"{TP} --nproc 2",
         "cross_entropy.py:vocab_parallel_cross_entropy",
-        "gathered_logits",
+        "gathered logits",
     ),
     "smoothed-labels": Repaired(
-        "losses", f"{TP} --nproc 2", "type_check/stage.py:_forward", "smoothed_labels"
+        "losses", f"{TP} --nproc 2", "type_check/stage.py:_forward", "smoothed labels"
     ),
 }
 
@@ -185,16 +172,16 @@ NOT_SEEN = {
         "absent_triton jit_warmup nvidia_packages printed_objects"
     ),
 }
-BY_OTHERS = {"reductions"}  # a strided tensor: no layout of a job has one there
+BY_FAULTS = {"reductions"}  # a strided tensor: no layout of a job has one there
 
 
-ALWAYS = {
-    "final_norm_without_mark",
-    "function_without_rule",
-    "halved_output",
-    "long-pipeline",
-    "pipeline",
-}
+SIZES = ("smallest", "64")
+
+
+def of_size(fault: faults.Fault, size: str) -> str:
+    """The flags of a fault's job under the ranks that it needs, or 64."""
+    needed = 4 if "--tp-2d" in fault.flags or "pipeline" in fault.flags else 2
+    return f"{fault.flags} --nproc {needed if size == 'smallest' else 64}"
 
 
 @pytest.fixture(scope="module")
@@ -203,18 +190,10 @@ def found(request) -> dict[str, dict]:
 
     It imports the checker first, and the cases run in children of it.
     """
-    cases: dict[str, tuple] = {name: (flags, None) for name, flags in RIGHT.items()}
-    for name, one in REPAIRED.items():
-        cases[name] = (one.flags, one.setup)
-        cases[f"{name}, unrepaired"] = (one.flags, one.setup, one.repair)
-    cases |= {fault: (flags, fault) for fault, (flags, *_) in WRONG.items()}
-    cases["function_without_rule"] = (f"{TP} --nproc 2", "function_without_rule")
-    cases["halved_output"] = (f"{TP} --nproc 2", "halved_output")
     mine = [item for item in request.session.items if item.path == request.path]
-    asked = {item.name.partition("[")[2].rstrip("]") for item in mine} | ALWAYS
-    cases = {
-        name: case for name, case in cases.items() if name.removesuffix(", unrepaired") in asked
-    }
+    calls = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    asked = {name for call in calls for name in _names(**call)}
+    cases = {name: case for name, case in _cases().items() if name in asked}
     done = subprocess.run(
         [sys.executable, "-m", "tests.type_check.check_job"],
         cwd=ROOT,
@@ -229,6 +208,30 @@ def found(request) -> dict[str, dict]:
     return dict(zip(cases, lines, strict=True))
 
 
+def _names(
+    case: str | None = None, fault: str | None = None, size: str = "64", grid: tuple[str, ...] = ()
+) -> list[str]:
+    """The cases that a test with these parameters looks at."""
+    found = [*grid]
+    if case is not None:
+        found += [case, f"{case}: unrepaired"]
+    if fault is not None:
+        found.append(f"{fault}: {size}")
+    return found
+
+
+def _cases() -> dict[str, tuple]:
+    """Flags, fault and repair of each case."""
+    cases: dict[str, tuple] = {name: (flags, None) for name, flags in RIGHT.items()}
+    for name, one in REPAIRED.items():
+        cases[name] = (one.flags, one.setup)
+        cases[f"{name}: unrepaired"] = (one.flags, one.setup, one.repair)
+    for fault in faults.NAMED.values():
+        for size in SIZES:
+            cases[f"{fault.name}: {size}"] = (of_size(fault, size), fault.name, fault.repair)
+    return cases
+
+
 @pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_right_layout_is_accepted(found, case):
@@ -237,23 +240,52 @@ def test_a_right_layout_is_accepted(found, case):
     assert "every gradient is summed over exactly the ranks" in verdict["text"]
 
 
+# Functions with a rule that no layout here runs: where they run.
+NOT_IN_THE_GRID = {
+    "moe.dispatch.padded._SelectRows": "experts with equal capacities",
+    "moe.events._Mark": "tests, which record the order of a backward",
+    "te.comm._AllGather": "--use-transformer-engine-op-fuser",
+    "te.comm._AllReduce": "--use-transformer-engine-op-fuser",
+    "te.comm._ReduceScatter": "--use-transformer-engine-op-fuser",
+    "te.cross_entropy._CrossEntropy": "--cross-entropy-fusion-impl te",
+    "te.grouped_gemm._GroupedMatmul": "--moe-use-legacy-grouped-gemm",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [tuple(RIGHT)], ids=["grid"])
+def test_the_layouts_run_every_function_that_has_a_rule(found, grid):
+    ran = {name for case in grid for name in found[case]["ran"]}
+    own = {name for case in grid for name in found[case]["own"]}
+    assert own - ran == set(NOT_IN_THE_GRID)
+
+
 @pytest.mark.quick_cases(4)
-@pytest.mark.parametrize("fault", WRONG)
-def test_a_planted_fault_is_found_where_it_is_first_used(found, fault):
-    _, file, word = WRONG[fault]
-    verdict = found[fault]
+@pytest.mark.parametrize("size", ["64", pytest.param("smallest", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("fault", [fault.name for fault in faults.FAULTS])
+def test_a_planted_fault_is_found_where_it_is_first_used(found, fault, size):
+    verdict = found[f"{fault}: {size}"]
     assert verdict.get("accepted") is False, verdict
+    file, line = faults.NAMED[fault].found
     wrong = verdict["wrong"]
     assert wrong["file"].endswith(file)
-    assert word in (wrong["axis"] or wrong["detail"])
+    assert line in Path(wrong["file"]).read_text("utf-8").splitlines()[wrong["line"] - 1]
     assert f"consequence  {wrong['consequence']}" in verdict["text"]
     assert f"REFUSED: stage {wrong['stage']}" in verdict["text"]
+
+
+@pytest.mark.parametrize("fault", [fault.name for fault, _ in faults.UNSEEN])
+def test_a_changed_value_is_not_seen(found, fault):
+    assert found[f"{fault}: 64"]["accepted"]
+    test = dict((one.name, test) for one, test in faults.UNSEEN)[fault]
+    file, _, name = test.partition("::")
+    assert f"def {name}(" in (ROOT / file).read_text("utf-8")
 
 
 @pytest.mark.parametrize("case", REPAIRED)
 def test_megatron_without_the_repair_is_refused(found, case):
     assert found[case].get("accepted"), found[case].get("error") or found[case]["text"]
-    verdict = found[f"{case}, unrepaired"]
+    verdict = found[f"{case}: unrepaired"]
     assert verdict.get("accepted") is False, verdict
     file, _, function = REPAIRED[case].place.partition(":")
     assert verdict["wrong"]["file"].endswith(file)
@@ -270,10 +302,11 @@ def test_every_repair_is_seen_or_has_a_reason():
     repairs = sorted(path.stem for path in folder.glob("*/*.py") if path.stem != "__init__")
     seen = {one.repair.replace("-", "_") for one in REPAIRED.values()}
     others = [name for names in NOT_SEEN.values() for name in names.split()]
-    assert sorted([*seen, *others, *BY_OTHERS]) == repairs
+    assert sorted([*seen, *others, *BY_FAULTS]) == repairs
 
 
-def test_pipeline_stages_that_are_made_alike_run_once(found):
+@pytest.mark.parametrize("grid", [("pipeline", "long-pipeline")], ids=["pipelines"])
+def test_pipeline_stages_that_are_made_alike_run_once(found, grid):
     assert found["pipeline"]["stages"] == [0, 1]
     assert found["long-pipeline"]["stages"] == [0, 1, 3]
     assert "stages 0, 1, 3 of 4: the others are" in found["long-pipeline"]["text"]
@@ -305,20 +338,18 @@ def test_layers_that_are_built_alike_run_twice(monkeypatch):
     assert [len(layer.calls) for layer in layers] == [1, 1, 0, 1, 0]
 
 
-def test_a_wrong_norm_is_named(found):
-    names = found["final_norm_without_mark"]["wrong"]["parameters"]
+@pytest.mark.parametrize("fault", ["last norm unmarked"])
+def test_a_wrong_norm_is_named(found, fault):
+    names = found[f"{fault}: 64"]["wrong"]["parameters"]
     assert names == ["decoder.final_layernorm.weight"]
-    assert "its own tokens; nothing sums them" in found["final_norm_without_mark"]["text"]
+    assert "its own tokens; nothing sums them" in found[f"{fault}: 64"]["text"]
 
 
-def test_a_function_without_a_rule_stops_the_check_and_says_how_to_give_it_one(found):
-    text = found["function_without_rule"]["text"]
-    assert "faults.py:" in text and "Halved is an autograd function without a rule" in text
+@pytest.mark.parametrize("fault", ["function without a rule"])
+def test_a_function_without_a_rule_stops_the_check_and_says_how_to_give_it_one(found, fault):
+    text = found[f"{fault}: 64"]["text"]
+    assert "mlp.py:" in text and "Halved is an autograd function without a rule" in text
     assert "from mindspeed.spmd import Local, typed" in text and "@typed(Local())" in text
-
-
-def test_values_are_not_seen(found):
-    assert found["halved_output"]["accepted"]
 
 
 def command(*words: str, module: str = "mindspeed") -> subprocess.CompletedProcess[str]:

@@ -1,56 +1,58 @@
-"""Rules are true: the adjoint of each collective is what its types say, on two ranks."""
+"""Rules are true: functions are measured on two ranks in all directions that their rules accept."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 import pytest
 
-from tests.type_check import adjoint
+pytest.importorskip("spmd_types")
 
-# Autograd functions of the library without a rule: the check names them and stops.
-WITHOUT_RULE = {
-    "models.model_extras._LargestLogit": "--z-loss of Baichuan 2",
-    "moe.ampipe.rows._First": "--ampipe-degree",
-    "moe.hot_experts._OwnWeights": "--balanced-moe-experts",
-    "tensor_parallel.two_dimensional.norm._Norm": "--tp-2d",
-    "tensor_parallel.two_dimensional.linear._Linear": "--tp-2d",
-    "tensor_parallel.two_dimensional.grid._ToGrid": "--tp-2d",
-    "tensor_parallel.two_dimensional.grid._FromGrid": "--tp-2d",
-}
+from tests.type_check import adjoint, faults
+
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all measurements
 
 
-def functions_without_rule() -> set[str]:
-    """Autograd functions of all modules of the library."""
-    import torch
+@pytest.fixture(scope="module")
+def found(rank_pool) -> list[adjoint.Measured]:
+    """What each of two ranks has measured."""
+    options = {"setup": "mindspeed.megatron_adaptor", "timeout": 500}
+    return rank_pool.run(2, adjoint.measured, **options)
 
-    import mindspeed
-    from mindspeed.spmd import rule_of
 
-    for module in pkgutil.walk_packages(mindspeed.__path__, "mindspeed."):
-        if any(part in module.name for part in ("__main__", ".triton", "quickstart.__main__")):
-            continue
-        try:
-            importlib.import_module(module.name)
-        except ImportError:
-            continue
-    own = [
-        one
-        for one in torch.autograd.Function.__subclasses__()
-        if one.__module__.startswith("mindspeed.") and "triton" not in one.__module__
-    ]
-    return {
-        f"{one.__module__.removeprefix('mindspeed.')}.{one.__name__}"
-        for one in own
-        if rule_of(one) is None
+def test_every_function_of_the_library_has_a_rule(found):
+    assert not found[0].without_rule
+
+
+def test_every_function_with_a_rule_is_measured(found):
+    measured = {name for one in adjoint.CASES for name in one.names}
+    assert found[0].functions - measured == set(adjoint.NOT_MEASURED)
+
+
+def test_every_collective_of_two_halves_is_measured():
+    from mindspeed.moe import collectives
+
+    own = {
+        name
+        for name, one in vars(collectives).items()
+        if getattr(one, "__module__", "") == collectives.__name__ and hasattr(one, "typed")
     }
+    assert own - {"_Chained"} == set(adjoint.HALVES)  # which is another one, later
 
 
-def test_every_function_has_a_rule_or_is_listed(ranks):
-    options = {"setup": "mindspeed.megatron_adaptor", "backend": None}
-    (missing,) = ranks(1, functions_without_rule, **options)
-    assert missing == set(WITHOUT_RULE)
+@pytest.mark.parametrize("index", range(len(adjoint.CASES)), ids=adjoint.case_names())
+def test_what_a_rule_says_is_true_in_every_direction_that_it_accepts(found, index):
+    """<f(x), dy> = <x, f'(dy)>, with the pairing that the types define."""
+    for rank in found:
+        directions = rank.cases[index]
+        assert not isinstance(directions, str), directions
+        assert directions, "the rule accepts nothing"
+        for one in directions:
+            assert one.ran, "the function is not in the graph"
+            assert one.true, one
+
+
+@pytest.mark.parametrize("index", range(len(faults.HIDDEN)), ids=[f.name for f in faults.HIDDEN])
+def test_a_fault_inside_a_function_is_measured(found, index):
+    assert all(rank.hidden[index] for rank in found)
 
 
 NEWER = {"SinkhornKnopp"}  # than the supported Megatron
@@ -69,11 +71,3 @@ def test_every_rule_has_a_function_of_megatron(ranks):
         1, functions_of_megatron, setup="mindspeed.megatron_adaptor", backend=None
     )
     assert names - found == NEWER
-
-
-@pytest.mark.parametrize("case", adjoint.CASES)
-def test_the_backward_of_a_collective_is_what_its_types_say(rank_pool, case):
-    """<f(x), dy> = <x, f'(dy)>, with the pairing that the types define."""
-    for left, right, equal in rank_pool.run(2, adjoint.pairings, case):
-        assert equal, "the output is not of the type that the rule says"
-        assert left == pytest.approx(right, rel=1e-12)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from mindspeed.moe.collectives import Gather
 from mindspeed.moe.split_phase import Ticket, finish, start
-from mindspeed.spmd import Token, typed
+from mindspeed.spmd import Passes, Token, typed
 
 
 def blocks(length: int, chunks: int, ranks: int) -> list[list[tuple[int, int]]]:
@@ -100,6 +100,7 @@ class _Collect(torch.autograd.Function):
         return ctx.total.take(), None
 
 
+@typed(Passes("x"))
 class _First(torch.autograd.Function):
     @staticmethod
     def forward(

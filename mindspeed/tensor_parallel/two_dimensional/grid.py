@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
+from mindspeed.spmd import Collective, V, typed
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def token_order(tokens: int, x: int, y: int) -> torch.Tensor:
     return by_attention_rank.reshape(x, y, -1).transpose(0, 1).flatten()
 
 
+@typed(Collective(V, V))
 class _ToGrid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -98,6 +100,7 @@ class _ToGrid(torch.autograd.Function):
         return _columns_for_rows(grads[0], ctx.group), None
 
 
+@typed(Collective(V, V))
 class _FromGrid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -31,7 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed import spmd
 from mindspeed.ops import overlap
+from mindspeed.spmd import Product, typed
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,15 @@ class Communication:
     overlap_scatter: bool = False
     overlap_backward: bool = False
 
+    def typed(self) -> tuple[spmd.Communication, spmd.Communication]:
+        """What it does over either group, as a rule for :mod:`mindspeed.spmd`."""
+        return (
+            spmd.Communication(self.gathers, gathers=True, shards_input=False),
+            spmd.Communication(self.scatters, reduces=True, scatters=True, shards_input=True),
+        )
 
+
+@typed(Product(lambda given: given["communication"].typed()))
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(

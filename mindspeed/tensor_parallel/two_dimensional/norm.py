@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.spmd import Collective, V, typed
 
+
+@typed(Collective(V, V, operands=("weight", "bias")))
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
