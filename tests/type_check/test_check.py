@@ -133,7 +133,7 @@ REPAIRED = {
         "gathered logits",
     ),
     "smoothed-labels": Repaired(
-        "losses", f"{TP} --nproc 2", "type_check/stage.py:_forward", "smoothed labels"
+        "losses", f"{TP} --nproc 2", "training/forward_step.py:next_token_loss", "smoothed labels"
     ),
 }
 
@@ -270,7 +270,7 @@ def test_a_planted_fault_is_found_where_it_is_first_used(found, fault, size):
     wrong = verdict["wrong"]
     assert wrong["file"].endswith(file)
     assert line in Path(wrong["file"]).read_text("utf-8").splitlines()[wrong["line"] - 1]
-    assert f"consequence  {wrong['consequence']}" in verdict["text"]
+    assert wrong.get("consequence", wrong["detail"]) in verdict["text"]
     assert f"REFUSED: stage {wrong['stage']}" in verdict["text"]
 
 
