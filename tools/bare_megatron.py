@@ -376,7 +376,7 @@ def _run(layout: Layout, model: Any, mesh: Mesh) -> None:
     out, _ = schedules.forward_step(**{name: one for name, one in given.items() if name in known})
     loss = out[0] if isinstance(out, list) else out
     for axis, kind in rules.types_of(loss).items():
-        needed = (I, P) if axis is mesh.tensor else (V, P)
+        needed = (I, P) if axis in mesh.tensor else (V, P)
         if kind not in needed:
             raise WrongType("the loss", axis, kind, needed)
 
