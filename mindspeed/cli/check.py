@@ -36,6 +36,9 @@ def run(argv: Sequence[str]) -> int:
     own, flags = read(parser, argv)
     if not own.types:
         raise ConfigError("say what to check: --types")
+    from mindspeed.training.warning_filters import filter_warnings
+
+    filter_warnings()
     gc.disable()  # collections would walk the objects of torch and Megatron while they are imported
     from mindspeed.type_check import check_types, require_package
 

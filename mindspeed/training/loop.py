@@ -251,10 +251,10 @@ class _Paused:
 
 
 def _judge_features(args: argparse.Namespace, log: Log) -> None:
-    """Report which features the first step has reached; refuse flags that did nothing.
+    """Report which features the first step has reached, and flags that did nothing.
 
     Raises:
-        ConfigError: on all ranks, names the flags and why.
+        ConfigError: flags did nothing, with ``--features-in-vain refuse``; on all ranks.
     """
     features = session.install().reached
     reached = features.on_all_ranks()

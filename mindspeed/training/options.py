@@ -344,8 +344,8 @@ class LoggingOptions:
     """Logging options: printed and recorded values."""
 
     log_interval: int = flag(10, "iterations between log lines", range=POSITIVE)
-    features_in_vain: Literal["refuse", "warn"] = flag(
-        "refuse", "what to do if a feature whose flag is given has done nothing in the first step"
+    features_in_vain: Literal["warn", "refuse"] = flag(
+        "warn", "what to do if a feature whose flag is given has done nothing in the first step"
     )
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard")
     metrics_file: str | None = flag(None, "JSON lines file (default: SAVE/metrics.jsonl)")

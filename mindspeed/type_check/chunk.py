@@ -74,6 +74,11 @@ class Mesh:
         """The axes of the tensor-parallel ranks; empty for one rank."""
         return tuple(one for name, one in self.axes.items() if name.split()[0] == "tensor")
 
+    @property
+    def context(self) -> tuple[MeshAxis, ...]:
+        """The axes of the ranks that share the sequences; empty for one rank."""
+        return tuple(one for name, one in self.axes.items() if name.split()[0] == "context")
+
     def types(self, tensor: Type, other: Type) -> dict[MeshAxis, Type]:
         """One type on the tensor-parallel ranks, one on all other axes."""
         return {axis: tensor if axis in self.tensor else other for axis in self.axes.values()}

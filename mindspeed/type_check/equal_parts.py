@@ -12,12 +12,14 @@ flag lets layers differ by their numbers. All others run whole.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 
+from mindspeed.journal import Journal
 from mindspeed.planner.shape import shape_of, whole_only
 from mindspeed.type_check import rules
 
@@ -40,18 +42,24 @@ def chunks_of_stages(args: argparse.Namespace) -> list[tuple[Hashable, ...]]:
     return [tuple(shape.chunks_of(stage)) for stage in stages]
 
 
-def run_equal_layers_twice(args: argparse.Namespace, chunk: Any) -> None:
-    """Let layers of a chunk return their input after two like them did not change its types.
+@contextlib.contextmanager
+def equal_layers_run_twice(args: argparse.Namespace, chunk: Any) -> Iterator[None]:
+    """Inside, layers of a chunk return their input after two like them did not change its types.
 
     Args:
         args: final values, of a dry run.
         chunk: whose parameters have their types.
     """
-    if not _follows_from_parts(args):
-        return
+    layers = chunk.decoder.layers if _follows_from_parts(args) else ()
     runs: Counter[Hashable] = Counter()
-    for layer in chunk.decoder.layers:
-        layer.forward = _forward(layer.forward, _parts(layer), runs)
+    journal = Journal()
+    for layer in layers:
+        once = _forward(layer.forward, _parts(layer), runs)
+        journal.set(layer, "forward", once, owner="equal layers")
+    try:
+        yield
+    finally:
+        journal.undo()
 
 
 def _follows_from_parts(args: argparse.Namespace) -> bool:

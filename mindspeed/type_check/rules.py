@@ -171,6 +171,27 @@ def _reductions() -> Iterator[list[torch.Tensor]]:
         journal.undo()
 
 
+@contextlib.contextmanager
+def equal_where_reduced() -> Iterator[None]:
+    """Values without gradient that are all-reduced inside the block are equal afterwards (R)."""
+    reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        work = reduce(tensor, *args, **options)
+        own = _axis_of(options.get("group"))
+        if own is not None and not tensor.requires_grad:
+            types = types_of(tensor)
+            give(tensor, types | {axis: R for axis in types if axis <= own})
+        return work
+
+    journal = Journal()
+    journal.set(dist, "all_reduce", all_reduce, owner=OWNER)
+    try:
+        yield
+    finally:
+        journal.undo()
+
+
 def _check_reduction(
     function: type,
     rule: Collective,

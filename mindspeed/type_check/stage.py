@@ -31,7 +31,7 @@ from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
 from mindspeed.type_check import rules
 from mindspeed.type_check.chunk import Mesh, WrongUse, give_types, mesh_of_job, wrong_use
-from mindspeed.type_check.equal_parts import run_equal_layers_twice
+from mindspeed.type_check.equal_parts import equal_layers_run_twice
 from mindspeed.type_check.rules import WrongType
 
 
@@ -188,8 +188,8 @@ def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
     hidden = mesh.types(V if args.sequence_parallel else I, V)
     if not chunk.pre_process:
         chunk.set_input_tensor(_received(args, chunk, hidden))
-    run_equal_layers_twice(args, chunk)
-    with typecheck(strict_mode="strict", local=True):
+    strict = typecheck(strict_mode="strict", local=True)
+    with equal_layers_run_twice(args, chunk), strict:
         _forward(args, chunk, reader, mesh, hidden)
 
 
@@ -202,11 +202,30 @@ def _forward(
     if not chunk.post_process:
         _expect("what the stage sends", output, hidden, chunk.forward)
         return
-    loss = loss_function(output)[0]
+    loss = _normalised(args, chunk, output, loss_function, mesh)
     for axis, found in rules.types_of(loss).items():
         needed = (I, P) if axis in mesh.tensor else (V, P)  # elsewhere ranks have other tokens
         if found not in needed:
             raise _at(loss_function, WrongType("the loss", axis, found, needed))
+
+
+def _normalised(
+    args: argparse.Namespace, chunk: Any, output: Any, loss_function: Any, mesh: Mesh
+) -> torch.Tensor:
+    """The loss as Megatron divides it: a sum over tokens by their number."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def summed(output: Any, **options: Any) -> Any:
+        loss, *others = loss_function(output, **options)
+        if len(others) == 2:  # a sum over this rank's part of the sequence, and its tokens
+            loss = rules.give(loss.clone(), rules.types_of(loss) | dict.fromkeys(mesh.context, P))
+        return loss, *others
+
+    with rules.equal_where_reduced():
+        loss, _ = schedules.forward_step_calc_loss(
+            chunk, output, summed, chunk.config, None, False, 1, []
+        )
+    return loss
 
 
 def _at(function: Any, error: WrongType) -> WrongType:

@@ -47,6 +47,13 @@ def test_other_ranks_wait_and_ranks_of_a_launcher_that_has_checked_do_not(monkey
     assert started == []
 
 
+def test_what_finetune_sets_by_itself_is_checked(started):
+    job = {"finetune": True, "is_instruction_dataset": True, "world_size": 1}
+    TypeCheck(types=True).check({**job, "command_words": ("--bf16", "--types", "--finetune")})
+    [(words, _)] = started
+    assert words[7:] == ["--", "--bf16", "--finetune", "--is-instruction-dataset"]
+
+
 @pytest.mark.parametrize("status", [1, 3])
 def test_a_job_that_is_not_accepted_ends_with_the_status(monkeypatch, started, status):
     monkeypatch.setattr(type_check, "run_with_signals", lambda *words: (status, b""))

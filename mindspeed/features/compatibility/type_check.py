@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 _CHECKED = "MINDSPEED_TYPES_CHECKED"
 """Set in the process that checks, and in ranks whose launcher has checked."""
 
+_OF_FINETUNE = (
+    ("finetune", "--finetune"),
+    ("is_instruction_dataset", "--is-instruction-dataset"),
+)
+"""Flags that ``mindspeed finetune`` sets without a word on its command line."""
+
 
 class TypeCheck(Feature, level=0, planning=("no part",)):
     """Before it trains, a job checks that every gradient is summed over the right ranks."""
@@ -52,6 +58,8 @@ class TypeCheck(Feature, level=0, planning=("no part",)):
             return
         ranks = str(megatron.get("world_size") or 1)
         job = without_options(words_of_job(megatron), type(self))
+        if not job[:1] or job[0].startswith("-"):  # not a script
+            job += [one for name, one in _OF_FINETUNE if megatron.get(name) and one not in job]
         words = [sys.executable, "-m", "mindspeed", "check", "--types", "--devices", ranks]
         status, _ = run_with_signals([*words, "--", *job], {**outside_of_job(), _CHECKED: "1"})
         if status:
