@@ -212,3 +212,13 @@ def _tagged(parameters: dict[str, torch.nn.Parameter]) -> Iterator[None]:
                 del parameter.main_grad  # type: ignore[attr-defined]
             else:
                 parameter.main_grad = gradient  # type: ignore[attr-defined]
+
+
+def divided_loss(chunk: Any, output: Any, loss_function: Callable[..., Any]) -> Any:
+    """The loss of the last stage, divided as Megatron's schedules divide it; a scalar."""
+    from megatron.core.pipeline_parallel import schedules
+
+    config = chunk.config
+    return schedules.forward_step_calc_loss(
+        chunk, output, loss_function, config, None, False, 1, []
+    )[0]

@@ -29,7 +29,7 @@ from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
-from mindspeed.type_check import rules
+from mindspeed.type_check import megatron, rules
 from mindspeed.type_check.chunk import Mesh, WrongUse, give_types, mesh_of_job, wrong_use
 from mindspeed.type_check.equal_parts import equal_layers_run_twice
 from mindspeed.type_check.rules import WrongType
@@ -213,7 +213,6 @@ def _normalised(
     args: argparse.Namespace, chunk: Any, output: Any, loss_function: Any, mesh: Mesh
 ) -> torch.Tensor:
     """The loss as Megatron divides it: a sum over tokens by their number."""
-    from megatron.core.pipeline_parallel import schedules
 
     def summed(output: Any, **options: Any) -> Any:
         loss, *others = loss_function(output, **options)
@@ -222,10 +221,7 @@ def _normalised(
         return loss, *others
 
     with rules.equal_where_reduced():
-        loss, _ = schedules.forward_step_calc_loss(
-            chunk, output, summed, chunk.config, None, False, 1, []
-        )
-    return loss
+        return megatron.divided_loss(chunk, output, summed)
 
 
 def _at(function: Any, error: WrongType) -> WrongType:
