@@ -216,9 +216,9 @@ def _tagged(parameters: dict[str, torch.nn.Parameter]) -> Iterator[None]:
 
 def divided_loss(chunk: Any, output: Any, loss_function: Callable[..., Any]) -> Any:
     """The loss of the last stage, divided as Megatron's schedules divide it; a scalar."""
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    config = chunk.config
-    return schedules.forward_step_calc_loss(
-        chunk, output, loss_function, config, None, False, 1, []
-    )[0]
+    context_ranks = parallel_state.get_context_parallel_world_size()
+    given = (chunk, output, loss_function, chunk.config, None, False, 1, [], context_ranks, True)
+    return schedules.forward_step_calc_loss(*given)[0]
