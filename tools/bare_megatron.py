@@ -32,11 +32,10 @@ from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.repairs.scripts.absent_triton import stub_triton
 from mindspeed.journal import Journal
 from mindspeed.planner import isolated
-from mindspeed.spmd import I, P, R, V
+from mindspeed.spmd import I, R, V
 from mindspeed.training.fake_job import fake_groups
 from mindspeed.type_check import rules
-from mindspeed.type_check.chunk import Mesh, give_types, mesh_of_job
-from mindspeed.type_check.rules import WrongType
+from mindspeed.type_check.chunk import Mesh, as_term, check_loss, give_types, mesh_of_job
 
 
 class Attention(torch.nn.Module):
@@ -374,11 +373,7 @@ def _run(layout: Layout, model: Any, mesh: Mesh) -> None:
     }
     known = inspect.signature(schedules.forward_step).parameters
     out, _ = schedules.forward_step(**{name: one for name, one in given.items() if name in known})
-    loss = out[0] if isinstance(out, list) else out
-    for axis, kind in rules.types_of(loss).items():
-        needed = (I, P) if axis in mesh.tensor else (V, P)
-        if kind not in needed:
-            raise WrongType("the loss", axis, kind, needed)
+    check_loss(out[0] if isinstance(out, list) else out, mesh)
 
 
 def _smoothed(layout: Layout, batch: dict[str, Any], model: Any) -> torch.Tensor:
@@ -391,13 +386,7 @@ def _smoothed(layout: Layout, batch: dict[str, Any], model: Any) -> torch.Tensor
 
 def _loss(losses: torch.Tensor, mask: torch.Tensor, mesh: Mesh) -> tuple[Any, ...]:
     """The sum of the losses of ``[b, s]`` tokens, their number, and a report."""
-    from megatron.core import parallel_state
-
-    total = (losses * mask).sum()
-    if "context" in mesh.axes:  # a term of the sum over the sequence
-        group = parallel_state.get_context_parallel_group()
-        total = spmd_types.reinterpret(total, group, src=spmd_types.V, dst=spmd_types.P).clone()
-    return total, mask.sum(), {}
+    return as_term((losses * mask).sum(), mesh), mask.sum(), {}
 
 
 def _batch(layout: Layout, mesh: Mesh) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from spmd_types import MeshAxis, SpmdTypeError
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from mindspeed.spmd import I, R, Type, V
+from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import megatron, rules
 from mindspeed.type_check.rules import WrongType
 
@@ -181,6 +181,23 @@ def _give_others(chunk: torch.nn.Module, mesh: Mesh) -> None:
             plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
             if plain and not value.requires_grad:
                 rules.give(value, mesh.types(R, R))
+
+
+def as_term(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """The sum of a rank's losses, as a term of the sum over the ranks that share the sequences."""
+    return rules.give(loss.clone(), rules.types_of(loss) | dict.fromkeys(mesh.context, P))
+
+
+def check_loss(loss: torch.Tensor, mesh: Mesh) -> None:
+    """Check what a backward starts from.
+
+    Raises:
+        WrongType: tensor-parallel ranks have different ones, or another rank has the same.
+    """
+    for axis, found in rules.types_of(loss).items():
+        needed = (I, P) if axis in mesh.tensor else (V, P)  # elsewhere ranks have other tokens
+        if found not in needed:
+            raise WrongType("the loss", axis, found, needed)
 
 
 def wrong_use(stage: int, mesh: Mesh, error: SpmdTypeError) -> WrongUse:

@@ -27,10 +27,18 @@ from mindspeed.journal import Journal
 from mindspeed.planner.counted.balanced_routing import Balance, assumed_routing, logits_of
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
-from mindspeed.spmd import I, P, R, Type, V
+from mindspeed.spmd import I, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
 from mindspeed.type_check import megatron, rules
-from mindspeed.type_check.chunk import Mesh, WrongUse, give_types, mesh_of_job, wrong_use
+from mindspeed.type_check.chunk import (
+    Mesh,
+    WrongUse,
+    as_term,
+    check_loss,
+    give_types,
+    mesh_of_job,
+    wrong_use,
+)
 from mindspeed.type_check.equal_parts import equal_layers_run_twice
 from mindspeed.type_check.rules import WrongType
 
@@ -64,10 +72,9 @@ class ProvidedModel(TrainerLoop):
         """The chunks of this rank in the precision of the job, without optimizer."""
         from megatron.core import parallel_state
 
-        count = args.virtual_pipeline_model_parallel_size
         chunks = []
-        for vp_stage in range(count) if count else [None]:
-            where: dict[str, Any] = {"ignore_virtual": count is None, "vp_stage": vp_stage}
+        for vp_stage in Parallel.of(args).vp_stages:
+            where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
             given = {} if vp_stage is None else {"vp_stage": vp_stage}
             chunk = self._provider(
                 pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -203,10 +210,10 @@ def _forward(
         _expect("what the stage sends", output, hidden, chunk.forward)
         return
     loss = _normalised(args, chunk, output, loss_function, mesh)
-    for axis, found in rules.types_of(loss).items():
-        needed = (I, P) if axis in mesh.tensor else (V, P)  # elsewhere ranks have other tokens
-        if found not in needed:
-            raise _at(loss_function, WrongType("the loss", axis, found, needed))
+    try:
+        check_loss(loss, mesh)
+    except WrongType as error:
+        raise _at(loss_function, error) from None
 
 
 def _normalised(
@@ -217,7 +224,7 @@ def _normalised(
     def summed(output: Any, **options: Any) -> Any:
         loss, *others = loss_function(output, **options)
         if len(others) == 2:  # a sum over this rank's part of the sequence, and its tokens
-            loss = rules.give(loss.clone(), rules.types_of(loss) | dict.fromkeys(mesh.context, P))
+            loss = as_term(loss, mesh)
         return loss, *others
 
     with rules.equal_where_reduced():

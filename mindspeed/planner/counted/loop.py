@@ -33,7 +33,7 @@ from mindspeed.attention.packed_batch import (
 from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import held
 from mindspeed.instruments.live_memory import LiveMemory
-from mindspeed.job import Batch
+from mindspeed.job import Batch, Parallel
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 
 DOCUMENTS = 4
@@ -53,12 +53,12 @@ def readers_of(args: argparse.Namespace, config: Any) -> list[InventedBatches | 
 
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
 
-    seams, chunks = session.install().seams, args.virtual_pipeline_model_parallel_size
+    seams = session.install().seams
     everywhere = args.variable_seq_lengths or bool(seams.documents.functions)
     readers: list[InventedBatches | None] = []
-    for vp_stage in range(chunks) if chunks else [None]:
+    for vp_stage in Parallel.of(args).vp_stages:
         ends = pipeline_ends(seams, vp_stage)
-        where: dict[str, Any] = {"ignore_virtual": chunks is None, "vp_stage": vp_stage}
+        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
         if args.mtp_num_layers and mtp_on_this_rank(config, **where):
             ends = True, True
         needed = any(ends) or everywhere
