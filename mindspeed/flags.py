@@ -133,6 +133,11 @@ def _add_choices(action: argparse.Action, more: Sequence[str]) -> None:
         action.choices = [*action.choices, *(one for one in more if one not in action.choices)]
 
 
+def changed_flags(options: object) -> list[Flag]:
+    """The flags of ``options``, an instance of such a dataclass, that are not at their defaults."""
+    return [one for one in flags_of(type(options)) if getattr(options, one.name) != one.default]
+
+
 def default_of(item: Flag, file_values: Mapping[str, Any]) -> Any:
     """The value of a flag that the command line does not set: environment, file, default."""
     if item.env and os.environ.get(item.env):  # an empty variable is not set
@@ -151,12 +156,10 @@ def given_names(options: Any) -> list[str]:
     Args:
         options: an instance of a feature's dataclass of flags.
     """
-    changed = [
-        (item, value)
-        for item in flags_of(type(options))
-        if (value := getattr(options, item.name)) != item.default
+    return [
+        str(item.env) if from_environment(item, getattr(options, item.name)) else item.option
+        for item in changed_flags(options)
     ]
-    return [str(i.env) if from_environment(i, value) else i.option for i, value in changed]
 
 
 def parse_value(item: Flag, text: str) -> Any:

@@ -40,11 +40,13 @@ def run(argv: Sequence[str]) -> int:
 
     filter_warnings()
     gc.disable()  # collections would walk the objects of torch and Megatron while they are imported
-    from mindspeed.type_check import check_types, require_package
+    try:
+        from mindspeed.type_check import check_types, require_package
 
-    require_package()
-    args = job_of(flags).settings(None, own.devices).args
-    gc.enable()
+        require_package()
+        args = job_of(flags).settings(None, own.devices).args
+    finally:
+        gc.enable()
     with progress("checking pipeline stages") as tell:
         verdict = check_types(args, own.jobs, tell)
     from mindspeed.type_check.report import as_data, describe

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="list the features that the flags after -- enable, or report errors in the flags",
     )
-    parser.add_argument(
+    add(
         "--live",
         action="store_true",
         help="run the command after --, and print what its first step reached of each feature",

@@ -20,7 +20,15 @@ from typing import Any, Literal, TypeVar
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Planning, Problem, conflict, exclusions
-from mindspeed.flags import add_flags, check_value, default_of, flag, flags_of, given_names
+from mindspeed.flags import (
+    add_flags,
+    changed_flags,
+    check_value,
+    default_of,
+    flag,
+    flags_of,
+    given_names,
+)
 
 
 @dataclass(frozen=True)
@@ -190,10 +198,7 @@ class Configuration:
             else {"optimization_level": self.level}
         )
         for feature in self.features.values():
-            for item in flags_of(type(feature)):
-                value = getattr(feature, item.name)
-                if value != item.default:
-                    values[item.name] = value
+            values |= {item.name: getattr(feature, item.name) for item in changed_flags(feature)}
         return values
 
 
@@ -343,10 +348,12 @@ def _level_problems(wanted: Iterable[Feature], level: int) -> list[Problem]:
     for feature in wanted:
         if feature.level <= level:
             continue
-        given = [f.option for f in flags_of(type(feature)) if getattr(feature, f.name) != f.default]
+        given = changed_flags(feature)
         if given:  # a feature that is on by default is left out quietly at a lower level
             problems.append(
-                Problem(given[0], f"needs --optimization-level >= {feature.level} (got {level})")
+                Problem(
+                    given[0].option, f"needs --optimization-level >= {feature.level} (got {level})"
+                )
             )
     return problems
 

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mindspeed.adaptor.importing import model_parallel_is_initialized
 from mindspeed.adaptor.seam import Use
-from mindspeed.features.feature import Feature, option_of
-from mindspeed.flags import flags_of
+from mindspeed.features.feature import Feature
+from mindspeed.flags import given_names
 
 LIVE = "MINDSPEED_FEATURES_LIVE"
 """Environment variable: print the report, which a framework may otherwise not show."""
@@ -77,22 +77,18 @@ class ReachedFeatures:
                 found[use.owner][use.place] = use.reached
         return {name: places for name, places in found.items() if places}
 
-    def flags_in_vain(self, reached: Mapping[str, Mapping[str, bool]]) -> dict[str, str]:
-        """Flags that were given, of features that never ran, and why they did not.
+    def in_vain(self, reached: Mapping[str, Mapping[str, bool]]) -> list[str]:
+        """A sentence for each flag that was given, of features that never ran: why they did not.
 
         Args:
             reached: as :meth:`by_feature` or :meth:`on_all_ranks` returns it.
         """
-        found = {}
+        found = []
         for feature in self._features:
-            places = reached.get(feature.name, {})
-            given = [
-                f.name for f in flags_of(type(feature)) if getattr(feature, f.name) != f.default
-            ]
+            places, given = reached.get(feature.name, {}), given_names(feature)
             if given and places and not any(places.values()):
-                found[option_of(given[0])] = "; ".join(
-                    dict.fromkeys(f"{place}: {_why(place)}" for place in places)
-                )
+                why = "; ".join(f"{place}: {_why(place)}" for place in places)
+                found.append(f"{given[0]} has had no effect in the first step ({why})")
         return found
 
     def on_all_ranks(self) -> dict[str, dict[str, bool]]:
@@ -120,8 +116,8 @@ class ReachedFeatures:
             print(describe(reached), flush=True)
         else:
             logger.info("%s", describe(reached))
-        for flag, why in self.flags_in_vain(reached).items():
-            logger.warning("%s has had no effect in the first step on rank 0 (%s)", flag, why)
+        for text in self.in_vain(reached):
+            logger.warning("rank 0: %s", text)
 
 
 def describe(reached: Mapping[str, Mapping[str, bool]]) -> str:

@@ -260,10 +260,7 @@ def _judge_features(args: argparse.Namespace, log: Log) -> None:
     reached = features.on_all_ranks()
     if reached:
         log.message(describe(reached))
-    in_vain = [
-        f"{flag} has had no effect in the first step ({why})"
-        for flag, why in features.flags_in_vain(reached).items()
-    ]
+    in_vain = features.in_vain(reached)
     if in_vain and args.features_in_vain == "refuse":
         raise ConfigError("\n".join((*in_vain, "leave it out, or --features-in-vain warn")))
     for text in in_vain:
