@@ -220,5 +220,6 @@ def divided_loss(chunk: Any, output: Any, loss_function: Callable[..., Any]) -> 
     from megatron.core.pipeline_parallel import schedules
 
     context_ranks = parallel_state.get_context_parallel_world_size()
-    given = (chunk, output, loss_function, chunk.config, None, False, 1, [], context_ranks, True)
-    return schedules.forward_step_calc_loss(*given)[0]
+    return schedules.forward_step_calc_loss(
+        chunk, output, loss_function, chunk.config, None, False, 1, [], context_ranks, True
+    )[0]

@@ -10,13 +10,12 @@ import sys
 import pytest
 
 from mindspeed.adaptor import fused_functions
-from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.inventory import all_patches
-from mindspeed.adaptor.patch import PatchEngine
-from mindspeed.adaptor.seams import SEAM_NAMES, Seams
+from mindspeed.adaptor.seams import SEAM_NAMES
 from mindspeed.features.registry import all_features
 from mindspeed.te import attention_policy, kernels
 from tests.adaptor import seam_ranks
+from tests.support.seams import fresh_seams
 
 MAX_TARGETS = 26  # without repairs, which go when upstream has them
 
@@ -37,12 +36,16 @@ def test_arguments_spec_and_chunk_are_called_in_this_order_by_one_patch(ranks):
     assert not found["left"], "the patch goes with the last function"
 
 
-def new_seams() -> Seams:
-    return Seams(PatchEngine(PostImportHooks(), None))
+@pytest.fixture
+def seams():
+    with fresh_seams() as seams:
+        yield seams
 
 
-def test_a_feature_gets_only_the_seams_that_it_declares():
-    seams = new_seams()
+@pytest.mark.parametrize("loaded", [False, True], ids=["before Megatron", "after Megatron"])
+def test_a_feature_gets_only_the_seams_that_it_declares(seams, loaded):
+    if loaded:
+        importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
     view = seams.declared_by("mine", ("step", "kernels"))
     view.step.add(lambda iteration: None, owner="mine")
     view.use_kernels(owner="mine", swiglu=lambda x, bias=None: x)
@@ -54,14 +57,14 @@ def test_a_feature_gets_only_the_seams_that_it_declares():
         view.while_training(owner="mine", profile=False)
     with pytest.raises(AttributeError, match="uses the seam 'no_such_seam'"):
         _ = view.no_such_seam
-    seams.clear()
 
 
-def test_attention_kernels_and_policy_are_replaced_through_one_seam():
-    seams, before = new_seams(), (kernels.normalize, attention_policy.alibi_slopes)
+def test_attention_kernels_and_policy_are_replaced_through_one_seam(seams):
+    before = kernels.normalize, attention_policy.alibi_slopes
     mine = {"normalize": lambda *args, **options: None, "alibi_slopes": lambda *args: None}
     seams.use_kernels(owner="mine", **mine)
-    assert (kernels.normalize, attention_policy.alibi_slopes) == tuple(mine.values())
+    now = kernels.normalize, attention_policy.alibi_slopes
+    assert [function.__wrapped__ for function in now] == list(mine.values())
     for name in ("no_such_kernel", "torch"):
         with pytest.raises(AttributeError, match=rf"'{name}'.*te.kernels.*te.attention_policy"):
             seams.use_kernels(owner="mine", **{name: print})

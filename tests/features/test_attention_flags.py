@@ -7,9 +7,6 @@ import argparse
 import pytest
 import torch
 
-from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.patch import PatchEngine
-from mindspeed.adaptor.seams import Seams
 from mindspeed.attention import Mask, cost_metrics
 from mindspeed.attention.packed_batch import pack
 from mindspeed.attention.shared_mask import set_attention_mask
@@ -19,6 +16,7 @@ from mindspeed.features.registry import add_arguments, resolve
 from mindspeed.te import attention_policy, kernels
 from mindspeed.te.context_groups import user_mask
 from mindspeed.te.masks import visibility
+from tests.support.seams import fresh_seams
 
 
 def names(values):
@@ -114,16 +112,15 @@ def test_the_data_loader_makes_no_mask_that_is_not_read():
 @pytest.fixture
 def attached():
     """``attached(values)``: features at work in this process, without Megatron."""
-    seams = Seams(PatchEngine(PostImportHooks(), None))
+    with fresh_seams() as seams:
 
-    def attach(**values):
-        seams.clear()
-        configuration = resolve(values, "cpu")
-        for feature in configuration.enabled:
-            feature.attach(seams, values)
+        def attach(**values):
+            seams.clear()
+            configuration = resolve(values, "cpu")
+            for feature in configuration.enabled:
+                feature.attach(seams, values)
 
-    yield attach
-    seams.clear()
+        yield attach
 
 
 def attend(dropout=0.0, **options):

@@ -8,13 +8,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.patch import PatchEngine
-from mindspeed.adaptor.seams import Seams
 from mindspeed.errors import ConfigError
 from mindspeed.optimizer.codecs import BFloat16, Codec, Full
 from mindspeed.optimizer.rules import ADAM, UpdateRule
 from mindspeed.te.optimizers import FusedAdam
+from tests.support.seams import fresh_seams
 
 
 def sign_of_momentum(weights, grads, states, options):
@@ -47,9 +45,8 @@ class Halved(Codec):
 
 @pytest.fixture
 def seams():
-    seams = Seams(PatchEngine(PostImportHooks(), None))
-    yield seams
-    seams.clear()
+    with fresh_seams() as seams:
+        yield seams
 
 
 def fresh(dtype=torch.float32):
