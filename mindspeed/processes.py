@@ -1,9 +1,10 @@
-"""Child processes and their ports."""
+"""Child processes, their cores and ports."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import random
 import signal
 import socket
@@ -20,6 +21,11 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_port() -> int:

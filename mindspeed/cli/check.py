@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from mindspeed.cli.plan import job_parser, read
 from mindspeed.cli.plan_run import job_of, progress
 from mindspeed.errors import ConfigError
+from mindspeed.processes import cores
 from mindspeed.ranges import MAX_RANKS, whole
 
 HELP = "check before a run that every gradient is summed over the right ranks"
@@ -48,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     finally:
         gc.enable()
     with progress("checking pipeline stages") as tell:
-        verdict = check_types(args, own.jobs, tell)
+        verdict = check_types(args, own.jobs or cores(), tell)
     from mindspeed.type_check.report import as_data, describe
 
     print(json.dumps(as_data(args, verdict), indent=2) if own.json else describe(args, verdict))
@@ -59,5 +60,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--types", action="store_true", help="follow the types of gradients through the program")
     add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks of the job")
-    add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes")
+    add("--jobs", type=whole(1, 1024), metavar="N", help="processes (default: one for each core)")
     add("--json", action="store_true", help="print JSON")

@@ -33,7 +33,7 @@ from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import repairs_for, repairs_for_arguments
 from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles
 from mindspeed.adaptor.repairs.layers.cuda_kernels import corrected_arguments
-from mindspeed.adaptor.repairs.scripts import absent_triton, failed_exit
+from mindspeed.adaptor.repairs.scripts import absent_triton, eager_wandb, failed_exit
 from mindspeed.adaptor.seams import Seams
 from mindspeed.adaptor.versions import check_megatron_version, megatron_version
 from mindspeed.errors import ConfigError
@@ -101,6 +101,7 @@ class Session:
         if self.te == "substitute":
             te.install(self.journal)
         absent_triton.install(self.hooks)
+        eager_wandb.install(self.hooks)
         checkpoint_pickles.install(self.hooks, self.journal)
         failed_exit.install(self.journal)
         of_arguments = argument_patches(

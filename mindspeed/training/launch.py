@@ -20,6 +20,7 @@ from typing import cast
 
 import torch.distributed as dist
 
+from mindspeed.processes import cores
 from mindspeed.training.fail_together import LAUNCHER, report_failure
 
 _POLL_SECONDS = 0.05
@@ -66,7 +67,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0",
         "TORCH_GLOO_LAZY_INIT": "1",
     }
@@ -82,10 +83,6 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         LAUNCHER: str(os.getpid()),
     }
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> int:

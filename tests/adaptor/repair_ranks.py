@@ -17,6 +17,13 @@ from tests.support.enumerations import Attribute
 from tests.support.installed_repair import with_repair
 
 
+def loaded_with_megatron(name: str) -> bool:
+    """Whether Megatron's models bring the module."""
+    import megatron.core.models.gpt  # noqa: F401
+
+    return name in sys.modules
+
+
 def groups_left_after_destroy(repaired: bool) -> tuple[int, int]:
     """Process groups that exist with parallel state, and after it is destroyed."""
     from megatron.core import parallel_state

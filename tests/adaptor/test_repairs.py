@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import shutil
 import sys
@@ -15,7 +16,7 @@ import torch
 
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.repairs.data import dataset_helpers
-from mindspeed.adaptor.repairs.scripts import absent_triton, log_line
+from mindspeed.adaptor.repairs.scripts import absent_triton, eager_wandb, log_line
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
@@ -165,6 +166,38 @@ def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, 
         with pytest.raises(RuntimeError, match=f"kernel {name} needs Triton"):
             kernel[(1,)](torch.ones(1))
     assert isinstance(kernels_of_triton, types.ModuleType)
+
+
+def test_a_package_that_megatron_imports_for_nothing_is_loaded_at_its_first_use(
+    tmp_path, monkeypatch
+):
+    package = tmp_path / "recorder"
+    package.mkdir()
+    (package / "__init__.py").write_text("from recorder.sdk import init\n")
+    (package / "sdk.py").write_text("def init(): return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        for use in ("module.init()", "__import__('recorder.sdk').init()"):
+            eager_wandb.load_at_first_use("recorder")
+            module = sys.modules["recorder"]
+            inspect.getmodule(sys.exit)  # asks every module for its file
+            assert importlib.util.find_spec("recorder") is module.__spec__
+            assert "recorder.sdk" not in sys.modules
+            assert eval(use) == 1 and sys.modules["recorder"] is module
+            assert type(module) is types.ModuleType
+            del sys.modules["recorder"], sys.modules["recorder.sdk"]
+        eager_wandb.load_at_first_use("no_such_recorder")
+        assert "no_such_recorder" not in sys.modules
+    finally:
+        for name in ("recorder", "recorder.sdk"):
+            sys.modules.pop(name, None)
+
+
+def test_megatron_starts_without_weights_and_biases(ranks):
+    loaded = ranks(
+        1, repair_ranks.loaded_with_megatron, "wandb.sdk", setup="mindspeed.megatron_adaptor"
+    )
+    assert loaded == [False]
 
 
 WITHOUT_TRITON = {
