@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.errors import ConfigError, MindSpeedError, PlanError
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,13 @@ class Verdict:
         wrong: the first wrong use; None if there is none.
         parameters: how many have each type on the tensor-parallel ranks.
         stages: pipeline stages that ran; the others are made of the same chunks.
+        with_values: why stages ran on short samples of real tensors, and not on FakeTensors.
     """
 
     wrong: WrongUse | None
     parameters: Mapping[Type, int]
     stages: tuple[int, ...]
+    with_values: Mapping[int, str]
 
 
 def check_types(
@@ -55,12 +58,13 @@ def check_types(
 
     Raises:
         ConfigError: the package ``spmd_types`` is missing.
-        MindSpeedError: the model cannot be built, or not without values of tensors.
+        MindSpeedError: the model cannot be built or run.
     """
     require_package()
     from mindspeed.planner import isolated
+    from mindspeed.planner.counted.fake_world import NoFakeKernel, ReadsValue
     from mindspeed.type_check.equal_parts import chunks_of_stages
-    from mindspeed.type_check.stage import check_stage, import_ahead
+    from mindspeed.type_check.stage import check_stage, import_ahead, shortened
 
     chunks = chunks_of_stages(args)
     asked: dict[Hashable, int] = {}
@@ -70,9 +74,13 @@ def check_types(
     stages = sorted(set(asked.values()))
     import_ahead(args)
     counts: dict[Hashable, Mapping[Type, int]] = {}
-    wrong = None
+    wrong, with_values = None, {}
     results = isolated.map(check_stage, [(args, stage) for stage in stages], jobs)
     for stage, result in zip(stages, results, strict=True):
+        if isinstance(result, ReadsValue | NoFakeKernel | PlanError):
+            with_values[stage] = str(result).partition(";")[0]  # not what planning would need
+            check = functools.partial(check_stage, with_values=True)
+            [result] = isolated.map(check, [(shortened(args), stage)], 1)
         if isinstance(result, MindSpeedError):
             raise result
         wrong = wrong or result.wrong
@@ -82,7 +90,7 @@ def check_types(
     total: Counter[Type] = Counter()
     for chunk in itertools.chain(*chunks):
         total.update(counts.get(chunk, {}))
-    return Verdict(wrong, total, tuple(stages))
+    return Verdict(wrong, total, tuple(stages), with_values)
 
 
 def check_model(
@@ -103,7 +111,7 @@ def check_model(
     Raises:
         ConfigError: the first wrong use, in words; the package ``spmd_types`` is missing; or
             torch.distributed is initialised, whose groups would be shared by the children.
-        MindSpeedError: the model cannot be built, or not without values of tensors.
+        MindSpeedError: the model cannot be built or run.
     """
     import torch.distributed as dist
 

@@ -56,6 +56,10 @@ def describe(args: argparse.Namespace, verdict: Verdict) -> str:
         sizes |= {"expert": parallel.expert, "expert tensor": parallel.expert_tensor}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, "no"))
     lines = [f"{parallel.world} ranks: {shown or 'nothing is shared'}"]
+    lines += [
+        f"  stage {stage} ran on short samples of zeros, as FakeTensors do not do: {reason}"
+        for stage, reason in verdict.with_values.items()
+    ]
     if verdict.wrong is not None:
         return "\n".join([*lines, *_wrong(args, verdict.wrong)])
     counts = verdict.parameters
@@ -167,5 +171,6 @@ def as_data(args: argparse.Namespace, verdict: Verdict) -> dict[str, Any]:
         "ranks": args.world_size,
         "parameters": {kind.name: verdict.parameters[kind] for kind in Type},
         "stages": list(verdict.stages),
+        "with_values": dict(verdict.with_values),
         "wrong": wrong,
     }

@@ -3,7 +3,8 @@
 In a process without accelerators and other ranks: torch's fake process groups of the job's size,
 FakeTensors, real code of Megatron. The types of the parameters are those of :mod:`.chunk`; those of
 the batch and of received activations are what the layout says. The first use of a tensor that does
-not fit is the result.
+not fit is the result. Code that needs the values of tensors gets real ones, of short samples, and
+weights that take no memory until somebody writes to them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import copy
 import inspect
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +22,17 @@ import spmd_types
 import torch
 from spmd_types import MeshAxis, SpmdTypeError
 from spmd_types.checker import typecheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.built_model import BuiltModel
 from mindspeed.job import Parallel
 from mindspeed.journal import Journal
-from mindspeed.planner.counted.balanced_routing import Balance, assumed_routing, logits_of
+from mindspeed.planner.counted.balanced_routing import (
+    Balance,
+    assumed_routing,
+    balanced_routing,
+    logits_of,
+)
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
 from mindspeed.spmd import I, R, Type, V
@@ -114,21 +122,59 @@ def _tokens(args: argparse.Namespace) -> int:
     return length // parallel.tensor if args.sequence_parallel else length
 
 
-def check_stage(args: argparse.Namespace, stage: int) -> StageResult:
+class Unwritten(TorchDispatchMode):
+    """Large tensors that are made inside keep the zeros of fresh memory, which take no place."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        tensor, options = args[0] if args else None, kwargs or {}
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > _LARGE:
+            if func._schema.name.endswith("_"):
+                return tensor
+            if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+                return torch.empty_like(tensor, dtype=options.get("dtype"))
+        return func(*args, **options)
+
+
+_LARGE = 2**16
+_SHORT = 64
+"""Tokens of a sample that has values."""
+
+
+def shortened(args: argparse.Namespace) -> argparse.Namespace:
+    """The job with samples as short as its ranks can share them.
+
+    Args:
+        args: final values, of a dry run.
+    """
+    args, parallel = copy.copy(args), Parallel.of(args)
+    shared = 2 * parallel.context * parallel.tensor
+    length = -(-_SHORT // shared) * shared
+    if args.seq_length % shared == 0 and length < args.seq_length:
+        args.seq_length = length
+    return args
+
+
+def check_stage(args: argparse.Namespace, stage: int, *, with_values: bool = False) -> StageResult:
     """Check a pipeline stage, with all its chunks.
 
     Args:
         args: final values, of a dry run; this process is not part of a job.
         stage: number of the pipeline rank.
+        with_values: run on real tensors, of a job that is :func:`shortened`.
 
     Raises:
-        MindSpeedError: the model cannot be built or run on FakeTensors.
+        MindSpeedError: the model cannot be built or run.
     """
     rank = Parallel.of(args).first_rank_of(stage)
     args = copy.copy(args)
     journal = Journal()
-    with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
-        model = build_model(args)
+    tensors, building = (nullcontext, Unwritten) if with_values else (PlannedTensors, nullcontext)
+    routing = balanced_routing if with_values else assumed_routing
+    with fake_world(args, rank), tensors(), routing(args):
+        with building():
+            model = build_model(args)
         rules.install(journal)
         mesh = mesh_of_job(_grid_of(model))
         try:

@@ -62,8 +62,8 @@ def main() -> None:
         args = settings(flags)
         if without is not None:
             session.install().engine.remove(f"repair:{without}")
-        # Stages run here: this is a child already.
-        isolated.map = lambda function, arguments, jobs: (function(*one) for one in arguments)
+        if fault != faults.READS.name:  # stages run here: this is a child already
+            isolated.map = lambda function, arguments, jobs: (function(*one) for one in arguments)
         with faults.NAMED[fault].planted() if fault else nullcontext():
             verdict = check_types(args)
         return as_data(args, verdict) | {

@@ -287,7 +287,16 @@ SETUPS = (
 )
 
 # fmt: on
-NAMED = {fault.name: fault for fault in (*FAULTS, *SETUPS, *(one for one, _ in UNSEEN))}
+READS = Fault(
+    "experts whose router reads values",
+    f"{SP} {OWN_EXPERTS}",
+    ROUTER,
+    "        logits = self.gating(input)",
+    "        logits = self.gating(input); assert not bool(logits.isnan().any())",
+)  # fmt: skip
+"""Runs on tensors with values only."""
+
+NAMED = {fault.name: fault for fault in (*FAULTS, *SETUPS, *(one for one, _ in UNSEEN), READS)}
 
 
 @dataclass(frozen=True)

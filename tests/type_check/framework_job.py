@@ -1,7 +1,7 @@
 """A framework: binds Megatron's names behind the import line, then asks about its own model.
 
-``python -m tests.type_check.framework_job [fault]`` prints what :func:`mindspeed.check` returns or
-raises.
+``python -m tests.type_check.framework_job [fault] [reads]`` prints what :func:`mindspeed.check`
+returns or raises.
 """
 
 from __future__ import annotations
@@ -20,19 +20,27 @@ import mindspeed
 
 
 class Head(torch.nn.Module):
-    """A bias after the embedding that the framework has added."""
+    """A bias after the embedding that the framework has added.
 
-    def __init__(self, size: int, marked: bool) -> None:
+    Args:
+        marked: for sequence parallelism.
+        reads: the values of its input.
+    """
+
+    def __init__(self, size: int, marked: bool, reads: bool) -> None:
         super().__init__()
+        self.reads = reads
         self.bias = torch.nn.Parameter(torch.zeros(size))
         self.bias.sequence_parallel = marked
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Add it to ``[s, b, h]``."""
+        if self.reads and hidden.isnan().any():
+            raise ValueError("not a number")
         return hidden + self.bias
 
 
-def provider_of(args, marked: bool):
+def provider_of(args, marked: bool, reads: bool):
     """The model provider; with sequence parallelism the bias must be marked."""
     config = TransformerConfig(
         num_layers=args.num_layers // args.pipeline_model_parallel_size,
@@ -54,7 +62,7 @@ def provider_of(args, marked: bool):
             pre_process=pre_process, post_process=post_process, position_embedding_type="rope",
         )  # fmt: skip
         if pre_process:
-            model.embedding.register_module("shift", Head(args.hidden_size, marked))
+            model.embedding.register_module("shift", Head(args.hidden_size, marked, reads))
             forward = model.embedding.forward
             model.embedding.forward = lambda *a, **k: model.embedding.shift(forward(*a, **k))
         return model
@@ -72,7 +80,8 @@ def main() -> None:
     flags += "--sequence-parallel --pipeline-model-parallel-size 2"
     args = Job(flags.split()).settings().args
     try:
-        print(mindspeed.check(provider_of(args, marked="fault" not in sys.argv), args))
+        provider = provider_of(args, "fault" not in sys.argv, "reads" in sys.argv)
+        print(mindspeed.check(provider, args))
     except ConfigError as error:
         print(error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -284,6 +285,13 @@ def test_a_changed_value_is_not_seen(found, fault):
     assert f"def {name}(" in (ROOT / file).read_text("utf-8")
 
 
+@pytest.mark.parametrize("fault", [faults.READS.name])
+def test_experts_that_read_values_are_checked_with_real_tensors(found, fault):
+    verdict = found[f"{fault}: 64"]
+    assert verdict["accepted"], verdict["text"]
+    assert "router.py" in verdict["with_values"]["0"]
+
+
 @pytest.mark.parametrize("case", REPAIRED)
 def test_megatron_without_the_repair_is_refused(found, case):
     assert found[case].get("accepted"), found[case].get("error") or found[case]["text"]
@@ -385,6 +393,21 @@ def test_a_mark_that_a_framework_forgot_is_named():
     found = framework("fault")
     assert found[1].startswith("REFUSED: stage 0, ") and "framework_job.py:" in found[1]
     assert found[2].split() == ["parameters", "embedding.shift.bias"]
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_values_is_checked_with_real_tensors():
+    found = framework("reads")
+    place = r"framework_job\.py:\d+ \(forward\) reads the value of a tensor"
+    assert re.match(rf"  stage 0 ran on short samples of zeros, .*{place}", found[1])
+    assert found[-2].startswith("accepted: every gradient is summed")
+
+
+@pytest.mark.slow
+def test_a_mark_is_missed_in_a_model_that_reads_values():
+    found = framework("fault", "reads")
+    assert found[2].startswith("REFUSED: stage 0, ") and "framework_job.py:" in found[2]
+    assert found[3].split() == ["parameters", "embedding.shift.bias"]
 
 
 def test_a_check_inside_a_running_job_is_refused(ranks):

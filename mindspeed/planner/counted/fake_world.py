@@ -45,7 +45,13 @@ _OF_STORAGES = (
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
 )
-_INSIDE = ("/torch/", "/mindspeed/planner/", "/mindspeed/instruments/")
+_INSIDE = (
+    "/torch/",
+    "/spmd_types/",
+    "/mindspeed/planner/",
+    "/mindspeed/instruments/",
+    "/mindspeed/type_check/",
+)
 
 
 class ReadsValue(ConfigError):
