@@ -6,6 +6,8 @@ with one rank, which draws other masks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,22 +41,28 @@ TWO_RANKS = {
         CHUNKS,
     ),
 }
+CHUNKS_OF_ONE = Layout(pipeline=2, chunks=2, num_layers=4)
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {**OVERLAP, "use_distributed_optimizer": True}
 GATHERED = {**SHARDED, "overlap_param_gather": True, "align_param_gather": True}
+# Chunks of several layers are in "pipeline of four"; all schedules of two chunks are there and in
+# "parameter gather", so that each way to divide a layer meets half of them.
 FOUR_RANKS = {
     "pipeline of four": (Layout(pipeline=4), ONE_CHUNK),
     "pipeline of four, two chunks": (
         Layout(pipeline=4, chunks=2),
         [*CHUNKS, Case({"kind": "interleaved", "group_size": 8}, 8, group=8)],
     ),
-    "data parallel, overlap": (Layout(pipeline=2, chunks=2, ddp=OVERLAP), CHUNKS),
-    "data parallel": (Layout(pipeline=2), ONE_CHUNK),
-    "distributed optimizer": (Layout(pipeline=2, chunks=2, ddp=SHARDED), CHUNKS),
-    "parameter gather": (Layout(pipeline=2, chunks=2, ddp=GATHERED), CHUNKS),
-    "tensor and sequence parallel": (Layout(pipeline=2, tensor=2, chunks=2), CHUNKS),
-    "tensor parallel, local spec": (Layout(pipeline=2, tensor=2, spec="local"), ONE_CHUNK),
-    "context parallel": (Layout(pipeline=2, context=2, chunks=2), CHUNKS),
+    "data parallel, overlap": (replace(CHUNKS_OF_ONE, ddp=OVERLAP), CHUNKS),
+    "data parallel": (Layout(pipeline=2, num_layers=2), ONE_CHUNK),
+    "distributed optimizer": (replace(CHUNKS_OF_ONE, ddp=SHARDED), CHUNKS),
+    "parameter gather": (replace(CHUNKS_OF_ONE, ddp=GATHERED), CHUNKS),
+    "tensor and sequence parallel": (replace(CHUNKS_OF_ONE, tensor=2), CHUNKS[::2]),
+    "tensor parallel, local spec": (
+        Layout(pipeline=2, tensor=2, spec="local", num_layers=2),
+        ONE_CHUNK,
+    ),
+    "context parallel": (replace(CHUNKS_OF_ONE, context=2), CHUNKS[1::2]),
 }
 
 

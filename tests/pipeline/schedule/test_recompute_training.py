@@ -47,6 +47,7 @@ def check_bytes(ranks: list[Found]) -> None:
 
 
 TWO = Layout(pipeline=2, chunks=2)
+SMALL = replace(TWO, num_layers=4)
 EXPERTS = {
     "num_layers": 4,
     "num_moe_experts": 4,
@@ -62,12 +63,11 @@ EXPERTS = {
 
 
 def test_two_ranks_train_to_the_same_bits(ranks):
-    small = replace(TWO, config={"num_layers": 4})
     cases = {
-        "bubble": Case(small, BUBBLE, 8),
-        "advance": Case(replace(small, spec="local"), ADVANCE, 4),
+        "bubble": Case(SMALL, BUBBLE, 8),
+        "advance": Case(replace(SMALL, spec="local"), ADVANCE, 4),
         "one of two layers": Case(TWO, ADVANCE, 4, layers=1),
-        "split": Case(small, {**ADVANCE, "kind": "zb-h1"}, 4),
+        "split": Case(SMALL, {**ADVANCE, "kind": "zb-h1"}, 4),
         "experts": Case(replace(TWO, config=EXPERTS), ADVANCE, 4),
     }
     found = ranks(2, compare, cases, setup=SETUP, timeout=60)
@@ -100,11 +100,11 @@ def test_four_ranks_train_to_the_same_bits(ranks):
 def test_recomputation_communicates_as_the_first_run_did(ranks):
     """Two stages on each pair of ranks, by tensor, context and data parallelism."""
     cases = {
-        "tensor": Case(replace(TWO, tensor=2), BUBBLE, 8),
-        "tensor, local spec": Case(replace(TWO, tensor=2, spec="local"), ADVANCE, 4),
-        "context": Case(replace(TWO, context=2), ADVANCE, 4),
-        "data": Case(replace(TWO, ddp=OVERLAP), BUBBLE, 8),
-        "data, local spec": Case(replace(TWO, ddp=OVERLAP, spec="local"), ADVANCE, 4),
+        "tensor": Case(replace(SMALL, tensor=2), BUBBLE, 8),
+        "tensor, local spec": Case(replace(SMALL, tensor=2, spec="local"), ADVANCE, 4),
+        "context": Case(replace(SMALL, context=2), ADVANCE, 4),
+        "data": Case(replace(SMALL, ddp=OVERLAP), BUBBLE, 8),
+        "data, local spec": Case(replace(SMALL, ddp=OVERLAP, spec="local"), ADVANCE, 4),
     }
     found = ranks(4, compare, cases, setup=SETUP, timeout=240)
     bubble, advance = (3, 3, 0, 0), (8, 8, 4, 4)

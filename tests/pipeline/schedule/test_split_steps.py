@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -68,24 +69,26 @@ MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 
 @pytest.mark.slow
 def test_four_ranks(ranks):
+    """Chunks have one or two layers."""
+    small = partial(Layout, num_layers=4)
     cases = {
-        "reductions overlap": Case(Layout(2, 2, config=FUSED, ddp=OVERLAP), (NANO,)),
-        "reductions overlap, local": Case(Layout(2, spec="local", ddp=OVERLAP), (ZB,)),
+        "reductions overlap": Case(small(2, 2, config=FUSED, ddp=OVERLAP), (NANO,)),
+        "reductions overlap, local": Case(small(2, spec="local", ddp=OVERLAP), (ZB,)),
         "reductions overlap, local, fused": Case(
-            Layout(2, 2, spec="local", config=FUSED, ddp={"overlap_grad_reduce": True}), (ZB,)
+            small(2, 2, spec="local", config=FUSED, ddp={"overlap_grad_reduce": True}), (ZB,)
         ),
-        "distributed optimizer": Case(Layout(2, ddp={"use_distributed_optimizer": True}), (NANO,)),
+        "distributed optimizer": Case(small(2, ddp={"use_distributed_optimizer": True}), (NANO,)),
         "four stages": Case(Layout(4, 2), ((8, {"kind": "nanopipe"}), (8, {"kind": "zb-h1"}))),
-        "tensor parallel": Case(Layout(2, 2, tensor=2, config=FUSED), (NANO,)),
-        "tensor parallel, local": Case(Layout(2, tensor=2, spec="local"), (ZB,)),
-        "context parallel": Case(Layout(2, context=2), (NANO,)),
-        "experts": Case(Layout(2, 2, expert=2, config=EXPERTS | FUSED, ddp=OVERLAP), (NANO,)),
-        "experts, local": Case(Layout(2, expert=2, spec="local", config=EXPERTS), (ZB,)),
-        "latent attention": Case(Layout(2, 2, config=LATENT), (NANO,)),
-        "latent attention, local": Case(Layout(2, spec="local", config=LATENT | FUSED), (ZB,)),
-        "multi-token prediction": Case(Layout(2, 2, config=MTP | FUSED), (NANO,), mtp=1),
+        "tensor parallel": Case(small(2, 2, tensor=2, config=FUSED), (NANO,)),
+        "tensor parallel, local": Case(small(2, tensor=2, spec="local"), (ZB,)),
+        "context parallel": Case(small(2, context=2), (NANO,)),
+        "experts": Case(small(2, 2, expert=2, config=EXPERTS | FUSED, ddp=OVERLAP), (NANO,)),
+        "experts, local": Case(small(2, expert=2, spec="local", config=EXPERTS), (ZB,)),
+        "latent attention": Case(small(2, 2, config=LATENT), (NANO,)),
+        "latent attention, local": Case(small(2, spec="local", config=LATENT | FUSED), (ZB,)),
+        "multi-token prediction": Case(small(2, 2, config=MTP | FUSED), (NANO,), mtp=1),
         "recompute": Case(Layout(2, 2, config=RECOMPUTE), (NANO,)),
-        "selective recompute": Case(Layout(2, config=SELECTIVE), (ZB,)),
+        "selective recompute": Case(small(2, config=SELECTIVE), (ZB,)),
     }
     check(ranks(4, compare, cases, setup=SETUP, timeout=400), cases)
 
