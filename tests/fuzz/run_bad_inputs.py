@@ -7,6 +7,7 @@ signal is seen and nothing that a case leaves behind (groups, umask, seeds) chan
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -185,6 +186,8 @@ def run(seed: int, count: int, directory: str) -> dict[str, Any]:
     (root / "good").mkdir()
     good = good_files(root / "good")
     warm_up(root / "good")
+    gc.collect()
+    gc.freeze()  # a collection in a case would look at, and so copy, all that was imported
     from tests.fuzz.bad_inputs import generated, known
 
     first = known()

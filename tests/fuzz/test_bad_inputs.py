@@ -22,8 +22,11 @@ def test_a_few_known_bad_inputs(ranks, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_hundreds_of_bad_inputs(ranks, tmp_path):
-    """All known ones, and more than a hundred drawn."""
-    (result,) = ranks(1, run, 0, 250, str(tmp_path), timeout=850, **OPTIONS)
-    assert result["ran"] == 250
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 160), pytest.param(1, 400, marks=pytest.mark.weekly)]
+)
+def test_hundreds_of_bad_inputs(ranks, tmp_path, seed, count):
+    """All known ones, and some of every kind that are drawn."""
+    (result,) = ranks(1, run, seed, count, str(tmp_path), timeout=850, **OPTIONS)
+    assert result["ran"] == count
     assert result["wrong"] == [], json.dumps(result["wrong"][:10], indent=1)

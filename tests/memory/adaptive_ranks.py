@@ -90,7 +90,7 @@ def every_plan(name, spec, layers):
         def step():
             controller.with_schedule(forward_backward_no_pipelining)(
                 forward_step_func=forward, data_iterator=iter(()), model=[model],
-                num_microbatches=4, seq_length=gpt_ranks.SEQUENCE,
+                num_microbatches=2, seq_length=gpt_ranks.SEQUENCE,
                 micro_batch_size=gpt_ranks.BATCH, forward_only=False,
             )  # fmt: skip
             return controller.peak
