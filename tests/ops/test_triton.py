@@ -25,7 +25,20 @@ WITH_WORKLOAD = [one.name for one in WITH_KERNEL if one.workload is not None]
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
 def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
-    (worst,) = ranks(1, jobs.interpret, operator.name, env=triton, setup=INTERPRETER, timeout=240)
+    """Each sample in one dtype: what is computed is independent of how it is loaded and stored."""
+    assert_close(operator, ranks, triton, every_pair=False)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
+def test_interpreted_kernels_agree_for_every_sample_in_every_dtype(operator, ranks, triton):
+    assert_close(operator, ranks, triton, every_pair=True)
+
+
+def assert_close(operator, ranks, triton, *, every_pair):
+    options = {"env": triton, "setup": INTERPRETER, "timeout": 240}
+    (worst,) = ranks(1, jobs.interpret, operator.name, every_pair, **options)
     assert set(worst) == set(operator.dtypes)
     for dtype, error in worst.items():
         assert error <= (2.0 if dtype == torch.bfloat16 else 1.0), dtype

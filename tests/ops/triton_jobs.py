@@ -33,18 +33,25 @@ def launcher(name: str) -> tuple[Operator, Kernel]:
     return operator, operator.laid_out(kernel)
 
 
-def interpret(name: str) -> dict[torch.dtype, float]:
-    """Run every sample of every dtype through Triton's interpreter.
+def interpret(name: str, every_pair: bool) -> dict[torch.dtype, float]:
+    """Run samples through Triton's interpreter.
+
+    Args:
+        name: Operator.
+        every_pair: Every sample in every dtype; else each sample in one and each dtype in some.
 
     Returns:
         For every dtype, the largest error over what is allowed.
     """
     operator, kernel = launcher(name)
     written = operator.mutated()  # a clone would lose the strides of the others
+    given = {dtype: list(operator.samples(dtype)) for dtype in operator.dtypes}
+    dtypes, count = len(given), len(given[operator.dtypes[0]])
     worst: dict[torch.dtype, float] = {}
-    for dtype in operator.dtypes:
-        errors = [0.0]
-        for sample in operator.samples(dtype):
+    for at, (dtype, samples) in enumerate(given.items()):
+        errors = []
+        for number in range(count) if every_pair else range(at, max(dtypes, count), dtypes):
+            sample = samples[number % count]
             arguments = tuple(x.clone() if i in written else x for i, x in enumerate(sample))
             errors.append(compare(operator, outputs(operator, kernel, arguments), sample, dtype))
         worst[dtype] = max(errors)
