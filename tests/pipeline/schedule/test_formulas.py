@@ -26,7 +26,7 @@ def widest_group(p, m):
     return p if m % p == 0 else math.ceil(m / (m // p))
 
 
-@pytest.mark.weekly_cases("2-*", "1-ranks[567]-*")
+@pytest.mark.weekly_cases("2-*", "[14]-ranks[567]-*")
 @pytest.mark.parametrize(
     ("ranks", "times"),
     [(SOME, TIMES[0]), *((SOME[:3], times) for times in TIMES[1:])]
