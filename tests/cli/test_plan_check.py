@@ -16,29 +16,40 @@ JOB = [*TINY, "--tensor-model-parallel-size", "2", "--sequence-parallel",
        "--pipeline-model-parallel-size", "2", "--bf16"]  # fmt: skip
 
 
-@pytest.fixture
-def plan(ranks, tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the commands run."""
+    return tmp_path_factory.mktemp("plan")
+
+
+@pytest.fixture(scope="module")
+def plan(rank_pool, folder):
     def run(*words, flags=JOB, command="plan", **environment):
         command = [command, *map(str, words), *flags]
-        (answer,) = ranks(
-            1, commands_job.run, command, str(tmp_path), setup=commands_job.SETUP, backend=None,
-            env={"COLUMNS": "60", **environment}, timeout=120,
+        (answer,) = rank_pool.run(
+            1, commands_job.run, command, str(folder), setup=commands_job.SETUP, backend=None,
+            env={"COLUMNS": "60", **environment}, timeout=240,
         )  # fmt: skip
         return answer
 
     return run
 
 
-def test_bytes_and_messages_of_both_ranks(plan, tmp_path):
+@pytest.fixture(scope="module")
+def whole(plan):
+    """The check of the job, counted rank by rank, with a picture."""
     status, text, errors = plan(
         "--check", "--whole", "--json", "--plot", "memory.svg", "--memory-limit", 1
     )
     assert status == 0, errors
-    found = json.loads(text)
-    assert found["layout"] == "4 ranks: tensor 2, pipeline 2, data 1"
-    assert (found["micro_batches"], found["fits"]) == (4, True)
-    assert found["memory_limit"] == 2**30
-    first, last = found["ranks"]
+    return json.loads(text)
+
+
+def test_bytes_and_messages_of_both_ranks(whole, folder):
+    assert whole["layout"] == "4 ranks: tensor 2, pipeline 2, data 1"
+    assert (whole["micro_batches"], whole["fits"]) == (4, True)
+    assert whole["memory_limit"] == 2**30
+    first, last = whole["ranks"]
     # 2 of 4 layers and an end: query, key, value, projection, MLP; two norms; embedding or head.
     layers = 2 * (64 * (64 + 2 * 16 + 64 + 3 * 176) // 2 + 2 * 64)
     vocabulary = -(-1000 // 256) * 256 * 64 // 2
@@ -50,18 +61,17 @@ def test_bytes_and_messages_of_both_ranks(plan, tmp_path):
     assert [(row["calls"], row["wire"]) for row in sent] == [(4, 4 * 32 * 2 * 64 * 2)]
     gathers = {row["op"]: row["calls"] for row in last["traffic"] if "TENSOR" in row["group"]}
     assert gathers["all_gather"] > gathers["reduce_scatter"]
-    assert set(found["formulas"]) == {"Megatron-LM's formula"}
-    assert (tmp_path / "memory.svg").read_text().startswith("<?xml")
+    assert set(whole["formulas"]) == {"Megatron-LM's formula"}
+    assert (folder / "memory.svg").read_text().startswith("<?xml")
 
 
-def test_a_dry_run_prints_the_bytes_of_the_check(plan):
+def test_a_dry_run_prints_the_bytes_of_the_check(plan, whole):
     status, text, errors = plan("--dry-run", command="pretrain", WORLD_SIZE="4")
     assert status == 0, errors
-    _, whole, _ = plan("--check", "--whole", "--json")
     assert "pipeline bubble  20.0 % (1f1b)" in text
     table = text.partition("MiB of tensors at the peak of a step")[2].splitlines()
     ranks = [line.split() for line in table if line.strip()[:1].isdigit()]
-    for row, rank in zip(ranks, json.loads(whole)["ranks"], strict=True):
+    for row, rank in zip(ranks, whole["ranks"], strict=True):
         assert row[1] == f"{rank['parameters']:,}"
         static = sum(rank["static"].values())
         assert row[-2:] == [f"{nbytes / 2**20:,.3f}" for nbytes in (rank["peak"], static)]
@@ -81,8 +91,8 @@ def test_the_verdict_is_the_status(plan):
 def test_composed_figures_are_those_of_whole_ranks(plan):
     """Of more layers and micro-batches than the small runs have."""
     words = ["--check", "--json", "--"]
-    job = [*JOB, "--use-distributed-optimizer", "--nproc", "8", "--global-batch-size", "32",
-           "--num-layers", "8"]  # fmt: skip
+    job = [*JOB, "--use-distributed-optimizer", "--nproc", "8", "--global-batch-size", "24",
+           "--num-layers", "6"]  # fmt: skip
     (status, composed, errors), (_, whole, _) = (
         plan(*more, *words, flags=job) for more in ([], ["--whole"])
     )
