@@ -151,10 +151,11 @@ def test_a_wrong_flag_of_a_task_script_is_named(ranks):
 def test_the_training_scripts_of_the_root_run(ranks):
     text = {path.read_text().split(chr(10), 2)[2] for path in ROOT.glob("pretrain_*.py")}
     assert len(text) == 1  # one of them is all of them, but for the first line
-    flags = ["--config", "llama-7b", "--dry-run"]
+    flags = ["--config", "llama-7b", "--num-layers", "2", "--dry-run"]
     results = ranks(
         2, run_script, "pretrain_llama.py", flags, setup=SETUP, backend=None, timeout=300
     )
     assert [code for code, *_ in results] == [0, 0]
-    assert "parameters       6,738" in results[0][1]
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert f"parameters       {2 * layer + 2 * 32000 * 4096 + 4096:,}" in results[0][1]
     assert results[1][1] == ""
