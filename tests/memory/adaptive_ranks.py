@@ -53,6 +53,22 @@ def predicted_and_executed(name, spec, count):
     return found, len(adaptation.layers[0].candidates)
 
 
+@contextlib.contextmanager
+def few_plans():
+    """Four candidate plans of a layer instead of up to 66."""
+    from mindspeed.memory.adaptive import megatron
+    from mindspeed.memory.candidates import KEEP_ALL, LEAST
+    from mindspeed.memory.plan import SiteAction
+
+    again = [{site: SiteAction.RECOMPUTE} for site in ("mlp", "self_attention")]
+    plain = megatron.plans_for
+    megatron.plans_for = lambda sites, **options: [KEEP_ALL, *again, LEAST]
+    try:
+        yield
+    finally:
+        megatron.plans_for = plain
+
+
 def every_plan(name, spec, layers):
     """Predicted and measured peaks of a step under every choice between four plans a layer.
 
@@ -67,16 +83,12 @@ def every_plan(name, spec, layers):
     from mindspeed.device import track_memory
     from mindspeed.journal import Journal
     from mindspeed.memory.adaptive import Settings, megatron
-    from mindspeed.memory.candidates import KEEP_ALL, LEAST
-    from mindspeed.memory.plan import ChunkPlan, SiteAction
+    from mindspeed.memory.plan import ChunkPlan
     from mindspeed.memory.solver import peak, smallest_peak
 
-    again = [{site: SiteAction.RECOMPUTE} for site in ("mlp", "self_attention")]
-    plans, plain = [KEEP_ALL, *again, LEAST], megatron.plans_for
-    megatron.plans_for = lambda sites, **options: plans
     gpt_ranks.start()
     journal = Journal()
-    with track_memory():
+    with few_plans(), track_memory():
         model = gpt_ranks.build(gpt_ranks.config(name, num_layers=layers), spec)
         settings = Settings("", 2**40, 2**40, profiled_steps=3)
         here = device.current()
@@ -114,7 +126,6 @@ def every_plan(name, spec, layers):
         smallest = smallest_peak(found.layers, found.budget)
         needed = measured(smallest.chosen)
     journal.undo()
-    megatron.plans_for = plain
     return pairs, smallest.peak, needed
 
 

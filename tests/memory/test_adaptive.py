@@ -91,6 +91,7 @@ EXPERTS += "--moe-token-dispatcher-type alltoall --transformer-impl transformer_
 PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 6 --global-batch-size 16"
 
 
+@pytest.mark.weekly_cases("experts")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags", "budget"),

@@ -1,4 +1,7 @@
-"""Plans of activations, made on FakeTensors and by a job that runs."""
+"""Plans of activations, made on FakeTensors and by a job that runs.
+
+Both choose between four plans of a layer, those that the command chooses between are many more.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.memory.adaptive_ranks import few_plans
 from tests.planner.real_and_fake import _args
 
 FLAGS = (
@@ -27,7 +31,8 @@ def planned(budgets: list[int], world: int, folder: str) -> list[Any]:
     results: list[Any] = []
     for budget in budgets:
         try:
-            plan = plan_activations(args, budget, load_cluster(CLUSTER))
+            with few_plans():
+                plan = plan_activations(args, budget, load_cluster(CLUSTER))
         except TrainingError as error:
             results.append(str(error))
             continue
@@ -51,7 +56,8 @@ def chosen_by_the_feature(budget: int) -> Any:
     args = _args(FLAGS + FEATURE, int(os.environ["WORLD_SIZE"]))
     args.check_for_nan_in_loss_and_grad = False
     setup.initialize(args)
-    return plan_here(args, budget, load_cluster(CLUSTER), int(os.environ["RANK"]))
+    with few_plans():
+        return plan_here(args, budget, load_cluster(CLUSTER), int(os.environ["RANK"]))
 
 
 def refused(flags: str) -> str:
