@@ -8,7 +8,7 @@ from typing import Any
 from tests.planner.real_and_fake import _args
 
 FLAGS = (
-    "--bf16 --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 16 "
+    "--bf16 --num-layers 6 --pipeline-model-parallel-size 2 --global-batch-size 8 "
     "--seq-length 64 --train-iters 30"
 )
 

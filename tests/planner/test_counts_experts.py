@@ -40,9 +40,9 @@ CASES = {
     "adaptive": (4, _EP + "--moe-adaptive-recompute-activation", [0]),
     "both passes at once": (4, _EP + _PP + _VIRTUAL + "--moe-fb-overlap", [0]),
     "context": (
-        8,
-        _EP + _TP + "--context-parallel-size 2 --use-flash-attn",
-        [7],
+        4,
+        _EP + _TP + "--context-parallel-size 2 --use-flash-attn --global-batch-size 4",
+        [3],
     ),
     "once to each node": (4, _EP4 + _OVERLAP + "--moe-alltoall-exchange hierarchical", [3], 1.0, 2),
     "hot experts": (4, _EP + _OVERLAP + "--balanced-moe-experts", [0]),
