@@ -220,7 +220,7 @@ def test_no_rank_outlives_an_interrupted_launch(tmp_path):
 
 @pytest.mark.slow
 def test_candidates_of_a_tiny_job_are_measured_on_two_ranks(tmp_path):
-    """The third cannot be started: 4 samples are no multiple of 3 x 2; the fourth need not be."""
+    """The second cannot be started: 4 samples are no multiple of 3 x 2; the third need not be."""
     words = f"mixed {tmp_path} --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
     words += "--seq-length 32 --max-position-embeddings 32 --vocab-size 64 --lr 1e-3 "
     words += "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 4"
@@ -234,8 +234,8 @@ def test_candidates_of_a_tiny_job_are_measured_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "measured.json").read_text())
     runs = {run["number"]: run for run in found["runs"]}
-    assert runs[1]["seconds"] > 0 and (2 not in runs or runs[2]["seconds"] > 0)
-    assert 3 not in runs or "ended with status" in runs[3]["error"]
-    assert 4 in [one["number"] for one in found["not_started"]]
+    assert runs[1]["seconds"] > 0
+    assert 2 not in runs or "ended with status" in runs[2]["error"]
+    assert 3 in [one["number"] for one in found["not_started"]]
     assert "measured best: candidate" in done.stdout
     assert (tmp_path / "measured" / "candidate-1.log").exists()
