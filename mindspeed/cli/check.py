@@ -1,14 +1,17 @@
 """Check a job before it runs: does its parallel program compute the gradients of one rank?
 
-    mindspeed check --types -- --model llama3-8b --bf16 --nproc 64 --tensor-model-parallel-size 8 \\
-        --sequence-parallel --seq-length 4096 --global-batch-size 64
+    mindspeed check --types --model llama3-8b --bf16 --nproc 64 --tensor-model-parallel-size 8 \\
+        --sequence-parallel --seq-length 4096 --micro-batch-size 1 --global-batch-size 64
+    mindspeed check --types --devices 64 -- pretrain_gpt.py FLAGS
 
 Builds the model of every pipeline stage as the job builds it, in one process each, without devices
 and without the other ranks, and follows the types of its values through one forward pass: which are
 equal on all ranks, which are parts, and whose gradients are summed. Takes all flags of ``mindspeed
-pretrain``, or a script of Megatron-LM and its flags.
+pretrain``, or a script of Megatron-LM and its flags. The same check runs first in a training that
+has --types among its flags.
 
-The status is 0 if the program is accepted and 3 if a line uses a value wrongly.
+The status is 0 if the program is accepted, 3 if a line uses a value wrongly, and 1 if the job cannot
+be checked.
 """
 
 from __future__ import annotations
