@@ -254,7 +254,7 @@ def _judge_features(args: argparse.Namespace, log: Log) -> None:
     """Report which features the first step has reached, and flags that did nothing.
 
     Raises:
-        ConfigError: flags did nothing, with ``--features-in-vain refuse``; on all ranks.
+        ConfigError: flags did nothing, unless ``--features-in-vain warn``; on all ranks.
     """
     features = session.install().reached
     reached = features.on_all_ranks()

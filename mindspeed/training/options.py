@@ -345,7 +345,7 @@ class LoggingOptions:
 
     log_interval: int = flag(10, "iterations between log lines", range=POSITIVE)
     features_in_vain: Literal["warn", "refuse"] = flag(
-        "warn", "what to do if a feature whose flag is given has done nothing in the first step"
+        "refuse", "what to do if a feature whose flag is given has done nothing in the first step"
     )
     tensorboard_dir: str | None = flag(None, "directory for TensorBoard")
     metrics_file: str | None = flag(None, "JSON lines file (default: SAVE/metrics.jsonl)")

@@ -34,4 +34,6 @@ class FlashAttention(Feature, level=1, seams=("kernels",)):
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.te import flash
 
+        if (megatron.get("context_parallel_size") or 1) > 1:
+            return  # ranks that share sequences compute by blocks of this operator without a flag
         seams.use_kernels(owner=self.name, attend=flash.attend, attend_packed=flash.attend_packed)
