@@ -1,6 +1,7 @@
 """The architecture of a checkpoint: compared with that of a run, or taken over by it.
 
-No-op layers (``--noop-layers``) leave no trace in a checkpoint and are no part of its architecture.
+Where a feature makes the model of a run another one than its checkpoint holds, the feature's class
+says how (:meth:`mindspeed.features.feature.Feature.recorded`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mindspeed.errors import CheckpointError, ConfigError
-from mindspeed.pipeline.noop_layers import indices_of, with_noop, without_noop
-from mindspeed.profiling.model_flops import moe_pattern
+from mindspeed.features.registry import recorded, restored
 
 # Fields that make a model the same model; Megatron-LM's names.
 ARCHITECTURE = (
@@ -90,17 +90,17 @@ def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, wher
     Raises:
         CheckpointError: lists every field that differs.
     """
-    args, saved = without_noop_layers(args), without_noop_layers(saved)
+    model, saved_model = recorded(vars(args)), recorded(vars(saved))
     differing = []
     for name in ARCHITECTURE:
-        ours, theirs = getattr(args, name, None), getattr(saved, name, None)
+        ours, theirs = model.get(name), saved_model.get(name)
         if name == "num_query_groups" and not args.group_query_attention:
             continue
-        if hasattr(saved, name) and ours != theirs:
+        if name in saved_model and ours != theirs:
             differing.append(
                 f"  --{name.replace('_', '-')}: {theirs} in the checkpoint, now {ours}"
             )
-    ours, rows = getattr(args, "vocab_size", None), getattr(saved, "padded_vocab_size", None)
+    ours, rows = model.get("vocab_size"), saved_model.get("padded_vocab_size")
     if ours and rows and ours > rows:  # Megatron would leave the other rows as they were drawn
         raise CheckpointError(
             f"{where} has an embedding of {rows:,} entries, the tokenizer {ours:,}: take the "
@@ -114,25 +114,10 @@ def check_architecture(args: argparse.Namespace, saved: argparse.Namespace, wher
         )
 
 
-def without_noop_layers(args: argparse.Namespace) -> argparse.Namespace:
-    """The model of ``args`` as a checkpoint holds it: no-op layers leave no trace there."""
-    noop_layers = indices_of(getattr(args, "noop_layers", None))
-    if not noop_layers:
-        return args
-    values = vars(args) | {"num_layers": args.num_layers - len(noop_layers), "noop_layers": ()}
-    if getattr(args, "num_experts", None):
-        values["moe_layer_freq"] = without_noop(
-            [int(m) for m in moe_pattern(vars(args))], noop_layers
-        )
-    return argparse.Namespace(**values)
-
-
 def take_architecture(
     args: argparse.Namespace, saved: argparse.Namespace, given: Collection[str] = ()
 ) -> None:
     """Give ``args`` the architecture of a checkpoint (``--use-checkpoint-args``).
-
-    No-op layers are no part of that shape: those of ``args`` stay, those of ``saved`` don't count.
 
     Args:
         args: values of the run, changed in place.
@@ -142,7 +127,7 @@ def take_architecture(
     Raises:
         ConfigError: one of ``given`` contradicts the shape of the weights in the checkpoint.
     """
-    taken = _architecture(saved, indices_of(getattr(args, "noop_layers", None)))
+    taken = _architecture(saved, args)
     contradictions = [
         f"--{name.replace('_', '-')} {getattr(args, name)} contradicts the checkpoint, which has "
         f"{theirs}: drop the flag, or load without --use-checkpoint-args"
@@ -161,14 +146,10 @@ def take_architecture(
             setattr(args, name, getattr(saved, name, None))
 
 
-def _architecture(saved: argparse.Namespace, noop_layers: Collection[int]) -> dict[str, Any]:
-    """The shape of a checkpoint's model, with the no-op layers of a run."""
-    saved = without_noop_layers(saved)
-    taken = {n: getattr(saved, n) for n in (*ARCHITECTURE, *DETAILS) if hasattr(saved, n)}
-    if noop_layers:
-        taken["num_layers"] += len(noop_layers)
-        if isinstance(taken.get("moe_layer_freq"), list):
-            taken["moe_layer_freq"] = with_noop(taken["moe_layer_freq"], noop_layers)
+def _architecture(saved: argparse.Namespace, args: argparse.Namespace) -> dict[str, Any]:
+    """The shape of a checkpoint's model in the run ``args``."""
+    model = recorded(vars(saved))
+    taken = restored({n: model[n] for n in (*ARCHITECTURE, *DETAILS) if n in model}, vars(args))
     if not taken.get("group_query_attention"):
         taken["num_query_groups"] = None
     return taken

@@ -29,6 +29,7 @@ from mindspeed.checkpoint.contents import model_at
 from mindspeed.checkpoint.state import model_key, restore_rng, sharding_metadata, state_dict
 from mindspeed.checkpoint.weights.convert import open_weights
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
+from mindspeed.features.registry import lacking_states
 from mindspeed.job import TrainState
 from mindspeed.lora.load import check_adapter
 from mindspeed.models.hf_load import folder_of, load_hf, local_shards
@@ -212,7 +213,11 @@ def _check_optimizer(
     Raises:
         CheckpointError: It cannot; says what can.
     """
-    _check_update_rule(args, saved, path)
+    if states := lacking_states(vars(saved), vars(args)):
+        raise CheckpointError(
+            f"{path}: its optimizer has no {' and no '.join(states)}; load without its states "
+            "(--no-load-optim)"
+        )
     kind = metadata.get("distrib_optim_sharding_type")
     if kind is None:
         readable, instead = not args.use_distributed_optimizer, "continue with --zero-stage 0"
@@ -238,28 +243,6 @@ def _check_optimizer(
             f"{path}: the states of its optimizer ({kind or 'not distributed'}) cannot be loaded "
             f"into this one; {instead}, or load without them (--no-load-optim)"
         )
-
-
-def _check_update_rule(args: argparse.Namespace, saved: argparse.Namespace, path: Path) -> None:
-    """See that the checkpoint has the states of this run's update rule.
-
-    Raises:
-        CheckpointError: It lacks one.
-    """
-    averages = "fused_ema_adamw"
-    lacks = None
-    if _value(args, "optimizer_selection") == averages != _value(saved, "optimizer_selection"):
-        lacks = "averages of the weights"
-    if _value(saved, "update_rule") == "cadam" != _value(args, "update_rule"):
-        lacks = "second moments: it was trained with --optimizer cadam"
-    if lacks:
-        raise CheckpointError(
-            f"{path}: its optimizer has no {lacks}; load without its states (--no-load-optim)"
-        )
-
-
-def _value(args: argparse.Namespace, name: str) -> Any:
-    return getattr(args, name, None)
 
 
 def _say(

@@ -127,6 +127,8 @@ class Feature:
             * ``no part``: its flags are no part of the job that is planned.
         first_layers: Its flag that limits it to the first layers of a chunk or rank.
         schedule: The ``--pipeline-schedule`` that its first flag stands for.
+        adds_states: States of the optimizer that only checkpoints of runs with it have.
+        omits_states: States of the optimizer that checkpoints of runs with it lack.
     """
 
     name: ClassVar[str]
@@ -142,6 +144,8 @@ class Feature:
     planning: ClassVar[tuple[Planning, ...]]
     first_layers: ClassVar[str]
     schedule: ClassVar[str]
+    adds_states: ClassVar[str]
+    omits_states: ClassVar[str]
 
     def __init_subclass__(
         cls,
@@ -158,6 +162,8 @@ class Feature:
         planning: tuple[Planning, ...] = (),
         first_layers: str = "",
         schedule: str = "",
+        adds_states: str = "",
+        omits_states: str = "",
     ) -> None:
         super().__init_subclass__()
         flags = vars(cls).get("__annotations__", {}).keys()
@@ -169,6 +175,7 @@ class Feature:
         cls.summary = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
         cls.level, cls.stage, cls.devices = level, stage, devices
         cls.planning, cls.first_layers, cls.schedule = planning, first_layers, schedule
+        cls.adds_states, cls.omits_states = adds_states, omits_states
         cls.seams, cls.requires, cls.after = seams, requires, after
         named = conflicts if isinstance(conflicts, Mapping) else dict.fromkeys(conflicts, "")
         cls.conflicts, cls.excludes = named, excludes or {}
@@ -202,3 +209,22 @@ class Feature:
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         """Hand functions of an algorithm to seams."""
+
+    @classmethod
+    def recorded(cls, megatron: Megatron) -> dict[str, Any]:
+        """Arguments that are others in the model that a checkpoint holds than in the run.
+
+        Args:
+            megatron: Arguments of a run, maybe of another library's, in its spelling.
+        """
+        return {}
+
+    @classmethod
+    def restored(cls, recorded: Megatron, megatron: Megatron) -> dict[str, Any]:
+        """The inverse of :meth:`recorded`: arguments with which a run has a recorded model.
+
+        Args:
+            recorded: The model that a checkpoint holds.
+            megatron: Arguments of the run.
+        """
+        return {}

@@ -128,6 +128,36 @@ def schedule_flags() -> Mapping[str, str]:
     return {flags_of(kind)[0].name: kind.schedule for kind in all_features() if kind.schedule}
 
 
+def recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a run, changed to those of the model that its checkpoint holds."""
+    found = dict(values)
+    for kind in all_features():
+        found |= kind.recorded(found)
+    return found
+
+
+def restored(recorded: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the model that a checkpoint holds, changed to those in a run (``values``)."""
+    found = dict(recorded)
+    for kind in all_features():
+        found |= kind.restored(found, values)
+    return found
+
+
+def lacking_states(saved: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """States of the optimizer that a run (``values``) has, and the run of a checkpoint had not."""
+
+    def only(kind: type[Feature], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        on, elsewhere = (_with_values(kind, run).enabled(run) for run in (one, other))
+        return on and not elsewhere
+
+    kinds = [kind for kind in all_features() if kind.adds_states or kind.omits_states]
+    return [
+        *(kind.adds_states for kind in kinds if kind.adds_states and only(kind, values, saved)),
+        *(kind.omits_states for kind in kinds if kind.omits_states and only(kind, saved, values)),
+    ]
+
+
 def conflicts_of(feature: type[Feature]) -> list[str]:
     """Features that cannot be on with this one, whichever of the two declares it."""
     declaring = (one.name for one in all_features() if feature.name in one.conflicts)

@@ -31,15 +31,14 @@ def refusals(forms: Sequence[tuple[str | None, str]]) -> list[str]:
 
 def rule_refusals(pairs: Sequence[tuple[dict[str, str], dict[str, str]]]) -> list[str]:
     """The message for update rules of a checkpoint's run and of ours; empty if it is read."""
-    from mindspeed.checkpoint.load import _check_update_rule
+    from mindspeed.checkpoint.load import _check_optimizer
     from mindspeed.errors import CheckpointError
 
     messages = []
     for saved, ours in pairs:
         try:
-            _check_update_rule(
-                argparse.Namespace(**ours), argparse.Namespace(**saved), Path("saved")
-            )
+            args = argparse.Namespace(use_distributed_optimizer=False, **ours)
+            _check_optimizer(args, argparse.Namespace(**saved), {}, True, Path("saved"))
         except CheckpointError as error:
             messages.append(str(error))
         else:

@@ -44,7 +44,12 @@ _EXCLUDED = {
 }
 
 
-class Cadam(Feature, level=2, seams=("kernels",)):
+class Cadam(
+    Feature,
+    level=2,
+    seams=("kernels",),
+    omits_states=f"second moments: it was trained with {FLAG}",
+):
     """One moment in 16 bits instead of two in 32, and sign updates."""
 
     def enabled(self, megatron: Megatron) -> bool:

@@ -31,7 +31,7 @@ _EXCLUDED = {
 }
 
 
-class EmaAdamW(Feature, level=2, seams=("kernels",)):
+class EmaAdamW(Feature, level=2, seams=("kernels",), adds_states="averages of the weights"):
     """AdamW that also keeps an average of the weights."""
 
     ema_decay: float = flag(DECAY, "largest decay of the average of the weights", range=Range(0, 1))

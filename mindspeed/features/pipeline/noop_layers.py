@@ -38,12 +38,10 @@ class NoopLayers(
         from mindspeed.pipeline.noop_layers import problem_of
 
         num_layers = megatron.get("num_layers")
-        if (
-            num_layers is not None
-        ):  # frameworks give it to the model only; it is checked there again
-            problem = problem_of(self.noop_layers, num_layers)
-            if problem:
-                yield Problem("--noop-layers", problem)
+        if num_layers is None:  # frameworks give it to the model only; it is checked there again
+            return
+        if problem := problem_of(self.noop_layers, num_layers):
+            yield Problem("--noop-layers", problem)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.pipeline.noop_layers import without_noop
@@ -59,3 +57,31 @@ class NoopLayers(
         seams.computing_layers.add(
             lambda layers: without_noop(layers, noop_layers), owner=self.name
         )
+
+    @classmethod
+    def recorded(cls, megatron: Megatron) -> dict[str, Any]:
+        """No-op layers leave no trace in a checkpoint."""
+        from mindspeed.pipeline.noop_layers import indices_of, without_noop
+        from mindspeed.profiling.model_flops import moe_pattern
+
+        noop_layers = indices_of(megatron.get("noop_layers"))
+        if not noop_layers:
+            return {}
+        values = {"num_layers": megatron["num_layers"] - len(noop_layers), "noop_layers": ()}
+        if megatron.get("num_experts"):
+            pattern = [int(expert) for expert in moe_pattern(megatron)]
+            values["moe_layer_freq"] = without_noop(pattern, noop_layers)
+        return values
+
+    @classmethod
+    def restored(cls, recorded: Megatron, megatron: Megatron) -> dict[str, Any]:
+        """Those of the run stay; a pattern of layers goes around them."""
+        from mindspeed.pipeline.noop_layers import indices_of, with_noop
+
+        noop_layers = indices_of(megatron.get("noop_layers"))
+        if not noop_layers:
+            return {}
+        values = {"num_layers": recorded["num_layers"] + len(noop_layers)}
+        if isinstance(pattern := recorded.get("moe_layer_freq"), list):
+            values["moe_layer_freq"] = with_noop(pattern, noop_layers)
+        return values
