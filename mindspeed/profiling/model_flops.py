@@ -35,15 +35,15 @@ class ModelShape:
     """The sizes that determine the FLOPs of a transformer.
 
     Attributes:
-        moe_layers: for each layer whether its MLP is a mixture of experts; its length is the
-            number of layers that compute.
+        moe_layers: for each layer that computes whether its MLP is a mixture of experts; those of
+            multi-token prediction are the last, and each is like the last one of the model.
         vocab_size: rows of the output layer, padding included.
         gated: the MLP has a gate (SwiGLU and the like): three matrices instead of two.
         causal_keys: keys that a query sees, mean over queries and layers; None: half the sequence.
         output_gate: the attention has a gate of the size of the queries.
         moe_latent_size: size of what routed experts get, with a projection to and from it; 0: the
             hidden size.
-        mtp_layers: multi-token prediction layers; each adds a layer like the last one.
+        mtp_layers: how many of the layers are those of multi-token prediction.
     """
 
     moe_layers: tuple[bool, ...]
@@ -77,9 +77,10 @@ class ModelShape:
         unknown = ("is_hybrid_model", "experimental_attention_variant")
         if any(args.get(name) for name in (*unknown, "heterogeneous_layers_config_path")):
             return None
-        heads = args["num_attention_heads"]
+        heads, extra = args["num_attention_heads"], args.get("mtp_num_layers") or 0
+        pattern = moe_pattern(args)
         return cls(
-            moe_layers=tuple(computing(moe_pattern(args))),
+            moe_layers=(*computing(pattern), *pattern[-1:] * extra),
             hidden_size=args["hidden_size"],
             num_attention_heads=heads,
             num_query_groups=args["num_query_groups"]
@@ -89,12 +90,12 @@ class ModelShape:
             ffn_hidden_size=args["ffn_hidden_size"],
             seq_length=args["seq_length"],
             vocab_size=args["padded_vocab_size"],
-            gated=bool(args.get("swiglu")),
+            gated=bool(args.get("swiglu") or args.get("quick_geglu")),
             moe_topk=args.get("moe_router_topk") or 0,
             moe_ffn_hidden_size=args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"],
             shared_expert_size=args.get("moe_shared_expert_intermediate_size") or 0,
             moe_latent_size=args.get("moe_latent_size") or 0,
-            mtp_layers=args.get("mtp_num_layers") or 0,
+            mtp_layers=extra,
             latent=_latent(args),
             output_gate=bool(args.get("attention_output_gate")),
             causal_keys=causal_keys(
@@ -165,36 +166,45 @@ def model_flops(shape: ModelShape, sequences: int, *, causal: bool = True) -> in
         shape: the model.
         causal: count half of the attention matrix, as Megatron does.
     """
-    kinds = [*shape.moe_layers, *shape.moe_layers[-1:] * shape.mtp_layers]
-    keys = shape.seq_length / 2 if shape.causal_keys is None else shape.causal_keys
-    attention = _attention(shape, keys if causal else shape.seq_length)
+    tokens, keys = sequences * shape.seq_length, shape.causal_keys
+    if not causal:
+        keys = shape.seq_length
+    elif keys is None:
+        keys = shape.seq_length / 2
+    return round(flops_of_tokens(shape, tokens, tokens * keys))
+
+
+def flops_of_tokens(shape: ModelShape, tokens: int, pairs: float) -> float:
+    """FLOPs of forward and backward of tokens of sequences of any lengths.
+
+    Args:
+        shape: the model; its sequence length is not used.
+        tokens: of all sequences.
+        pairs: of queries and keys in one attention head, mean over layers: half the squares of the
+            lengths, less in a sliding window.
+    """
+    attention, extra, hidden = attention_products(shape), shape.mtp_layers, shape.hidden_size
+    layers, sparse = len(shape.moe_layers), sum(shape.moe_layers)
     per_token = (
-        sum(attention + (_experts(shape) if moe else _dense(shape)) for moe in kinds)
-        + shape.mtp_layers * (2 * shape.hidden_size + 3) * shape.hidden_size
-        + (1 + shape.mtp_layers) * shape.hidden_size * shape.vocab_size
+        layers * attention.weights
+        + (layers - sparse) * mlp_weights(shape, shape.ffn_hidden_size)
+        + sparse * _experts(shape)
+        + extra * (2 * hidden + 3) * hidden
+        + (1 + extra) * hidden * shape.vocab_size
     )
-    return round(_PASSES_TIMES_FMA * sequences * shape.seq_length * per_token)
-
-
-def _dense(shape: ModelShape) -> int:
-    return _mlp(shape, shape.ffn_hidden_size)
+    return _PASSES_TIMES_FMA * (per_token * tokens + layers * attention.per_key * pairs)
 
 
 def _experts(shape: ModelShape) -> int:
-    routed = _mlp(shape, shape.moe_topk * shape.moe_ffn_hidden_size)
-    if latent := shape.moe_latent_size:
+    routed = mlp_weights(shape, shape.moe_topk * shape.moe_ffn_hidden_size)
+    if latent := shape.moe_latent_size:  # the input of experts, with a projection to and from it
         routed = routed // shape.hidden_size * latent + 2 * shape.hidden_size * latent
-    return routed + _mlp(shape, shape.shared_expert_size)
+    return routed + mlp_weights(shape, shape.shared_expert_size)
 
 
-def _mlp(shape: ModelShape, ffn_hidden_size: int) -> int:
+def mlp_weights(shape: ModelShape, ffn_hidden_size: int) -> int:
+    """Entries of the matrices of one MLP."""
     return (3 if shape.gated else 2) * shape.hidden_size * ffn_hidden_size
-
-
-def _attention(shape: ModelShape, keys: float) -> float:
-    """Multiplications of one token in one attention over ``keys`` keys."""
-    found = attention_products(shape)
-    return found.inputs + found.output + found.per_key * keys
 
 
 @dataclass(frozen=True)
@@ -210,6 +220,11 @@ class AttentionProducts:
     inputs: int
     per_key: int
     output: int
+
+    @property
+    def weights(self) -> int:
+        """Entries of the matrices; with latent attention, of its norms too."""
+        return self.inputs + self.output
 
 
 def attention_products(shape: ModelShape) -> AttentionProducts:

@@ -28,8 +28,9 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from mindspeed import device
 from mindspeed.built_model import TrainedModel
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
+from mindspeed.profiling.model_flops import flops_of_tokens
 from mindspeed.te.parameter_marks import counted
-from mindspeed.training.flops import flops_of_tokens
+from mindspeed.training.flops import model_shape
 from mindspeed.training.forward_step import Reports, sum_reports
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
@@ -145,7 +146,7 @@ class Log:
         self, state: TrainState, elapsed: float, loss: float | None, counts: TokenCounts
     ) -> dict[str, Any]:
         args, steps = self._args, max(1, self._iterations)
-        flops = flops_of_tokens(args, counts.tokens, counts.pairs)
+        flops = flops_of_tokens(model_shape(args), counts.tokens, counts.pairs)
         rate = get_canonical_lr_for_logging(self._model.optimizer.param_groups)
         metrics: dict[str, Any] = {
             "iteration": state.iteration,

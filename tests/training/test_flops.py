@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from mindspeed import session
-from mindspeed.profiling import ModelShape, model_flops
-from mindspeed.training.flops import (
-    flops_of_tokens,
-    keys_of_a_query,
-    layer_kinds,
-    training_flops,
-)
+from mindspeed.profiling.model_flops import flops_of_tokens
+from mindspeed.training.flops import keys_of_a_query, model_shape, training_flops
 from mindspeed.training.token_counts import FixedLengthCounter, TokenCounts, sample_counts
 
 
@@ -82,10 +77,10 @@ def test_layers_that_do_not_compute_are_left_out(frequency, monkeypatch):
     drop = SimpleNamespace(pipe=lambda layers: layers[2:])
     active = SimpleNamespace(seams=SimpleNamespace(computing_layers=drop))
     args = shape(num_experts=8, moe_layer_freq=frequency)
-    assert layer_kinds(args) == (2, 2)
+    assert sum(model_shape(args).moe_layers) == 2
     monkeypatch.setattr(session, "current", lambda: active)
-    assert layer_kinds(args) == (1, 1)
-    assert layer_kinds(shape(mtp_num_layers=1)) == (3, 0)
+    assert sorted(model_shape(args).moe_layers) == [False, True]
+    assert model_shape(shape(mtp_num_layers=1)).moe_layers == (False,) * 3
 
 
 MLA = {
@@ -107,7 +102,7 @@ def test_latent_attention_counts_its_low_rank_projections():
 
 def test_sequences_of_any_lengths_cost_what_each_costs_alone():
     lengths = [128, 7, 40]
-    together = flops_of_tokens(shape(), sum(lengths), sum(n * n for n in lengths) / 2)
+    together = flops_of_tokens(model_shape(shape()), sum(lengths), sum(n * n for n in lengths) / 2)
     assert together == sum(training_flops(shape(seq_length=n), 1) for n in lengths)
 
 
@@ -149,24 +144,3 @@ def test_a_prediction_layer_is_one_more_layer_of_the_last_kind_and_one_more_outp
         shape(**moe), 1
     )
     assert difference == 3 * depth * (attention + mlp + joined + matmul(s, h, vocab))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"mtp_num_layers": 2},
-        {"window_size": (7, 0), "window_attn_skip_freq": 2},
-        {**MOE, "moe_layer_freq": 2},
-        {**MOE, "moe_layer_freq": 1, "moe_latent_size": 48},
-        MLA,
-        {**MLA, "q_lora_rank": None},
-    ],
-    ids=[
-        *("dense", "prediction", "windows", "experts", "latent experts"),
-        *("latent attention", "latent keys and values"),
-    ],
-)
-def test_the_log_and_the_profiler_count_the_same(changes):
-    args = shape(**changes)
-    assert training_flops(args, 3) == model_flops(ModelShape.from_megatron(vars(args)), 3)

@@ -25,7 +25,8 @@ from mindspeed.optimizer.rules import chosen
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import V_SHAPES, Layout
 from mindspeed.planner.shape import DENSE, EXPERT
-from mindspeed.training.flops import attention_weights, layer_kinds, mlp_weights
+from mindspeed.profiling.model_flops import attention_products, mlp_weights
+from mindspeed.training.flops import model_shape
 
 if TYPE_CHECKING:
     from mindspeed.planner.composed.layer_run import LayerRun
@@ -55,15 +56,17 @@ class Bounds:
     """
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
-        dense, sparse = layer_kinds(args)
+        model = model_shape(args)
+        sparse = sum(model.moe_layers)
+        dense = len(model.moe_layers) - sparse
         self._layers, self._sparse = dense + sparse, sparse / max(1, dense + sparse)
         self._equal = not (dense and sparse) and dense + sparse == args.num_layers
         precision = Precision.of(args)
         self._hidden = args.hidden_size * precision.element
-        attention = attention_weights(args)
-        shared = mlp_weights(args, args.moe_shared_expert_intermediate_size or 0) if sparse else 0
-        plain = mlp_weights(args, args.ffn_hidden_size) if dense else 0
-        expert = mlp_weights(args, args.moe_ffn_hidden_size) if sparse else 0
+        attention = attention_products(model).weights
+        shared = mlp_weights(model, model.shared_expert_size)
+        plain = mlp_weights(model, model.ffn_hidden_size)
+        expert = mlp_weights(model, model.moe_ffn_hidden_size)
         count = max(1, dense + sparse)
         self._dense = (dense * (attention + plain) + sparse * (attention + shared)) / count
         self._expert = sparse * (args.num_experts or 0) * expert / count
