@@ -150,7 +150,7 @@ def read(folder: str | Path) -> PeftFiles:
     every = [*pairs.values(), *(blocks for each in experts.values() for blocks in each)]
     ranks = {block.a.shape[0] for blocks in every for block in blocks}
     scales = [block.scale for blocks in every for block in blocks]
-    described = _scale(values)
+    described = float(values["lora_alpha"] / _divisor(values, values["r"]))
     scale = described if not scales or any(_same(s, described) for s in scales) else scales[0]
     targets = {_target(module, block) for module, blocks in pairs.items() for block in blocks}
     for (_, name), found_experts in experts.items():
@@ -248,10 +248,6 @@ def _drop_copy(whole: dict[str, torch.Tensor], folder: Path) -> None:
         copy = whole.pop(ends["lm_head"])
         if not torch.equal(copy, whole[ends["embed_tokens"]]):
             raise CheckpointError(f"{folder}: ensure_weight_tying = true, but the weights differ")
-
-
-def _scale(values: Mapping[str, Any]) -> float:
-    return float(values["lora_alpha"] / _divisor(values, values["r"]))
 
 
 def _divisor(values: Mapping[str, Any], rank: int) -> float:

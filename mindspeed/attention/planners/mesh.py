@@ -49,7 +49,7 @@ def mesh(mask: Mask, sharding: SequenceSharding, queries: int) -> Plan:
     for rank, own in enumerate(sharding.segments):
         column = range(rank - rank % queries, rank - rank % queries + queries)
         row = range(rank % queries, ranks, queries)
-        column_queries = _segments(sharding, column)
+        column_queries = tuple(part for rank in column for part in sharding.segments[rank])
         kv_from = {
             src: _keys(mask, column_queries, sharding.segments[src]) for src in row if src != rank
         }
@@ -82,10 +82,6 @@ def mesh_side(ranks: int, heads: int, groups: int) -> int:
     sides = [side for side in range(1, ranks + 1) if ranks % side == 0]
     # In units of half a row of one key head, forward plus backward.
     return min(sides, key=lambda a: 5 * (a - 1) * heads + 6 * (ranks // a - 1) * groups)
-
-
-def _segments(sharding: SequenceSharding, ranks: range) -> Ranges:
-    return tuple(part for rank in ranks for part in sharding.segments[rank])
 
 
 def _keys(mask: Mask, queries: Ranges, keys: Ranges) -> Ranges:

@@ -86,7 +86,7 @@ class LegacyWeights(WeightSource):
         return unshard(parts, parameter, self._scheme)
 
     def _part(self, parameter: Parameter, tensor: int) -> torch.Tensor:
-        location = self._location(parameter)
+        location = next(self._locations(parameter))
         name = self._name(parameter, location)
         rank = Rank(tensor, location.pipeline, location.expert or 0)
         part = self._files[rank][location.virtual].get(name)
@@ -119,9 +119,6 @@ class LegacyWeights(WeightSource):
             if isinstance(value, torch.Tensor) and not name.endswith(_STATE)
         }
         return sorted(name for _, _, name in found - used)
-
-    def _location(self, parameter: Parameter) -> RankLocation:
-        return next(self._locations(parameter))
 
     def _locations(self, parameter: Parameter) -> Iterator[RankLocation]:
         return locations(parameter, self._sizes, self._stages, self.shape)

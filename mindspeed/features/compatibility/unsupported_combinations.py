@@ -93,10 +93,6 @@ def _with(flag: str, *conditions: Callable[[Megatron], Any]) -> Callable[[Megatr
     return lambda megatron: bool(megatron.get(flag)) and all(c(megatron) for c in conditions)
 
 
-def _is_sgd(megatron: Megatron) -> bool:
-    return chosen(megatron) == "sgd"
-
-
 def _is_adam(megatron: Megatron) -> bool:
     return chosen(megatron) in ("adam", "fused_adam", "cadam")
 
@@ -174,7 +170,7 @@ RULES = (
         "drop it; --mscale-all-dim and --rotary-scaling-factor change that scale",
     ),
     _rule(
-        lambda m: _is_sgd(m) and _shards_states(m),
+        lambda m: chosen(m) == "sgd" and _shards_states(m),
         "--optimizer sgd",
         "the distributed optimizer (--use-distributed-optimizer, --zero-stage 1 to 3) saves "
         "the two moments of Adam, and SGD has one",

@@ -9,8 +9,9 @@ compute; the weights' way hides behind permutation and dispatch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mindspeed.features.experts.layer_programs import change_layers
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import SIZE
@@ -116,19 +117,11 @@ class BalancedExperts(
             )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
-        from mindspeed.moe.layer.megatron import change
-
         hot = self.balanced_moe_hot_expert_num
-
-        def balance(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                change(
-                    layer,
-                    seams.journal,
-                    hot_experts=hot,
-                    hot_messages=min(self.trans_hot_expert_group_num, hot, 8),
-                    dropped=True,  # copies of hot experts leave the rows that are sent
-                )
-
-        seams.chunk.add(balance, owner=self.name)
+        change_layers(
+            seams,
+            self.name,
+            hot_experts=hot,
+            hot_messages=min(self.trans_hot_expert_group_num, hot, 8),
+            dropped=True,  # copies of hot experts leave the rows that are sent
+        )

@@ -9,8 +9,9 @@ last sum are exposed, 2 of 2 D. Results are those without groups to the bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mindspeed.features.experts.layer_programs import change_layers
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import COUNT
@@ -78,11 +79,4 @@ class ExpertsPipeline(
             )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
-        from mindspeed.moe.layer.megatron import change
-
-        def pipeline(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                change(layer, seams.journal, expert_groups=self.moe_experts_pipeline_degree)
-
-        seams.chunk.add(pipeline, owner=self.name)
+        change_layers(seams, self.name, expert_groups=self.moe_experts_pipeline_degree)

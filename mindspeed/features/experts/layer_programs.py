@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Megatron, Problem, conflict
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+
+def change_layers(seams: Seams, owner: str, **changes: Any) -> None:
+    """Change how the mixture-of-experts layers of every chunk run.
+
+    Args:
+        owner: The feature.
+        **changes: As for :func:`mindspeed.moe.layer.megatron.change`.
+    """
+    from mindspeed.adaptor.moe import moe_layers
+    from mindspeed.moe.layer.megatron import change
+
+    def change_chunk(model: Any, config: Any, vp_stage: int | None) -> None:
+        for layer in moe_layers(model):
+            change(layer, seams.journal, **changes)
+
+    seams.chunk.add(change_chunk, owner=owner)
 
 
 def expert_ranks(megatron: Megatron) -> int:

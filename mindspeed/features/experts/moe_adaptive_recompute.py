@@ -8,9 +8,14 @@ from the counts of the dispatch that is under way: nothing is communicated or pr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mindspeed.features.experts.layer_programs import CONFLICTS, EXCLUDES, saving_problems
+from mindspeed.features.experts.layer_programs import (
+    CONFLICTS,
+    EXCLUDES,
+    change_layers,
+    saving_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -61,12 +66,5 @@ class MoeAdaptiveRecompute(
             )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
-        from mindspeed.moe.layer.megatron import change
-
-        def watch(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                scale = self.moe_adaptive_recompute_activation_scale
-                change(layer, seams.journal, recompute_above=scale)
-
-        seams.chunk.add(watch, owner=self.name)
+        scale = self.moe_adaptive_recompute_activation_scale
+        change_layers(seams, self.name, recompute_above=scale)

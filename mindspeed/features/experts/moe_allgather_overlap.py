@@ -10,9 +10,9 @@ shared experts. Where the tokens of this rank's experts are is computed while th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mindspeed.features.experts.layer_programs import expert_ranks, layer_problems
+from mindspeed.features.experts.layer_programs import change_layers, expert_ranks, layer_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -65,11 +65,4 @@ class MoeAllgatherOverlap(Feature, level=2, seams=("chunk",), after=("moe-overla
         yield from layer_problems(NAME, megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
-        from mindspeed.moe.layer.megatron import change
-
-        def overlap(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                change(layer, seams.journal, overlap=True)
-
-        seams.chunk.add(overlap, owner=self.name)
+        change_layers(seams, self.name, overlap=True)

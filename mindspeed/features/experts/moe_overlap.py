@@ -11,10 +11,10 @@ rows of tokens, which saves a collective in each pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed.features.experts.deepspeed_moe import sends_equally
-from mindspeed.features.experts.layer_programs import expert_ranks, layer_problems
+from mindspeed.features.experts.layer_programs import change_layers, expert_ranks, layer_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -49,17 +49,8 @@ class MoeOverlap(Feature, level=2, seams=("chunk",)):
         return [problem for check in checks for problem in check(name, megatron)]
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
-        from mindspeed.moe.layer.megatron import change
-
-        def execute_programs(model: Any, config: Any, vp_stage: int | None) -> None:
-            changes = {"async_permutation": True}
-            if self.moe_alltoall_overlap_comm:
-                changes["overlap"] = True
-            for layer in moe_layers(model):
-                change(layer, seams.journal, **changes)
-
-        seams.chunk.add(execute_programs, owner=self.name)
+        changes = {"overlap": True} if self.moe_alltoall_overlap_comm else {}
+        change_layers(seams, self.name, async_permutation=True, **changes)
 
 
 def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:

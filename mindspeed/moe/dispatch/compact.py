@@ -44,7 +44,7 @@ def compact(
         where there is no expert, differentiable.
     """
     ids = _numbers(routing_map.bool(), width)
-    return ids, _take(probs, ids)
+    return ids, torch.where(ids >= 0, probs.gather(1, ids.clamp(min=0).long()), 0)
 
 
 def within(
@@ -123,7 +123,3 @@ def _numbers(routing_map: torch.Tensor, width: int) -> torch.Tensor:
     ids = torch.full((n, width + 1), NOBODY, dtype=ID_DTYPE, device=device)
     ids = ids.scatter(1, row, number)[:, :width]
     return torch.where(place[:, -1:] > width, TOO_MANY, ids).to(ID_DTYPE)
-
-
-def _take(probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return torch.where(ids >= 0, probs.gather(1, ids.clamp(min=0).long()), 0)
