@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from mindspeed import device
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
-from mindspeed.job import TrainState
+from mindspeed.job import Parallel, TrainState
 from mindspeed.lora.state import sharded_state as adapter_state
 
 
@@ -133,9 +133,10 @@ def _sharded_rng_state(args: argparse.Namespace) -> ShardedObject:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    sizes = (args.pipeline_model_parallel_size, args.tensor_model_parallel_size)
+    parallel = Parallel.of(args)
+    sizes = (parallel.pipeline, parallel.tensor)
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    if args.expert_model_parallel_size > 1:  # experts differ between data-parallel ranks
+    if parallel.expert > 1:  # experts differ between data-parallel ranks
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         return ShardedObject(
             "rng_state", states, (*sizes, replicas), (pp, tp, replica), replica_id=0

@@ -19,7 +19,7 @@ from megatron.core.num_microbatches_calculator import (
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.load import load
 from mindspeed.checkpoint.save import Saver
-from mindspeed.job import Schedule, TrainState
+from mindspeed.job import Batch, Schedule, TrainState
 from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
@@ -112,11 +112,12 @@ def resume(args: argparse.Namespace, model: TrainedModel) -> TrainState:
 
 def count_batches(args: argparse.Namespace) -> None:
     """Set up Megatron's number of micro-batches per step."""
+    batch = Batch.of(args)
     init_num_microbatches_calculator(
         dist.get_rank(),
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
+        batch.ramp_up and list(batch.ramp_up),
+        batch.whole,
+        batch.micro,
+        batch.data_parallel,
         args.decrease_batch_size_if_needed,
     )
