@@ -75,7 +75,6 @@ class Parallel:
         return self.world // (self.expert * self.expert_tensor * self.pipeline)
 
     def first_rank_of(self, stage: int) -> int:
-        """The first rank of a pipeline stage."""
         inner = self.tensor * self.context
         return stage * inner * (1 if self.pipeline_innermost else self.data)
 

@@ -57,7 +57,6 @@ class Journal:
         self._record(Entry(holder, name, before, value, owner))
 
     def set_module(self, name: str, module: ModuleType, *, owner: str) -> None:
-        """Set ``sys.modules[name] = module``."""
         before = sys.modules.get(name, _ABSENT)
         sys.modules[name] = module
         self._record(Entry(sys.modules, name, before, module, owner))

@@ -85,8 +85,6 @@ class Kind:
 
 
 class Anything:
-    """Every value."""
-
     def problem(self, value: Any) -> tuple[str, Any, str] | None:
         return None
 

@@ -32,7 +32,6 @@ class OverlapGroups:
         return None if group is None else self._groups.get(group)
 
     def destroy(self) -> None:
-        """Destroy them."""
         for made in self._groups.values():
             if made in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(made)

@@ -6,13 +6,11 @@ import os
 
 
 def print_rank_0(message: object) -> None:
-    """Print on rank 0 only."""
     if _place()[0] == 0:
         print(message, flush=True)
 
 
 def print_rank_last(message: object) -> None:
-    """Print on the last rank only."""
     rank, ranks = _place()
     if rank == ranks - 1:
         print(message, flush=True)

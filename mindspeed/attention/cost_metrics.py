@@ -138,7 +138,6 @@ class CostMetrics:
 
 
 def cost_metrics(plan: Plan) -> CostMetrics:
-    """Count the costs of a plan."""
     ranks = range(plan.ranks)
     forward, back = plan.forward, plan.backward
     dkv = [t for s in back for t in s.dkv]

@@ -33,7 +33,6 @@ class Traffic:
     calls: int = 0
 
     def count(self, exchange: Exchange) -> None:
-        """Add an exchange."""
         row = exchange.rows.shape[1] * exchange.rows.itemsize
         self.sent += sum(rows for _, rows in exchange.sends) * row
         self.received += sum(rows for _, rows in exchange.receives) * row

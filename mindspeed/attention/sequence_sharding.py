@@ -33,7 +33,6 @@ class SequenceSharding:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.segments)
 
     @functools.cached_property

@@ -49,7 +49,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sampling flags."""
     add = parser.add_argument_group("sampling").add_argument
     add(
         "--max-new-tokens",
@@ -134,7 +133,6 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenera
 
 
 def command_line(command: str, args: argparse.Namespace) -> list[str]:
-    """The command line of one rank."""
     words = [sys.executable, "-m", "mindspeed", command]
     for name, value in vars(args).items():
         option = "--" + name.replace("_", "-")

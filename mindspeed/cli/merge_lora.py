@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Merge the adapter."""
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.checkpoint.weights.convert import Target, convert, open_weights
     from mindspeed.errors import ConfigError

@@ -40,12 +40,10 @@ _FLOPS = (Unit("MFLOP", 1e6), Unit("GFLOP", 1e9), Unit("TFLOP", 1e12), Unit("PFL
 
 
 def bytes_unit(values: Iterable[float]) -> Unit:
-    """The unit for a column of bytes."""
     return _unit(values, _BYTES)
 
 
 def flops_unit(values: Iterable[float]) -> Unit:
-    """The unit for a column of FLOPs."""
     return _unit(values, _FLOPS)
 
 

@@ -186,7 +186,6 @@ class Quickstart(Paths):
         return min(TUNING_ITERATIONS, max(2, self.iterations // 3))
 
     def steps(self) -> Sequence[Step]:
-        """All steps, in order."""
         return [*self._data(), *self._pretraining(), *self._tuning(), *self._evaluation()]
 
     def _data(self) -> Sequence[Step]:

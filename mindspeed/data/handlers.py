@@ -124,7 +124,6 @@ class Fields:
         return "" if value is None else _text(value, self._keys[key])
 
     def items(self, key: str, required: bool = True) -> list[Any]:
-        """The list in a column."""
         value = self.value(key) if required else self._get(key)
         if value is None and not required:
             return []

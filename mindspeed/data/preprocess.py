@@ -172,7 +172,6 @@ def _source(options: PreprocessOptions) -> Files | HubDataset:
 
 
 def _first_records(blocks: Iterable[Block], limit: int | None) -> Iterator[Block]:
-    """The first ``limit`` records."""
     if limit is None:
         yield from blocks
         return

@@ -90,7 +90,6 @@ class Encoded:
 
 
 def make_encoder(options: PreprocessOptions) -> TextEncoder | ConversationEncoder:
-    """The encoder for the options."""
     tokenizer = build_tokenizer(options.tokenizer)
     handler = handlers.find(options.handler)
     if handler.conversations is None:

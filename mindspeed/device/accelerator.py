@@ -44,11 +44,9 @@ class Accelerator(Device):
         return self.module.device_count()
 
     def stream(self, priority: int = 0) -> Any:
-        """A new stream."""
         return self.module.Stream(priority=priority)
 
     def current_stream(self) -> Any:
-        """The current stream."""
         return self.module.current_stream()
 
     def use_stream(self, stream: Any) -> Any:
@@ -56,7 +54,6 @@ class Accelerator(Device):
         return self.module.stream(stream)
 
     def event(self, timing: bool = False) -> Any:
-        """A new event."""
         return self.module.Event(enable_timing=timing)
 
     def generator(self, index: int | None = None) -> torch.Generator:

@@ -55,7 +55,6 @@ class CpuDevice(Device):
         return streams.StreamContext(stream)
 
     def event(self, timing: bool = False) -> streams.Event:
-        """A point in time."""
         return streams.Event(enable_timing=timing)
 
     def generator(self, index: int | None = None) -> torch.Generator:

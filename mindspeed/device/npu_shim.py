@@ -211,7 +211,6 @@ class _CopyBack:
         self._work, self._narrow, self._tensor = work, narrow, tensor
 
     def wait(self, *args: Any) -> bool:
-        """Wait, then copy."""
         done = self._work.wait(*args)
         self._tensor.copy_(self._narrow)
         return done

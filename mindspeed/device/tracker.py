@@ -47,7 +47,6 @@ class MemoryTracker(TorchDispatchMode):
         self.reset_peak()
 
     def reset_peak(self) -> None:
-        """Reset the peaks to the current values."""
         self.peak, self.peak_storages = self.current, self.storages
 
     def __enter__(self) -> MemoryTracker:

@@ -158,7 +158,6 @@ def _gather(outcomes: list[Outcome], group: dist.ProcessGroup | None) -> list[Ou
 
 
 def _run_programs(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> None:
-    """Run the answers that are programs."""
     programs = [
         (outcome, program_of(question, outcome["answer"]))
         for outcome, question in zip(outcomes, questions, strict=True)

@@ -109,7 +109,6 @@ def stream(
 
 
 def end_token_set(eod: int | Collection[int] | None) -> frozenset[int]:
-    """End token ids as a set."""
     if eod is None:
         return frozenset()
     return frozenset({eod} if isinstance(eod, int) else eod)

@@ -46,7 +46,6 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
         return self.end - self.start
 
     def detail(self, name: str) -> Any:

@@ -61,7 +61,6 @@ class AdaptedExperts(AdaptedLinear):
     lora_B: torch.nn.ModuleList  # type: ignore[assignment]
 
     def adapted_weights(self, name: str) -> Iterator[AdaptedWeight]:
-        """The weights of the local experts."""
         mlp, _, layer = name.rpartition(".experts.")
         first = first_expert(self.config)  # type: ignore[attr-defined]
         for i, (a, b) in enumerate(zip(self.lora_A, self.lora_B, strict=True)):

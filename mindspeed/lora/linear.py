@@ -51,7 +51,6 @@ class TPShard(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Rank in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
 

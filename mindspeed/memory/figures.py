@@ -57,7 +57,6 @@ class Figures:
         self._rows: dict[tuple[str, str], SiteFigures] = {}
 
     def of(self, layer: str, site: str) -> SiteFigures:
-        """The sums of one site."""
         return self._rows.setdefault((layer, site), SiteFigures())
 
     def by_layer(self) -> dict[str, dict[str, SiteFigures]]:

@@ -44,8 +44,6 @@ class DroppedOutput:
 
 @dataclass
 class LayerCall:
-    """One forward call of a layer."""
-
     name: str
     plan: LayerPlan
     parameters: set[int]
@@ -94,5 +92,4 @@ def dropped_output(call: LayerCall, tensor: torch.Tensor) -> DroppedOutput | Non
 
 
 def key_of(tensor: torch.Tensor) -> int:
-    """Key of the storage of a tensor."""
     return tensor.untyped_storage()._cdata

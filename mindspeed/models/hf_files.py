@@ -99,7 +99,6 @@ class TensorFiles:
         return None
 
     def path(self, name: str) -> Path:
-        """The file that holds a tensor."""
         return self.folder / self._file_of[self._required(name)]
 
     def slice(self, name: str) -> Any:

@@ -49,7 +49,6 @@ class WeightSource(ABC):
         """
 
     def nbytes(self, parameter: Parameter) -> int:
-        """Bytes of a parameter."""
         return self.dtype(parameter).itemsize * torch.Size(parameter.shape).numel()
 
 

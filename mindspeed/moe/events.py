@@ -17,8 +17,6 @@ from mindspeed.spmd import Passes, typed
 
 
 class Kind(enum.Enum):
-    """Kind of an event."""
-
     START = ">"
     FINISH = "<"
     COMPUTE = ""
@@ -51,11 +49,9 @@ class EventLog:
     events: list[Event] = field(default_factory=list)
 
     def add(self, phase: str, kind: Kind, name: str, chunk: int = 0, nbytes: int = 0) -> None:
-        """Append one event."""
         self.events.append(Event(phase, kind, name, chunk, nbytes))
 
     def of(self, phase: str) -> list[Event]:
-        """The events of one pass."""
         return [event for event in self.events if event.phase == phase]
 
     def communications(self, phase: str) -> list[Event]:

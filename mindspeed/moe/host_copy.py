@@ -49,7 +49,6 @@ class HostCopy:
             self._event.record(stream)
 
     def get(self) -> torch.Tensor:
-        """The tensor on the host."""
         assert self._host is not None, "the copy has not been started"
         if self._event is not None:
             self._event.synchronize()

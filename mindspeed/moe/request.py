@@ -51,7 +51,6 @@ class LayerRequest:
 
 
 def program_of(request: LayerRequest) -> Program:
-    """The program of the all-to-all dispatcher."""
     experts = "gather! arrange experts disarrange scatter!"
     if request.expert_groups > 1:
         experts = "groups"

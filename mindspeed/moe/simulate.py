@@ -46,7 +46,6 @@ class Rates:
     bytes_per_second: float | None = None
 
     def seconds(self, work: Work) -> float:
-        """Seconds of a computation."""
         moving = 0.0 if self.bytes_per_second is None else work.bytes / self.bytes_per_second
         return work.flops / self.flops_per_second + moving
 
@@ -94,7 +93,6 @@ class Simulation:
         return sum(message.wire for found in chosen for message in found)
 
     def calls(self, phase: str | None = None) -> int:
-        """Communications."""
         chosen = self.messages.values() if phase is None else [self.messages[phase]]
         return sum(map(len, chosen))
 

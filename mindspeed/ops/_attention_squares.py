@@ -34,12 +34,10 @@ class Square(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Its queries."""
         return slice(self.row, self.row + self.size)
 
     @property
     def columns(self) -> slice:
-        """Its keys."""
         return slice(self.column, self.column + self.size)
 
 

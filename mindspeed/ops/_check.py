@@ -37,7 +37,6 @@ class Check:
         self.name = name
 
     def fail(self, argument: str, expected: str, got: Any) -> NoReturn:
-        """Refuse an argument."""
         raise OperatorError(
             f"mindspeed.ops.{self.name}: {argument}: expected {expected}, got {_show(got)}"
         )

@@ -279,7 +279,6 @@ def find(overload: Any) -> Operator | None:
 
 
 def operators() -> Iterator[Operator]:
-    """All operators, by name."""
     return iter(sorted(_operators.values(), key=lambda one: one.name))
 
 

@@ -228,7 +228,6 @@ class AttentionProducts:
 
 
 def attention_products(shape: ModelShape) -> AttentionProducts:
-    """The parts of one attention."""
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     if shape.latent is not None:
         return _latent_attention(shape.latent, hidden, heads)

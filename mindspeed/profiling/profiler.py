@@ -50,7 +50,6 @@ class Recorder(Protocol):
 
 
 def recorder_for(device_name: str, options: ProfileOptions, rank: int) -> Recorder:
-    """The recorder of a device."""
     kind = NpuRecorder if device_name == "npu" else TorchRecorder
     return kind(device_name, options, rank)
 
@@ -265,7 +264,6 @@ class ProfileOptions:
             yield "save_path", problem
 
     def covers(self, rank: int) -> bool:
-        """Whether ``rank`` is to be profiled."""
         return rank in self.ranks or -1 in self.ranks
 
 

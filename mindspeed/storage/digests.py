@@ -133,7 +133,6 @@ class DigestingFile:
         self.hash = BlockHash()
 
     def write(self, data: Any) -> int:
-        """Write bytes."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self.hash.update(view)

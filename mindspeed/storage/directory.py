@@ -38,7 +38,6 @@ _LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|old)")
 
 
 def path_of(root: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration is."""
     return Path(root) / f"iter_{iteration:07d}"
 
 

@@ -75,7 +75,6 @@ class GlobalTensors:
         return tuple(self._tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
-        """Type of a tensor."""
         dtype: torch.dtype = self._tensors[key].properties.dtype
         return dtype
 

@@ -101,7 +101,6 @@ class DotProductAttention(TransformerEngineBaseModule):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Give the module its context-parallel group."""
         if cp_group is None and cp_global_ranks:
             raise ConfigError(
                 f"cp_comm_type {cp_comm_type!r} over {len(cp_global_ranks)} ranks without its "

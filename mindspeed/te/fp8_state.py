@@ -108,7 +108,6 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe | None:
-        """Return the active recipe."""
         return None if cls._active is None else cls._active.recipe
 
     @classmethod

@@ -96,7 +96,5 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """RMSNorm with a weight."""
-
     rms = True
     bias: Tensor | None = None

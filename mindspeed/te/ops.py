@@ -126,8 +126,6 @@ class SwiGLU(_Activation):
 
 
 class Bias(FusibleOperation):
-    """Add a bias."""
-
     def __init__(self, size: int, *, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.bias = Parameter(torch.zeros(size, dtype=dtype, device=torch_device(device)))

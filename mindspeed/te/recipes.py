@@ -39,7 +39,6 @@ class Recipe:
     fp8_format: Format
 
     def delayed(self) -> bool:
-        """Return whether this is delayed scaling."""
         return isinstance(self, DelayedScaling)
 
     def mxfp8(self) -> bool:

@@ -33,9 +33,7 @@ class GradientAnchor(Protocol):
 
     def put(
         self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
-    ) -> None:
-        """Take the computation of the gradients of ``weights``."""
-        ...
+    ) -> None: ...
 
 
 @dataclass(frozen=True)

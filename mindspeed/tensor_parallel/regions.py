@@ -73,7 +73,6 @@ class AheadGather:
     started: tuple[torch.Tensor, Any] | None = None
 
     def begin(self) -> None:
-        """Start it."""
         self.started = self.start()
 
 

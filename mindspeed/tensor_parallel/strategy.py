@@ -101,7 +101,6 @@ class Strategy:
 
 
 def choose(overlap: Overlap, product: Product, unfit: str | None) -> Strategy:
-    """The strategy of a product."""
     if product.operation not in overlap.operations:
         return Strategy("plain")
     parts = overlap.parts_of.get(product.shape)

@@ -76,7 +76,6 @@ def kill_child(pid: int) -> None:
 
 
 def exit_text(status: int) -> str:
-    """A wait status as text."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"

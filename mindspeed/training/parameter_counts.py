@@ -58,7 +58,6 @@ class RankParameters:
     names: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
     def entries(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:
-        """Entries of those that are chosen."""
         return sum(one.entries for one in self.parameters if choose(one))
 
     def nbytes(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:

@@ -107,7 +107,6 @@ class Workload:
         return total[self._first[1:]] - total[self._first[:-1]]
 
     def piece(self, position: Ints) -> Ints:
-        """The piece of each position."""
         return np.searchsorted(self.bound, position, side="right") - 1
 
     def area_before(self, position: Ints) -> Ints:
@@ -208,7 +207,6 @@ class Workload:
 
 
 def _sum(values: Ints, rank: Ints, ranks: int) -> Ints:
-    """Sum for each rank."""
     total = np.zeros(ranks, np.int64)
     np.add.at(total, rank, values)
     return total

@@ -55,7 +55,6 @@ class TorchDistWeights(WeightSource):
         return self._tensors.read(*self._places[parameter.name])
 
     def _find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
-        """Where the checkpoint has a parameter."""
         for place in addresses(parameter, self.shape.num_layers, self.shape["experts"]):
             if place.key in self._tensors:
                 expected = (*place.counts, *parameter.shape)

@@ -145,7 +145,6 @@ class StreamContext:
 
 
 def stream(stream: Stream | None) -> StreamContext:
-    """Context in which ``stream`` is the current stream."""
     return StreamContext(stream)
 
 

@@ -126,7 +126,6 @@ class AutoTuning(
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """Names of the switches that are on."""
         names = ("auto_tuning", "auto_settings", "auto_parallel")
         return tuple(name for name in names if getattr(self, name))
 

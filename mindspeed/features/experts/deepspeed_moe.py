@@ -239,7 +239,6 @@ def _spelling(name: str) -> str:
 
 
 def _model(megatron: Megatron) -> Iterator[Problem]:
-    """Sizes of the model."""
     experts, topk = megatron.get("num_experts"), megatron.get("moe_router_topk") or 2
     if not experts:
         yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")

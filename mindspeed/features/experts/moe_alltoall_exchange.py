@@ -52,7 +52,6 @@ class MoeAlltoallExchange(
         return self.exchange_of() != "flat"
 
     def exchange_of(self) -> str:
-        """The exchange that is asked for."""
         return "hierarchical" if self.moe_hierarchical_alltoallv else self.moe_alltoall_exchange
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:

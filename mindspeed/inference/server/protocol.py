@@ -52,8 +52,6 @@ _WITHOUT_EFFECT = (
 
 
 class StreamOptions(BaseModel):
-    """``stream_options``."""
-
     include_usage: bool = False
 
 
@@ -150,7 +148,6 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -159,8 +156,6 @@ class CompletionRequest(Request):
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 

@@ -89,8 +89,6 @@ class AmpipeForward:
 
 
 class _Call:
-    """One call of a layer."""
-
     def __init__(
         self,
         layer: Any,

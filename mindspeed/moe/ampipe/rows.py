@@ -120,8 +120,6 @@ _GROUPS = ("cp_group", "cp_groups")  # of the core attention of either layer spe
 
 @dataclass(frozen=True)
 class ContextRows:
-    """The rows of one rank."""
-
     group: dist.ProcessGroup
 
     def gathered(self, *tensors: torch.Tensor) -> list[torch.Tensor]:

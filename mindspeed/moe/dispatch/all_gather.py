@@ -53,7 +53,6 @@ OVERLAP = Program.parse(
 
 
 def program(request: LayerRequest) -> Program:
-    """The program of this dispatcher."""
     if request.overlap:
         return OVERLAP
     return ASYNC if request.async_permutation else SERIAL

@@ -33,7 +33,6 @@ from mindspeed.te import kernels
 
 
 def program(request: LayerRequest) -> Program:
-    """The program of this dispatcher."""
     count = "count> permute count<" if request.async_permutation or request.overlap else ""
     head = f"route {count or 'count! permute'}"
     if not request.overlap:

@@ -81,7 +81,6 @@ class LayerCall:
         return replace(dispatcher, compute={**dispatcher.compute, **own}, side=side)
 
     def chunk(self) -> Chunk:
-        """All tokens as one chunk."""
         return Chunk(tensors={"hidden": self.hidden.reshape(-1, self.hidden.shape[-1])})
 
     def result(self, chunk: Chunk) -> torch.Tensor:

@@ -66,8 +66,6 @@ class _FirstOutput:
 
 @dataclass
 class _State:
-    """State of the forward."""
-
     phase: _Phase = _Phase.BESIDE
     exists: set[int] = field(default_factory=set)
     rows: int = 0
@@ -189,7 +187,6 @@ class SavedExperts:
         return Kept(tensor, self._name)
 
     def _row(self, tensor: torch.Tensor) -> ViewOf:
-        """Stands for a view of the rows."""
         rows = self._rows() if self._rows is not None else None
         if rows is None:
             rows = Recomputed(tensor, self._wait)

@@ -94,7 +94,6 @@ class Result:
 
 
 def result_of(found: Found, job: Mapping[str, Any]) -> Result:
-    """The result of a search for a job."""
     choice = found.choice
     return Result(
         found.mode,

@@ -122,7 +122,6 @@ class Priced:
 
 
 def compare(job: Job, names: Sequence[str] = tuple(ENTRIES)) -> list[Priced]:
-    """Price schedules."""
     return [_priced(job, name) for name in names]
 
 

@@ -42,7 +42,6 @@ class MicroBatchWeights:
     context_ranks: int = 1
 
     def forward_step(self, function: Callable[..., Any], microbatch: int) -> Callable[..., Any]:
-        """The forward step of a micro-batch."""
         if self.sizes is None:
             return function
         weight = loss_weight(self.sizes, microbatch)

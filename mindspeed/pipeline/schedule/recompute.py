@@ -190,7 +190,6 @@ class _Times:
         self._ends: dict[tuple[bool, int, int | None], float] = {}
 
     def run(self, rank: _Row, action: Action, ready: float = 0.0) -> None:
-        """The rank does ``action`` next."""
         rank.placed.append(action)
         rank.clock = max(rank.clock, ready) + self._costs.seconds(self._plan, action)
         if action.op in FORWARDS or action.op in BACKWARDS:

@@ -74,7 +74,6 @@ class ScheduleRequest:
     split: bool = True
 
     def placement(self, ranks: int, chunks: int) -> Placement:
-        """Placement of the stages on ranks."""
         if self.plan is not None:
             return self.plan.placement
         if self.v_shape or self.kind in ("zb-v", "dualpipev"):
@@ -288,7 +287,6 @@ def _peaks(request: ScheduleRequest, plan: Plan) -> tuple[float, ...]:
 
 
 def _recomputing(request: ScheduleRequest, plan: Plan) -> Plan:
-    """``plan`` with the recomputation that is asked for."""
     if request.recompute == "bubble":
         return recompute.in_bubble(plan, request.costs, request.memory_limit)
     if request.recompute == "advance":

@@ -66,7 +66,6 @@ def broadcast_packing(original: Callable[..., dict[str, Any]]) -> Callable[..., 
 
 
 def batch_device(batch: dict[str, Any]) -> torch.device:
-    """The device of the tensors of ``batch``."""
     return next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
 
 

@@ -76,7 +76,6 @@ def by_whole_names(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _states(state_dict: Mapping[str, Any], chunks: int) -> list[Mapping[str, Any]]:
-    """The state dict of each model chunk."""
     for prefix in _PREFIXES:
         if f"{prefix}0" in state_dict:
             return [state_dict[f"{prefix}{number}"] for number in range(chunks)]
