@@ -22,7 +22,7 @@ import os
 import secrets
 import stat
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -171,13 +171,6 @@ def warn_if_root() -> None:
     """Warn when the process has root's rights, which training never needs."""
     if os.geteuid() == 0:
         _warn("running as root; training needs no root rights, use an ordinary account")
-
-
-def warn_if_world_writable(paths: Iterable[PathLike]) -> None:
-    """Warn about every existing path in ``paths`` that any user of the machine may change."""
-    for path in map(Path, paths):
-        if path.exists() and _world_writable(path.stat()):
-            _warn(f"{path} {_world_writable_problem(path)}")
 
 
 def tighten_umask() -> int:

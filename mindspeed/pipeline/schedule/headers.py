@@ -64,6 +64,7 @@ class TensorInfo:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorInfo:
+        """Description of a tensor ``[...]``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self) -> torch.Tensor:
