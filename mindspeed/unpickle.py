@@ -20,6 +20,7 @@ import dataclasses
 import io
 import pickle
 import re
+from collections.abc import Collection
 from enum import Enum
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
@@ -148,49 +149,42 @@ class PickleModule:
         return read_state(data)
 
 
-class _IndexReader(pickle.Unpickler):
-    """Resolves the data classes of an index and nothing else."""
+class _DataReader(pickle.Unpickler):
+    """Resolves dtypes, enum members, ``names``, data classes of ``modules``, and nothing else."""
+
+    names: Collection[tuple[str, str]]
+    modules: Collection[str]
+    refusal: str
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in _INDEX_NAMES:
+        if (module, name) in self.names:
             return super().find_class(module, name)
-        if module in _INDEX_MODULES and "." not in name:
+        if module in self.modules and "." not in name:
             found = super().find_class(module, name)
             if _is_plain_data(found, module):
                 return found
         if (module, name) == ("builtins", "getattr"):
             return enum_member
-        raise SecurityError(
-            f"its index names {module}.{name}, which no index of a checkpoint needs; it may run "
-            "code"
-        )
+        raise SecurityError(self.refusal.format(f"{module}.{name}"))
 
 
-class _StateReader(pickle.Unpickler):
-    """Resolves tensors and fp8 recipes and nothing else."""
+class _IndexReader(_DataReader):
+    names, modules = _INDEX_NAMES, _INDEX_MODULES
+    refusal = "its index names {}, which no index of a checkpoint needs; it may run code"
+
+
+class _StateReader(_DataReader):
+    names, modules = _STATE_NAMES, (_RECIPES,)
+    refusal = "an fp8 state names {}, which none needs; it may run code"
 
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return lambda data: read_object(io.BytesIO(data))
-        if (module, name) in _STATE_NAMES:
-            return super().find_class(module, name)
-        if module == _RECIPES and "." not in name:
-            found = super().find_class(module, name)
-            if _is_plain_data(found, module):
-                return found
-        if (module, name) == ("builtins", "getattr"):
-            return enum_member
-        raise SecurityError(
-            f"an fp8 state names {module}.{name}, which none needs; it may run code"
-        )
+        return super().find_class(module, name)
 
 
 def _is_plain_data(found: Any, module: str) -> bool:

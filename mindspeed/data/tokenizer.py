@@ -39,6 +39,7 @@ from mindspeed.data.tokenizer_types import (
     SENTENCEPIECE_TYPES,
     TOKENIZER_TYPES,
     VOCABULARY_FILE_TYPES,
+    PlainTokenizer,
     TextTokenizer,
     TokenizerOptions,
     Tokens,
@@ -205,7 +206,7 @@ def _required_directory(options: TokenizerOptions) -> Path:
     return check_path(directory, "input")
 
 
-class MegatronTokenizer:
+class MegatronTokenizer(PlainTokenizer):
     """One of the tokenizers that megatron.core brings, with batches.
 
     Attributes:
@@ -243,13 +244,6 @@ class MegatronTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return list(self._inner.tokenize(text))
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.tokenize(text) for text in texts]
-
-    def tokenize_with_offsets(self, texts: Sequence[str], add_special_tokens: bool) -> None:
-        """These tokenizers do not say which characters a token stands for."""
-        return None
-
     def token_id(self, text: str) -> int | None:
         try:
             vocabulary = self._inner.vocab
@@ -258,10 +252,6 @@ class MegatronTokenizer:
         if isinstance(vocabulary, Mapping):
             return vocabulary.get(text)
         return vocabulary.index(text) if vocabulary is not None and text in vocabulary else None
-
-    def piece(self, token: int) -> None:
-        """These tokenizers do not spell parts of characters."""
-        return None
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._inner.detokenize(list(ids))

@@ -75,6 +75,27 @@ class TextTokenizer(Protocol):
         """Ids and characters; None where the tokenizer cannot say the characters."""
 
 
+class PlainTokenizer:
+    """Answers of a tokenizer that knows no characters, pieces or single tokens."""
+
+    def tokenize(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
+
+    def tokenize_with_offsets(
+        self, texts: Sequence[str], add_special_tokens: bool
+    ) -> list[Tokens] | None:
+        return None
+
+    def token_id(self, text: str) -> int | None:
+        return None
+
+    def piece(self, token: int) -> str | None:
+        return None
+
+
 REPLACEMENT = "\ufffd"  # how a part of a character is decoded
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

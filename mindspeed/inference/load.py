@@ -19,7 +19,7 @@ from mindspeed.checkpoint.architecture import take_architecture
 from mindspeed.checkpoint.find import model_path, saved_args
 from mindspeed.checkpoint.load import load
 from mindspeed.data.tokenizer import build_tokenizer, check_fits
-from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions, Tokens
+from mindspeed.data.tokenizer_types import PlainTokenizer, TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.json_fields import Either, ListOf, Whole, check, or_null, read_object
 from mindspeed.models.hf_load import folder_of, is_hf
@@ -203,7 +203,7 @@ def without_text(vocab_size: int) -> TextTokenizer:
     return _IdsOnly(vocab_size)
 
 
-class _HFTokenizer:
+class _HFTokenizer(PlainTokenizer):
     """A transformers ``PreTrainedTokenizer`` behind the :class:`TextTokenizer` protocol."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -218,14 +218,6 @@ class _HFTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.tokenize(text) for text in texts]
-
-    def tokenize_with_offsets(
-        self, texts: Sequence[str], add_special_tokens: bool
-    ) -> list[Tokens] | None:
-        return None
-
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.get_vocab().get(text)
 
@@ -236,7 +228,7 @@ class _HFTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-class _IdsOnly:
+class _IdsOnly(PlainTokenizer):
     """A vocabulary without text."""
 
     eod = pad = -1
@@ -247,20 +239,6 @@ class _IdsOnly:
 
     def tokenize(self, text: str) -> list[int]:
         raise ConfigError("a text needs a tokenizer: give --tokenizer-model, or token ids")
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.tokenize(text) for text in texts]
-
-    def tokenize_with_offsets(
-        self, texts: Sequence[str], add_special_tokens: bool
-    ) -> list[Tokens] | None:
-        return None
-
-    def token_id(self, text: str) -> int | None:
-        return None
-
-    def piece(self, token: int) -> str | None:
-        return None
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return ""
