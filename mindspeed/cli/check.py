@@ -10,7 +10,7 @@ equal on all ranks, which are parts, and whose gradients are summed. Takes all f
 pretrain``, or a script of Megatron-LM and its flags. The same check runs first in a training that
 has --types among its flags.
 
-The status is 0 if the program is accepted, 3 if a line uses a value wrongly, and 1 if the job cannot
+The status is 0 if the program is accepted, 3 if a line uses a value wrongly, 1 if the job cannot
 be checked.
 """
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mindspeed.processes import die_with_parent, free_port
+from mindspeed.processes import cores, die_with_parent, free_port
 
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 
@@ -93,6 +93,7 @@ def tail(path: Path, size: int) -> str:
 
 GRACE_SECONDS = 0.3  # after a first failure: time for the root cause to overtake its consequences
 OUTPUT_TAIL_BYTES = 20_000
+MOST_CROWDED = 4.0  # a load that is not this machine's own does not stretch a hang without end
 # Imported before the first fork: the first optimizer or dispatch mode of a process imports dynamo.
 WARM_MODULES = ("torch.distributed", "torch._dynamo", "mindspeed.testing")
 
@@ -235,6 +236,11 @@ def _pickled(error: BaseException) -> bytes | None:
 # ------------------------------------------------------------------------------------- the server
 
 
+def _crowding() -> float:
+    """How many processes want each core, from 1 to `MOST_CROWDED`."""
+    return min(MOST_CROWDED, max(1.0, os.getloadavg()[0] / cores()))
+
+
 class _Supervisor:
     """Forks the ranks of one request and watches them until all returned or one failed."""
 
@@ -247,7 +253,7 @@ class _Supervisor:
     def run(self) -> Reply:
         try:
             self._fork_all()
-            self._watch(time.monotonic() + self.request.timeout, until_first_failure=True)
+            self._watch_for(self.request.timeout)
             if any(rank.failure for rank in self.ranks):
                 self._watch(time.monotonic() + GRACE_SECONDS, until_first_failure=False)
             elif self._pending():
@@ -273,6 +279,15 @@ class _Supervisor:
 
     def _pending(self) -> list[_Rank]:
         return [rank for rank in self.ranks if rank.result is None and rank.failure is None]
+
+    def _watch_for(self, timeout: float) -> None:
+        """Watch until a rank fails or the time is over, which is longer while others compute."""
+        start = now = time.monotonic()
+        while now < start + timeout * _crowding():
+            self._watch(start + timeout * _crowding(), until_first_failure=True)
+            if not self._pending() or any(rank.failure for rank in self.ranks):
+                return
+            now = time.monotonic()
 
     def _watch(self, deadline: float, until_first_failure: bool) -> None:
         while pending := self._pending():

@@ -118,7 +118,8 @@ class RankPool:
             *args: picklable; every rank gets its own copy.
             setup: a module imported once before anything else, such as
                 "mindspeed.megatron_adaptor"; each value has its own server.
-            timeout: seconds after which the call fails with the stacks of the ranks that hang.
+            timeout: seconds after which the call fails with the stacks of the ranks that hang; up
+                to four times as many where other processes want the cores, too.
             backend: of the default process group; None when the function initialises it itself
                 (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK are set).
             env: environment variables for this call only.
