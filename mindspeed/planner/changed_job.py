@@ -17,6 +17,7 @@ from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.changes import Change
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.composed.figures import Figure, Quantity
 from mindspeed.planner.composed.measurement import RUN_SECONDS, measure, shape_of_layout
 from mindspeed.planner.composed.pieces import figures_of
 from mindspeed.planner.composed.price import Prediction, predict
@@ -109,7 +110,7 @@ class Predictor:
         kinds = shape_of(self.args).kinds or (DENSE,)
         point = SignaturePoints(change.layout, kinds).point(0, kinds[0], 1)
         one, other = self._run(self._job, point), self._run(job, point)
-        return _bytes_of(one) == _bytes_of(other) and _times_alike(one, other)
+        return _bytes_of(one) == _bytes_of(other) and _same_times(one, other)
 
     def _run(self, job: Job, point: Point) -> TinyRun:
         known = self.runs(job).get(point)
@@ -144,18 +145,15 @@ def _bytes_of(found: TinyRun) -> object:
     return found.static, found.tail, actions
 
 
-def _times_alike(one: TinyRun, other: TinyRun) -> bool:
-    """Compare the times of actions; the first and last action may wait for other replicas."""
-    times = [
-        {name: value for name, value in figures_of(found).items() if name in _TIMES}
-        for found in (one, other)
-    ]
+def _same_times(one: TinyRun, other: TinyRun) -> bool:
+    """Compare the median times of actions; single ones may wait for other replicas."""
+    times = [{n: v for n, v in figures_of(run).items() if n in _TIMES} for run in (one, other)]
     return times[0].keys() == times[1].keys() and all(
         math.isclose(value, times[1][name], rel_tol=TOLERANCE) for name, value in times[0].items()
     )
 
 
-_TIMES = ("seconds F", "seconds B", "seconds I", "seconds W")
+_TIMES = tuple(Figure(Quantity.SECONDS, op) for op in "FBIW")
 
 
 class ChangeBounds:

@@ -12,12 +12,14 @@ import pytest
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.cluster import load_cluster
+from mindspeed.planner.composed.figures import Figure, Quantity
 from tests.support.lazy import Lazy
 
 groups = Lazy("mindspeed.planner.composed.step_plan")
 layouts = Lazy("mindspeed.planner.layout")
 memory = Lazy("mindspeed.planner.composed.price", "memory")
 messages = Lazy("mindspeed.planner.composed.price", "messages")
+figures = Lazy("mindspeed.planner.composed.figures")
 pieces = Lazy("mindspeed.planner.composed.pieces")
 predict = Lazy("mindspeed.planner.composed.price", "predict")
 reshaped = Lazy("mindspeed.planner.search.evaluator", "reshaped")
@@ -27,25 +29,45 @@ whole_only = Lazy("mindspeed.planner.shape", "whole_only")
 Signature = Lazy("mindspeed.planner.composed.signature", "Signature")
 
 KEPT, STATIC, FORWARD, BACKWARD = 100.0, 1000.0, 40.0, 70.0
-LAYER = {"static weights": STATIC, "static optimizer": 800.0, "kept": KEPT, "stash": 0.0}
-LAYER |= {"tail": 0.0, "flops": 6.0, "seconds F": 1.0, "seconds B": 2.0, "seconds tail": 0.0}
+
+
+def key(quantity: str, op: str = "", name: str = "", size: int = 0, collective: str = "") -> Any:
+    """The key of a figure."""
+    return Figure(Quantity(quantity), op, name, size, collective)
+
+
+def need(role: str, kind: str, previous: str, op: str) -> Any:
+    """The key of an action in a rank with one chunk."""
+    return pieces.Need(pieces.Context(role), kind, pieces.Previous(previous), op)
+
+
+KEEPS, FREED, TAIL, WEIGHTS = key("kept"), key("freed"), key("tail"), key("static", name="weights")
+STATES, HOST = key("static", name="optimizer"), key("host")
+F, B, INPUT, WEIGHT = (key("seconds", op) for op in "FBIW")
+GATHER = key("dense_bytes", collective="all_gather")
+REDUCE = key("dense_bytes", collective="reduce_scatter")
+LAYER = {WEIGHTS: STATIC, STATES: 800.0, KEEPS: KEPT, key("stash"): 0.0}
+LAYER |= {TAIL: 0.0, key("flops"): 6.0, F: 1.0, B: 2.0, key("seconds", "end"): 0.0}
 NOTHING = dict.fromkeys(LAYER, 0.0)
-FIRST = NOTHING | {"static weights": 300.0}
-LAST = NOTHING | {"static weights": 500.0, "seconds F": 0.5, "seconds B": 1.0}
+FIRST = NOTHING | {WEIGHTS: 300.0}
+LAST = NOTHING | {WEIGHTS: 500.0, F: 0.5, B: 1.0}
 
 
-def signature(**roles: dict[str, float]) -> Any:
+def signature(**roles: dict[Any, float]) -> Any:
     """Dense layers; the first and the last stage have something more."""
     needs = {
-        (role, "dense", before, op): {"F": FORWARD, "B": BACKWARD}[op]
+        need(role, "dense", before, op): {"F": FORWARD, "B": BACKWARD}[op]
         for role in ("first", "middle", "last", "only")
         for before in ("", "F", "B")
         for op in "FB"
     }
     known = {"first": FIRST, "middle": NOTHING, "last": LAST, "only": NOTHING} | roles
-    return Signature(
-        {"dense": LAYER}, known, needs, {}, {}, {"dense": {"static optimizer": 1.0}}, 2, 0.0
-    )
+    return Signature({"dense": LAYER}, known, needs, {}, {}, {"dense": {STATES: 1.0}}, 2, 0.0)
+
+
+def required(one: Any, role: str, kinds: tuple[str, ...], previous: str, op: str) -> float:
+    """Composed bytes of an action in a rank with one chunk."""
+    return one.need(pieces.Context(role), kinds, pieces.Previous(previous), op)
 
 
 def shape(ranks: int, layers: int, batches: int, chunks: int = 1, **changes: object) -> Any:
@@ -101,9 +123,7 @@ def test_1f1b_keeps_as_many_micro_batches_as_there_are_stages_behind():
 
 def test_what_the_first_action_finds_released_is_not_alive_at_the_peak():
     one = signature()
-    freed = replace(
-        one, layers={"dense": LAYER | {"freed": 30.0}}, shared={"dense": {"freed": 1.0}}
-    )
+    freed = replace(one, layers={"dense": LAYER | {FREED: 30.0}}, shared={"dense": {FREED: 1.0}})
     for ranks, share in ((2, 1.0), (8, 0.25)):  # measured with two data-parallel ranks
         wide = shape(4, 8, 12, data_parallel=ranks)
         with_it, without = next(memory(freed, wide)), next(memory(one, wide))
@@ -132,36 +152,40 @@ def test_uneven_layers_and_no_op_layers():
 
 
 def test_recomputed_layers_come_first_and_keep_their_input():
-    light = LAYER | {"kept": 10.0}
+    light = LAYER | {KEEPS: 10.0}
     one = replace(
         signature(),
         layers={"dense+recomputed": light, "dense": LAYER},
         needs={
             **signature().needs,
-            ("middle", "dense+recomputed", "F", "B"): 200.0,
-            ("middle", "dense+recomputed", "B", "B"): 200.0,
+            need("middle", "dense+recomputed", "F", "B"): 200.0,
+            need("middle", "dense+recomputed", "B", "B"): 200.0,
         },
     )
     kinds = ("dense+recomputed", "dense+recomputed", "dense")
     # The recomputed layer that runs first in backward: the stored one after it is released.
-    assert one.need("middle", kinds, "F", "B") == max(BACKWARD, 200.0 - KEPT)
+    assert required(one, "middle", kinds, "F", "B") == max(BACKWARD, 200.0 - KEPT)
 
 
 def test_backward_of_a_layer_finds_what_the_head_kept_released():
     head = 350.0
-    one = signature(last=LAST | {"kept": head})
-    needs = {**one.needs, ("last", "dense", "F", "B"): 20.0, ("middle", "dense", "F", "B"): 90.0}
+    one = signature(last=LAST | {KEEPS: head})
+    needs = {
+        **one.needs,
+        need("last", "dense", "F", "B"): 20.0,
+        need("middle", "dense", "F", "B"): 90.0,
+    }
     one = replace(one, needs=needs, inner={("dense", "B"): 15.0})
     kinds = ("dense", "dense")
     # The layer that runs first needs 90 beyond what layers keep; the head's 350 are gone by then.
-    assert one.need("last", kinds, "F", "B") == 20.0
+    assert required(one, "last", kinds, "F", "B") == 20.0
     # Its own run has a layer, which needs 20 at most, and 15 more with another before it.
-    small = replace(one, roles={**one.roles, "last": LAST | {"kept": 30.0}})
-    assert small.need("last", kinds, "F", "B") == 20.0 + 15.0
+    small = replace(one, roles={**one.roles, "last": LAST | {KEEPS: 30.0}})
+    assert required(small, "last", kinds, "F", "B") == 20.0 + 15.0
     # Forward of the layers comes before the head has kept anything.
-    needs[("middle", "dense", "F", "F")] = 90.0
+    needs[need("middle", "dense", "F", "F")] = 90.0
     forward = replace(one, needs=needs, inner={("dense", "F"): 15.0})
-    assert forward.need("last", kinds, "F", "F") == FORWARD + 15.0 + KEPT
+    assert required(forward, "last", kinds, "F", "F") == FORWARD + 15.0 + KEPT
 
 
 @pytest.mark.parametrize("batches", [4, 12, 4001])
@@ -197,7 +221,7 @@ def test_messages_that_block_lengthen_the_stages_between(free_messages):
 
 def test_data_parallel_reduction_hides_behind_the_last_backward():
     cluster = load_cluster("h100")
-    heavy = {"dense": LAYER | {"dp reduce_scatter": 400e9, "dp all_gather": 200e9}}
+    heavy = {"dense": LAYER | {REDUCE: 400e9, GATHER: 200e9}}
     one = replace(signature(first=NOTHING, last=NOTHING), layers=heavy)
     shown = predict(one, shape(2, 4, 4), cluster).exposed["data parallel"]
     hidden = predict(one, shape(2, 4, 4, overlap_gradients=True), cluster)
@@ -212,7 +236,7 @@ def test_data_parallel_reduction_hides_behind_the_last_backward():
 
 def test_a_gather_hides_behind_the_next_forward():
     cluster = load_cluster("h100")
-    heavy = {"dense": LAYER | {"dp all_gather": 800e9}}
+    heavy = {"dense": LAYER | {GATHER: 800e9}}
     one = replace(signature(first=NOTHING, last=NOTHING), layers=heavy)
     seconds = cluster.collective_seconds("all_gather", 800e9, (0, 1))
     hidden = predict(one, shape(2, 4, 4, overlap_parameters=True), cluster)
@@ -231,7 +255,7 @@ def test_mfu_is_a_part_of_the_peak_of_the_dtype(dtype):
 
 def test_what_fits():
     cluster = load_cluster("h100")
-    big = replace(signature(), layers={"dense": LAYER | {"static weights": 60e9}})
+    big = replace(signature(), layers={"dense": LAYER | {WEIGHTS: 60e9}})
     found = predict(big, shape(2, 4, 4), cluster)
     assert not found.fits and not found.ranks[0].fits
     assert found.peak_bytes == max(rank.peak for rank in found.ranks)
@@ -245,45 +269,50 @@ def test_groups_of_ranks():
 
 
 def test_what_a_rank_has_once_is_counted_once_for_its_chunks():
-    once = {frozenset({"first", "middle"}): {"static weights": 30.0, "tail": 5.0}}
+    once = {frozenset({"first", "middle"}): {WEIGHTS: 30.0, TAIL: 5.0}}
     one = replace(signature(), once=once)
     chunks = [("first", ("dense",)), ("middle", ("dense",)), ("middle", ("dense", "noop"))]
-    assert one.rank(chunks)["static weights"] == 3 * STATIC + 300.0 - 2 * 30.0
-    assert one.rank(chunks[:1])["static weights"] == STATIC + 300.0
+    assert one.rank(chunks)[WEIGHTS] == 3 * STATIC + 300.0 - 2 * 30.0
+    assert one.rank(chunks[:1])[WEIGHTS] == STATIC + 300.0
     # A rank whose chunks have other roles has the same once.
-    assert one.rank([("middle", ("dense",))] * 2)["tail"] == -5.0
+    assert one.rank([("middle", ("dense",))] * 2)[TAIL] == -5.0
 
 
 def test_dense_parameters_beside_experts_are_gathered_as_often_as_theirs():
-    dense = LAYER | {"dp reduce_scatter": 40.0, "dp all_gather": 20.0}
-    expert = LAYER | {"dp reduce_scatter": 8.0, "dp all_gather": 8.0}
+    dense = LAYER | {REDUCE: 40.0, GATHER: 20.0}
+    expert = LAYER | {REDUCE: 8.0, GATHER: 8.0}
     one = replace(signature(), layers={"dense": dense, "expert": expert})
-    assert one.chunk("middle", ("dense", "expert"))["dp all_gather"] == 48.0
-    assert one.chunk("middle", ("dense",))["dp all_gather"] == 20.0
+    assert one.chunk("middle", ("dense", "expert"))[GATHER] == 48.0
+    assert one.chunk("middle", ("dense",))[GATHER] == 20.0
 
 
 def test_messages_around_an_action_depend_on_the_rank_and_on_the_action_before():
+    def at(role: str, roles: list[str], rank: int, previous: Any) -> Any:
+        return pieces.Need(pieces.Context.of(role, roles, rank), "dense", previous, "B")
+
+    same, another = pieces.Previous("F"), pieces.Previous("F", other_chunk=True)
+    roles = ["middle", "middle"]
     needs = {
-        ("middle 0:middle", "dense", "F", "B"): 10.0,
-        ("middle 0:middle", "dense", "F*", "B"): 12.0,
-        ("middle 1:middle", "dense", "F", "B"): 14.0,
-        ("first+middle 0:first", "dense", "F", "B"): 16.0,
+        at("middle", roles, 0, same): 10.0,
+        at("middle", roles, 0, another): 12.0,
+        at("middle", roles, 1, same): 14.0,
+        at("first", ["first", "middle"], 0, same): 16.0,
     }
     one = replace(signature(), needs=needs)
-    roles = ["middle", "middle"]
-    assert one.need(pieces.context_key("middle", roles, 2), ("dense",), "F", "B") == 10.0
-    assert one.need(pieces.context_key("middle", roles, 2), ("dense",), "F*", "B") == 12.0
-    assert one.need(pieces.context_key("middle", roles, 1), ("dense",), "F*", "B") == 14.0
+
+    def found(one: Any, role: str, roles: list[str], rank: int, previous: Any) -> float:
+        return one.need(pieces.Context.of(role, roles, rank), ("dense",), previous, "B")
+
+    assert found(one, "middle", roles, 2, same) == 10.0
+    assert found(one, "middle", roles, 2, another) == 12.0
+    assert found(one, "middle", roles, 1, another) == 14.0
     # What was not seen is the most of what is nearest to it: first after the same action of
     # another chunk, not after another action.
-    seen = {key: value for key, value in needs.items() if key[2] != "F"}
-    seen |= {("middle 0:middle", "dense", "B", "B"): 30.0}
-    other = replace(signature(), needs=seen)
-    assert other.need(pieces.context_key("middle", roles, 2), ("dense",), "F", "B") == 12.0
-    assert (
-        one.need(pieces.context_key("middle", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
-    )
-    assert one.need(pieces.context_key("last", ["middle", "last"], 3), ("dense",), "F", "B") == 14.0
+    seen = {key: value for key, value in needs.items() if key.previous != same}
+    seen |= {at("middle", roles, 0, pieces.Previous("B")): 30.0}
+    assert found(replace(signature(), needs=seen), "middle", roles, 2, same) == 12.0
+    assert found(one, "middle", ["middle", "last"], 3, same) == 14.0
+    assert found(one, "last", ["middle", "last"], 3, same) == 14.0
 
 
 def test_messages_at_the_end_of_a_step_are_over_the_groups_of_the_job():
@@ -295,10 +324,10 @@ def test_messages_at_the_end_of_a_step_are_over_the_groups_of_the_job():
     assert groups.group_ranks("MODEL_PARALLEL_GROUP", 0, wide) == (0, 1, 8, 9, 16, 17, 24, 25)
     assert groups.group_ranks("TENSOR_MODEL_PARALLEL_GROUP", 2, wide) == (0, 1)
     cluster = load_cluster("h100")
-    figures = {"closing payload EMBEDDING_GROUP|2|all_reduce": 4e6}
-    figures["closing calls EMBEDDING_GROUP|2|all_reduce"] = 2.0
+    embedding = ("end", "EMBEDDING_GROUP", 2, "all_reduce")
+    sent = {key("payload", *embedding): 4e6, key("calls", *embedding): 2.0}
     expected = 2 * cluster.collective_seconds("all_reduce", 2e6, (0, 24))
-    assert groups.closing_seconds(figures, wide, cluster) == pytest.approx(expected)
+    assert groups.closing_seconds(sent, wide, cluster) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +375,8 @@ def test_flags_by_which_layers_differ_are_only_counted_whole(changes, what, tmp_
 
 def test_messages_are_those_of_the_actions_of_the_schedule():
     sent = {"F": 2.0, "B": 5.0, "I": 4.0, "W": 3.0}
-    name = "calls TENSOR_MODEL_PARALLEL_GROUP|2|all_gather"
-    layer = LAYER | {f"{op} {name}": count for op, count in sent.items()}
+    name = key("calls", "", "TENSOR_MODEL_PARALLEL_GROUP", 2, "all_gather")
+    layer = LAYER | {name._replace(op=op): count for op, count in sent.items()}
     one = replace(signature(), layers={"dense": layer})
     divided = shape(4, 8, 6, request=ScheduleRequest("zb-h1"))
     plans = step_plan(divided, Costs())
@@ -360,25 +389,22 @@ def test_messages_are_those_of_the_actions_of_the_schedule():
 
 
 def test_what_runs_had_only_whole_or_only_divided():
-    whole = pieces.with_split_backward(
-        {"seconds F": 1.0, "seconds B": 3.0, "B calls G|2|send": 2.0}
-    )
-    assert whole["seconds I"] == 3.0 and whole["seconds W"] == 0.0
-    assert whole["I calls G|2|send"] == 2.0
-    parts = pieces.with_split_backward(
-        {"seconds I": 1.0, "seconds W": 2.0, "I wait G": 4.0, "W wait G": 1.0}
-    )
-    assert parts["seconds B"] == 3.0 and parts["B wait G"] == 5.0
-    less = pieces.difference({"seconds F": 3.0, "seconds B": 4.0, "kept": 2.0}, {"seconds F": 1.0})
-    assert less == {"seconds F": 2.0, "kept": 2.0}
+    sent = {op: key("calls", op, "G", 2, "send") for op in "BI"}
+    whole = figures.with_split_backward({F: 1.0, B: 3.0, sent["B"]: 2.0})
+    assert whole[INPUT] == 3.0 and whole[WEIGHT] == 0.0
+    assert whole[sent["I"]] == 2.0
+    waits = {op: key("wait", op, "G") for op in "BIW"}
+    parts = figures.with_split_backward({INPUT: 1.0, WEIGHT: 2.0, waits["I"]: 4.0, waits["W"]: 1.0})
+    assert parts[B] == 3.0 and parts[waits["B"]] == 5.0
+    difference = figures.difference({F: 3.0, B: 4.0, KEEPS: 2.0}, {F: 1.0})
+    assert difference == {F: 2.0, KEEPS: 2.0}
 
 
 def test_states_in_host_memory_are_shared_as_those_of_the_device():
-    one = {"static optimizer": 8.0, "host": 8.0, "kept": 8.0}
-    two = {"static optimizer": 4.0, "host": 4.0, "kept": 8.0}
-    found = pieces.data_parallel_shared_fraction(one, two)
-    assert found == {"static optimizer": 1.0, "host": 1.0}
-    assert pieces.of_steps(one) == {"static optimizer": 8.0, "host": 8.0}
+    one = {STATES: 8.0, HOST: 8.0, KEEPS: 8.0}
+    two = {STATES: 4.0, HOST: 4.0, KEEPS: 8.0}
+    assert figures.data_parallel_shared_fraction(one, two) == {STATES: 1.0, HOST: 1.0}
+    assert figures.of_steps(one) == {STATES: 8.0, HOST: 8.0}
 
 
 def test_a_shape_for_another_pipeline():

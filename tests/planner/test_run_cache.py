@@ -10,6 +10,7 @@ from mindspeed.planner.cluster import load_cluster
 from tests.support.lazy import Lazy
 
 cache_module = Lazy("mindspeed.planner.composed.run_cache")
+figures = Lazy("mindspeed.planner.composed.figures")
 tiny = Lazy("mindspeed.planner.composed.tiny_run")
 
 
@@ -21,10 +22,15 @@ class FakeJob:
 
 def some_run():
     action = tiny.ActionRun("F", 0, 1, 2, -3, 0.1)
-    names = ("weights", "dp all_gather", "wire TP|8|all_gather", "TP")
-    static, collectives, messages, exposed = (Counter({name: 10}) for name in names)
+    quantity = figures.Quantity
+    communication = {
+        figures.Figure(quantity.DENSE_BYTES, collective="all_gather"): 10,
+        figures.Figure(quantity.WIRE, "F", "TP", 8, "all_gather"): 10,
+        figures.Figure(quantity.CALLS, figures.END, "G", 2, "all_reduce"): 1,
+        figures.Figure(quantity.WAIT, "B", "TP"): 0.5,
+    }
     return tiny.TinyRun(
-        static,
+        Counter(weights=10),
         7,
         2,
         2,
@@ -34,10 +40,7 @@ def some_run():
         0.25,
         100,
         0,
-        collectives,
-        messages,
-        Counter({"calls G|2|all_reduce": 1}),
-        exposed,
+        Counter(communication),
     )
 
 
@@ -51,6 +54,7 @@ def test_a_later_search_finds_a_run(tmp_path) -> None:
     again = cache_module.RunCache(tmp_path, FakeJob(), cluster)
     assert again.get(point()) == some_run()
     assert isinstance(again.get(point()).static, Counter)
+    assert isinstance(next(iter(again.get(point()).communication)).quantity, figures.Quantity)
     assert again.get(point(3)) is None
     assert cache_module.RunCache(tmp_path, FakeJob(), load_cluster("a100")).get(point()) is None
     other = FakeJob()

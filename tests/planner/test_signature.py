@@ -13,6 +13,7 @@ from tests.support.lazy import Lazy
 check = Lazy("mindspeed.planner.counted.check")
 clusters = Lazy("mindspeed.planner.cluster")
 composed = Lazy("mindspeed.planner.composed.compose")
+keys = Lazy("mindspeed.planner.composed.figures")
 isolated = Lazy("mindspeed.planner.isolated")
 layouts = Lazy("mindspeed.planner.layout")
 shapes = Lazy("mindspeed.planner.shape")
@@ -151,8 +152,8 @@ def test_composed_seconds_are_those_of_the_whole_job(runs):
     signature, shape = signature_of("uneven stages", runs)
     forward, backward = isolated.call(seconds, job, devices, 3)
     chunk = signature.chunk("last", shape.stages[3])
-    assert chunk["seconds F"] == pytest.approx(forward, rel=0.01)
-    assert chunk["seconds B"] == pytest.approx(backward, rel=0.01)
+    names = [keys.Figure(keys.Quantity.SECONDS, op) for op in "FB"]
+    assert [chunk[name] for name in names] == pytest.approx([forward, backward], rel=0.01)
 
 
 @pytest.mark.weekly_cases("zb-h1", "context, *")

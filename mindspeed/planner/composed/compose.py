@@ -1,4 +1,4 @@
-"""Figures of a configuration of any size within seconds, composed from small counted runs.
+"""Compose the figures of a configuration of any size from small counted runs, within seconds.
 
     found = compose(job, settings.args, cluster, jobs=2)
     found.prediction.seconds, found.check.ranks[0].peak
@@ -25,8 +25,10 @@ from mindspeed.features.registry import flags_planned_as
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster, load_cluster
-from mindspeed.planner.composed.measurement import KnownRuns, measure
+from mindspeed.planner.composed.figures import END, TRAFFIC, Figure, Figures, Quantity
+from mindspeed.planner.composed.measurement import measure
 from mindspeed.planner.composed.price import Prediction, RankFigures, memory, messages, predict
+from mindspeed.planner.composed.run_cache import RunCache
 from mindspeed.planner.composed.signature import LARGEST_ERROR, TOLERANCE, Signature
 from mindspeed.planner.composed.step_plan import (
     Actions,
@@ -49,7 +51,7 @@ from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.shape import Shape, shape_of
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-_OF_THE_LAUNCH = ("rank", "recipe", "planned_loop")
+_LAUNCH = ("rank", "recipe", "planned_loop")
 
 
 @functools.cache
@@ -57,7 +59,7 @@ def _not_compared() -> frozenset[str]:
     """Arguments of the launch, and other ways to give ``virtual_pipeline_model_parallel_size`` and
     ``pipeline_model_parallel_layout``, which are compared."""
     layers = flags_planned_as("divides layers")
-    return frozenset((*_OF_THE_LAUNCH, *_CHUNKS, *layers, *not_planned()))
+    return frozenset((*_LAUNCH, *_CHUNKS, *layers, *not_planned()))
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,11 @@ class Composed:
 
     Attributes:
         check: figures of all pipeline ranks.
-        error: of composed bytes, a part of them, as far as runs tell that were compared with their
+        error: relative error of composed bytes, by the runs that were compared with their
             composition; 0 where all is counted.
         prediction: seconds and what they are spent on; None without a cluster, and for a job that
-            cannot be composed nor timed by its whole ranks.
-        untimed: why there are no times, of a job that was to be timed.
+            can neither be composed nor timed by its whole ranks.
+        untimed: reason why a job that was to be timed has no times.
     """
 
     check: Check
@@ -85,17 +87,17 @@ def compose(
     cluster: Cluster | None,
     memory_limit: int | None = None,
     jobs: int = 1,
-    runs: KnownRuns | None = None,
+    runs: RunCache | None = None,
 ) -> Composed | None:
-    """The figures of a job; None where it cannot be composed.
+    """Compose the figures of a job; None where it cannot be composed.
 
     Args:
         job: the job.
         args: its final values.
         cluster: rates of devices and links; None: no times.
         memory_limit: bytes that the tensors of a rank may take.
-        jobs: runs at a time.
-        runs: those made before, and where new ones are kept.
+        jobs: concurrent runs.
+        runs: cache of runs.
 
     Raises:
         MindSpeedError: the job cannot start.
@@ -129,18 +131,17 @@ def count_where_needed(
     jobs: int = 1,
     progress: Progress = lambda done, of: None,
 ) -> Composed:
-    """The figures of a job that was composed, or of one that could not be.
+    """Count whole ranks of a job that could not be composed, or whose composition is not enough.
 
-    Ranks are counted whole in the latter case, and where composed bytes are so near to the limit
-    that they could be on the wrong side of it.
+    It is not where composed bytes are so near to the limit that they could be on the wrong side.
 
     Args:
-        composed: what :func:`compose` returned.
+        composed: result of :func:`compose`.
         args: final values of the job.
         cluster: rates of devices and links; None: no times.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
-        progress: callback with how many pipeline ranks are counted, and then how many are timed.
+        progress: progress callback, of counted pipeline ranks, then of timed ones.
 
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
@@ -148,10 +149,8 @@ def count_where_needed(
     if composed is not None and not _near(composed, memory_limit):
         return composed
     counted = check(args, memory_limit, jobs=jobs, progress=progress)
-    if composed is not None:
-        return Composed(counted, 0.0, composed.prediction)
-    if cluster is None:
-        return Composed(counted, 0.0)
+    if composed is not None or cluster is None:
+        return Composed(counted, 0.0, composed.prediction if composed is not None else None)
     from mindspeed.planner.composed.whole_ranks import predict_whole
 
     try:
@@ -168,13 +167,7 @@ def _near(composed: Composed, memory_limit: int | None) -> bool:
 
 
 def describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:
-    """Whether the layout's flags give the same job again; changes the state of this process.
-
-    Args:
-        job: the job.
-        layout: of its values.
-        args: its final values.
-    """
+    """Whether a job with the layout's flags has final values ``args``; changes this process."""
     again = job.settings(layout.overrides(), layout.devices).args
     names = vars(args).keys() | vars(again).keys()
     return not [name for name in names if not _same(vars(args), vars(again), name)]
@@ -188,12 +181,7 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
 
 
 def ranks_of(signature: Signature, shape: Shape) -> list[RankCheck]:
-    """Figures of every pipeline rank.
-
-    Args:
-        signature: of the shape's layers.
-        shape: of the job.
-    """
+    """Compose the figures of every pipeline rank."""
     plans = step_plan(shape, Costs())
     bytes_of = memory(signature, shape, plan=plans.short)
     return [_figures(signature, shape, *one) for one in zip(bytes_of, plans.actions, strict=True)]
@@ -206,50 +194,46 @@ def _figures(signature: Signature, shape: Shape, found: RankFigures, actions: Ac
     static = {kind: round(value) for kind, value in found.static.items() if round(value)}
     return RankCheck(
         (found.rank,),
-        round(total["parameters"]),
+        round(total[Figure(Quantity.PARAMETERS)]),
         static,
         round(found.peak),
         {**static, "activations": static.get("activations", 0) + round(found.activations)},
-        round(total["flops"] * shape.micro_batches),
-        round(total["recomputed"] * shape.micro_batches),
+        round(total[Figure(Quantity.FLOPS)] * shape.micro_batches),
+        round(total[Figure(Quantity.RECOMPUTED)] * shape.micro_batches),
         tuple(_traffic(total, sent, shape)),
-        round(total["host"]),
+        round(total[Figure(Quantity.HOST)]),
     )
 
 
-def _traffic(
-    total: Mapping[str, float], sent: Mapping[str, float], shape: Shape
-) -> Iterator[Traffic]:
+def _traffic(total: Figures, sent: Figures, shape: Shape) -> Iterator[Traffic]:
     """Messages within micro-batches and after them, and collectives of data-parallel groups."""
-    replicas, experts = len(dense_ranks(shape)), len(expert_ranks(shape))
+    groups = {
+        Quantity.DENSE_BYTES: ("DATA_PARALLEL", len(dense_ranks(shape))),
+        Quantity.EXPERT_BYTES: ("EXPERT_DATA_PARALLEL", len(expert_ranks(shape))),
+    }
     rows = list(_messages(total, sent, shape))
     for name, value in total.items():
-        kind, _, op = name.partition(" ")
-        size = {"dp": replicas, "edp": experts}.get(kind, 0)
+        group, size = groups.get(name.quantity, ("", 0))
         if size > 1 and round(value):
+            op = name.collective
             each = value / size if op == "all_gather" else value
             part = (size - 1) / size * value * (2 if op == "all_reduce" else 1)
-            group = "DATA_PARALLEL" if kind == "dp" else "EXPERT_DATA_PARALLEL"
             rows.append(Traffic(group, size, op, None, round(each), round(part)))
     yield from sorted(rows, key=lambda row: (-row.wire, row.group, row.op))
 
 
-def _messages(
-    total: Mapping[str, float], sent: Mapping[str, float], shape: Shape
-) -> Iterator[Traffic]:
+def _messages(total: Figures, sent: Figures, shape: Shape) -> Iterator[Traffic]:
     """Messages of all micro-batches and of the end of the step, by group and operation."""
-    sums: dict[tuple[str, int, str], Counter[str]] = defaultdict(Counter)
-    closing = {n.removeprefix("closing "): v for n, v in total.items() if n.startswith("closing ")}
+    sums: dict[tuple[str, int, str], Counter[Quantity]] = defaultdict(Counter)
+    closing = {name: value for name, value in total.items() if name.op == END}
     for figures in (sent, closing):
         for name, value in figures.items():
-            what, _, rest = name.partition(" ")
-            if what in ("calls", "payload", "wire"):
-                group, size, op = rest.split("|")
-                ranks = len(group_ranks(group, int(size), shape))
-                sums[group, ranks, op][what] += round(value)
+            if name.quantity in TRAFFIC:
+                ranks = len(group_ranks(name.name, name.size, shape))
+                sums[name.name, ranks, name.collective][name.quantity] += round(value)
     for (group, ranks, op), found in sums.items():
-        wire = found["wire"]
+        calls, payload, wire = (found[quantity] for quantity in TRAFFIC)
         if op == "all_reduce":
-            wire = round(2 * (ranks - 1) / ranks * found["payload"])
-        if found["payload"] and ranks > 1:
-            yield Traffic(group, ranks, op, found["calls"], found["payload"], wire)
+            wire = round(2 * (ranks - 1) / ranks * payload)
+        if payload and ranks > 1:
+            yield Traffic(group, ranks, op, calls, payload, wire)

@@ -5,31 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed.layer_run import LAYERS
-from mindspeed.planner.composed.pieces import (
+from mindspeed.planner.composed.figures import (
+    Figure,
     Figures,
-    Need,
-    Runs,
+    Quantity,
     data_parallel_shared_fraction,
     difference,
+    of_steps,
+    with_split_backward,
+)
+from mindspeed.planner.composed.layer_run import LAYERS
+from mindspeed.planner.composed.pieces import (
+    Need,
+    Runs,
     figures_of,
     inner_of,
     kept,
     needs_of,
-    of_steps,
-    op_of,
     record_chunk_needs,
     record_needs,
     stages_of,
-    weighted,
     with_role,
-    with_split_backward,
 )
+from mindspeed.planner.composed.run_cache import RunCache
 from mindspeed.planner.composed.signature import Signature, difference_of
 from mindspeed.planner.composed.signature_points import SignaturePoints
 from mindspeed.planner.composed.tiny_run import Point, TinyRun, run
@@ -39,16 +41,7 @@ from mindspeed.planner.shape import DENSE, Shape, shape_of
 
 RUN_SECONDS = 300.0
 """Timeout of a run."""
-
-
-class KnownRuns(Protocol):
-    """Runs of the job and the cluster that were made before."""
-
-    def get(self, point: Point) -> TinyRun | None:
-        """The run of a point; None if it was not made."""
-
-    def put(self, point: Point, run: TinyRun) -> None:
-        """Keep a run."""
+_FREED = Figure(Quantity.FREED)
 
 
 def measure(
@@ -56,7 +49,7 @@ def measure(
     layout: Layout,
     cluster: Cluster | None = None,
     jobs: int = 1,
-    runs: KnownRuns | None = None,
+    runs: RunCache | None = None,
     check: bool = True,
     chunks: bool = True,
 ) -> Signature:
@@ -64,19 +57,19 @@ def measure(
 
     Args:
         job: the model and everything that the layout leaves open.
-        layout: whose pipeline and data-parallel sizes only matter in what follows: whether there
-            is a pipeline, its schedule, and whether ranks have several chunks.
+        layout: the layout; of its pipeline and data-parallel sizes only matter whether there is a
+            pipeline, its schedule, and whether ranks have several chunks.
         cluster: rates of the clock; None: no times.
-        jobs: runs at a time.
-        runs: those made before, and where new ones are kept.
+        jobs: concurrent runs.
+        runs: cache of runs.
         check: compare a run of three layers with its composition; else :attr:`Signature.error`
-            is not a number.
+            is NaN.
         chunks: run ranks with two chunks, where the layout has several; else bytes of such ranks
             are estimates: each chunk has what a rank has once, messages are those of one chunk.
 
     Raises:
         MindSpeedError: the layout cannot start, or cannot be counted.
-        PlanError: its schedule is one that is only counted whole.
+        PlanError: its schedule can only be counted whole.
     """
     import_ahead()
     shape: Shape = isolated.call(shape_of_layout, job, layout)
@@ -86,19 +79,18 @@ def measure(
             "mindspeed plan --check --whole"
         )
     points = SignaturePoints(layout, shape.kinds or (DENSE,))
-    asked = points.all(check, chunks)
-    found = _made(job, asked.values(), cluster, jobs, runs)
-    return _signature(points, dict(zip(asked, found, strict=True)))
+    wanted = points.all(check, chunks)
+    found = _run_all(job, wanted.values(), cluster, jobs, runs)
+    return _signature(points, dict(zip(wanted, found, strict=True)))
 
 
-def layer_point(job: Job, layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
-    """The run of :mod:`mindspeed.planner.composed.layer_run` for a layer of a signature.
+def layer_point(layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
+    """The run of :mod:`mindspeed.planner.composed.layer_run` for one kind of layer.
 
     Args:
-        job: the model.
-        layout: whose layer it is.
-        kinds: of all layers of the model.
-        kind: of this one.
+        layout: layout of the layer.
+        kinds: kinds of all layers of the model.
+        kind: kind of this one.
     """
     alone = replace(layout, pp=1, vpp=1, stage_layers=None, schedule=None)
     return SignaturePoints(alone, kinds).point(0, kind, LAYERS)
@@ -123,21 +115,18 @@ def import_ahead() -> None:
 def shape_of_layout(job: Job, layout: Layout) -> Shape:
     """The shape of a job in a layout; changes the state of this process.
 
-    Args:
-        job: the job.
-        layout: its layout.
-
     Raises:
-        MindSpeedError: a start refuses it.
+        MindSpeedError: the job cannot start.
     """
     return shape_of(job.settings(layout.overrides(), layout.devices).args)
 
 
-def _made(
-    job: Job, points: Iterable[Point], cluster: Cluster | None, jobs: int, known: KnownRuns | None
+def _run_all(
+    job: Job, points: Iterable[Point], cluster: Cluster | None, jobs: int, cache: RunCache | None
 ) -> list[TinyRun]:
+    """Execute the runs that the cache lacks; equal points once."""
     points = list(points)
-    found = [None if known is None else known.get(point) for point in points]
+    found = [None if cache is None else cache.get(point) for point in points]
     missing = [
         index
         for index, one in enumerate(found)
@@ -149,9 +138,9 @@ def _made(
         if isinstance(result, MindSpeedError):
             raise result
         found[index] = result
-        if known is not None:
-            known.put(points[index], result)
-    first = [found[points.index(point)] for point in points]  # some are the same
+        if cache is not None:
+            cache.put(points[index], result)
+    first = [found[points.index(point)] for point in points]
     return [one for one in first if one is not None]
 
 
@@ -161,15 +150,15 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
     one = {kind: figures_of(runs["middle", kind, 1]) for kind in kinds}
     layers = {k: difference(figures_of(runs["middle", k, 2]), one[k]) for k in kinds}
     for kind in kinds:
-        if ("first", kind, 2) in runs:  # backward is divided, there only is it whole
+        if ("first", kind, 2) in runs:  # only the first stage does not split its backward
             ends = [figures_of(runs["first", kind, n]) for n in (1, 2)]
-            whole = {name: n for name, n in difference(*ends[::-1]).items() if op_of(name) == "B"}
+            whole = {name: n for name, n in difference(*ends[::-1]).items() if name.op == "B"}
             layers[kind] = with_split_backward(whole | layers[kind])
     roles = {"middle": difference(one[first], layers[first])}
     if points.pipeline:
         roles["first"] = difference(figures_of(runs["first", first, 1]), layers[first])
         roles["last"] = difference(figures_of(runs["last", last, 1]), layers[last])
-    if any(op_of(name) == "I" for name in layers[first]):
+    if any(name.op == "I" for name in layers[first]):
         roles = {role: with_split_backward(figures) for role, figures in roles.items()}
     once = _once(runs, roles, layers)
     alone = not any(role == "chunks" for role, *_ in runs)
@@ -185,7 +174,7 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
         for op, value in inner_of(
             needs_of(runs, [("middle", kind, 1)]),
             needs_of(runs, [("middle", kind, 2)]),
-            layers[kind]["kept"],
+            layers[kind][Figure(Quantity.KEPT)],
         ).items()
     }
     shared = _shared(kinds, layers, roles, runs)
@@ -209,7 +198,7 @@ def _signature(points: SignaturePoints, runs: Runs) -> Signature:
 
 
 def _compared(signature: Signature, points: SignaturePoints, runs: Runs) -> Signature:
-    """The signature with its errors: runs that were compared with their composition."""
+    """The signature with its errors, of runs that are compared with their composition."""
     first, last = points.kinds[0], points.kinds[-1]
     role = "middle" if points.pipeline else "only"
     one_chunk = {role: difference(figures_of(runs["middle", first, 1]), signature.layers[first])}
@@ -224,12 +213,10 @@ def _compared(signature: Signature, points: SignaturePoints, runs: Runs) -> Sign
         grown.append(difference_of(at_end, two, {stages_of(two)[0]: ("last", (last,) * 2)}))
     others = []
     for (name, kind, rank), found in runs.items():
-        if name == "chunks":
-            rank_has = {stage: (_role_of(stage), (kind,)) for stage in stages_of(found)}
-            others.append(difference_of(signature, found, rank_has, rank))
-        elif name == "three":
-            rank_has = {stage: ("middle", (kind,)) for stage in stages_of(found)}
-            others.append(difference_of(signature, found, rank_has, rank))
+        if name in ("chunks", "three"):
+            stages = stages_of(found)
+            own = {s: (_role_of(s) if name == "chunks" else "middle", (kind,)) for s in stages}
+            others.append(difference_of(signature, found, own, rank))
         elif name == "mixed":
             end = "first" if points.pipeline else "only"
             others.append(difference_of(signature, found, {0: (end, (first, last))}))
@@ -248,7 +235,7 @@ def _shared(
 ) -> dict[str, Figures]:
     """Fractions of the figures of layers and roles that data-parallel ranks share.
 
-    The ends are shared as layers are: what they add are parameters.
+    What the ends add are parameters, of which the fraction of layers is shared.
     """
     first = kinds[0]
     one, wide = figures_of(runs["plain", first, 1]), figures_of(runs["wide", first, 1])
@@ -260,8 +247,8 @@ def _shared(
     found: dict[str, Figures] = {**dict.fromkeys(kinds, of_layer), "middle": of_middle}
     for role in {*roles} - {"middle"}:
         found[role] = {
-            name: weighted(middle[name], of_middle[name], value - middle[name], part)
-            for name, part in of_layer.items()
+            name: (middle[name] * of_middle[name] + (value - middle[name]) * fraction) / value
+            for name, fraction in of_layer.items()
             if (value := roles[role].get(name, 0.0)) and name in of_middle
         }
     return found
@@ -276,7 +263,7 @@ def _once(
         if role == "chunks":
             names = [_role_of(stage) for stage in stages_of(real)]
             once = of_steps(figures_of(real))
-            once["freed"] = len(names) * layers[kind]["freed"] + _freed(roles, names)
+            once[_FREED] = len(names) * layers[kind][_FREED] + _freed(roles, names)
             twice = [roles[name] for name in names] + [layers[kind]] * len(names)
             found[frozenset(names)] = {
                 name: sum(one.get(name, 0.0) for one in twice) - value
@@ -286,9 +273,9 @@ def _once(
 
 
 def _freed(roles: Mapping[str, Figures], names: Sequence[str]) -> float:
-    """Bytes that the chunks of a rank find released; the message that arrived is there once."""
-    total = sum(roles[name]["freed"] for name in names)
-    return total - (len(names) - 1) * roles["middle"]["freed"]
+    """Bytes released before the chunks of a rank run; the message that arrived is there once."""
+    total = sum(roles[name][_FREED] for name in names)
+    return total - (len(names) - 1) * roles["middle"][_FREED]
 
 
 def _role_of(stage: int) -> str:
@@ -306,11 +293,11 @@ def _chunk_needs(
 ) -> None:
     """Record the needs of a rank with two chunks.
 
-    What they keep is known from ranks with one chunk: with two, the messages that arrive while
-    another chunk runs are among the bytes of a forward.
+    The bytes that they keep come from ranks with one chunk: with two, the messages that arrive
+    while another chunk runs are among the bytes of a forward.
     """
-    own = layers[kind]
-    stages = stages_of(found)
-    kept_by = {s: roles[_role_of(s)]["kept"] + own["kept"] for s in stages}
-    freed = len(stages) * own["freed"] + _freed(roles, [_role_of(s) for s in stages])
-    record_chunk_needs(needs, kind, found, kept_by, own["stash"], freed, _role_of, rank)
+    own, stages, keeps = layers[kind], stages_of(found), Figure(Quantity.KEPT)
+    kept_by = {s: roles[_role_of(s)][keeps] + own[keeps] for s in stages}
+    freed = len(stages) * own[_FREED] + _freed(roles, [_role_of(s) for s in stages])
+    stash = own[Figure(Quantity.STASH)]
+    record_chunk_needs(needs, kind, found, kept_by, stash, freed, _role_of, rank)

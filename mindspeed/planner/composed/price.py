@@ -17,7 +17,8 @@ from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed.pieces import context_key, previous_op, released, within_actions
+from mindspeed.planner.composed.figures import END, Figure, Quantity, within_actions
+from mindspeed.planner.composed.pieces import Context, Previous, released
 from mindspeed.planner.composed.signature import Signature
 from mindspeed.planner.composed.step_plan import (
     Actions,
@@ -36,11 +37,11 @@ class RankFigures:
     """Memory of a pipeline rank, in bytes of tensors.
 
     Attributes:
-        rank: of the pipeline.
-        static: between steps, by kind.
-        activations: at the fullest moment, everything that is not there between steps.
-        peak: most bytes alive.
-        fits: the cluster's devices have as much.
+        rank: pipeline rank.
+        static: bytes between steps, by kind.
+        activations: bytes at the peak beyond those between steps.
+        peak: largest number of bytes alive.
+        fits: whether a device of the cluster has as much memory.
     """
 
     rank: int
@@ -55,17 +56,17 @@ class Prediction:
     """The price of a layout.
 
     Attributes:
-        layout: that is priced.
-        seconds: of a step.
-        peak_bytes: of the fullest rank.
+        layout: the layout.
+        seconds: duration of a step.
+        peak_bytes: peak memory of the fullest rank.
         ranks: memory of each pipeline rank.
-        bubble: part of the pipeline's time in which the mean rank computes nothing useful.
-        exposed: seconds of a step in which the busiest rank waits, by what for.
-        optimizer_seconds: from the end of the pipeline to the next step, without waiting.
-        flops_per_device: executed in a step by the mean device, recomputation included.
-        mfu: model FLOPs, without recomputation, as a part of what the devices could do.
+        bubble: fraction of the pipeline's time in which the mean rank computes nothing useful.
+        exposed: seconds of a step in which the busiest rank waits, by process group.
+        optimizer_seconds: seconds from the end of the pipeline to the next step, without waiting.
+        flops_per_device: FLOPs of the mean device in a step, recomputation included.
+        mfu: model FLOPs, without recomputation, as a fraction of what the devices could do.
         tokens_per_second_per_device: throughput.
-        limit: what takes most of the step: ``compute``, ``bubble`` or the name of a wait.
+        limit: largest part of the step: ``compute``, ``bubble`` or the name of a wait.
     """
 
     layout: Any
@@ -82,7 +83,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """On every rank."""
+        """Whether every rank fits."""
         return all(rank.fits for rank in self.ranks)
 
 
@@ -92,12 +93,12 @@ def predict(
     cluster: Cluster,
     layout: Any = None,
 ) -> Prediction:
-    """The price of a shape.
+    """Predict memory and time of a shape.
 
     Args:
-        signature: of the shape's layers, measured with times of the cluster.
-        shape: of the job.
-        cluster: to run on.
+        signature: pieces of the shape's layers, measured with times of the cluster.
+        shape: the job.
+        cluster: the machine.
         layout: passed through.
 
     Raises:
@@ -121,16 +122,16 @@ def assembled(
     flops: float,
     layout: Any = None,
 ) -> Prediction:
-    """A prediction from a simulated schedule and what is added to it.
+    """Assemble a prediction from a simulated schedule and what is added to it.
 
     Args:
-        shape: of the job.
-        cluster: to run on.
+        shape: the job.
+        cluster: the machine.
         plans: the schedule with the seconds of its actions.
         ranks: memory of each pipeline rank.
-        ends: of each pipeline rank, what follows its last action.
-        waits: of each pipeline rank the seconds that it waits within its actions, by what for.
-        flops: executed by the mean device.
+        ends: seconds after the last action of each pipeline rank.
+        waits: seconds that each pipeline rank waits within its actions, by process group.
+        flops: FLOPs of the mean device.
         layout: passed through.
     """
     pipeline = plans.seconds
@@ -164,33 +165,31 @@ def assembled(
 def memory(
     signature: Signature, shape: Shape, limit: float = float("inf"), plan: Plan | None = None
 ) -> Iterator[RankFigures]:
-    """Bytes of each pipeline rank.
+    """Yield the bytes of each pipeline rank.
 
     Args:
-        signature: of the shape's layers.
-        shape: of the job.
+        signature: pieces of the shape's layers.
+        shape: the job.
         limit: bytes of a device.
-        plan: of the schedule; made here by default.
+        plan: plan of the schedule; default: built here.
     """
     if plan is None:
         plan = step_plan(shape, Costs()).short
     for rank in range(shape.ranks):
         figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
-        static = {
-            name.removeprefix("static "): value
-            for name, value in figures.items()
-            if name.startswith("static ")
-        }
-        most = max(figures["tail"], _activations(signature, shape, rank, plan.rows[rank]))
+        static = {n.name: value for n, value in figures.items() if n.quantity is Quantity.STATIC}
+        tail = figures[Figure(Quantity.TAIL)]
+        most = max(tail, _activations(signature, shape, rank, plan.rows[rank]))
         total = sum(static.values())
         yield RankFigures(rank, static, most, total + most, total + most <= limit)
 
 
 def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Action, ...]) -> float:
-    """Most bytes beyond those between steps, along the actions of a rank."""
-    kept, stash, needs = {}, {}, dict[tuple[int, str, str], float]()
+    """Peak bytes beyond those between steps, along the actions of a rank."""
+    kept, stash, needs = {}, {}, dict[tuple[int, Previous, str], float]()
     roles = [role for role, _ in shape.chunks_of(rank)]
-    held = -signature.rank(shape.chunks_of(rank), shape.data_parallel).get("freed", 0.0)
+    figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
+    held = -figures.get(Figure(Quantity.FREED), 0.0)
     last, most = None, 0.0
     for action in row:
         op, stage = action.op, action.stage
@@ -199,10 +198,11 @@ def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Actio
         role, kinds = shape.role(stage), shape.stages[stage]
         if stage not in kept:
             figures = signature.chunk(role, kinds)
-            kept[stage], stash[stage] = figures["kept"], figures["stash"]
-        key = stage, previous_op(last, action), op
+            kept[stage] = figures[Figure(Quantity.KEPT)]
+            stash[stage] = figures[Figure(Quantity.STASH)]
+        key = stage, Previous.of(last, action), op
         if key not in needs:
-            needs[key] = signature.need(context_key(role, roles, rank), kinds, key[1], op)
+            needs[key] = signature.need(Context.of(role, roles, rank), kinds, key[1], op)
         most = max(most, held + needs[key])
         held += released(op, kept[stage], stash[stage])
         last = action
@@ -213,8 +213,7 @@ def _costs(signature: Signature, shape: Shape, cluster: Cluster) -> StageCosts:
     stages = []
     for stage, kinds in enumerate(shape.stages):
         figures = signature.chunk(shape.role(stage), kinds)
-        named = {n: value for n, value in figures.items() if n.startswith("seconds ")}
-        stages.append({n.removeprefix("seconds "): value for n, value in named.items()})
+        stages.append({n.op: s for n, s in figures.items() if n.quantity is Quantity.SECONDS})
     return stage_costs(stages, shape, cluster)
 
 
@@ -224,10 +223,9 @@ def stage_costs(
     """Costs of the actions of a schedule, with the messages that block them.
 
     Args:
-        chunks: of each stage the seconds of its ops; a whole backward or a divided one may be
-            missing.
-        shape: of the job.
-        cluster: to run on.
+        chunks: seconds of the ops of each stage; a whole backward or a split one may be missing.
+        shape: the job.
+        cluster: the machine.
     """
     message = message_seconds(shape, cluster)
     blocking = 0.0 if shape.overlap_messages else message
@@ -254,12 +252,7 @@ def stage_costs(
 
 
 def message_seconds(shape: Shape, cluster: Cluster) -> float:
-    """Seconds of a message to the next pipeline rank.
-
-    Args:
-        shape: of the job.
-        cluster: to run on.
-    """
+    """Seconds of a message to the next pipeline rank."""
     if shape.ranks == 1:
         return 0.0
     return cluster.collective_seconds("send", shape.message, (0, shape.devices // shape.ranks))
@@ -271,19 +264,15 @@ def _end_of_step(signature: Signature, shape: Shape, cluster: Cluster, rank: int
         for stage in shape.placement.stages[rank]
     ]
     figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
-    optimizer = figures["seconds tail"] + closing_seconds(figures, shape, cluster)
+    end = figures[Figure(Quantity.SECONDS, END)]
+    optimizer = end + closing_seconds(figures, shape, cluster)
     return data_parallel(chunks, shape, cluster, optimizer)
 
 
-def messages(signature: Signature, shape: Shape, rank: int, actions: Actions) -> dict[str, float]:
-    """Messages and waiting of a pipeline rank in a step, in its actions and between them.
-
-    Args:
-        signature: of the shape's layers.
-        shape: of the job.
-        rank: of the pipeline.
-        actions: of the rank.
-    """
+def messages(
+    signature: Signature, shape: Shape, rank: int, actions: Actions
+) -> dict[Figure, float]:
+    """Messages and waiting of a pipeline rank in a step, in its actions and between them."""
     stages = shape.placement.stages[rank]
     chunks = {one: signature.chunk(shape.role(one), shape.stages[one]) for one in stages}
     return within_actions(chunks, actions, shape.micro_batches)
@@ -292,18 +281,11 @@ def messages(signature: Signature, shape: Shape, rank: int, actions: Actions) ->
 def _waits(signature: Signature, shape: Shape, plans: StepPlan) -> list[dict[str, float]]:
     """Seconds that each pipeline rank waits within its actions, by process group."""
     every = [messages(signature, shape, *one) for one in enumerate(plans.actions)]
-    return [
-        {
-            name.removeprefix("wait "): value
-            for name, value in one.items()
-            if name.startswith("wait")
-        }
-        for one in every
-    ]
+    return [{n.name: v for n, v in one.items() if n.quantity is Quantity.WAIT} for one in every]
 
 
 def _flops(signature: Signature, shape: Shape) -> float:
     """FLOPs of the mean device."""
-    stages = enumerate(shape.stages)
-    total = sum(signature.chunk(shape.role(s), kinds)["flops"] for s, kinds in stages)
+    stages, flops = enumerate(shape.stages), Figure(Quantity.FLOPS)
+    total = sum(signature.chunk(shape.role(s), kinds)[flops] for s, kinds in stages)
     return total * shape.micro_batches / shape.ranks

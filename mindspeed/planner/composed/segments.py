@@ -1,13 +1,13 @@
-"""A step of a rank cut into the actions of its pipeline schedule.
+"""Split a step of a rank into the actions of its pipeline schedule.
 
     segments = Segments()
     with segments.watching(memory):
         step()
     segments.found        # one Segment per action, and one for each time between two actions
 
-Actions are a chunk's forward and backward of a micro-batch, its weight gradients and its
-recomputation where the schedule has them apart. Between them are messages, and after the last one
-the reduction of gradients and the optimizer.
+Actions are a chunk's forward and backward of a micro-batch, and its weight gradients and its
+recomputation where the schedule splits them off. Between actions are messages, and after the last
+one the reduction of gradients and the optimizer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Segment:
         op: ``F``, ``Fc``, ``B``, ``I``, ``W``, ``R`` as in a pipeline schedule, or
             :data:`BETWEEN`.
         before: bytes alive at its start.
-        peak: most bytes alive in it.
+        peak: largest number of bytes alive in it.
         after: bytes alive at its end.
         start: seconds of the clock at its start; 0 without a clock.
-        end: at its end.
+        end: seconds of the clock at its end.
     """
 
     op: str
@@ -47,16 +47,16 @@ class Segment:
 
 
 class Clock(Protocol):
-    """Tells the time of a modelled step."""
+    """Time of a modelled step."""
 
     now: float
 
 
 class Segments:
-    """Cuts one step of Megatron's schedules, or of those of :mod:`mindspeed.pipeline`.
+    """Segments of one step of Megatron's schedules, or of those of :mod:`mindspeed.pipeline`.
 
     Args:
-        clock: that times the step, if any.
+        clock: clock that times the step, if any.
 
     Attributes:
         found: the segments so far, without gaps.
@@ -69,7 +69,7 @@ class Segments:
 
     @contextlib.contextmanager
     def watching(self, memory: LiveMemory) -> Iterator[None]:
-        """Cut what runs inside; the peak of ``memory`` is then that of the whole block."""
+        """Record segments inside the block; the peak of ``memory`` is then that of the block."""
         from mindspeed.adaptor.watched_calls import schedule_steps
         from mindspeed.pipeline.schedule.megatron_work import MegatronWork
 
@@ -78,20 +78,21 @@ class Segments:
         self._whole: tuple[int, Counter[str]] = 0, Counter()
         self._begin()
         try:
-            self._cut(journal, schedule_steps(), "forward_step", lambda args: "F")
-            self._cut(journal, schedule_steps(), "backward_step", lambda args: "B")
+            self._wrap(journal, schedule_steps(), "forward_step", lambda args: "F")
+            self._wrap(journal, schedule_steps(), "backward_step", lambda args: "B")
             for name in ("forward", "backward", "weight_gradients", "recompute"):
-                self._cut(journal, MegatronWork, name, lambda args: str(args[1].op))
+                self._wrap(journal, MegatronWork, name, lambda args: str(args[1].op))
             yield
             self._end(BETWEEN)
             memory.peak, memory.at_peak = self._whole
         finally:
             journal.undo()
 
-    def _cut(self, journal: Journal, owner: Any, name: str, op_of: Callable[[Any], str]) -> None:
+    def _wrap(self, journal: Journal, owner: Any, name: str, op_of: Callable[[Any], str]) -> None:
+        """Make every outermost call of a function a segment."""
         inner = getattr(owner, name)
 
-        def cut(*args: Any, **kwargs: Any) -> Any:
+        def segment(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # the work of a plan calls Megatron's forward_step
                 return inner(*args, **kwargs)
             self._end(BETWEEN)
@@ -102,7 +103,7 @@ class Segments:
                 self._inside = False
                 self._end(op_of(args))
 
-        journal.set(owner, name, cut, owner="planner")
+        journal.set(owner, name, segment, owner="planner")
 
     def _begin(self) -> None:
         self._memory.restart()

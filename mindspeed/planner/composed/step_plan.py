@@ -12,6 +12,7 @@ from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.composed.figures import END, Figure, Figures, Quantity
 from mindspeed.planner.shape import Shape
 
 Actions = Mapping[tuple[str, int], float]
@@ -26,7 +27,7 @@ class StageCosts(Costs):
     """Costs of actions whose stages differ in more than size.
 
     Attributes:
-        of_stages: for each stage the seconds of each op.
+        of_stages: seconds of each op, by stage.
     """
 
     of_stages: tuple[Mapping[str, float], ...] = ()
@@ -43,10 +44,10 @@ class StepPlan:
     """A step of the pipeline.
 
     Attributes:
-        short: plan of the step or of a shorter one with the same fullest moments.
-        seconds: of the whole step.
-        bubble: part of them.
-        actions: how many of each op and stage every pipeline rank executes in the whole step.
+        short: plan of the step, or of a shorter one with the same peak memory.
+        seconds: duration of the whole step.
+        bubble: fraction of it in which the mean rank computes nothing useful.
+        actions: actions of each op and stage in the whole step, by pipeline rank.
     """
 
     short: Plan
@@ -56,11 +57,7 @@ class StepPlan:
 
 
 def step_plan(shape: Shape, costs: Costs) -> StepPlan:
-    """The plan of a step, simulated; a long step is continued from two shorter ones.
-
-    Args:
-        shape: of the job.
-        costs: seconds of its actions.
+    """Plan and simulate a step; a long step is extrapolated from two shorter ones.
 
     Raises:
         ConfigError: the schedule does not exist for this shape.
@@ -99,16 +96,13 @@ def _actions(plan: Plan) -> tuple[Actions, ...]:
     )
 
 
-EXPERTS = "expert"
-
-
 @dataclass(frozen=True)
 class DataParallel:
     """Seconds at the end of a step.
 
     Attributes:
-        exposed: waiting for collectives of data-parallel groups.
-        optimizer: everything else.
+        exposed: seconds of waiting for collectives of data-parallel groups.
+        optimizer: seconds of everything else.
     """
 
     exposed: float
@@ -121,39 +115,33 @@ class DataParallel:
 
 
 def data_parallel(
-    chunks: Sequence[Mapping[str, float]], shape: Shape, cluster: Cluster, optimizer: float
+    chunks: Sequence[Figures], shape: Shape, cluster: Cluster, optimizer: float
 ) -> DataParallel:
     """Data-parallel communication of a rank's chunks, minus the computation that hides it.
 
     A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
     forwards of the rank.
-
-    Args:
-        chunks: figures of the chunks: ``dp <op>`` and ``edp <op>`` have the whole bytes of the
-            collectives of dense parameters and of experts.
-        shape: of the job.
-        cluster: to run on.
-        optimizer: its seconds.
     """
     exposed = 0.0
     for chunk in chunks:
         reduce = _seconds(chunk, ("reduce_scatter", "all_reduce"), shape, cluster)
         gather = _seconds(chunk, ("all_gather",), shape, cluster)
         if shape.overlap_gradients:
-            reduce = max(0.0, reduce - chunk.get("seconds B", 0.0))
+            reduce = max(0.0, reduce - chunk.get(Figure(Quantity.SECONDS, "B"), 0.0))
         if shape.overlap_parameters:
-            gather = max(0.0, gather - chunk.get("seconds F", 0.0))
+            gather = max(0.0, gather - chunk.get(Figure(Quantity.SECONDS, "F"), 0.0))
         exposed += reduce + gather
     return DataParallel(exposed, optimizer)
 
 
-def _seconds(
-    chunk: Mapping[str, float], ops: Sequence[str], shape: Shape, cluster: Cluster
-) -> float:
+def _seconds(chunk: Figures, ops: Sequence[str], shape: Shape, cluster: Cluster) -> float:
     total = 0.0
-    for prefix, ranks in (("dp", dense_ranks(shape)), ("edp", expert_ranks(shape))):
+    for quantity, ranks in (
+        (Quantity.DENSE_BYTES, dense_ranks(shape)),
+        (Quantity.EXPERT_BYTES, expert_ranks(shape)),
+    ):
         for op in ops:
-            nbytes = chunk.get(f"{prefix} {op}", 0.0)
+            nbytes = chunk.get(Figure(quantity, collective=op), 0.0)
             if nbytes > 0 and len(ranks) > 1:
                 payload = nbytes / len(ranks) if op == "all_gather" else nbytes
                 total += cluster.collective_seconds(op, payload, ranks)
@@ -164,9 +152,9 @@ def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
     """Ranks of rank 0's group in the job.
 
     Args:
-        group: what Megatron calls it.
-        size: in a run on fewer devices, for groups that do not depend on their number.
-        shape: of the job.
+        group: Megatron's description of the group.
+        size: its size in a run on fewer devices, if it does not grow with the job.
+        shape: the job.
     """
     stage = shape.devices // shape.ranks
     firsts = range(0, shape.devices, stage)
@@ -184,17 +172,15 @@ def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
     return tuple(range(size))
 
 
-def closing_seconds(figures: Mapping[str, float], shape: Shape, cluster: Cluster) -> float:
+def closing_seconds(figures: Figures, shape: Shape, cluster: Cluster) -> float:
     """Seconds of other collectives after the last action: gradient norms, tied weights."""
     total = 0.0
     for name, payload in figures.items():
-        if name.startswith("closing payload ") and round(payload) > 0:
-            rest = name.removeprefix("closing payload ")
-            calls = max(1, round(figures[f"closing calls {rest}"]))
-            group, size, op = rest.split("|")
-            ranks = group_ranks(group, int(size), shape)
+        if name.quantity is Quantity.PAYLOAD and name.op == END and round(payload) > 0:
+            calls = max(1, round(figures[name._replace(quantity=Quantity.CALLS)]))
+            ranks = group_ranks(name.name, name.size, shape)
             if len(ranks) > 1:
-                total += calls * cluster.collective_seconds(op, payload / calls, ranks)
+                total += calls * cluster.collective_seconds(name.collective, payload / calls, ranks)
     return total
 
 

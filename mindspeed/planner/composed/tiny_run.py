@@ -1,8 +1,7 @@
 """One rank of a small pipeline, counted: what its chunks keep, need and compute.
 
-The pipeline has the schedule of the job, and one or two layers in each chunk. Its actions carry the
-chunk that they are of, taken from the plan of the schedule; that the plan is what was executed is
-checked on the way.
+The pipeline has the schedule of the job, and one or two layers in each chunk. The plan of the
+schedule tells the chunk of each action; a run that executed anything else is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.rates import DeviceRates
+from mindspeed.planner.composed.figures import END, TRAFFIC, Figure, Quantity
 from mindspeed.planner.composed.segments import BETWEEN, Clock, Segment, Segments
 from mindspeed.planner.counted.timed_step import BETWEEN_CHUNKS, between_chunks
 from mindspeed.planner.job import Job, Overrides
@@ -34,8 +34,8 @@ class Point:
 
     Attributes:
         overrides: flags of the tiny job.
-        devices: its ranks.
-        stage: pipeline rank that is counted.
+        devices: number of its ranks.
+        stage: pipeline rank to count.
     """
 
     overrides: Overrides
@@ -48,12 +48,12 @@ class ActionRun:
     """An action of the counted step.
 
     Attributes:
-        op: as in a pipeline schedule.
-        stage: of the pipeline, of which the rank has several with several chunks.
+        op: op of the pipeline schedule.
+        stage: pipeline stage; a rank with several chunks has several.
         level: bytes alive at its start beyond those between steps.
-        peak: most bytes alive until the next action, beyond those between steps.
-        dropped: bytes that were alive at its start and not at its end.
-        seconds: by the clock; 0 without one.
+        peak: largest number of bytes alive until the next action, beyond those between steps.
+        dropped: bytes alive at its start minus those at its end.
+        seconds: duration by the clock; 0 without one.
     """
 
     op: str
@@ -70,22 +70,18 @@ class TinyRun:
 
     Attributes:
         static: bytes between steps, by kind.
-        parameters: entries on the rank.
-        micro_batches: of the step.
-        data_parallel: size.
-        actions: in their order.
-        tail: most bytes alive after the last action, beyond those between steps.
-        tail_seconds: from the end of the last action to the end of the step.
-        tail_exposed: part of them in which the rank waits for communication.
-        flops: of the step.
-        recomputed: part of them that is computed a second time.
-        collectives: whole bytes of those of data-parallel groups, as ``dp all_gather``; those of
-            experts as ``edp all_gather``.
-        messages: until the last action ends, over other groups, if there is a clock: ``calls``,
-            ``payload`` and ``wire``, as ``wire PIPELINE_MODEL_PARALLEL_GROUP|4|send`` with the
-            group's size; within actions by their op: ``B wire TENSOR_MODEL_PARALLEL_GROUP|8|...``.
-        closing: the same after the last action, of a step.
-        exposed: seconds of waiting within actions, by op and description of the process group.
+        parameters: parameters on the rank.
+        micro_batches: micro-batches of the step.
+        data_parallel: data-parallel size.
+        actions: actions in execution order.
+        tail: largest number of bytes alive after the last action, beyond those between steps.
+        tail_seconds: seconds from the end of the last action to the end of the step.
+        tail_exposed: seconds of these in which the rank waits for communication.
+        flops: FLOPs of the step.
+        recomputed: FLOPs of these that are executed a second time.
+        communication: unsharded bytes of data-parallel collectives; with a clock, traffic of other
+            groups and seconds of waiting for them before the end of the last action, by the op in
+            which they occur; traffic after it, with size 0 for groups that grow with the job.
         host: bytes of host memory between steps.
     """
 
@@ -99,22 +95,19 @@ class TinyRun:
     tail_exposed: float
     flops: int
     recomputed: int
-    collectives: Counter[str]
-    messages: Counter[str]
-    closing: Counter[str]
-    exposed: Counter[str]
+    communication: Counter[Figure]
     host: int = 0
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A step that was executed, before it is put into figures.
+    """An executed step.
 
     Attributes:
         step: its counts.
         stages: op and stage of each action by the plan; None without a pipeline.
-        data_parallel: size.
-        segments: of the step, without gaps.
+        data_parallel: data-parallel size.
+        segments: segments of the step, without gaps.
     """
 
     step: CountedStep
@@ -125,11 +118,6 @@ class Observation:
 
 def run(job: Job, point: Point, cluster: Cluster | None) -> TinyRun:
     """Count one rank of the tiny pipeline; changes the state of this process.
-
-    Args:
-        job: whose flags these are.
-        point: which run.
-        cluster: rates of a clock; None: no times.
 
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
@@ -144,10 +132,10 @@ def observe(
     """Execute the step of a run; changes the state of this process.
 
     Args:
-        job: whose flags these are.
-        point: which run.
-        clock: watches the step.
-        times: of the segments' boundaries; those of the clock by default.
+        job: the job whose flags ``point`` overrides.
+        point: the run.
+        clock: clock that times the step.
+        times: clock of the segments' boundaries; default: ``clock``.
 
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
@@ -172,11 +160,7 @@ def observe(
 
 
 def first_may_be_short(args: argparse.Namespace) -> bool:
-    """Whether a first step of one micro-batch leaves behind what a whole one does.
-
-    Args:
-        args: final values.
-    """
+    """Whether a first step of one micro-batch creates all states that a whole one does."""
     values = vars(args)
     if values.get("planned_loop") is not None or any(map(values.get, _WHOLE_FIRST)):
         return False
@@ -190,18 +174,14 @@ _WHOLE_FIRST = (
     "overlap_moe_expert_parallel_comm",
     "rampup_batch_size",
 )
-"""Arguments of Megatron's with which a first step must be whole, too."""
+"""Megatron's arguments that require a whole first step."""
 
 
 def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
-    """The figures of a step.
-
-    Args:
-        observed: the step.
-        clock: whose intervals are those of the step; None: no times.
+    """Build the figures of a step from its counts and the clock's intervals, if any.
 
     Raises:
-        PlanError: the schedule executed something else than its plan.
+        PlanError: the executed actions are not those of the schedule's plan.
     """
     step, found = observed.step, list(observed.segments)
     timing = _Timing(clock, tuple(found))
@@ -220,10 +200,7 @@ def figures(observed: Observation, clock: VirtualClock | None) -> TinyRun:
         tail_exposed=timing.waited(tail[0].start),
         flops=step.flops.total,
         recomputed=step.flops.recompute,
-        collectives=_collectives(step.communications),
-        messages=timing.messages(tail[0].start, closing=False),
-        closing=timing.messages(tail[0].start, closing=True),
-        exposed=timing.waits(tail[0].start),
+        communication=_collectives(step.communications) + timing.traffic(tail[0].start),
         host=step.host_static,
     )
 
@@ -235,37 +212,36 @@ class _Timing:
     clock: Any  # a VirtualClock or None
     segments: tuple[Segment, ...]
 
-    def messages(self, end: float, closing: bool) -> Counter[str]:
-        """Communication until or after ``end`` over groups that are not data-parallel."""
-        found: Counter[str] = Counter()
+    def traffic(self, end: float) -> Counter[Figure]:
+        """Communication over groups that are not data-parallel, and waits of chunks until ``end``.
+
+        Args:
+            end: time at which the last action ends.
+        """
+        found: Counter[Figure] = Counter()
         for interval in () if self.clock is None else self.clock.select("communication"):
             one = interval.communication
-            if "DATA_PARALLEL" in one.description or len(one.ranks) < 2:
+            name, size = one.description, len(one.ranks)
+            if "DATA_PARALLEL" in name or size < 2:
                 continue
             within = interval.start < end or one.op == "send"  # one follows the last action
-            if within != closing:
-                name = f"{one.description}|{len(one.ranks)}|{one.op}"
-                op = "" if closing else self._op(interval)
-                found[f"{op}calls {name}"] += 1
-                found[f"{op}payload {name}"] += one.payload
-                found[f"{op}wire {name}"] += one.wire
+            op = self._op(interval) if within else END
+            if not within and name.startswith(_GROWING):
+                size = 0
+            for quantity, value in zip(TRAFFIC, (1, one.payload, one.wire), strict=True):
+                found[Figure(quantity, op, name, size, one.op)] += value
+        for wait in self._select(0.0, end):
+            if not between_chunks(wait):
+                key = Figure(Quantity.WAIT, self._op(wait), wait.communication.description)
+                found[key] += wait.seconds
         return found
 
     def _op(self, interval: Any) -> str:
-        """The op within which it begins, and a space; empty for messages between actions."""
+        """The op of the action in which an interval begins; empty between actions."""
         if any(part in interval.communication.description for part in BETWEEN_CHUNKS):
-            return ""
+            return BETWEEN
         index = bisect_right(self.segments, interval.start, key=lambda one: one.start) - 1
-        op = self.segments[index].op
-        return op if op == BETWEEN else f"{op} "
-
-    def waits(self, end: float) -> Counter[str]:
-        """Seconds in which chunks waited until ``end``, by op and description of the group."""
-        found: Counter[str] = Counter()
-        for one in self._select(0.0, end):
-            if not between_chunks(one):
-                found[self._op(one) + one.communication.description] += one.seconds
-        return found
+        return self.segments[index].op
 
     def waited(self, start: float) -> float:
         """Seconds of all waiting from ``start`` on."""
@@ -281,14 +257,19 @@ class _Timing:
         ]
 
 
-def _collectives(communications: tuple[Communication, ...]) -> Counter[str]:
-    """Whole bytes of data-parallel collectives."""
-    found: Counter[str] = Counter()
+_GROWING = ("INTRA_DISTRIBUTED", "MODEL_PARALLEL", "PIPELINE", "EXPERT_TENSOR_MODEL_PIPELINE")
+"""Prefixes of the descriptions of groups whose size grows with the job."""
+
+
+def _collectives(communications: tuple[Communication, ...]) -> Counter[Figure]:
+    """Unsharded bytes of data-parallel collectives."""
+    found: Counter[Figure] = Counter()
     for one in communications:
         if "DATA_PARALLEL" in one.description:
-            group = "edp" if "EXPERT" in one.description else "dp"
+            experts = "EXPERT" in one.description
+            quantity = Quantity.EXPERT_BYTES if experts else Quantity.DENSE_BYTES
             size = len(one.ranks) if one.op == "all_gather" else 1
-            found[f"{group} {one.op}"] += one.payload * size
+            found[Figure(quantity, collective=one.op)] += one.payload * size
     return found
 
 
@@ -308,14 +289,14 @@ def _stages(args: argparse.Namespace, rank: int) -> tuple[tuple[str, int], ...] 
 def _actions(
     found: list[Segment], stages: tuple[tuple[str, int], ...] | None, base: int
 ) -> tuple[ActionRun, ...]:
-    """The segments of actions; what comes between two of them belongs to the earlier one."""
+    """Build the actions; a segment between two of them belongs to the earlier one."""
     runs: list[ActionRun] = []
     head = 0
     ops = [one.op for one in found if one.op != BETWEEN]
     if stages is not None and [op for op, _ in stages] != ops:
         raise PlanError(
-            f"the schedule's plan has {' '.join(op for op, _ in stages)}, executed was "
-            f"{' '.join(ops)}"
+            f"the schedule executed {' '.join(ops)} instead of its plan "
+            f"{' '.join(op for op, _ in stages)}"
         )
     order = iter(stages or [(op, 0) for op in ops])
     for index, one in enumerate(found):

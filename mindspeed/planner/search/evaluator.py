@@ -81,7 +81,7 @@ class JobEvaluator:
         return tuple(dict.fromkeys(kind.removesuffix(RECOMPUTED) for kind in self._kinds))
 
     def _layer(self, layout: Layout, kinds: tuple[str, ...], kind: str) -> LayerRun:
-        point = layer_point(self._job, layout, kinds, kind)
+        point = layer_point(layout, kinds, kind)
         found = self._cache.layer(point)
         if found is None:
             import_ahead()
