@@ -36,12 +36,12 @@ class Predictor:
     """Predicts changed jobs; jobs with the same layers are measured once.
 
     Args:
-        job: that is changed.
+        job: the job before changes.
         args: its final values.
         cluster: rates of devices and links.
         memory_limit: bytes of a rank.
         jobs: processes that count.
-        cache: directory of tiny runs; None: they are kept in memory alone.
+        cache: directory of tiny runs; None: they are kept in memory only.
     """
 
     def __init__(
@@ -60,49 +60,49 @@ class Predictor:
         self._signatures: dict[object, Signature] = {}
 
     def runs(self, job: Job) -> RunCache:
-        """Tiny runs of a job."""
+        """The cache of tiny runs of a job."""
         if job.argv not in self._runs:
             self._runs[job.argv] = RunCache(self._cache, job, self._cluster)
         return self._runs[job.argv]
 
     def bounds(self, flags: Overrides) -> JobEvaluator:
-        """Bounds of the layouts of the job with other values of some flags."""
+        """Build bounds of the job's layouts with other values of some flags."""
         args = argparse.Namespace(**{**vars(self.args), **flags})
         runs = self.runs(self._job)
         return JobEvaluator(self._job, args, self._cluster, runs, self._jobs, self._limit)
 
     def prepare(self, found: Sequence[Change]) -> None:
-        """Start changed jobs dry, so that those that cannot start cost nothing later."""
+        """Dry-run changed jobs, so that those that cannot start cost nothing later."""
         asked = [(changed_job(self._job, one.flags), one.layout) for one in found]
         for one, shape in zip(found, isolated.map(shape_of_layout, asked, self._jobs), strict=True):
             self._shapes.setdefault(one.layout, {})[_text(one.flags)] = shape
 
     def estimate(self, change: Change) -> Prediction:
-        """The price from runs of ranks with one chunk, which are not compared.
+        """Predict from runs of ranks with one chunk, without comparing them.
 
-        Flags that are not of the layout only change what hides messages of data-parallel groups,
-        which the clock does not see: the runs are those of the job without them.
+        Flags besides the layout only change what hides messages of data-parallel groups, which runs
+        do not contain: the runs are those of the unchanged job.
 
         Raises:
-            MindSpeedError: it cannot start, or cannot be counted.
+            MindSpeedError: the changed job cannot start, or cannot be counted.
         """
         return self._price(change, self._job, exact=False)
 
     def price(self, change: Change) -> Prediction:
-        """The price of the changed job.
+        """Predict from the runs of the changed job.
 
         Raises:
-            MindSpeedError: it cannot start, or cannot be counted.
+            MindSpeedError: the changed job cannot start, or cannot be counted.
         """
         job = changed_job(self._job, change.flags)
-        if change.flags and self._runs_alike(change, job):
+        if change.flags and self._same_runs(change, job):
             job = self._job
         return self._price(change, job, exact=True)
 
-    def _runs_alike(self, change: Change, job: Job) -> bool:
-        """Whether flags change no bytes and, but for the end of the step, no times of a run.
+    def _same_runs(self, change: Change, job: Job) -> bool:
+        """Whether flags change no bytes and no times of a run before the end of the step.
 
-        The end of the step must not matter: overlaps hide a part of the optimizer, too.
+        The end of the step must be negligible: overlaps also hide a part of the optimizer.
         """
         found = self.estimate(change)
         if found.optimizer_seconds > TOLERANCE * found.seconds:
@@ -136,7 +136,7 @@ class Predictor:
         signature = self._signatures[key]
         found = predict(signature, shape, self._cluster, layout)
         if exact and signature.error_at(found.peak_bytes) > LARGEST_ERROR:
-            raise PlanError("its composition is not exact; count it with --check --whole")
+            raise PlanError("its composition is not exact enough; count it with --check --whole")
         return found
 
 
@@ -160,8 +160,8 @@ class ChangeBounds:
     """Lower bounds on memory and time of changed jobs.
 
     Args:
-        predictor: of the job.
-        now: the job as it is.
+        predictor: predictor of the job.
+        now: prediction of the unchanged job.
     """
 
     def __init__(self, predictor: Predictor, now: Prediction) -> None:
@@ -169,7 +169,7 @@ class ChangeBounds:
         self._evaluators: dict[str, JobEvaluator] = {}
 
     def __call__(self, change: Change) -> Bound:
-        """Bound a change; overlaps hide no more than the waits for other replicas."""
+        """Bound a change; overlaps hide at most the waits for other replicas."""
         found = self._of(change).bound(change.layout)
         if not change.flags:
             return found
@@ -177,9 +177,9 @@ class ChangeBounds:
         return Bound(max(found.seconds, rest), found.nbytes)
 
     def refine(self, change: Change) -> None:
-        """Run its layers for tighter bounds."""
+        """Tighten the bound of a change by runs of its layers."""
         if not change.flags:
-            with contextlib.suppress(MindSpeedError):  # what is in the way shows when it is priced
+            with contextlib.suppress(MindSpeedError):  # the error is reported when it is priced
                 self._of(change).refine(change.layout)
 
     def _of(self, change: Change) -> JobEvaluator:
@@ -190,12 +190,7 @@ class ChangeBounds:
 
 
 def changed_job(job: Job, flags: Overrides) -> Job:
-    """A job with other values of some flags.
-
-    Args:
-        job: the job.
-        flags: values by their names in the namespace.
-    """
+    """Copy a job with other values of some flags, by argument name."""
     if not flags:
         return job
     words = tuple(job.flags(flags))

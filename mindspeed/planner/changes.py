@@ -3,8 +3,7 @@
     for change in changes(layout, args):
         change.what, change.overrides(), change.differences(layout)
 
-Nothing is estimated by rules of thumb: the effect of a change (:mod:`.effects`) is what the planner
-predicts for a job with these flags.
+Their effects (:mod:`.effects`) are predictions of jobs with these flags, not rules of thumb.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Change:
     """Another configuration of the same job.
 
     Attributes:
-        what: in words.
-        layout: of the changed job.
-        flags: values of further flags, by their names in the namespace.
-        may: what it may make better: ``speed``, ``memory``, or ``both``.
+        what: description for users.
+        layout: layout of the changed job.
+        flags: values of other flags, by argument name.
+        may: possible improvement: ``speed``, ``memory``, or ``both``.
     """
 
     what: str
@@ -65,11 +64,11 @@ class Change:
     may: str = BOTH
 
     def overrides(self) -> dict[str, Any]:
-        """Values of all its flags."""
+        """Values of all flags of the changed job."""
         return {**self.layout.overrides(), **self.flags}
 
     def differences(self, before: Layout) -> dict[str, Any]:
-        """Flags with other values than those of a layout; None: the flag goes away."""
+        """Flags whose values differ from those of a layout; None: the flag is removed."""
         old = before.overrides()
         new = self.overrides()
         return {
@@ -80,12 +79,7 @@ class Change:
 
 
 def changes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
-    """Single changes of a job that may help.
-
-    Args:
-        layout: of the job.
-        args: its final values.
-    """
+    """Yield single changes of a job that may help; ``args`` are its final values."""
     yield from _sizes(layout, args)
     if layout.pp > 1:
         if layout.vpp == 1 and layout.schedule is None:

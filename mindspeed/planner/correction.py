@@ -1,8 +1,7 @@
-"""Predicted seconds corrected by measured ones: three factors for a whole cluster.
+"""Correct predicted seconds by measured ones, with three factors for a whole cluster.
 
-The model of time is wrong in ways that all candidates share: devices compute slower than their
-rates say, links within a node and between nodes are slower than their figures. So the seconds of
-any step are
+The model of time has errors that all candidates share: devices compute slower than their rates,
+links within a node and between nodes are slower than their figures. So the seconds of any step are
 
     f_compute * compute + f_intra * intra + f_inter * inter
 
@@ -16,34 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from mindspeed.planner.layout import Layout
+
 SPREAD = 0.3
-"""Standard deviation of a factor, as a part of the common scale."""
+"""Standard deviation of a factor, relative to the common scale."""
 NOISE = 0.05
-"""Standard deviation of a measured step that the factors do not explain, as a part of it."""
+"""Standard deviation of a measured step that the factors do not explain, relative to the step."""
 _DEVIATIONS = 2.0
-
-
-class Extents(Protocol):
-    """Sizes of process groups that a layout defines."""
-
-    tp: int
-    cp: int
-    ep: int
-    etp: int | None
-    pp: int
-    devices: int
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Predicted seconds of a step by what they depend on.
+    """Predicted seconds of a step, by factor.
 
     Attributes:
-        compute: computation, bubbles, everything that is no exposed communication.
+        compute: computation, bubbles, everything except exposed communication.
         intra: exposed communication within a node.
         inter: exposed communication between nodes.
     """
@@ -53,14 +43,8 @@ class Parts:
     inter: float = 0.0
 
     @classmethod
-    def of(cls, prediction: Any, layout: Extents, node_size: int) -> Parts:
-        """Split a prediction into its parts.
-
-        Args:
-            prediction: with ``seconds`` and ``exposed`` seconds by process group.
-            layout: that it is of.
-            node_size: devices of a node.
-        """
+    def of(cls, prediction: Any, layout: Layout, node_size: int) -> Parts:
+        """Split a prediction of a layout, on nodes of ``node_size`` devices, into its parts."""
         found = {True: 0.0, False: 0.0}
         for name, seconds in prediction.exposed.items():
             found[extent(name, layout) <= node_size] += seconds
@@ -69,20 +53,20 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Sum of the parts."""
         return self.compute + self.intra + self.inter
 
     def vector(self) -> Any:
-        """The three."""
+        """The parts as an array ``[3]``."""
         return np.array([self.compute, self.intra, self.inter])
 
 
-def extent(name: str, layout: Extents) -> int:
-    """Consecutive ranks among which a process group communicates, in Megatron's order of ranks.
+def extent(name: str, layout: Layout) -> int:
+    """Consecutive ranks that a process group spans, in Megatron's order of ranks.
 
     Args:
         name: description of the group, ``data parallel``, or ``messages`` of the pipeline.
-        layout: with the sizes.
+        layout: the layout.
     """
     name = name.upper()
     replica = layout.devices // layout.pp
@@ -102,8 +86,8 @@ class Factors:
     """Estimates of the three factors.
 
     Attributes:
-        mean: of each.
-        covariance: [3, 3].
+        mean: means of the factors of compute, intra and inter.
+        covariance: covariance matrix, [3, 3].
     """
 
     mean: tuple[float, float, float]
@@ -111,7 +95,7 @@ class Factors:
 
     @classmethod
     def first(cls, parts: Parts, seconds: float) -> Factors:
-        """After the first measured step: all three are as wrong as its prediction."""
+        """Estimate from the first measured step, which scales all three equally."""
         scale = seconds / parts.seconds
         covariance = np.eye(3) * (SPREAD * scale) ** 2
         return cls._of(np.full(3, scale), covariance).updated(parts, seconds)
@@ -122,7 +106,7 @@ class Factors:
         return cls((first, second, third), tuple(tuple(map(float, row)) for row in covariance))
 
     def updated(self, parts: Parts, seconds: float) -> Factors:
-        """After another measured step."""
+        """Update with another measured step."""
         x, mean, covariance = parts.vector(), np.array(self.mean), np.array(self.covariance)
         along = covariance @ x
         gain = along / (x @ along + (NOISE * seconds) ** 2)
@@ -133,11 +117,11 @@ class Factors:
         return float(parts.vector() @ np.array(self.mean))
 
     def optimistic(self, parts: Parts) -> float:
-        """Seconds that a step is not expected to be below: two standard deviations less."""
+        """Lower confidence bound on a step: two standard deviations below the prediction."""
         x = parts.vector()
         deviation = float(np.sqrt(max(0.0, x @ np.array(self.covariance) @ x)))
         return max(0.0, self.seconds(parts) - _DEVIATIONS * deviation)
 
     def to_json(self) -> Mapping[str, float]:
-        """The means by name."""
+        """The means by factor."""
         return dict(zip(("compute", "intra", "inter"), self.mean, strict=True))

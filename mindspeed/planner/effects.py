@@ -1,15 +1,15 @@
-"""The effect of changes of a job: the changed job is predicted anew.
+"""Predicted effects of changes of a job.
 
     for effect in effects(changes(layout, args), pricer, now, memory_limit):
         effect.change.what, effect.seconds, effect.peak_bytes
 
-What a start would refuse has the reason instead. Predictions cost seconds, so changes that cannot
-be among those that help most have none:
+A change with which the job cannot start has the reason instead. Predictions cost seconds, so
+changes that cannot be among those that help most are skipped:
 
-* those whose lower bound (:mod:`mindspeed.planner.search.bounds`) needs more memory than there is;
-* for a job that fits, those that only save memory, which are never faster under the model, and
-  those whose lower bound is slower than the best so far;
-* for one that does not fit, those that never save memory.
+* changes whose lower bound (:mod:`mindspeed.planner.search.bounds`) exceeds the memory limit;
+* for a job that fits, changes that only save memory, which are never faster under the model, and
+  changes whose lower bound is slower than the best so far;
+* for a job that does not fit, changes that never save memory.
 
 The others are estimated from fewer runs; those that help most are predicted as exactly as the job.
 """
@@ -19,59 +19,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.planner.changes import MEMORY_ONLY, SPEED, Change
+from mindspeed.planner.cluster import GIB
 from mindspeed.planner.search.bounds import NEAR, Bound
-from mindspeed.planner.search.result import GIB
+
+if TYPE_CHECKING:
+    from mindspeed.planner.changed_job import ChangeBounds, Predictor
+    from mindspeed.planner.composed.price import Prediction
 
 INTERRUPTED = "interrupted"
 LEAST = 0.001
-"""Part of a step's time that a change has to save."""
-
-
-class Priced(Protocol):
-    """The part of a :class:`mindspeed.planner.composed.price.Prediction` that effects use."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-
-    @property
-    def peak_bytes(self) -> float:
-        """Bytes of the fullest rank."""
-
-
-class Pricer(Protocol):
-    """Predicts changed jobs; raises a MindSpeedError for those that cannot start."""
-
-    def estimate(self, change: Change) -> Priced:
-        """Predict from fewer runs."""
-
-    def price(self, change: Change) -> Priced:
-        """Predict as exactly as the job."""
-
-
-class Bounding(Protocol):
-    """Bounds of changed jobs."""
-
-    def __call__(self, change: Change) -> Bound:
-        """Lower bound of the changed job."""
-
-    def refine(self, change: Change) -> None:
-        """Tighten its bound."""
-
-
-class NoBounds:
-    """Nothing is known before a prediction."""
-
-    def __call__(self, change: Change) -> Bound:
-        """0."""
-        return Bound()
-
-    def refine(self, change: Change) -> None:
-        """Does nothing."""
+"""Fraction of a step's time that a change has to save."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +40,12 @@ class Effect:
     """Predicted effect of a change.
 
     Attributes:
-        change: that is made.
-        seconds: of a step after it.
-        peak_bytes: of the fullest rank after it.
-        exact: figures are no estimates.
-        refused: why a job with it cannot start, or cannot be counted; empty otherwise.
-        skipped: why it cannot be among the most helpful, so that it was not predicted.
+        change: the change.
+        seconds: predicted seconds of a step.
+        peak_bytes: predicted bytes of the fullest rank.
+        exact: whether the figures are no estimates.
+        refused: reason why the changed job cannot start, or cannot be counted; empty otherwise.
+        skipped: reason why the change cannot be among the most helpful; empty otherwise.
     """
 
     change: Change
@@ -96,36 +57,36 @@ class Effect:
 
     @property
     def predicted(self) -> bool:
-        """Whether it has figures."""
+        """Whether the effect has figures."""
         return not (self.refused or self.skipped)
 
 
 def effects(
     found: Sequence[Change],
-    pricer: Pricer,
-    now: Priced,
+    pricer: Predictor,
+    now: Prediction,
     limit: float,
     *,
-    bounds: Bounding | None = None,
+    bounds: ChangeBounds,
     progress: Callable[[int, int], None] = lambda done, of: None,
     count: int = 3,
 ) -> list[Effect]:
-    """The effect of each change, predicted where it can be among those that help most.
+    """Predict the effect of each change that can be among those that help most.
 
-    Those that help most, and for a job that none of them makes fit the nearest one, are exact;
-    others are estimates. Ctrl-C ends it: changes that were not predicted by then say so, and those
-    that help most may be estimates.
+    Those that help most are exact, and so is the nearest one if none makes the job fit; others are
+    estimates. Ctrl-C ends it: changes that were not predicted by then say so, and those that help
+    most may be estimates.
 
     Args:
         found: changes.
-        pricer: predicts a changed job.
-        now: the job as it is.
+        pricer: predicts changed jobs.
+        now: prediction of the unchanged job.
         limit: bytes of a rank.
-        bounds: of changed jobs.
+        bounds: lower bounds of changed jobs.
         progress: progress callback.
-        count: how many of the most helpful are wanted.
+        count: number of the most helpful changes to find.
     """
-    run = _Effects(pricer, now, limit, bounds or NoBounds(), count)
+    run = _Effects(pricer, now, limit, bounds, count)
     ordered = sorted(found, key=lambda one: _promise(run.bounds(one), run.fits))
     try:
         while True:
@@ -151,20 +112,20 @@ class _Effects:
         results: by the identity of the change.
     """
 
-    pricer: Pricer
-    now: Priced
+    pricer: Predictor
+    now: Prediction
     limit: float
-    bounds: Bounding
+    bounds: ChangeBounds
     count: int
     results: dict[int, Effect] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
-        """The job as it is."""
+        """Whether the unchanged job fits."""
         return self.now.peak_bytes <= self.limit
 
     def look_at(self, change: Change) -> None:
-        """Estimate a change, unless it was, or cannot help."""
+        """Estimate a change, unless it was estimated before or cannot help."""
         known = self.results.get(id(change))
         if known is not None and not known.skipped:
             return
@@ -178,7 +139,7 @@ class _Effects:
         self._predict(change, self.pricer.estimate, exact=False)
         one = self.results[id(change)]
         if one.predicted and abs(one.peak_bytes / self.limit - 1) <= NEAR:
-            self.make_exact(change)  # an estimate does not tell whether it fits
+            self.make_exact(change)  # an estimate does not decide whether it fits
 
     def _why_not(self, change: Change) -> str:
         bound = self.bounds(change)
@@ -199,10 +160,10 @@ class _Effects:
         return next((one for one in found if not one.exact), None)
 
     def make_exact(self, change: Change) -> None:
-        """Predict a change again."""
+        """Predict a change without estimates."""
         self._predict(change, self.pricer.price, exact=True)
 
-    def _predict(self, change: Change, price: Callable[[Change], Priced], exact: bool) -> None:
+    def _predict(self, change: Change, price: Callable[[Change], Prediction], exact: bool) -> None:
         try:
             found = price(change)
         except MindSpeedError as error:
@@ -211,7 +172,7 @@ class _Effects:
             self.results[id(change)] = Effect(change, found.seconds, found.peak_bytes, exact)
 
     def interrupt(self, found: Sequence[Change]) -> None:
-        """Say of which changes nothing is known."""
+        """Mark changes without a result as interrupted."""
         for change in found:
             self.results.setdefault(id(change), Effect(change, skipped=INTERRUPTED))
 
@@ -222,7 +183,7 @@ def _promise(bound: Bound, fits: bool) -> tuple[float, float]:
 
 
 def _why_not(change: Change, bound: Bound, fits: bool, limit: float) -> str:
-    """Why a change cannot help; empty if it may."""
+    """The reason why a change cannot help; empty if it may."""
     if fits and change.may == MEMORY_ONLY:
         return "only saves memory, and the job fits"
     if not fits and change.may == SPEED:
@@ -233,18 +194,12 @@ def _why_not(change: Change, bound: Bound, fits: bool, limit: float) -> str:
 
 
 def most_helpful(
-    found: Iterable[Effect], now: Priced, limit: float, count: int = 3
+    found: Iterable[Effect], now: Prediction, limit: float, count: int = 3
 ) -> list[Effect]:
-    """The changes with which the job fits that help most, the fastest first.
+    """The ``count`` changes with which the job fits that help most, the fastest first.
 
-    A job that fits needs those that make it faster; for one that does not, each that makes it fit
-    is a help.
-
-    Args:
-        found: effects.
-        now: the job as it is.
-        limit: bytes of a rank.
-        count: how many.
+    If the unchanged job fits, changes have to make it faster; otherwise each that makes it fit
+    helps.
     """
     fitting = [one for one in found if one.predicted and one.peak_bytes <= limit]
     if now.peak_bytes <= limit:
@@ -253,7 +208,7 @@ def most_helpful(
     return sorted(fitting, key=lambda one: (one.seconds, one.peak_bytes))[:count]
 
 
-def nearest(found: Iterable[Effect], now: Priced) -> Effect | None:
+def nearest(found: Iterable[Effect], now: Prediction) -> Effect | None:
     """The change that needs least memory, for a job that no single change makes fit."""
     smaller = [one for one in found if one.predicted and one.peak_bytes < now.peak_bytes]
     return min(smaller, key=lambda one: (one.peak_bytes, one.seconds), default=None)

@@ -2,9 +2,9 @@
 
 found = explain(job, args, cluster, memory_limit, jobs=2)
 found.check.ranks            # bytes, FLOPs and messages of pipeline ranks
-found.parts[0]               # the same of the layers of pipeline rank 0
-found.prediction.bubble      # and where the time goes
-found.helpful                # changes, each with the figures that are predicted for it
+found.parts[0]               # the same, of the layers of pipeline rank 0
+found.prediction.bubble      # breakdown of the time
+found.helpful                # changes with their predicted figures
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mindspeed.planner.counted.check import Check
 from mindspeed.planner.counted.parts import Part, parts
 from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
 from mindspeed.planner.job import Job
-from mindspeed.planner.layout import V_SHAPES, layout_of
+from mindspeed.planner.layout import layout_of
 from mindspeed.planner.shape import shape_of
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]
-"""Progress callback: what is done, how much of it, and the total."""
+"""Progress callback: the activity, how many parts are done, and the total."""
 Parts = Mapping[int, tuple[Part, ...]]
 """Parts by pipeline rank."""
 _Run = tuple[argparse.Namespace, Cluster, int, tuple[int, ...]]
@@ -39,15 +39,15 @@ _Run = tuple[argparse.Namespace, Cluster, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Explanation:
-    """One job.
+    """Figures of a job and the changes that help most.
 
     Attributes:
         check: bytes, FLOPs and messages of all pipeline ranks.
-        error: of composed bytes, a part of them; 0 for a job that is counted whole.
-        parts: of some pipeline ranks their layers and the rest.
-        prediction: where the time goes; None for a job that can only be counted whole.
+        error: relative error of composed bytes; 0 for a job that is counted whole.
+        parts: layers, and the rest, of some pipeline ranks.
+        prediction: predicted time; None for a job that can only be counted whole.
         helpful: the changes that help most.
-        nearest: for a job that none of them makes fit, the one that needs least memory.
+        nearest: the change that needs least memory, if none makes the job fit.
         tried: changes that were predicted, skipped or refused.
     """
 
@@ -61,7 +61,7 @@ class Explanation:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was ended before all changes were looked at."""
+        """Whether Ctrl-C ended it before all changes were predicted."""
         return any(one.skipped == INTERRUPTED for one in self.tried)
 
 
@@ -75,7 +75,7 @@ def explain(
     cache: str | Path | None = None,
     progress: Progress = lambda what, done, of: None,
 ) -> Explanation:
-    """Count a job, predict its time, and that of changed jobs.
+    """Count a job, and predict its time and that of changed jobs.
 
     Args:
         job: the job.
@@ -83,7 +83,7 @@ def explain(
         cluster: rates of devices and links.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
-        cache: directory of tiny runs, so that they are made once.
+        cache: directory of tiny runs, which later calls reuse.
         progress: progress callback.
 
     Raises:
@@ -97,10 +97,10 @@ def explain(
     progress("counting layers", 1, 2)
     now = counted.prediction
     if composed is None or now is None:
-        return Explanation(counted.check, _parts(args, _whole(args, cluster), jobs), now)
-    pieces = _parts(args, _shorter(job, args, cluster), jobs)
+        return Explanation(counted.check, _parts(_whole(args, cluster), jobs), now)
+    pieces = _parts(_shorter(job, args, cluster), jobs)
     found = list(changes(layout_of(args), args))
-    progress("asking which changes can start", 0, len(found))
+    progress("checking which changes can start", 0, len(found))
     predictor.prepare(found)
     tried = effects(
         found,
@@ -116,14 +116,8 @@ def explain(
     return Explanation(counted.check, pieces, now, helpful, close, tuple(tried), counted.error)
 
 
-def _parts(args: argparse.Namespace, ranks: Mapping[int, _Run], jobs: int) -> Parts:
-    """Parts of the first, the second and the last pipeline rank.
-
-    Args:
-        args: final values of the job.
-        ranks: what runs for each of them.
-        jobs: processes.
-    """
+def _parts(ranks: Mapping[int, _Run], jobs: int) -> Parts:
+    """Count the parts of pipeline ranks in ``jobs`` processes."""
     found = isolated.map(parts, ranks.values(), jobs)
     results = {}
     for stage, one in zip(ranks, found, strict=True):
@@ -134,7 +128,7 @@ def _parts(args: argparse.Namespace, ranks: Mapping[int, _Run], jobs: int) -> Pa
 
 
 def _whole(args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:
-    """The ranks themselves."""
+    """The first, the second and the last pipeline rank."""
     last = args.pipeline_model_parallel_size - 1
     return {
         stage: (args, cluster, rank_in_stage(args, stage), ())
@@ -143,20 +137,19 @@ def _whole(args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:
 
 
 _SHORT = 3
-"""Pipeline ranks: a first, a last and one between them."""
+"""Pipeline ranks of a shorter job: a first, a last and one between them."""
 
 
 def _shorter(job: Job, args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:
-    """Ranks of the job with three pipeline ranks, whose layers and messages are the same.
+    """Ranks of a job with three pipeline ranks, whose layers and messages are the same.
 
     Ranks with several chunks run as many micro-batches as there are pipeline ranks, so that a
     shorter pipeline costs less. Only waits outside of layers may differ by some microseconds: at
-    the edges of the schedule, and for collectives of all ranks. The ranks themselves where more
-    would differ: stages have different layers, or their messages go over different links.
+    the edges of the schedule, and for collectives of all ranks. Where more would differ, the ranks
+    are those of the job: stages have different layers, or messages go over different links.
     """
     layout, shape = layout_of(args), shape_of(args)
-    several = layout.vpp > 1 or layout.schedule in V_SHAPES
-    if layout.pp <= _SHORT or not several or len(set(shape.stages)) > 1:
+    if layout.pp <= _SHORT or not layout.several_chunks or len(set(shape.stages)) > 1:
         return _whole(args, cluster)
     stage = layout.devices // layout.pp
     pairs = [(0, rank * stage) for rank in (1, _SHORT - 1, layout.pp - 1)]

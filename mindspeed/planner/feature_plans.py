@@ -1,4 +1,4 @@
-"""Results of features that measure a job in its first steps, computed without a device.
+"""Compute, without a device, the results of features that measure a job in its first steps.
 
     plan = plan_activations(args, 60 * 2**30, load_cluster("h100"))
     plan.write(Path("activations.json"))                # --activation-plan activations.json
@@ -8,9 +8,9 @@ These features wrap the function that runs the micro-batches of a step (seam ``s
 same wrapper runs on FakeTensors with other instruments: bytes are counted, seconds are modelled.
 
 * ``--adaptive-recompute-device-size`` (:mod:`mindspeed.memory.adaptive`) tries the plans of a
-  layer, solves for a share of the budget, and raises the share by the bytes that steps really need.
+  layer, solves for a fraction of the budget, and adapts the fraction to the bytes of real steps.
 * ``--automated-pipeline`` profiles each pipeline rank and searches layers, recomputation and
-  schedule; profile and result are the files that the feature itself would write.
+  schedule; it writes the same files as the feature in a training.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class CountedDevice:
-    """A device whose memory holds what was counted; all else is that of ``device``.
+    """A device with counted memory.
 
     Args:
-        device: of this process.
-        memory: counts.
+        device: the device of this process, for everything else.
+        memory: counter of live bytes.
     """
 
     def __init__(self, device: Device, memory: LiveMemory) -> None:
@@ -67,17 +67,17 @@ class CountedDevice:
         return getattr(self._device, name)
 
     def reset_peak_memory(self) -> None:
-        """The peak is what is alive now."""
+        """Set the peak to the bytes alive now."""
         self._memory.restart()
 
     def memory_stats(self) -> MemoryStats:
-        """Bytes of tensors."""
+        """Counted bytes of tensors."""
         stats = self._device.memory_stats()
         return replace(stats, allocated=self._memory.total, peak=self._memory.peak)
 
 
 def modelled_clock(cluster: Cluster) -> Clock:
-    """Seconds of a function by the model of time."""
+    """Make a function that times another one by the model of a cluster."""
 
     def seconds(run: Callable[[], object]) -> float:
         with VirtualClock.of(DeviceRates(cluster)) as clock:
@@ -89,12 +89,7 @@ def modelled_clock(cluster: Cluster) -> Clock:
 
 @contextlib.contextmanager
 def fake_rank(args: argparse.Namespace, rank: int) -> Iterator[argparse.Namespace]:
-    """A rank of the job in this process; yields its arguments.
-
-    Args:
-        args: final values, of a dry run.
-        rank: global rank.
-    """
+    """Make this process a global rank of the job, on FakeTensors; yields a copy of its values."""
     args = copy.copy(args)
     with fake_world(args, rank), PlannedTensors():
         yield args
@@ -114,7 +109,7 @@ def wrapper_of(feature: str, flag: str) -> Wrapper:
 
 @contextlib.contextmanager
 def wrapped_by(feature: str, wrapper: Wrapper) -> Iterator[None]:
-    """The schedule is wrapped with ``wrapper`` in place of the feature's own."""
+    """Replace the schedule wrapper of a feature inside the block."""
     seam, journal = session.install().seams.schedule, Journal()
     changed = [
         (owner, wrapper if owner == feature else function) for owner, function in seam.functions
@@ -128,21 +123,21 @@ def wrapped_by(feature: str, wrapper: Wrapper) -> Iterator[None]:
 
 ADAPTIVE, ADAPTIVE_FLAG = "adaptive-memory", "--adaptive-recompute-device-size"
 PROFILED = 3
-"""Steps before the first plan: the first one makes the optimizer's states."""
+"""Steps before the first plan; the first step creates optimizer states."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The choice for one pipeline stage.
+    """The activation plan of one pipeline stage.
 
     Attributes:
-        rank: the one that was counted.
-        peaks: bytes of tensors in each step: under the plan that keeps least, then under one plan
-            after the other; the last one is that of ``layers``.
-        layers: number of each layer in the model -> actions of its sites; None: the layers of
-            multi-token prediction. Sites without one keep their activations.
-        seconds: modelled time that is added to a micro-batch.
-        least: bytes of the smallest peak that is predicted of any plan.
+        rank: the counted rank.
+        peaks: peak bytes of each step: under the plan that keeps least, then under successive
+            plans, the last of which is ``layers``.
+        layers: number of each layer in the model (None: layers of multi-token prediction) and
+            actions of its sites. Sites without an action keep their activations.
+        seconds: modelled seconds that the plan adds to a micro-batch.
+        least: smallest predicted peak of any plan, in bytes.
     """
 
     rank: int
@@ -153,17 +148,17 @@ class StagePlan:
 
     @property
     def peak(self) -> int:
-        """Bytes of tensors at the fullest moment of a step under the plan."""
+        """Peak bytes of a step under the plan."""
         return self.peaks[-1]
 
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The choice for all stages.
+    """The activation plans of all stages.
 
     Attributes:
-        budget: bytes.
-        stages: in the order of the pipeline's ranks.
+        budget: bytes of a device for tensors.
+        stages: plans in the order of pipeline ranks.
     """
 
     budget: int
@@ -171,7 +166,7 @@ class ActivationPlan:
 
     @property
     def fits(self) -> bool:
-        """No stage needs more than the budget."""
+        """Whether every stage is within the budget."""
         return all(stage.peak <= self.budget for stage in self.stages)
 
     def rules(self) -> dict[str, dict[str, str]]:
@@ -185,7 +180,7 @@ class ActivationPlan:
         return found | ({"mtp": _words(predicting[0])} if predicting else {})
 
     def write(self, path: Path) -> list[str]:
-        """Write the file; returns the flags that take it: none where everything is kept."""
+        """Write the file; returns the flags that use it: none if everything is kept."""
         rules = self.rules()
         if not rules:
             return []
@@ -194,12 +189,12 @@ class ActivationPlan:
 
 
 def plan_activations(args: argparse.Namespace, budget: int, cluster: Cluster) -> ActivationPlan:
-    """Choose for every pipeline stage, one after the other.
+    """Choose the activation plan of every pipeline stage.
 
     Args:
         args: final values, of a dry run of a job with the feature.
         budget: bytes of a device for tensors.
-        cluster: rates for the model of time.
+        cluster: rates of the model of time.
 
     Raises:
         ConfigError: the feature is off.
@@ -212,7 +207,7 @@ def plan_activations(args: argparse.Namespace, budget: int, cluster: Cluster) ->
 
 
 def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: int) -> StagePlan:
-    """Choose for one pipeline stage; see :func:`plan_activations`."""
+    """Choose the plan of one pipeline stage; see :func:`plan_activations`."""
     from mindspeed.training.fake_job import rank_in_stage
 
     wrapper_of(ADAPTIVE, ADAPTIVE_FLAG)
@@ -222,7 +217,7 @@ def plan_stage(args: argparse.Namespace, budget: int, cluster: Cluster, stage: i
 
 
 def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int) -> StagePlan:
-    """Choose for the stage of this process, whose process groups exist."""
+    """Choose the plan of the stage of this process, whose process groups exist."""
     from mindspeed.memory.adaptive.megatron import Controller
     from mindspeed.memory.megatron import chunk_layers
     from mindspeed.planner.counted.loop import StepOfRank
@@ -267,13 +262,13 @@ def _words(sites: LayerPlan) -> dict[str, str]:
 
 
 def _runs(layers: list[tuple[int, dict[str, str]]]) -> Iterator[tuple[int, int, dict[str, str]]]:
-    """Neighbours with equal actions: first and last number."""
+    """Group consecutive layers with equal actions: first and last number, and actions."""
 
-    def together(at: tuple[int, tuple[int, dict[str, str]]]) -> Any:
-        place, (number, sites) = at
-        return number - place, sites
+    def run_key(item: tuple[int, tuple[int, dict[str, str]]]) -> Any:
+        index, (number, sites) = item
+        return number - index, sites
 
-    for _, group in itertools.groupby(enumerate(layers), together):
+    for _, group in itertools.groupby(enumerate(layers), run_key):
         numbers = [layer for _, layer in group]
         yield numbers[0][0], numbers[-1][0], numbers[0][1]
 
@@ -282,7 +277,7 @@ AUTOMATED, AUTOMATED_FLAG = "automated-pipeline", "--automated-pipeline"
 
 
 def plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> str:
-    """Profile the job, search, and write both files; returns what to tell users.
+    """Profile the job, search, and write both files; returns a report for users.
 
     Args:
         args: final values, of a dry run of a job with the feature.
@@ -305,7 +300,7 @@ def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profi
 
 
 def _part_of(args: argparse.Namespace, cluster: Cluster, task: Task, stage: int) -> RankPart:
-    """The figures of a pipeline rank."""
+    """Profile a pipeline rank."""
     from mindspeed.planner.counted.loop import StepOfRank
     from mindspeed.training.fake_job import rank_in_stage
 

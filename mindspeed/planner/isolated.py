@@ -1,12 +1,12 @@
-"""Calls in forked children, so that each one starts from the same state of the process.
+"""Call functions in forked children, so that each call starts from the same process state.
 
     step = call(count_step, settings.args, 0)
     for found in map(count_step, arguments, jobs=4):  # in the order of the arguments
         ...                                           # a result, or the MindSpeedError of its call
 
 Megatron keeps process groups, random states and micro-batch counts in globals, and features change
-modules. A child inherits all imports, works on its copy and ends; its result comes back by pickle.
-What it prints is kept for the error of a crash and dropped otherwise.
+modules. A child inherits all imports and changes its copy only; its result is pickled. Its output
+is shown in the error of a crash and dropped otherwise.
 
 The parent must not have started threads that hold locks, nor initialised an accelerator.
 """
@@ -36,16 +36,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
-    """``function(*args)`` in a child; the result must be picklable.
+    """Call ``function(*args)`` in a child; the result must be picklable.
 
     Args:
-        function: any callable, closures too.
-        args: of the call; inherited, not pickled.
+        function: any callable, including closures.
+        args: arguments; inherited, not pickled.
         timeout: seconds.
 
     Raises:
-        MindSpeedError: as the function raised it.
-        PlanError: any other exception, a crash, or the time is over.
+        MindSpeedError: as raised by the function.
+        PlanError: any other exception, a crash, or a timeout.
     """
     [result] = map(function, [args], timeout=timeout)
     if isinstance(result, MindSpeedError):
@@ -59,16 +59,16 @@ def map(
     jobs: int = 1,
     timeout: float | None = None,
 ) -> Iterator[Any]:
-    """``function(*each)`` for each of the arguments, in children; yields results in their order.
+    """Call ``function(*each)`` for each of the arguments, in children; yields results in order.
 
     A call that fails yields its :class:`~mindspeed.errors.MindSpeedError` in place of the result.
-    Arguments are drawn when a child is free. Leaving the iterator, also by Ctrl-C, kills the
+    Arguments are consumed when a child is free. Leaving the iterator, also by Ctrl-C, kills the
     children; on Linux they also end with a parent that is killed.
 
     Args:
         function: any callable.
         arguments: positional arguments of each call.
-        jobs: children at a time.
+        jobs: number of concurrent children.
         timeout: seconds of each call.
     """
     waiting = enumerate(arguments)
@@ -83,7 +83,7 @@ def map(
                 if drawn is None:
                     exhausted = True
                     break
-                with _no_signals():  # before the child ignores them, and is among those to kill
+                with _no_signals():  # until the child ignores them and is among those to kill
                     running[drawn[0]] = _Child.start(function, drawn[1], timeout)
             while following in done:
                 yield done.pop(following)
@@ -100,7 +100,7 @@ def map(
 
 
 def _finished(running: dict[int, _Child]) -> list[int]:
-    """Wait until a child has ended, or its time is over; reads what children send."""
+    """Read results until a child ends or times out; the indices of such children."""
     while True:
         with selectors.DefaultSelector() as selector:
             for index, child in running.items():
@@ -119,7 +119,7 @@ def _finished(running: dict[int, _Child]) -> list[int]:
 
 @contextmanager
 def _no_signals() -> Iterator[None]:
-    """Signals that end the parent wait."""
+    """Block signals that end the parent."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -132,10 +132,13 @@ class _Child:
     """A forked process that computes one result.
 
     Attributes:
-        process: its id.
-        pipe: file descriptor that the pickled result is read from.
-        output: what the child prints.
-        end: time at which it is killed.
+        process: process id.
+        pipe: file descriptor of the pickled result.
+        output: file with what the child prints.
+        timeout: seconds until it is killed; None: never.
+        end: monotonic time at which it is killed.
+        received: pickled result so far.
+        closed: whether the child has closed the pipe.
     """
 
     process: int
@@ -162,18 +165,18 @@ class _Child:
         return cls(process, reader, output, timeout, end)
 
     def left(self) -> float | None:
-        """Seconds until the time is over."""
+        """Seconds until the timeout."""
         return None if self.end is None else self.end - time.monotonic()
 
     def read(self) -> bool:
-        """Read what is there; True at the end."""
+        """Read available bytes; True at the end."""
         part = os.read(self.pipe, 1 << 20)
         self.received += part
         self.closed = not part
         return self.closed
 
     def kill(self) -> int:
-        """End the process; its wait status."""
+        """Kill the process; its wait status."""
         with suppress(ProcessLookupError):
             os.kill(self.process, signal.SIGKILL)
         return self._reap()
@@ -217,16 +220,16 @@ def _end_with(parent: int) -> None:
 def _run(
     function: Callable[..., Any], args: tuple[Any, ...], writer: int, output: IO[bytes]
 ) -> NoReturn:
-    """The child: it ends here, without what the parent would do at its exit."""
+    """Run the child, which exits here, without the exit handlers of the parent."""
     code = 1
     try:
-        for number in _SIGNALS:  # the parent decides
+        for number in _SIGNALS:  # handled by the parent, which kills its children
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
-        gc.freeze()  # objects of the parent are not collected here, nor copied for it
+        gc.freeze()  # collecting the parent's objects would copy their pages
         message = _message(function, args)
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(message)
@@ -249,7 +252,7 @@ def _message(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _pickled(error: MindSpeedError) -> bytes:
-    """An error without its traceback; one whose class cannot be pickled as a PlanError."""
+    """Pickle an error without its traceback, as a PlanError if its class cannot be pickled."""
     try:
         message = pickle.dumps(error)
         pickle.loads(message)
@@ -259,7 +262,7 @@ def _pickled(error: MindSpeedError) -> bytes:
 
 
 def _described(error: Exception) -> str:
-    """Type, message, and the innermost places of an unexpected exception."""
+    """Type, message and innermost frames of an unexpected exception."""
     places = [
         f"{frame.filename}:{frame.lineno} ({frame.name})"
         for frame in traceback.extract_tb(error.__traceback__)

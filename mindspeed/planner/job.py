@@ -1,11 +1,11 @@
-"""A job to plan: its command line, with other values for some flags.
+"""A job to plan, as a command line in which flags can be changed.
 
     job = Job(["--model", "llama3-70b", "--bf16", "--global-batch-size", "1024"])
     job.settings({"tensor_model_parallel_size": 8}, devices=512)    # final values, as of a dry run
     job.flags({"tensor_model_parallel_size": 8})                    # the command line to copy
 
 Overrides are values by argument name: True sets a switch, False its negative form, None removes the
-flag. Data need not exist.
+flag. The job's data need not exist.
 """
 
 from __future__ import annotations
@@ -29,21 +29,27 @@ from mindspeed.training.resolve import Settings
 def changed_words(
     words: Sequence[str], parser: argparse.ArgumentParser, overrides: Mapping[str, Any]
 ) -> list[str]:
-    """A command line with some flags replaced, added or taken away.
+    """Replace, add or remove flags of a script's command line.
 
     Args:
         words: the command line.
         parser: all flags of the script.
-        overrides: values by their names in the namespace; None takes a flag away.
+        overrides: values by argument name; None removes a flag.
 
     Raises:
-        ConfigError: no flag of the script sets a name to its value.
+        ConfigError: no flag of the script sets an argument to its value.
     """
-    kept = [
-        word for dest, part in flags_of(words, parser) if dest not in overrides for word in part
-    ]
     given = {name: value for name, value in overrides.items() if value is not None}
-    return [*kept, *(word for name in given for word in _words(parser, name, given[name]))]
+    added = [word for name in given for word in _words(parser, name, given[name])]
+    return [*_other_words(words, parser, overrides), *added]
+
+
+def _other_words(
+    words: Sequence[str], parser: argparse.ArgumentParser, overrides: Mapping[str, Any]
+) -> list[str]:
+    """The words of the flags that are not overridden."""
+    flags = flags_of(words, parser)
+    return [word for dest, part in flags if dest not in overrides for word in part]
 
 
 def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> list[str]:
@@ -54,7 +60,7 @@ def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> list[str]:
             return [action.option_strings[0], *map(str, values)]
         if action.option_strings and action.const == value:
             return [action.option_strings[0]]
-    if any(action.default == value for action in actions):  # a switch that is off already
+    if any(action.default == value for action in actions):  # a switch that is off by default
         return []
     raise ConfigError(f"no flag of the script sets {name} to {value}")
 
@@ -62,7 +68,7 @@ def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> list[str]:
 def flags_of(
     words: Sequence[str], parser: argparse.ArgumentParser
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each flag of a command line: its name in the namespace and its words."""
+    """Yield the argument name and the words of each flag of a command line."""
     known = parser._option_string_actions
     part: list[str] = []
     for word in [*words, "--"]:
@@ -89,12 +95,12 @@ _NOT_PLANNED = (
 
 
 def not_planned() -> dict[str, None]:
-    """Flags of launching, of files and of in-script planning, no part of what is planned."""
+    """Arguments that a plan ignores: of the launch, of files and of planning in a script."""
     return dict.fromkeys((*_NOT_PLANNED, *flags_planned_as("no part")))
 
 
 NO_EFFECT_ON_A_STEP: Mapping[str, Any] = {"lr": 1e-4, "train_iters": 1}
-"""Flags that a job to plan need not have."""
+"""Default values of required flags that do not change a step."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Job:
     """A training job by its flags.
 
     Attributes:
-        argv: flags of ``mindspeed pretrain``; ``--config`` and ``--model`` are looked up.
+        argv: flags of ``mindspeed pretrain``, with ``--config`` and ``--model``.
 
     Args:
         argv: these flags.
@@ -123,16 +129,17 @@ class Job:
         object.__setattr__(self, "_words", tuple(_expanded(argv, parser)))
 
     def settings(self, overrides: Overrides | None = None, devices: int | None = None) -> Settings:
-        """Final values of the job with some flags changed, as a start would find them.
+        """Final values of the job with some flags changed.
 
-        The features of this process are then those of the job; another call replaces them.
+        Attaches the features of the job in this process; another call replaces them.
 
         Args:
-            overrides: values by their names in the namespace.
-            devices: ranks; default ``--nproc``, ``--devices``, else what the flags need.
+            overrides: values by argument name.
+            devices: number of ranks; default: ``--nproc``, ``--devices``, else the smallest that
+                the flags allow.
 
         Raises:
-            MindSpeedError: a start would be refused.
+            MindSpeedError: the job cannot start.
         """
         from mindspeed.training.initialize import prepare
 
@@ -140,35 +147,30 @@ class Job:
         if devices is None:
             del without["nproc"], without["devices"]
         words = ["--dry-run", *self._changed({**without, **(overrides or {})})]
-        notices = io.StringIO()  # the same for every candidate
+        notices = io.StringIO()  # repeated for every candidate
         with contextlib.redirect_stderr(notices), contextlib.redirect_stdout(notices):
             return prepare(words, devices, parser=self._parser)
 
     def flags(self, overrides: Overrides | None = None) -> list[str]:
-        """The words of the command line with some flags changed, those of a recipe among them."""
+        """The words of the command line with some flags changed; recipes are expanded."""
         return self._changed(overrides or {})
 
     def gives(self, name: str) -> bool:
-        """Whether its flags set a name of the namespace."""
+        """Whether the command line or its recipe sets an argument."""
         return any(dest == name for dest, _ in flags_of(self._words, self._parser))
 
     def command(self, overrides: Overrides | None = None) -> str:
-        """:meth:`flags` as text of a shell."""
+        """:meth:`flags` as shell text."""
         return shlex.join(self.flags(overrides))
 
     def _changed(self, overrides: Overrides) -> list[str]:
-        kept = [
-            word
-            for dest, words in flags_of(self._words, self._parser)
-            if dest not in overrides
-            for word in words
-        ]
         given = {name: value for name, value in overrides.items() if value is not None}
-        return [*kept, *recipe.flag_words(given, self._parser)]
+        added = recipe.flag_words(given, self._parser)
+        return [*_other_words(self._words, self._parser, overrides), *added]
 
 
 def _expanded(argv: Sequence[str], parser: Parser) -> list[str]:
-    """The command line with the words of its recipe in the recipe's place."""
+    """Replace the recipe of a command line by its flags."""
     flags = list(flags_of(argv, parser))
     words = [word for dest, part in flags if dest != "config" for word in part]
     name = next((_value(part) for dest, part in reversed(flags) if dest == "config"), None)

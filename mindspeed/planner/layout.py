@@ -1,4 +1,4 @@
-"""One candidate layout of a job, and the tables of flags that its names stand for.
+"""A candidate layout of a job, and tables of the flags of its named options.
 
     layout = Layout(devices=1024, global_batch_size=1024, tp=8, pp=8, mbs=1)
     job.settings(layout.overrides(), layout.devices)
@@ -26,7 +26,7 @@ CP_ALGORITHMS: dict[str, Flags] = {
     "hybrid": {"context_parallel_algo": "hybrid_cp_algo"},
     "kv-allgather": {"context_parallel_algo": "kvallgather_cp_algo"},
 }
-"""Context parallelism; a hybrid has ``ulysses_degree_in_cp``, from its name ``hybrid:4``."""
+"""Flags by context-parallel algorithm; ``hybrid:4`` also sets ``ulysses_degree_in_cp`` to 4."""
 
 FLASH_ATTENTION = "flash-attention"
 MEMORY: dict[str, Flags] = {
@@ -42,7 +42,7 @@ MEMORY: dict[str, Flags] = {
         "release_fp32_grad": True,
     },
 }
-"""Features that save memory. A job that has flash attention keeps it: nothing is better without."""
+"""Flags by feature that saves memory. A job with flash attention keeps it: it is never worse."""
 
 OPTIMIZERS: dict[str, Flags] = {
     "replicated": {"use_distributed_optimizer": None, "zero_stage": None},
@@ -69,7 +69,7 @@ def _program(text: str, dispatcher: str) -> Flags:
 EXPERT_PROGRAMS: dict[str, Flags] = {
     name: _program(entry.flags, entry.dispatcher) for name, entry in ENTRIES.items()
 }
-"""Programs of :mod:`mindspeed.moe.comparison`."""
+"""Flags by expert program of :mod:`mindspeed.moe.comparison`."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Recompute:
     """Recomputation in backward.
 
     Attributes:
-        modules: of Megatron's ``--recompute-modules``; a selective recomputation.
-        layers: of every chunk, as a whole; -1: all.
+        modules: modules of Megatron's ``--recompute-modules``, for selective recomputation.
+        layers: number of fully recomputed layers of every chunk; -1: all.
     """
 
     modules: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class Recompute:
         return "+".join(self.modules) or "none"
 
     def overrides(self) -> Flags:
-        """The flags."""
+        """Values of the job's flags, by argument name."""
         none: dict[str, Any] = dict.fromkeys(_RECOMPUTE)
         if self.modules:
             modules = list(self.modules)
@@ -121,7 +121,7 @@ _RECOMPUTE = (
 
 
 def algorithm_flags(name: str, cp: int) -> Flags:
-    """Flags of a context-parallel algorithm; Megatron's own choice gives way to them."""
+    """Flags of a context-parallel algorithm, which replace Megatron's ``--cp-comm-type``."""
     base, _, degree = name.partition(":")
     flags = {"cp_comm_type": None, "ulysses_degree_in_cp": None, **CP_ALGORITHMS[base]}
     if degree:
@@ -130,7 +130,7 @@ def algorithm_flags(name: str, cp: int) -> Flags:
 
 
 V_SHAPES = ("zb-v", "dualpipev")
-"""Schedules with two chunks on every rank, by themselves."""
+"""Schedules that always have two chunks on a rank."""
 _SPLITS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -144,26 +144,26 @@ _SPLITS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A candidate.
+    """A candidate layout; None keeps the job's value, except where stated.
 
     Attributes:
         devices: ranks of the job.
         global_batch_size: samples of a step.
-        tp: tensor parallel size; with sequence parallelism.
+        tp: tensor parallel size, with sequence parallelism.
         cp: context parallel size.
-        cp_algorithm: of :data:`~mindspeed.planner.layout.CP_ALGORITHMS`.
+        cp_algorithm: key of :data:`CP_ALGORITHMS`.
         ep: expert parallel size.
         etp: expert tensor parallel size; None: Megatron's default, ``tp``.
         pp: pipeline parallel size.
         vpp: model chunks of a pipeline rank.
         stage_layers: transformer layers of each stage, in the order in which a micro-batch passes
-            them; None: the layers are divided evenly.
-        schedule: of ``--pipeline-schedule``; None: Megatron's 1F1B or interleaved schedule.
+            them; None: evenly.
+        schedule: value of ``--pipeline-schedule``; None: Megatron's 1F1B or interleaved schedule.
         mbs: samples of a micro-batch.
-        recompute: what is computed again in backward.
-        optimizer: of :data:`~mindspeed.planner.layout.OPTIMIZERS`.
-        expert_program: of :data:`~mindspeed.planner.layout.EXPERT_PROGRAMS`.
-        memory: of :data:`~mindspeed.planner.layout.MEMORY`, sorted.
+        recompute: recomputation in backward.
+        optimizer: key of :data:`OPTIMIZERS`.
+        expert_program: key of :data:`EXPERT_PROGRAMS`.
+        memory: keys of :data:`MEMORY`, sorted.
     """
 
     devices: int
@@ -205,11 +205,11 @@ class Layout:
 
     @property
     def several_chunks(self) -> bool:
-        """Whether a pipeline rank has more than one."""
+        """Whether a pipeline rank has more than one chunk."""
         return self.pp > 1 and (self.vpp > 1 or self.schedule in V_SHAPES)
 
     def overrides(self) -> dict[str, Any]:
-        """Values of the job's flags, by their names in the namespace."""
+        """Values of the job's flags, by argument name."""
         flags: dict[str, Any] = dict.fromkeys(
             (*_SPLITS, *flags_planned_as("divides layers"), *schedule_flags())
         )
@@ -248,9 +248,9 @@ class Layout:
         return flags
 
     def signature(self) -> Layout:
-        """The layout without what does not change the counts of a layer and of a micro-batch.
+        """The layout with the same counts of a layer and micro-batch, in a normal form.
 
-        One pipeline stage and one micro-batch on one data-parallel rank; layouts with equal
+        It has one pipeline stage and one micro-batch on one data-parallel rank; layouts with equal
         signatures are priced from the same counts.
         """
         recompute = self.recompute
@@ -271,13 +271,13 @@ class Layout:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Values by field."""
+        """The layout as JSON."""
         values = asdict(self)
         values["recompute"] = None if self.recompute is None else str(self.recompute)
         return values | {"dp": self.dp, "micro_batches": self.micro_batches}
 
     def __str__(self) -> str:
-        """The values that are not the defaults, as ``tp=8 pp=4 dp=32 mbs=1``."""
+        """Format the values that are not the defaults, as ``tp=8 pp=4 dp=32 mbs=1``."""
         shown = {"dp": self.dp}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -292,11 +292,7 @@ class Layout:
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
-    """The layout of a job as its flags say; what they leave open stays the job's.
-
-    Args:
-        args: final values.
-    """
+    """Read the layout of a job from its final values; other fields keep the job's values."""
     from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
 
     pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
@@ -321,13 +317,13 @@ def layout_of(args: argparse.Namespace) -> Layout:
 
 
 def _matrix(stage_layers: tuple[int, ...], pp: int) -> str:
-    """``[[9,10],[10,10],[10,9]]``: a row per rank, a column per chunk."""
+    """Format as ``[[9,10],[10,10],[10,9]]``: a row per rank, a column per chunk."""
     rows = [stage_layers[rank::pp] for rank in range(pp)]
     return "[" + ",".join("[" + ",".join(map(str, row)) + "]" for row in rows) + "]"
 
 
 def _text(value: Any) -> str:
-    """``1x47+2x16+1`` for a tuple of numbers; ``a+b`` for one of names."""
+    """Format a tuple of numbers as ``1x47+2x16+1``, one of names as ``a+b``."""
     if not isinstance(value, tuple):
         return str(value)
     runs = [(one, len(list(equal))) for one, equal in groupby(value)]

@@ -1,13 +1,13 @@
-"""Candidates of a plan, measured: each is started for a few steps, and the others are ranked anew.
+"""Measure candidates of a plan: run each for a few steps, and re-rank the others.
 
-    found = measure(candidates, run, node_size=8)       # the most promising first, until it is sure
+    found = measure(candidates, run, node_size=8)       # until no other can be faster
     found = measure(candidates, run, node_size=8, all_of_them=True)
     found.best, found.table(), found.to_json()
 
 ``run(number, candidate)`` returns the seconds of a step; :class:`Launcher` starts one with
 ``torch.distributed.run`` on this machine. Measured seconds correct the predictions of the other
-candidates (:mod:`.correction`). The next one is that which can still be fastest; it ends when none
-of them can be faster than the fastest measured one.
+candidates (:mod:`.correction`). The next candidate is the one with the lowest confidence bound; the
+search ends when no bound is below the fastest measured candidate.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from mindspeed.processes import die_with_parent, free_port
 
 STEPS, WARM_UP = 8, 3
 TIMEOUT = 1800.0
-"""Seconds for one candidate, its start included."""
+"""Seconds for one candidate, including its start."""
 GRACE = 40.0
-"""Seconds in which torchrun ends its ranks: after 30 it kills them."""
+"""Seconds for torchrun to end its ranks, which it kills after 30."""
 _SECONDS = re.compile(r"(?:elapsed time per iteration \(ms\)|ms/iteration): +([0-9.]+)")
 _LAST_LINES = 5
 
@@ -58,21 +58,21 @@ OF_A_MEASUREMENT: dict[str, Any] = {
     "load": None,
     "dry_run": None,
 }
-"""Overrides with which a job runs for a measurement."""
+"""Overrides of a job that runs for a measurement."""
 
 Run = Callable[[int, Any], float]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One candidate that was started.
+    """A candidate that was started.
 
     Attributes:
-        number: in the plan, from 1.
-        candidate: as the plan has it.
-        seconds: of a step; None: it failed.
-        predicted: seconds that the corrected model expected.
-        error: why it failed.
+        number: its number in the plan, from 1.
+        candidate: the candidate.
+        seconds: seconds of a step; None: it failed.
+        predicted: seconds that the corrected model predicted.
+        error: reason of a failure.
     """
 
     number: int
@@ -88,9 +88,9 @@ class Measurements:
 
     Attributes:
         runs: the candidates that were started.
-        factors: of the model, after all of them; None: no run succeeded.
-        left: numbers of those that were not started and their corrected seconds, fastest first.
-        interrupted: ended by Ctrl-C; those left may be faster.
+        factors: correction of the model after all runs; None: no run succeeded.
+        left: numbers and corrected seconds of candidates that were not started, fastest first.
+        interrupted: whether Ctrl-C ended it; candidates that were not started may be faster.
     """
 
     runs: tuple[Measured, ...]
@@ -100,10 +100,10 @@ class Measurements:
 
     @property
     def best(self) -> Measured:
-        """The fastest.
+        """The fastest candidate.
 
         Raises:
-            PlanError: none ran.
+            PlanError: no candidate succeeded.
         """
         ran = [run for run in self.runs if run.seconds is not None]
         if not ran:
@@ -128,7 +128,7 @@ class Measurements:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Figures by name."""
+        """The measurements as JSON."""
         return {
             "runs": [
                 {
@@ -156,10 +156,10 @@ def measure(
     """Measure candidates, those that can be the fastest first.
 
     Args:
-        candidates: of a plan, with ``layout`` and ``prediction``.
-        run: seconds of a step of a candidate; raises MindSpeedError if it fails.
+        candidates: candidates of a plan, with ``layout`` and ``prediction``.
+        run: returns the seconds of a step of a candidate; raises MindSpeedError if it fails.
         node_size: devices of a node.
-        all_of_them: also those that cannot be the fastest.
+        all_of_them: also measure those that cannot be the fastest.
         tell: callback with each result.
     """
     parts = {
@@ -204,15 +204,13 @@ def _optimistic(factors: Factors | None, parts: Parts) -> float:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts jobs with ``torch.distributed.run`` on this machine, one after the other.
-
-    Nothing listens on other interfaces than the loopback.
+    """Starts jobs with ``torch.distributed.run`` on this machine, on the loopback interface only.
 
     Attributes:
         program: words before the flags, such as ``-m mindspeed pretrain``.
-        ranks: processes.
-        directory: of their output.
-        environment: further variables.
+        ranks: number of processes.
+        directory: directory of their output.
+        environment: additional variables.
     """
 
     program: tuple[str, ...]
@@ -221,15 +219,15 @@ class Launcher:
     environment: Mapping[str, str]
 
     def seconds(self, name: str, flags: Sequence[str], timeout: float = TIMEOUT) -> float:
-        """Run a job; the median seconds of its steps after the first ones.
+        """Run a job; the median seconds of its steps without warm-up.
 
         Args:
-            name: of the file with its output.
-            flags: of the job; it logs each step.
+            name: name of its log file.
+            flags: flags of the job, with which it logs each step.
             timeout: seconds until it is killed.
 
         Raises:
-            PlanError: it failed, with its last lines.
+            PlanError: the job failed; has its last lines.
         """
         make_dirs(self.directory)
         words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.ranks}"]
@@ -254,7 +252,7 @@ class Launcher:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let torchrun end its ranks, which are in sessions of their own; kill it if it does not."""
+    """Terminate torchrun, which ends its ranks in other sessions; kill it after :data:`GRACE`."""
     if process.poll() is not None:
         return
     try:

@@ -1,15 +1,15 @@
-"""A job that is a Megatron-LM script: its own model, forward step, arguments and training step.
+"""Plan a Megatron-LM script with its own model, forward step, arguments and training step.
 
     settings = settings_of_script("pretrain_gpt.py", ["--num-layers", "2", ...], world_size=64)
     step = count_step(settings.args, rank=0)
 
 or both at once with :func:`count_script`. The script is not changed: it runs up to its call of
-``pretrain`` (:mod:`mindspeed.adaptor.script_job`), then Megatron-LM's own code builds what it asks
-for and runs one step of it. Batches are invented, as Megatron-LM's data loader would yield them:
-whole sequences, on the first tensor-parallel rank.
+``pretrain`` (:mod:`mindspeed.adaptor.script_job`), then Megatron-LM's code builds its model and
+runs one step of it. Batches are synthetic, in the form of Megatron-LM's data loader: whole
+sequences, on the first tensor-parallel rank.
 
-A script and what it imports stay loaded, so planners call these functions in a process of their
-own (:mod:`mindspeed.planner.isolated`).
+A script and its imports stay loaded, so these functions run in child processes
+(:mod:`mindspeed.planner.isolated`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from mindspeed.planner.job import Job, Overrides, changed_words, not_planned
 from mindspeed.training.arguments import add_names_of_the_trainer
 from mindspeed.training.resolve import Settings
 
-# Options whose batches depend on the data.
 _UNKNOWN_BATCHES = {
     "sft": "the lengths of its packed conversations",
     "hybrid_context_parallel": "the lengths of its samples",
     "reset_attention_mask": "the ends of its documents",
 }
+"""Properties of the data on which batches depend, by option."""
 
 
 class ScriptLoop:
     """The training program of a script.
 
     Args:
-        job: the captured script; captured again in a process that got only its name.
+        job: the captured script; captured again in a process that unpickles this.
     """
 
     def __init__(self, job: ScriptJob) -> None:
@@ -55,18 +55,18 @@ class ScriptLoop:
         self._name = job.path, job.argv
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_job": None}  # functions of a script cannot be pickled
+        return {**vars(self), "_job": None}  # a script's functions cannot be pickled
 
     @property
     def job(self) -> ScriptJob:
-        """The script's arguments of ``pretrain``."""
+        """The captured script, with its arguments of ``pretrain``."""
         if self._job is None:
             self._job = ScriptJob.of(*self._name)
         return self._job
 
     @contextlib.contextmanager
     def started(self, args: argparse.Namespace) -> Iterator[None]:
-        """Megatron-LM's global values, groups and seeds."""
+        """Set Megatron-LM's global values, groups and seeds."""
         with self.job.ready(args):
             self.job.parallel_groups()
             yield
@@ -78,7 +78,7 @@ class ScriptLoop:
         return TrainedModel(chunks[0].config, chunks, optimizer, schedule)
 
     def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
-        """Megatron-LM's step with the script's forward step."""
+        """Make a function that runs Megatron-LM's step with the script's forward step."""
         readers = [_batches(args) for _ in model.chunks]
 
         def step() -> None:
@@ -88,11 +88,11 @@ class ScriptLoop:
 
 
 class ScriptedJob(Job):
-    """A job whose program is a Megatron-LM script; otherwise as any other.
+    """A job whose program is a Megatron-LM script.
 
     Args:
         path: the script.
-        argv: its flags; those of features, too.
+        argv: its flags, including those of features.
 
     Raises:
         ConfigError: the script does not call Megatron-LM's ``pretrain``.
@@ -107,11 +107,11 @@ class ScriptedJob(Job):
         object.__setattr__(self, "_parser", self._script.parser())
 
     def settings(self, overrides: Overrides | None = None, devices: int | None = None) -> Settings:
-        """Final values of the script with some flags changed, as a start would find them.
+        """Final values of the script with some flags changed.
 
         Args:
-            overrides: values by their names in the namespace.
-            devices: ranks; default: as few as the flags allow.
+            overrides: values by argument name.
+            devices: number of ranks; default: the smallest that the flags allow.
 
         Raises:
             ConfigError: Megatron-LM or a feature refuses the flags.
@@ -123,14 +123,14 @@ class ScriptedJob(Job):
             if getattr(args, name, None):
                 raise ConfigError(
                     f"--{name.replace('_', '-')}: {what} are not known before the data are read, "
-                    "so the script cannot be planned with it; plan without it, an upper bound"
+                    "so the script cannot be planned with it; plan without it for an upper bound"
                 )
         add_names_of_the_trainer(args)
         args.planned_loop = ScriptLoop(script)
         return Settings(args, "")
 
     def command(self, overrides: Overrides | None = None) -> str:
-        """The script and its flags as text of a shell."""
+        """The script and its flags as shell text."""
         return shlex.join([str(self._script.path), *self.flags(overrides)])
 
     def _changed(self, overrides: Overrides) -> list[str]:
@@ -138,7 +138,7 @@ class ScriptedJob(Job):
 
 
 def job_of(words: Sequence[str]) -> Job:
-    """The job of a command line: ``SCRIPT.py FLAGS``, or flags of our trainer.
+    """Build the job of a command line: ``SCRIPT.py FLAGS``, or flags of our trainer.
 
     Raises:
         ConfigError: the script does not call Megatron-LM's ``pretrain``.
@@ -169,8 +169,8 @@ def count_script(
         path: the script.
         argv: its flags.
         rank: global rank.
-        world_size: size of the job; default: the smallest that the flags allow.
-        micro_batches: default: those of the job.
+        world_size: number of ranks; default: the smallest that the flags allow.
+        micro_batches: micro-batches of the step; default: those of the job.
 
     Raises:
         ConfigError: the script, Megatron-LM or a feature refuses the flags, or the model reads
@@ -181,7 +181,7 @@ def count_script(
 
 
 def _batches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Batches of Megatron-LM's data loader: the whole sequence, and the mask if it makes one."""
+    """Synthetic batches in the form of Megatron-LM's data loader."""
     return map(partial(_as_loaded, args), batches(args.micro_batch_size, args.seq_length))
 
 

@@ -1,4 +1,4 @@
-"""Shape of a job for composition: the layers of each pipeline stage, the schedule, the sizes.
+"""The shape of a job, for composition: layers of each pipeline stage, schedule, sizes.
 
 Each layer has a kind; layers of one kind have equal shapes and keep equal activations.
 
@@ -32,16 +32,13 @@ _DIFFER = {
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
     "context_parallel_cache_interval": "--context-parallel-cache-interval",
 }
-"""Arguments by which layers of one kind differ, and their flags."""
+"""Flags by which layers of one kind differ, by argument."""
 
 
 def whole_only(args: argparse.Namespace) -> str:
-    """The part of a job that small runs cannot compose; empty if everything can.
+    """The part of a job that small runs cannot compose; empty if there is none.
 
     Either layers of one kind differ, or what they share is not shared layer by layer.
-
-    Args:
-        args: final values.
     """
     values = vars(args)
     for name, flag in _DIFFER.items():
@@ -68,7 +65,7 @@ def whole_only(args: argparse.Namespace) -> str:
 
 
 def _names_layers(path: str) -> bool:
-    """Whether rules of an activation plan are of single layers."""
+    """Whether an activation plan has rules for single layers."""
     from mindspeed.memory.layer_rules import largest, rules_of
     from mindspeed.parsing import read_yaml
 
@@ -88,23 +85,23 @@ class Shape:
         ranks: pipeline parallel size.
         chunks: model chunks of a rank.
         stages: kinds of the layers of each stage, in the order in which a micro-batch passes them.
-        micro_batch: samples of one.
-        micro_batches: of a step, on one data-parallel rank.
-        data_parallel: size, without context parallelism.
+        micro_batch: samples of a micro-batch.
+        micro_batches: micro-batches of a step on one data-parallel rank.
+        data_parallel: data parallel size, without context parallelism.
         devices: ranks of the job.
         tensor: tensor parallel size.
         context: context parallel size.
         expert: expert parallel size.
         expert_tensor: expert tensor parallel size.
         message: bytes of a micro-batch between two stages.
-        overlap_messages: they are sent while the next action runs.
-        overlap_gradients: gradients are reduced while backward runs.
-        overlap_parameters: parameters are gathered while forward runs.
-        distributed_optimizer: data-parallel ranks share the optimizer.
-        model_flops: of a step on all devices, without recomputation.
-        tokens: of a step on all devices.
-        dtype: of parameters and activations, whose peak MFU is a part of.
-        whole_only: flags by which layers are not composed; empty if there are none.
+        overlap_messages: send messages while the next action runs.
+        overlap_gradients: reduce gradients while backward runs.
+        overlap_parameters: gather parameters while forward runs.
+        distributed_optimizer: data-parallel ranks shard the optimizer states.
+        model_flops: FLOPs of a step on all devices, without recomputation.
+        tokens: tokens of a step on all devices.
+        dtype: dtype of parameters and activations; MFU is relative to its peak.
+        whole_only: the part that cannot be composed (:func:`whole_only`), or empty.
     """
 
     request: ScheduleRequest
@@ -150,7 +147,7 @@ class Shape:
 
     @property
     def uncomposable(self) -> str:
-        """The part that small runs cannot compose; empty if everything can."""
+        """The part that small runs cannot compose; empty if there is none."""
         request = self.request
         if request.recompute:
             return f"recomputation in {request.recompute} of a pipeline schedule"
@@ -168,11 +165,7 @@ class Shape:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """The shape of a job whose features are those of this process.
-
-    Args:
-        args: final values.
-    """
+    """The shape of a job whose features are attached in this process."""
     from mindspeed.training.flops import training_flops
     from mindspeed.training.pipeline_figures import layers_of_stages, micro_batches, request_of
 
@@ -219,12 +212,12 @@ def _stages(args: argparse.Namespace, counts: tuple[int, ...]) -> tuple[tuple[st
 
 
 def spread(kinds: list[str], counts: tuple[int, ...], again: int) -> tuple[tuple[str, ...], ...]:
-    """Layers on stages.
+    """Assign layers to stages.
 
     Args:
-        kinds: of all layers.
-        counts: layers of each stage.
-        again: how many layers of each stage are recomputed, the first ones.
+        kinds: kinds of all layers.
+        counts: number of layers of each stage.
+        again: number of layers, the first ones, that each stage recomputes.
     """
     stages, start = [], 0
     for count in counts:

@@ -140,7 +140,7 @@ def test_the_command_writes_a_file_that_planning_reads(ranks: Any, tmp_path: Pat
     ("words", "message"),
     [
         (["--out", "x.txt"], "--out x.txt: the file must end in .json"),
-        (["--out", "x.json", "--dtypes", "fp4"], "--dtypes fp4: measured are bf16, fp16, fp32"),
+        (["--out", "x.json", "--dtypes", "fp4"], "--dtypes fp4: allowed are bf16, fp16, fp32"),
         (["--out", "x.json", "--base", "h10"], "--cluster h10: no preset of that name"),
         (["--out", "x.json", "--largest", "1"], "--largest 1 must be from 8"),
     ],

@@ -44,6 +44,9 @@ class Bounds:
         pass
 
 
+NO_BOUNDS = Bounds(lambda change: Bound())
+
+
 def job(**values):
     flags = {name for table in MEMORY.values() for name in table}
     base = dict.fromkeys(flags, False) | {
@@ -120,7 +123,9 @@ def test_a_refused_change_has_its_reason():
     tried = [Change("a", replace(LAYOUT, tp=4)), Change("b", LAYOUT)]
     told = []
     now = Priced(3.0, 5.0)
-    found = effects(tried, Pricer(price), now, 9, progress=lambda *progress: told.append(progress))
+    found = effects(
+        tried, Pricer(price), now, 9, bounds=NO_BOUNDS, progress=lambda *now: told.append(now)
+    )
     assert [(one.refused, one.seconds) for one in found] == [("heads", 0.0), ("", 2.0)]
     assert told == [(0, 2), (1, 2), (2, 2)]
 
@@ -147,7 +152,7 @@ def test_what_cannot_be_among_the_best_is_not_predicted():
         "takes at least 5 s", "", "", "", "needs at least 0.000 GiB", "takes at least 4 s",
     ]  # fmt: skip
     assert whats(one.change for one in most_helpful(found, Priced(10, 50), 60)) == ["2", "1", "3"]
-    everything = effects(tried, Pricer(price), Priced(10, 50), 60)
+    everything = effects(tried, Pricer(price), Priced(10, 50), 60, bounds=NO_BOUNDS)
     best = most_helpful(everything, Priced(10, 50), 60)
     assert [one.seconds for one in best] == [1.5, 2.0, 2.5]  # also the one with most memory
 
@@ -157,7 +162,7 @@ def test_what_a_job_does_not_need_is_not_predicted(peak, asked):
     tried = [Change(may, LAYOUT, may=may) for may in (SPEED, MEMORY_ONLY, BOTH)]
     predicted = []
     price = Pricer(lambda one: predicted.append(one.what) or Priced(1, 1))
-    effects(tried, price, Priced(2, peak), 60)
+    effects(tried, price, Priced(2, peak), 60, bounds=NO_BOUNDS)
     assert set(predicted) == asked
 
 
@@ -234,6 +239,10 @@ def test_those_that_help_most_are_exact():
 def test_an_estimate_near_the_limit_is_made_exact():
     tried, _ = many([(1, 1)])
     found = effects(
-        tried, Pricer(lambda one: Priced(1, 59), lambda one: Priced(1, 61)), Priced(8, 50), 60
+        tried,
+        Pricer(lambda one: Priced(1, 59), lambda one: Priced(1, 61)),
+        Priced(8, 50),
+        60,
+        bounds=NO_BOUNDS,
     )
     assert [(one.peak_bytes, one.exact) for one in found] == [(59, True)]

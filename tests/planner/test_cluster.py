@@ -67,7 +67,7 @@ def test_a_cluster_survives_json_and_pickle(tmp_path: Path) -> None:
         ({"device__tile": [128]}, r"tile is \[128\]"),
         ({"device__peak_tflops": {"bf16": 1}}, "fp32 is missing"),
         ({"levels": []}, "levels is empty"),
-        ({"levels__0__size": None}, "levels go from inside out"),
+        ({"levels__0__size": None}, "levels are ordered from inside out"),
         ({"levels__0__gbs": -1}, "gbs is -1"),
         ({"overlap_slowdown": 0.5}, "overlap_slowdown is 0.5; allowed is a number from 1 to 10"),
         ({"device": 3}, "device is 3; allowed is an object"),

@@ -5,8 +5,9 @@
     cluster.memory_limit                             # bytes for tensors on a device
     cluster.collective_seconds("all_reduce", nbytes, ranks)
 
-Files are read strictly: an unknown or missing field is an error that names the nearest one. The
-modules beside this one turn figures into seconds (rates, collectives) and measure them (calibrate).
+Files are read strictly: an unknown field is an error that names the nearest one, and so is a
+missing field. Other modules of this package turn figures into seconds (rates, collectives) and
+measure them (calibrate).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Measured:
     """A matrix product ``[m, k] @ [k, n]`` that was timed on the device.
 
     Attributes:
-        spread: interquartile range of its times, as a part of their median.
+        spread: interquartile range of its times, relative to their median.
     """
 
     dtype: str
@@ -67,20 +68,20 @@ class Device:
     """One device, which is one rank.
 
     Attributes:
-        peak_tflops: 1e12 FLOPs per second of dense matrix products, by dtype (bf16, fp16, ...).
-        memory_gib: memory of the device.
-        memory_gbs: gigabytes (1e9) per second that its memory reads and writes.
-        reserved_gib: for the context, buffers of collectives, workspaces and the allocator's loss.
+        peak_tflops: TFLOP/s of dense matrix products, by dtype (bf16, fp16, ...).
+        memory_gib: memory of the device in GiB.
+        memory_gbs: bandwidth of its memory in GB/s, reads and writes together.
+        reserved_gib: memory for the context, collectives, workspaces and fragmentation.
         launch_us: microseconds from the end of an operator to the start of the next one.
-        cores: units that compute a tile of a matrix product each.
+        cores: units that compute one tile of a matrix product each.
         tile: rows and columns of a tile.
-        gemm_efficiency: part of the peak that large matrix products attain.
+        gemm_efficiency: fraction of the peak that large matrix products attain.
         gemm_efficiencies: the same by dtype, where it differs.
-        attention_efficiency: part of the peak that fused attention attains.
-        memory_efficiency: part of ``memory_gbs`` that large copies attain.
-        host_gbs: gigabytes per second of a copy to or from the host's memory.
-        products: measured ones; they correct the formula for products of their size.
-        source: where figures come from, by field.
+        attention_efficiency: fraction of the peak that fused attention attains.
+        memory_efficiency: fraction of ``memory_gbs`` that large copies attain.
+        host_gbs: bandwidth of a copy to or from host memory in GB/s.
+        products: measured products, which correct the formula for products of similar size.
+        source: sources of the figures, by field.
     """
 
     name: str
@@ -100,11 +101,11 @@ class Device:
     source: Mapping[str, str] = field(default_factory=dict)
 
     def efficiency(self, dtype: str) -> float:
-        """Part of the peak that large products attain."""
+        """Fraction of the peak that large products attain."""
         return self.gemm_efficiencies.get(dtype, self.gemm_efficiency)
 
     def peak(self, dtype: str) -> float:
-        """FLOPs per second of dense products of a dtype; of fp32 where a dtype is not named."""
+        """FLOP/s of dense products of a dtype; an unknown dtype has the rate of fp32."""
         return 1e12 * self.peak_tflops.get(dtype, self.peak_tflops["fp32"])
 
 
@@ -114,10 +115,11 @@ class Cluster:
 
     Attributes:
         levels: links from inside out; consecutive ranks share a domain.
-        overlap_slowdown: how much longer computation takes while communication runs.
-        collective_us: microseconds of any communication besides its steps.
-        fused_chains: memory-bound operators between two matrix products run as one kernel.
-        note: what else a reader should know.
+        overlap_slowdown: slowdown of computation while communication runs.
+        collective_us: fixed microseconds of each communication.
+        fused_chains: whether memory-bound operators between two matrix products run as one kernel.
+        source: sources of the figures, by field.
+        note: additional remarks.
     """
 
     name: str
@@ -139,15 +141,15 @@ class Cluster:
 
         Args:
             op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
-            payload: bytes as there: one shard of all_gather, else the tensor of one rank.
-            ranks: global ranks of its group.
+            payload: bytes of one shard for all_gather, else of the tensor of one rank.
+            ranks: global ranks of the group.
         """
         if len(ranks) < 2:
             return 0.0
         return self.collective_us * 1e-6 + collectives.seconds(op, payload, ranks, self.levels)
 
     def communication_seconds(self, communication: Communication) -> float:
-        """Time of a recorded communication; an uneven all-to-all takes what it really sends."""
+        """Time of a recorded communication; of an all-to-all, by the bytes that the rank sends."""
         size, payload = len(communication.ranks), float(communication.payload)
         if communication.op == "all_to_all" and size > 1:
             payload = communication.wire * size / (size - 1)
@@ -207,12 +209,12 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
 
 
 def presets() -> list[str]:
-    """Names that :func:`load_cluster` knows."""
+    """Names of the presets."""
     return sorted(path.stem for path in _PRESETS.glob("*.json"))
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A preset by its name, or a file that ends in ``.json``.
+    """Load a preset by its name, or a file that ends in ``.json``.
 
     Raises:
         ConfigError: there is no such preset or file, or a field is wrong.
@@ -224,16 +226,12 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         near = ", ".join(difflib.get_close_matches(text, presets(), n=2, cutoff=0.4))
         hint, known = f"; closest: {near}" if near else "", ", ".join(presets())
         message = f"--cluster {text}: no preset of that name{hint} (there are {known})"
-        raise ConfigError(f"{message}; a file of your own ends in .json")
+        raise ConfigError(f"{message}; a cluster file ends in .json")
     return parse_cluster(read_object(_PRESETS / f"{text}.json", ConfigError), text)
 
 
 def parse_cluster(values: Mapping[str, Any], where: str) -> Cluster:
-    """The cluster that a JSON object describes.
-
-    Args:
-        values: the object.
-        where: name of the file, for messages.
+    """Build a cluster from a JSON object; ``where`` is the name of its file, for messages.
 
     Raises:
         ConfigError: a field is unknown, missing or wrong.
@@ -259,7 +257,7 @@ def _device(values: Mapping[str, Any], where: str) -> Device:
         raise ConfigError(f"{where}.tile is {list(tile)}; allowed are two: rows and columns")
     device = Device(**{**values, "products": tuple(products), "tile": tile})
     if "fp32" not in device.peak_tflops:
-        raise ConfigError(f"{where}.peak_tflops: fp32 is missing, which stands for other dtypes")
+        raise ConfigError(f"{where}.peak_tflops: fp32 is missing, the rate of other dtypes")
     reserved, whole = device.reserved_gib, device.memory_gib
     if reserved >= whole:
         raise ConfigError(
@@ -278,13 +276,13 @@ def _check_levels(levels: Sequence[Level], where: str) -> None:
         if not nested:
             raise ConfigError(
                 f"{where}: level {outer.name} of {outer.size} devices cannot be outside of level "
-                f"{inner.name} of {inner.size}: levels go from inside out, each a multiple of the "
-                "one before, only the last one null"
+                f"{inner.name} of {inner.size}: levels are ordered from inside out, each size is a "
+                "multiple of the one before, only the last one is null"
             )
 
 
 def _check(values: Any, kind: type, where: str) -> None:
-    """The fields of ``kind`` are all there and right, and there are no others."""
+    """Check that the fields are exactly those of ``kind``, with allowed values."""
     known = {entry.name: entry for entry in dataclasses.fields(kind)}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} is no object with {', '.join(known)}")

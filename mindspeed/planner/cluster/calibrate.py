@@ -1,10 +1,10 @@
-"""A cluster file from measurements: what the devices and links of this job really attain.
+"""Measure a cluster: the rates that the devices and links of this job attain.
 
     cluster = calibrate(Settings(name="ours"), load_cluster("h100"), keep_peak=True)
 
-Every rank measures its device, all at once as in training; medians over ranks count. Collectives
-run over two levels: inside a node, and between equal ranks of all nodes. What cannot be measured
-alone (the links of a job of one rank) stays that of the cluster that is given, and says so.
+All ranks measure their devices at once, as in training; figures are medians over ranks. Collectives
+run over two levels: inside a node, and between equal local ranks of all nodes. Figures that this
+job cannot measure (the links of a single rank) are those of the given cluster, with a note.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Settings:
     """Figures to measure, and the effort.
 
     Attributes:
-        name: of the cluster.
-        dtypes: of matrix products; attention has the first one.
+        name: name of the cluster.
+        dtypes: dtypes of matrix products; attention uses the first one.
         largest: rows and columns of the largest matrix, tokens of attention.
         largest_message: bytes of the largest collective.
         node_size: ranks of a node; None: those that the launcher started on this host.
-        samples: times that are taken of each figure.
-        seconds: that a sample lasts at least.
+        samples: number of samples of each figure.
+        seconds: minimum duration of a sample.
     """
 
     name: str
@@ -69,9 +69,10 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
     """Measure the devices and links of this job. Collective: all ranks get the same result.
 
     Args:
-        settings: what is measured.
-        base: figures that cannot be measured.
-        keep_peak: ``base`` describes this hardware: its peaks stay, efficiencies are measured.
+        settings: figures to measure.
+        base: source of figures that are not measured.
+        keep_peak: keep the peaks of ``base``, which describes this hardware, and measure
+            efficiencies.
 
     Raises:
         ConfigError: the ranks do not fill whole nodes, or a dtype cannot be measured.
@@ -88,8 +89,8 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
         note = f"Links were not measured: one rank alone. They are those of {base.name}."
         return dataclasses.replace(base, name=settings.name, device=found, note=note)
     where = hardware.torch_device()
-    together = dataclasses.replace(watch, agree=_largest_of_ranks(where))
-    samples = measure_links(groups_of(world, node), where, together, settings.largest_message)
+    shared = dataclasses.replace(watch, agree=_largest_of_ranks(where))
+    samples = measure_links(groups_of(world, node), where, shared, settings.largest_message)
     samples = _median_samples(samples)
     fitted = fit(samples)
     slowdown = _slowdown(hardware, watch, settings)
@@ -104,7 +105,7 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
             "collective_us": f"fitted to {len(samples)} collectives, median error "
             f"{fitted.error:.0%}; all-reduces, which were not fitted: "
             f"{all_reduce_error(samples, fitted):.0%}",
-            "overlap_slowdown": "measured: products beside an all-reduce",
+            "overlap_slowdown": "measured: products during an all-reduce",
         },
         note=f"Measured on {world} ranks, {node} in a node.",
     )
@@ -122,7 +123,7 @@ def _node_size(given: int | None, world: int) -> int:
 def _levels(
     given: Sequence[Level], samples: Sequence[Sample], fitted: Fit, node: int, world: int
 ) -> tuple[Level, ...]:
-    """Measured links inside nodes and between them; a level that was not measured is as given."""
+    """Measured links inside nodes and between them; other levels are those given."""
     sizes = [node, None]
     names = [given[0].name, given[-1].name if len(given) > 1 else "network"]
     levels = []
@@ -156,7 +157,7 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 def _median_device(own: Device) -> Device:
-    """Medians over ranks of what each measured."""
+    """Medians of the figures of all ranks."""
     ranks: list[Device] = _of_all_ranks(own)
     products = [
         dataclasses.replace(same[0], seconds=median(one.seconds for one in same))
@@ -168,7 +169,7 @@ def _median_device(own: Device) -> Device:
 
 
 def _median_samples(own: Sequence[Sample]) -> list[Sample]:
-    """Medians over ranks: groups of a level run at once, and their ranks end one by one."""
+    """Medians of the samples of all ranks, which do not end a collective at the same time."""
     return [
         dataclasses.replace(same[0], seconds=of_samples([one.seconds for one in same]).seconds)
         for same in zip(*_of_all_ranks(list(own)), strict=True)
@@ -187,10 +188,10 @@ def _slowdown(hardware: device.Device, watch: Stopwatch, settings: Settings) -> 
         alone = _time_of(watch, wait, a)
         dist.barrier()
         work = dist.all_reduce(message, async_op=True)
-        beside = _time_of(watch, wait, a)
+        overlapped = _time_of(watch, wait, a)
         work.wait()
         hardware.synchronize()
-        ratios.append(beside / alone)
+        ratios.append(overlapped / alone)
     return min(10.0, max(1.0, median(median(each) for each in _of_all_ranks(ratios))))
 
 

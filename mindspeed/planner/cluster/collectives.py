@@ -1,15 +1,15 @@
-"""Seconds of a collective over the levels of a cluster: closed forms of its algorithms.
+"""Seconds of a collective over the levels of a cluster, by closed forms of its algorithms.
 
     levels = (Level("NVLink", 8, 450, 1.9), Level("InfiniBand", None, 50, 4.0))
     seconds("all_gather", shard_bytes, ranks=(0, 8, 16, 24), levels=levels)
 
 A level is a set of devices that reach each other over one kind of link: a board, a node, a rack.
-Consecutive ranks share a level. Every device has a link of its own at every level.
+Consecutive ranks share a level. Every device has its own link at every level.
 
-A group of p ranks has m ranks in each domain of the level below. In a program of equal ranks all
-groups of the same kind communicate at once, one for every m devices of a domain, so a group has
-1 of N/m of the domain's N links together: m links. Thus the bandwidth of a group over level l is
-``m * B_l``, and 1 link below the innermost level. With S bytes of result:
+A group of p ranks has m ranks in each domain of the level below. In an SPMD program all groups of
+the same kind communicate at once: the N links of a domain serve N/m groups, so each group has m
+links. Thus the bandwidth of a group over level l is ``m * B_l`` (m = 1 at the innermost level).
+With S bytes of result:
 
 ============  =================================================================================
 ring          one ring through all ranks, ordered by level; each edge carries (p-1)/p S:
@@ -19,7 +19,7 @@ hierarchical  all-gather over the outermost level, then inwards, with q_l parts 
 tree          ``S / bandwidth + sum over levels of ceil(log2 q_l) latency_l`` (all-reduce twice)
 ============  =================================================================================
 
-The fastest one counts, as communication libraries choose. All-reduce is a reduce-scatter and an
+The fastest algorithm is taken, as communication libraries do. All-reduce is a reduce-scatter and an
 all-gather. In an all-to-all the links of all levels work at once. Not modelled: reductions inside
 switches, congestion by other jobs, protocols for small messages.
 
@@ -42,12 +42,12 @@ class Level:
     """Links between devices that share a domain.
 
     Attributes:
-        name: of the link.
+        name: name of the link.
         size: devices of a domain; None: all.
-        gbs: gigabytes (1e9) per second that one device sends, in one direction.
+        gbs: bandwidth of one device in GB/s, in one direction.
         latency_us: microseconds of one step of an algorithm.
-        efficiency: part of ``gbs`` that large messages attain.
-        source: where the figures come from.
+        efficiency: fraction of ``gbs`` that large messages attain.
+        source: source of the figures.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Level:
 
 @dataclass(frozen=True)
 class _Hop:
-    """The part that a level has in a group.
+    """A level that a group crosses.
 
     Attributes:
         level: its links.
-        parts: most domains of the level below (ranks, at the innermost one) in one domain.
-        members: fewest ranks of the group in a domain of the level below: links that it has here.
-        inside: fewest ranks of the group in a domain of this level.
-        edges: of a path through all ranks ordered by level, those that cross this level.
+        parts: largest number of domains of the level below (innermost: ranks) in one domain.
+        members: smallest number of ranks in a domain of the level below: links of the group here.
+        inside: smallest number of ranks of the group in a domain of this level.
+        edges: edges that cross this level, of a path through all ranks ordered by level.
     """
 
     level: Level
@@ -119,14 +119,13 @@ class _Group:
 
 
 def seconds(op: str, payload: float, ranks: Sequence[int], levels: Sequence[Level]) -> float:
-    """Time of one call, which all ranks make at the same moment.
+    """Seconds of one call, which all ranks make at the same moment.
 
     Args:
         op: name as in :mod:`mindspeed.instruments.ledger`.
-        payload: bytes as there: all_gather and gather count one shard, the others the whole tensor
-            of one rank.
-        ranks: global ranks of the group; of a send or receive the slowest neighbours count.
-        levels: from inside out; the last one holds all ranks.
+        payload: bytes of one shard for all_gather and gather, else of the tensor of one rank.
+        ranks: global ranks of the group; for send and recv the slowest pair of neighbours counts.
+        levels: levels from inside out; the last one contains all ranks.
 
     Raises:
         ValueError: there is no such operation, or ranks are outside of all levels.
@@ -192,7 +191,7 @@ def _broadcast(group: _Group, payload: float, *_: object) -> float:
 
 
 def _exchange(group: _Group, total: float, *_: object) -> float:
-    """Every rank sends ``total / p`` to each one: links of all levels work at once."""
+    """All-to-all of ``total / p`` bytes to each rank: links of all levels work at once."""
     longest, inner = 0.0, 1
     for hop in group.hops:
         sent = total * (hop.inside - inner) / group.size

@@ -1,4 +1,4 @@
-"""Measured rates of this process's device: matrix products, copies, attention, kernel launches.
+"""Measure the rates of this process's device: matrix products, copies, attention, launches.
 
 Times are medians of samples (:class:`Stopwatch`), with their interquartile range.
 """
@@ -30,7 +30,7 @@ class Timing:
 
     Attributes:
         seconds: median.
-        spread: interquartile range as a part of the median.
+        spread: interquartile range relative to the median.
     """
 
     seconds: float
@@ -39,13 +39,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Takes times of work on a device.
+    """Times work on a device.
 
     Attributes:
-        synchronize: waits until the device has done what was started.
-        samples: number of them.
-        seconds: that a sample lasts at least.
-        agree: gives all ranks that take part the same number of runs.
+        synchronize: waits for the device.
+        samples: number of samples.
+        seconds: minimum duration of a sample.
+        agree: makes the number of runs equal on all participating ranks.
         now: the clock.
     """
 
@@ -56,7 +56,7 @@ class Stopwatch:
     now: Callable[[], float] = time.perf_counter
 
     def time(self, run: Callable[[], object]) -> Timing:
-        """Time ``run``, which may start work on the device without waiting for it."""
+        """Time a function, which may launch work on the device without waiting for it."""
         for _ in range(WARM_UP):
             run()
         once = max(self._sample(run, 1), 1e-9)
@@ -82,7 +82,7 @@ def of_samples(samples: Sequence[float]) -> Timing:
 
 
 NAMES = {name: dtype for dtype, name in DTYPES.items() if name in ("bf16", "fp16", "fp32")}
-"""Dtypes of products that are measured."""
+"""Dtypes of products that can be measured, by name."""
 HEADS, HEAD_SIZE = 8, 128
 TINY_CALLS = 50
 
@@ -98,21 +98,21 @@ def sizes_of_products(largest: int) -> Iterator[tuple[int, int, int]]:
 def measure_products(
     hardware: Hardware, watch: Stopwatch, dtypes: Sequence[str], largest: int
 ) -> list[Measured]:
-    """Times of a grid of products.
+    """Time a grid of products.
 
     Args:
-        hardware: that computes them.
-        watch: takes the times.
-        dtypes: names, of :data:`NAMES`.
+        hardware: the device.
+        watch: the stopwatch.
+        dtypes: names of :data:`NAMES`.
         largest: rows and columns of the largest matrix.
 
     Raises:
-        ConfigError: a dtype has no name here.
+        ConfigError: a dtype cannot be measured.
     """
     found, where = [], hardware.torch_device()
     for name in dtypes:
         if name not in NAMES:
-            raise ConfigError(f"--dtypes {name}: measured are {', '.join(sorted(NAMES))}")
+            raise ConfigError(f"--dtypes {name}: allowed are {', '.join(sorted(NAMES))}")
         for m, n, k in sizes_of_products(largest):
             left = torch.ones(m, k, dtype=NAMES[name], device=where)
             right = torch.ones(k, n, dtype=NAMES[name], device=where)
@@ -123,14 +123,14 @@ def measure_products(
 
 
 def measure_copy(hardware: Hardware, watch: Stopwatch, nbytes: int) -> Timing:
-    """Time of a copy of ``nbytes`` in the device's memory, which reads and writes them."""
+    """Time a copy of ``nbytes`` in the device's memory, which reads and writes them."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=hardware.torch_device())
     target = torch.empty_like(source)
     return watch.time(lambda: target.copy_(source))
 
 
 def measure_host_copy(hardware: Hardware, watch: Stopwatch, nbytes: int) -> Timing | None:
-    """Time of a copy to the host's pinned memory; None where the device is the host."""
+    """Time a copy to pinned host memory; None if the device is the host."""
     if hardware.on_host:
         return None
     source = torch.ones(nbytes, dtype=torch.uint8, device=hardware.torch_device())
@@ -139,7 +139,7 @@ def measure_host_copy(hardware: Hardware, watch: Stopwatch, nbytes: int) -> Timi
 
 
 def measure_launch(hardware: Hardware, watch: Stopwatch) -> Timing:
-    """Time of an operator that computes nothing to speak of, in a queue of many."""
+    """Time of an operator on a few elements, in a queue of many."""
     x = torch.ones(8, device=hardware.torch_device())
 
     def run() -> None:
@@ -153,13 +153,10 @@ def measure_launch(hardware: Hardware, watch: Stopwatch) -> Timing:
 def measure_attention(
     hardware: Hardware, watch: Stopwatch, dtype: str, length: int
 ) -> tuple[Timing, float]:
-    """Causal attention of one sample, forward and backward; time and FLOPs.
+    """Time causal attention of one sample of ``length`` tokens, forward and backward.
 
-    Args:
-        hardware: that computes it.
-        watch: takes the time.
-        dtype: of queries, keys and values.
-        length: tokens.
+    Returns:
+        The time, and the FLOPs.
     """
     where = hardware.torch_device()
     q, k, v = (
@@ -185,16 +182,16 @@ def measured_device(
     *,
     keep_peak: bool,
 ) -> Device:
-    """``base`` with what was measured in place of its figures.
+    """Measure the figures of a device.
 
     Args:
-        base: keeps what cannot be measured: reserved memory, tiles.
-        hardware: that is measured.
-        watch: takes the times.
-        dtypes: of products.
+        base: source of figures that cannot be measured: reserved memory, tiles.
+        hardware: the device.
+        watch: the stopwatch.
+        dtypes: dtypes of products.
         largest: rows and columns of the largest product.
-        keep_peak: peaks are those of ``base`` and efficiencies are parts of them; otherwise the
-            fastest product of a dtype is its peak.
+        keep_peak: measure efficiencies relative to the peaks of ``base``; otherwise the fastest
+            product of a dtype is its peak.
     """
     properties = hardware.properties()
     products = measure_products(hardware, watch, dtypes, largest)

@@ -1,13 +1,13 @@
-"""Latency and bandwidth of each level, fitted to times of collectives on this job's ranks.
+"""Fit latency and bandwidth of each level to times of collectives on this job's ranks.
 
 A group of p ranks that crosses a single level takes (:mod:`mindspeed.planner.cluster.collectives`)
 
     start + steps * latency + bytes that a rank sends / bandwidth
 
-with p - 1 steps of an all-gather or reduce-scatter and one of an exchange or a send. One fit over
-all levels finds the start, which they share, and the latency and bandwidth of each. Relative errors
-count, so that small messages are as important as large ones. All-reduces are not fitted: their
-algorithm is not known. They test the result.
+with p - 1 steps of an all-gather or reduce-scatter and one of an all-to-all or a send. One fit over
+all levels finds the start, which they share, and the latency and bandwidth of each. It minimises
+relative errors, so that small messages are as important as large ones. All-reduces, whose algorithm
+is unknown, are not fitted but validate the result.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Sample:
 
     Attributes:
         level: index of the level that its group crosses.
-        op: its name.
+        op: name of the collective.
         size: ranks of the group.
         payload: bytes as in :mod:`mindspeed.instruments.ledger`.
-        seconds: it took.
-        spread: interquartile range as a part of it.
+        seconds: median duration.
+        spread: interquartile range relative to the median.
     """
 
     level: int
@@ -48,7 +48,7 @@ class Sample:
     spread: float = 0.0
 
     def coefficients(self) -> tuple[int, float]:
-        """Steps, and bytes that a rank sends."""
+        """Number of steps, and bytes that a rank sends."""
         others = self.size - 1
         if self.op == "all_gather":
             return others, float(others * self.payload)
@@ -64,9 +64,9 @@ class Fit:
     """Fitted parameters of the links.
 
     Attributes:
-        start: seconds of every call.
+        start: fixed seconds of every call.
         levels: ``(latency, bytes per second)`` by index of the level.
-        error: median relative difference of samples from it.
+        error: median relative error of the samples.
     """
 
     start: float
@@ -75,11 +75,11 @@ class Fit:
 
 
 def groups_of(world: int, node: int) -> list[list[list[int]]]:
-    """Ranks of the groups of each level: inside a node, then one rank of every node.
+    """Ranks of the groups of each level: all ranks of a node, then one rank of every node.
 
     Args:
         world: ranks of the job.
-        node: ranks of a node; it divides ``world``.
+        node: ranks of a node, a divisor of ``world``.
     """
     inside = [list(range(first, first + node)) for first in range(0, world, node)]
     across = [list(range(local, world, node)) for local in range(node)]
@@ -92,12 +92,12 @@ def measure_links(
     watch: Stopwatch,
     largest: int,
 ) -> list[Sample]:
-    """Times of all collectives at five sizes over every level. Collective: all ranks call it.
+    """Time all collectives at five sizes over every level. Collective: all ranks call it.
 
     Args:
-        groups: of :func:`groups_of`; levels whose groups have one rank are left out.
+        groups: groups of :func:`groups_of`; levels whose groups have one rank are skipped.
         where: device of the tensors.
-        watch: its ``agree`` gives all ranks the same number of runs.
+        watch: stopwatch that agrees on the number of runs.
         largest: bytes of the largest message.
     """
     found = []
@@ -126,8 +126,8 @@ def _call(
     full = torch.ones(nbytes, dtype=torch.uint8, device=where)
     other = torch.empty_like(full)
     part = full[: nbytes // len(ranks)].clone()
-    place = list(ranks).index(dist.get_rank())
-    following, previous = ranks[(place + 1) % len(ranks)], ranks[place - 1]
+    position = list(ranks).index(dist.get_rank())
+    following, previous = ranks[(position + 1) % len(ranks)], ranks[position - 1]
 
     def send() -> None:
         operations = [
@@ -148,21 +148,21 @@ def _call(
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Start, latencies and bandwidths that explain samples best; none of them is negative."""
+    """Fit nonnegative start, latencies and bandwidths to samples, by least squares."""
     fitted = [sample for sample in samples if sample.op in FITTED]
     levels = sorted({sample.level for sample in fitted})
     rows, wanted = [], []
     for sample in fitted:
         steps, nbytes = sample.coefficients()
         row = [1.0] + [0.0] * (2 * len(levels))
-        place = 1 + 2 * levels.index(sample.level)
-        row[place], row[place + 1] = float(steps), nbytes
+        column = 1 + 2 * levels.index(sample.level)
+        row[column], row[column + 1] = float(steps), nbytes
         rows.append([value / sample.seconds for value in row])
         wanted.append(1.0)
     matrix = torch.tensor(rows, dtype=torch.float64)
     free = list(range(matrix.shape[1]))
     if all(sample.coefficients()[0] == 1 for sample in fitted):
-        free.remove(0)  # one step in every call: its start is part of the latency
+        free.remove(0)  # with one step in every call, start and latency are the same
     solution = _not_negative(matrix, torch.tensor(wanted, dtype=torch.float64), free)
     found = {}
     for index, level in enumerate(levels):
@@ -174,7 +174,7 @@ def fit(samples: Sequence[Sample]) -> Fit:
 
 
 def _not_negative(matrix: torch.Tensor, wanted: torch.Tensor, free: list[int]) -> list[float]:
-    """Least squares in which columns with negative solutions are left out, worst first."""
+    """Least squares that drops columns with negative solutions, the most negative first."""
     scale = matrix.norm(dim=0).clamp_min(1e-300)
     while True:
         columns = matrix[:, free] / scale[free]
@@ -189,7 +189,7 @@ def _not_negative(matrix: torch.Tensor, wanted: torch.Tensor, free: list[int]) -
 
 
 def all_reduce_error(samples: Sequence[Sample], found: Fit) -> float:
-    """Median relative difference of all-reduces, which were not fitted."""
+    """Median relative error of all-reduces, which were not fitted."""
     errors = []
     for sample in samples:
         if sample.op == "all_reduce":

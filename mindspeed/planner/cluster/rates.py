@@ -4,8 +4,8 @@
     rates.product_seconds(4096, 4096, 4096, "bf16")
     with VirtualClock.of(rates) as clock: ...
 
-An :class:`Operation` describes a call without the device, so a step that was executed once can be
-timed for any device. It takes ``launch + max(computation, bytes / memory bandwidth)``.
+An :class:`Operation` describes a call independently of the device, so a step that was executed once
+can be timed for any device. It takes ``launch + max(computation, bytes / memory bandwidth)``.
 
 * **Matrix products** ``[m, k] @ [k, n]`` are computed in tiles, one per core at a time. The last
   wave of tiles takes as long as a full one, so t tiles on c cores take
@@ -13,12 +13,12 @@ timed for any device. It takes ``launch + max(computation, bytes / memory bandwi
       computation = ceil(t / c) * (FLOPs of a tile) / (peak * gemm_efficiency / c)
 
   and tiles that cross an edge of the result count whole. The fastest of several tile sizes and
-  splits of k counts, as libraries choose. Smaller tiles load more, so they attain less
+  splits of k is taken, as libraries do. Smaller tiles load more, so they attain less
   (:data:`TILES`); parts of k are accumulated in fp32 in memory. Grouped products of experts are
   counted as equal products: the planner assumes balanced experts.
 * **Measured products** of the cluster correct this formula: a product is scaled by the ratios of
   measured to computed time, weighted by the distance of its sizes on a logarithmic scale.
-* **Attention** takes FLOPs / (peak * attention_efficiency); FLOPs of masked pairs do not count.
+* **Attention** takes FLOPs / (peak * attention_efficiency), without FLOPs of masked pairs.
 * **All others** are bound by the bytes that they read and write once; views take no time. With
   ``fused_chains`` a :class:`Chain` of them runs as one kernel.
 
@@ -56,7 +56,7 @@ _Sizes = tuple[int, int, int, int]  # m, n, k, batch
 
 
 def product_of(call: Call) -> tuple[Product, int] | None:
-    """The product and how many of it the operator computes; None: it is not a plain one."""
+    """The matrix product of an operator and its batch size; None: it is no plain product."""
     sizes_of = _SIZES.get(call.func._schema.name)
     if sizes_of is None:
         return None
@@ -65,7 +65,7 @@ def product_of(call: Call) -> tuple[Product, int] | None:
 
 
 def dtype_of(call: Call) -> str:
-    """Name of the dtype that it multiplies: of its narrowest tensor, by the width of entries."""
+    """Name of the dtype that an operator multiplies: that of its narrowest tensor argument."""
     found = [
         tensor.dtype
         for value in call.args
@@ -117,27 +117,27 @@ class Chain:
     """Bytes that a chain of memory-bound operators moves if it runs as one kernel.
 
     Fused kernels and compilers keep intermediate results in registers. A chain is all operators
-    between two matrix products, attentions or communications. A tensor that is made and read inside
-    it is not moved at all, and the chain is launched once. This is a lower bound: a residual that
-    the chain makes and a later layer reads has to be written.
+    between two matrix products, attentions or communications. A tensor that is written and read
+    inside it is not moved at all, and the chain is launched once. This is a lower bound: a residual
+    that a later layer reads has to be written.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, int] = {}  # storage -> bytes written that nothing has read
+        self._made: dict[int, int] = {}  # storage -> bytes written and not read yet
         self._credit = 0
         self._started = False
 
     def end(self) -> None:
-        """A product, an attention or a communication runs."""
+        """End the chain at a product, an attention or a communication."""
         self._made.clear()
         self._credit, self._started = 0, False
 
     def moved(self, call: Call) -> tuple[int, bool]:
-        """Bytes that an operator of the chain moves, and whether it is the first one."""
+        """Add an operator; bytes that it moves, and whether it is the first one."""
         nbytes = call.nbytes - self._credit
         for tensor in _tensors((call.args, call.kwargs)):
             key = storage_of(tensor)
-            if key in self._made:  # it is neither read, nor was it written
+            if key in self._made:  # neither read nor written by a fused kernel
                 nbytes -= extent(tensor) + self._made[key]
                 self._made[key] = 0
         for tensor in _tensors(call.result):
@@ -156,16 +156,15 @@ class Operation:
     """One call of an operator.
 
     Attributes:
-        name: of the operator.
-        flops: computed.
-        nbytes: read and written once.
-        product: the matrix product that it computes, if any.
-        batch: how many of them.
-        dtype: that it multiplies; of operators with FLOPs.
-        attention: it is a fused attention.
-        chain_bytes: of a memory-bound operator those that move if its chain is one kernel
-            (:mod:`mindspeed.planner.cluster.rates`).
-        starts_chain: it is the first one of its chain.
+        name: name of the operator.
+        flops: executed FLOPs.
+        nbytes: bytes that are read and written once.
+        product: its matrix product, if any.
+        batch: number of these products.
+        dtype: dtype of the multiplication, for operators with FLOPs.
+        attention: whether it is a fused attention.
+        chain_bytes: bytes that a memory-bound operator moves if its :class:`Chain` is one kernel.
+        starts_chain: whether it is the first operator of its chain.
     """
 
     name: str
@@ -180,12 +179,7 @@ class Operation:
 
 
 def operation_of(call: Call, chain: Chain) -> Operation:
-    """The description of a call that has run.
-
-    Args:
-        call: the operator with its arguments and results.
-        chain: of the memory-bound operators before it; the call ends or continues it.
-    """
+    """Describe an executed call, which ends or continues the chain of operators before it."""
     name = call.func._schema.name
     if not call.flops:
         moved, first = chain.moved(call)
@@ -200,9 +194,9 @@ def operation_of(call: Call, chain: Chain) -> Operation:
 
 
 TILES = ((1, 1, 1.0), (1, 2, 0.9), (2, 2, 0.75))
-"""Parts of a tile's rows and columns, and what they attain of the efficiency of whole tiles."""
+"""Divisors of a tile's rows and columns, and the efficiency relative to that of whole tiles."""
 SPLITS = (1, 2, 4, 8)
-"""Parts that the summed dimension may be divided into."""
+"""Numbers of parts into which the summed dimension may be split."""
 
 
 class DeviceRates:
@@ -212,7 +206,7 @@ class DeviceRates:
         cluster: the machine.
 
     Attributes:
-        products: how often each matrix product was timed.
+        products: executions of each matrix product.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -238,17 +232,17 @@ class DeviceRates:
         return self._cluster.communication_seconds(communication)
 
     def stream(self, communication: Communication) -> str:
-        """One per process group; links carry both directions at once."""
+        """The stream of a communication: one per process group, and per direction of messages."""
         if communication.op in ("send", "recv"):
             return f"{communication.group} {communication.op}"
         return communication.group
 
     def operator(self, call: Call) -> float:
-        """Seconds of an operator."""
+        """Seconds of an executed operator."""
         return self.seconds(operation_of(call, self._chain))
 
     def seconds(self, operation: Operation) -> float:
-        """Seconds of an operator by its description."""
+        """Seconds of a described operator."""
         if not operation.flops:
             return self._memory_bound(operation)
         if operation.product is not None:

@@ -1,8 +1,8 @@
-"""A layer by itself: its seconds and what it keeps, from one micro-batch of three layers.
+"""Seconds and activation bytes of a layer, from one micro-batch of three layers.
 
-It costs a fraction of the runs of a signature, and its figures are those of a layer there; what the
-ends of a model and the end of a step add is not in it. So a search has a lower bound of a layout
-(:mod:`mindspeed.planner.search.bounds`) before it counts what the layout needs.
+This costs a fraction of the runs of a signature and gives the same figures of a layer, without the
+ends of the model and of the step. A search bounds a layout with it
+(:mod:`mindspeed.planner.search.bounds`) before it counts the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LayerRun:
     Attributes:
         forward: seconds of a micro-batch.
         backward: seconds of a micro-batch, recomputation included.
-        kept: bytes from its forward to its backward.
+        kept: bytes kept from forward to backward.
     """
 
     forward: float
@@ -41,27 +41,21 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
     """Run a model of three layers without a pipeline; changes the state of this process.
 
     Args:
-        job: whose flags these are.
-        point: a model of three equal layers on one pipeline rank.
+        job: the job whose flags ``point`` overrides.
+        point: three equal layers on one pipeline rank.
         cluster: rates of the clock.
 
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
     """
-    from mindspeed.planner.counted.balanced_routing import assumed_routing
-    from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+    from mindspeed.planner.counted.balanced_routing import planned_rank
     from mindspeed.planner.counted.loop import StepOfRank
     from mindspeed.planner.counted.step_counter import StepCounter, claim
 
     args = job.settings(point.overrides, point.devices).args
     clock = VirtualClock.of(DeviceRates(cluster))
-    with (
-        fake_world(args, 0),
-        PlannedTensors(),
-        assumed_routing(args, 1.0),
-        StepCounter() as counter,
-    ):
-        step = StepOfRank(args, counter, 1)
+    with planned_rank(args, 0) as own, StepCounter() as counter:
+        step = StepOfRank(own, counter, 1)
         claim(counter, step.model)
         marks = _Marks(clock, counter)
         marks.follow(step.model.chunks)
@@ -71,11 +65,11 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
 
 
 class _Known(Exception):
-    """The marks are complete; the rest of the step is of no interest."""
+    """Raised when all marks are known, to skip the rest of the step."""
 
 
 class _Marks:
-    """Times and bytes at the inputs of layers, forwards and backwards."""
+    """Times and bytes at the inputs of layers, in forward and backward."""
 
     def __init__(self, clock: Any, memory: Any) -> None:
         self._clock, self._memory = clock, memory
@@ -83,7 +77,7 @@ class _Marks:
         self._backward: dict[int, float] = {}
 
     def follow(self, chunks: Any) -> None:
-        """Watch the layers of the model."""
+        """Hook the layers of the model."""
         from megatron.core.transformer import TransformerLayer
 
         layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
@@ -107,10 +101,10 @@ class _Marks:
         return entering
 
     def layer(self) -> LayerRun:
-        """The second layer; the first one begins with more than itself.
+        """Return the second layer: the first one begins before its own work.
 
         Raises:
-            PlanError: a layer did not run forwards and backwards.
+            PlanError: a layer did not run forward and backward.
         """
         if len(self._forward) < LAYERS or self._backward.keys() < {1, 2}:
             raise PlanError("the layers of the model did not run one after the other")

@@ -1,21 +1,19 @@
 """The tiny runs that measure a layout: stages of a small pipeline with one or two layers.
 
-| run                              | gives                                              |
-|---                               |---                                                 |
-| middle stage, 1 layer            | what a chunk has besides its layers                |
-| middle stage, 2 layers           | less the first run: a layer                        |
-| first stage, 1 layer             | less the first run: the embedding                  |
-| last stage, 1 layer              | less the first run: final norm, head and loss      |
-| first stage, 2 layers            | less the third: a layer's whole backward; see below |
+| run                       | gives                                           |
+|---                        |---                                              |
+| 1. middle stage, 1 layer  | what a chunk has besides its layers             |
+| 2. middle stage, 2 layers | minus run 1: a layer                            |
+| 3. first stage, 1 layer   | minus run 1: the embedding                      |
+| 4. last stage, 1 layer    | minus run 1: final norm, head and loss          |
+| 5. first stage, 2 layers  | minus run 3: the unsplit backward of a layer    |
 
-The zero-bubble schedules divide the backward of all stages but the first.
-
-Models with several kinds of layers (dense, expert, recomputed) have the first two runs for each.
-Two further runs on twice as many data-parallel ranks, compared with two of the same layout without
-recomputation, tell what those ranks share. Ranks with several chunks run as such. Compared with
-their composition are a middle stage with three layers, a last one with two, layers of two kinds on
-one stage, all ranks with two chunks, and one with three. Without a pipeline the only stage takes
-the place of the middle one.
+Zero-bubble schedules split the backward of all stages but the first. Models with several kinds of
+layers (dense, expert, recomputed) have runs 1 and 2 for each. Two runs on twice as many
+data-parallel ranks, and two of the same layout, both without recomputation, show what those ranks
+share. Ranks with several chunks run as such. These runs are compared with their composition: a
+middle stage with three layers, a last one with two, layers of two kinds on one stage, all ranks
+with two chunks, and one with three. Without a pipeline the only stage replaces the middle one.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
 from mindspeed.planner.shape import DENSE, RECOMPUTED
 
 ONE_CHUNK = {"zb-v": "zb-h1", "dualpipev": "zb-h1", "aiao": None, "interleaved": None}
-"""Schedules of ranks with one chunk that have the actions of those with several."""
+"""Schedules with one chunk on a rank, for those with several that have the same actions."""
 
 Key = tuple[str, str, int]
-"""Role of a run, kind of its layers and their number; of ``chunks`` the pipeline rank."""
+"""Role of a run, kind of its layers, and their number (``chunks``: the pipeline rank)."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,19 @@ class SignaturePoints:
     """The tiny runs of a layout.
 
     Attributes:
-        layout: that is measured.
-        kinds: of the layers of the model.
+        layout: the layout.
+        kinds: kinds of the layers of the model.
     """
 
     layout: Layout
     kinds: tuple[str, ...]
 
     def all(self, check: bool, chunks: bool) -> dict[Key, Point]:
-        """Every run.
+        """All runs.
 
         Args:
-            check: those that are compared with their composition, too.
-            chunks: those of ranks with several chunks, too, where the layout has such ranks.
+            check: include those that are compared with their composition.
+            chunks: include those of ranks with several chunks, if the layout has such ranks.
         """
         kinds, first, last = self.kinds, self.kinds[0], self.kinds[-1]
         points = {("middle", kind, n): self.point(1, kind, n) for kind in kinds for n in (1, 2)}
@@ -72,7 +70,7 @@ class SignaturePoints:
             points["last", last, 1] = self.point(3, last, 1)
             if self._one_chunk == "zb-h1":
                 points |= {("first", k, n): self.point(0, k, n) for k in kinds for n in (1, 2)}
-        if self._several and chunks:
+        if self.layout.several_chunks and chunks:
             for rank in range(3 if self.layout.schedule in V_SHAPES else 4):
                 points["chunks", last if rank == 3 else first, rank] = self._chunks(
                     rank, last if rank == 3 else first
@@ -80,15 +78,11 @@ class SignaturePoints:
         return points
 
     def point(self, stage: int, kind: str, layers: int, data_parallel: int = 1) -> Point:
-        """A stage of four, or the only one, with so many layers."""
-        ranks = 4 if self.pipeline else 1
-        schedule = self._one_chunk
-        batches = 5 if self.pipeline else 2
-        layout = self._tiny(ranks, 1, batches, data_parallel, schedule)
-        total = ranks * layers
-        return Point(
-            layout.overrides() | self._flags(kind, total), layout.devices, stage if ranks > 1 else 0
-        )
+        """A stage of four, or the only one, with ``layers`` layers of one kind."""
+        ranks, batches = (4, 5) if self.pipeline else (1, 2)
+        layout = self._tiny(ranks, 1, batches, data_parallel, self._one_chunk)
+        flags = layout.overrides() | self._flags(kind, ranks * layers)
+        return Point(flags, layout.devices, stage if ranks > 1 else 0)
 
     @property
     def _one_chunk(self) -> str | None:
@@ -96,19 +90,13 @@ class SignaturePoints:
 
     @property
     def pipeline(self) -> bool:
-        """Whether there is one."""
+        """Whether the layout has a pipeline."""
         return self.layout.pp > 1
 
-    @property
-    def _several(self) -> bool:
-        """Whether a rank has several chunks, so that runs with one do not have its schedule."""
-        return self.layout.several_chunks
-
     def _plain(self) -> SignaturePoints:
-        """The layout with what data-parallel ranks share, and without what they do not.
+        """The layout without recomputation, with micro-batches of one sample.
 
-        Parameters and what is made of them: layouts that differ in the size of a micro-batch or in
-        recomputation have the same.
+        Neither changes what data-parallel ranks share, so that layouts have these runs in common.
         """
         layout = replace(self.layout, mbs=1)
         if layout.recompute is not None:
@@ -131,9 +119,10 @@ class SignaturePoints:
         return Point(flags, point.devices, point.stage)
 
     def _chunks(self, rank: int, kind: str, count: int = 2) -> Point:
-        """A rank of four with several chunks each of one layer.
+        """A rank of four with several chunks of one layer.
 
-        In a step of eight micro-batches not every action has run after every other one.
+        In a step of fewer micro-batches, such as eight, some pairs of actions do not follow each
+        other.
         """
         layout = self._tiny(4, count, 12, 1, self.layout.schedule)
         return Point(layout.overrides() | self._flags(kind, 4 * count), layout.devices, rank)
@@ -141,7 +130,7 @@ class SignaturePoints:
     def _tiny(
         self, pp: int, vpp: int, batches: int, data_parallel: int, schedule: str | None
     ) -> Layout:
-        """The layout on the fewest data-parallel ranks that share anything, or more of them."""
+        """The layout on twice the fewest data-parallel ranks, or on a multiple of these."""
         base = self.layout.signature()
         dp = base.devices // (base.tp * base.cp) * 2 * data_parallel
         return replace(
@@ -154,7 +143,7 @@ class SignaturePoints:
         )
 
     def _flags(self, kind: str, layers: int) -> dict[str, Any]:
-        """A model of layers of one kind."""
+        """Flags of a model with layers of one kind."""
         flags: dict[str, Any] = {"num_layers": layers, "noop_layers": None}
         plain = kind.removesuffix(RECOMPUTED)
         if any(not k.startswith(DENSE) for k in self.kinds):

@@ -1,4 +1,4 @@
-"""Whole ranks of a job without composition: their peak memory, and the seconds of a step.
+"""Count and time whole ranks of a job, without composition: peak memory, seconds of a step.
 
     prediction = predict_whole(args, found, load_cluster("h100"), jobs=2)
 
@@ -9,9 +9,9 @@ A rank runs the fewest micro-batches after which its memory and its actions repe
   and the first and last pipeline ranks if theirs are close.
 * :func:`predict_whole` times every pipeline rank (:mod:`mindspeed.planner.counted.timed_step`). The
   seconds of its chunks are those of the actions that
-  :func:`mindspeed.planner.composed.step_plan.step_plan` simulates for all micro-batches; what the
-  slowest rank does after its last action is added. Without a pipeline, the difference of steps of
-  two and three micro-batches is one micro-batch.
+  :func:`mindspeed.planner.composed.step_plan.step_plan` simulates for all micro-batches, plus what
+  the slowest rank does after its last action. Without a pipeline, the difference of steps of two
+  and three micro-batches is one micro-batch.
 """
 
 from __future__ import annotations
@@ -43,18 +43,13 @@ from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.training.fake_job import rank_in_stage
 
 NEAR = 0.05
-"""Several times what composition may err."""
+"""Relative distance within which ranks are counted: several times the error of composition."""
 COUNT_SECONDS = 600.0
 """Timeout of a count."""
 
 
 def counted_peak(job: Job, layout: Layout, composed: Sequence[float]) -> int:
-    """Bytes of the pipeline rank that needs most.
-
-    Args:
-        job: that is planned.
-        layout: its layout.
-        composed: bytes of each pipeline rank.
+    """Count the bytes of the fullest pipeline rank, of which ``composed`` has estimates.
 
     Raises:
         MindSpeedError: it cannot be counted.
@@ -64,11 +59,7 @@ def counted_peak(job: Job, layout: Layout, composed: Sequence[float]) -> int:
 
 
 def ranks_to_count(composed: Sequence[float]) -> list[int]:
-    """Pipeline ranks one of which is the fullest, though composed bytes may err.
-
-    Args:
-        composed: bytes of each.
-    """
+    """Pipeline ranks one of which is the fullest, given that composed bytes may err."""
     most = max(composed)
     chosen = {0, composed.index(most), len(composed) - 1}
     return sorted(rank for rank in chosen if composed[rank] >= (1 - NEAR) * most)
@@ -81,12 +72,7 @@ def _peak(job: Job, layout: Layout, stage: int) -> int:
 
 
 def enough_micro_batches(shape: Shape, rank: int) -> int:
-    """The shortest step in which a rank has as many micro-batches in flight as in a whole one.
-
-    Args:
-        shape: of the job.
-        rank: of the pipeline.
-    """
+    """The shortest step in which a rank has as many micro-batches in flight as in a whole one."""
     count, ranks, chunks = shape.micro_batches, shape.ranks, shape.chunks
     if ranks == 1:
         return min(count, 2)
@@ -104,11 +90,7 @@ def enough_micro_batches(shape: Shape, rank: int) -> int:
 
 
 def peak_micro_batches(args: argparse.Namespace) -> list[int] | None:
-    """Of each pipeline rank the micro-batches after which its peak repeats; None: all may matter.
-
-    Args:
-        args: final values of the job.
-    """
+    """Micro-batches after which the peak repeats, by pipeline rank; None: all may matter."""
     shape = shape_of(args)
     if shape.uncomposable != shape.whole_only:  # a schedule whose micro-batches differ
         return None
@@ -116,7 +98,7 @@ def peak_micro_batches(args: argparse.Namespace) -> list[int] | None:
 
 
 def _most_in_flight(shape: Shape, rank: int, micro_batches: int) -> int:
-    """Chunks of micro-batches whose activations a rank keeps at most."""
+    """Largest number of chunks of micro-batches whose activations a rank keeps."""
     plan: Plan = build_plan(shape.request, shape.ranks, shape.chunks, micro_batches)
     held = most = 0
     for action in plan.rows[rank]:
@@ -142,11 +124,11 @@ def predict_whole(
         found: its counted bytes and FLOPs.
         cluster: rates of devices and links.
         jobs: processes.
-        progress: callback with how many steps are timed.
+        progress: progress callback, of timed steps.
 
     Raises:
-        MindSpeedError: the job cannot be timed, or whole ranks do not tell how long the actions of
-            its schedule take.
+        MindSpeedError: the job cannot be timed, or the seconds of the actions of its schedule do
+            not follow from whole ranks.
     """
     shape = shape_of(args)
     if shape.uncomposable != shape.whole_only:
@@ -192,10 +174,10 @@ class _Figures:
 
     Attributes:
         chunks: forward and backward of a micro-batch, recomputation included.
-        waits: within them, of a micro-batch, by what for.
-        end: after the last action, and waits for data-parallel groups anywhere in the step.
-        step: of the whole step.
-        exposed: all waits of the step.
+        waits: waits of a micro-batch within its chunks, by process group.
+        end: end of the step, with waits for data-parallel groups anywhere in it.
+        step: the whole step.
+        exposed: all waits of the step, by process group.
     """
 
     chunks: tuple[tuple[float, float], ...]
@@ -212,7 +194,7 @@ _SHARED = "DATA_PARALLEL"
 def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batches: int) -> _Figures:
     found = time_step(args, cluster, rank, micro_batches=micro_batches)
     waits = Counter[str]()
-    closing, earlier = 0.0, 0.0  # waits for data-parallel ranks, which count at the end of the step
+    closing, earlier = 0.0, 0.0  # waits for data-parallel ranks: added to the end of the step
     for one in found.intervals:
         if one.kind != "wait" or one.communication is None:
             continue
@@ -234,7 +216,7 @@ def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batche
 
 
 def _continued(two: _Figures, three: _Figures) -> _Figures:
-    """The rank of a job without a pipeline, from steps of two and three micro-batches."""
+    """Figures of a rank without a pipeline, from steps of two and three micro-batches."""
     more = three.step - two.step
     waits = {name: t - two.exposed.get(name, 0.0) for name, t in three.exposed.items()}
     waits = {name: t for name, t in waits.items() if t > 1e-9}

@@ -1,14 +1,15 @@
-"""Every token goes to experts by a rule, so that loads are known without values.
+"""Route tokens to experts by a fixed rule, so that loads are known without values.
 
-Balanced: the experts have as many of a rank's tokens as each other, to one; which k experts a token
-takes is drawn, so as many of them share a rank as with a uniform router. With ``imbalance`` f > 1
-the experts of the first expert-parallel rank get f times the mean, the others share what is left.
-All ranks route alike.
+Balanced: numbers of tokens differ by at most one between experts; the k experts of a token are
+drawn at random, so as many of them share a rank as with a uniform router. With ``imbalance`` f > 1
+the experts of the first expert-parallel rank get f times the mean, the others share the rest. All
+ranks route equally.
 
-The rule is put into the logits of the routers, so all that follows is Megatron's and ours: scores,
-top-k, groups, capacity, drops, padding. FakeTensors get the values (:mod:`known_values`), real
-tensors are overwritten, so a real job can route by the same rule.
+The rule sets the logits of the routers; everything after them is unchanged: scores, top-k, groups,
+capacity, drops, padding. FakeTensors get the values (:mod:`known_values`), real tensors are
+overwritten, so a real job can route by the same rule.
 
+    with planned_rank(args, rank) as own: ...                # one rank on FakeTensors
     with balanced_routing(args): count_here(args, rank)      # real ranks
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,25 +29,26 @@ from torch.utils._mode_utils import no_dispatch
 
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
+from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.known_values import KnownValues, assume, share_bytes
 
 MARGIN = 64.0
 """Logit of chosen experts; that of others is 0. Noise of gates does not change the choice."""
 MOST_BLOCKS = 128
-"""Draws for the tokens of a rank."""
+"""Maximum number of draws for the tokens of a rank."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The assumption.
+    """Assumed loads of experts.
 
     Attributes:
-        experts: E, of a layer.
-        topk: k, experts of a token.
-        ranks: expert-parallel ones.
+        experts: experts E of a layer.
+        topk: experts k of a token.
+        ranks: expert-parallel ranks.
         imbalance: load of the first rank over the mean, >= 1.
-        groups: of experts, equal parts of them, in ``group_topk`` of which a token's experts are.
-        group_topk: how many groups a token takes.
+        groups: groups of equally many experts.
+        group_topk: number of groups that contain the experts of a token.
     """
 
     experts: int
@@ -57,7 +60,11 @@ class Balance:
 
     @classmethod
     def of(cls, args: argparse.Namespace, imbalance: float = 1.0) -> Balance:
-        """Build the assumption from final values."""
+        """Build the assumption from final values.
+
+        Raises:
+            ConfigError: the imbalance is not possible.
+        """
         experts, ranks = args.num_experts, args.expert_model_parallel_size
         groups, topk = args.moe_router_num_groups or 1, args.moe_router_topk
         most = min(ranks, experts / topk) if groups == 1 else 1
@@ -97,13 +104,12 @@ def _even(slots: int, parts: int) -> torch.Tensor:
 
 
 def _spread(tokens: int, topk: int, loads: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Parts for each token, int64 ``[tokens, topk]``, all different, so many of each as asked.
+    """Draw different parts for each token, int64 ``[tokens, topk]``.
 
     Args:
-        tokens: n.
+        tokens: number of tokens.
         topk: parts of a token.
-        loads: how often each part is taken by the first so many tokens, int64 ``[parts]``, at most
-            once by a token.
+        loads: tokens of each part among the first n tokens, int64 ``[parts]``.
     """
     found, random = [], torch.Generator().manual_seed(tokens)
     before = loads(0)
@@ -112,7 +118,7 @@ def _spread(tokens: int, topk: int, loads: Callable[[int], torch.Tensor]) -> tor
         count = min(block, tokens - start)
         after = loads(start + count)
         order = torch.randperm(len(before), generator=random)
-        # One part after the other: a part's slots are those of different tokens.
+        # Slots of one part are consecutive, so that they belong to different tokens.
         slots = order.repeat_interleave((after - before)[order])
         found.append(slots.view(topk, count).t())
         before = after
@@ -121,19 +127,14 @@ def _spread(tokens: int, topk: int, loads: Callable[[int], torch.Tensor]) -> tor
 
 @functools.lru_cache(maxsize=16)
 def logits_of(balance: Balance, tokens: int) -> torch.Tensor:
-    """Logits ``[tokens, experts]``, fp32, of which the largest are the experts of the tokens."""
+    """Logits ``[tokens, experts]``, fp32, largest for the experts of each token."""
     chosen = balance.choice(tokens)
     return torch.zeros(tokens, balance.experts).scatter_(1, chosen, MARGIN)
 
 
 @contextlib.contextmanager
 def balanced_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterator[None]:
-    """Routers of this process choose by the rule inside the block.
-
-    Args:
-        args: final values.
-        imbalance: of :class:`Balance`.
-    """
+    """Make the routers of this process choose by the rule inside the block."""
     if not args.num_experts:
         yield
         return
@@ -147,17 +148,22 @@ def balanced_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterat
 
 @contextlib.contextmanager
 def assumed_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterator[None]:
-    """FakeTensors that the routing determines have values inside the block.
-
-    Args:
-        args: final values.
-        imbalance: of :class:`Balance`.
-    """
+    """Give values to FakeTensors that the routing determines, inside the block."""
     if not args.num_experts:
         yield
         return
     with balanced_routing(args, imbalance), KnownValues():
         yield
+
+
+@contextlib.contextmanager
+def planned_rank(
+    args: argparse.Namespace, rank: int, imbalance: float = 1.0
+) -> Iterator[argparse.Namespace]:
+    """Make this process a global rank of the job, on FakeTensors; yields a copy of its values."""
+    args = copy.copy(args)
+    with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
+        yield args
 
 
 def _patch(balance: Balance, journal: Journal) -> None:
@@ -188,7 +194,7 @@ def _patch(balance: Balance, journal: Journal) -> None:
 
     def scores(gate: Any, logits: torch.Tensor, gates: torch.Tensor) -> list[torch.Tensor]:
         found = gate_scores(gate, logits, gates)
-        for score in found:  # drawn ones
+        for score in found:
             if isinstance(score, FakeTensor):
                 set_logits(score)
         return found
@@ -203,7 +209,7 @@ def _patch(balance: Balance, journal: Journal) -> None:
 
     def headers_of(dispatcher: Any, rows: torch.Tensor) -> torch.Tensor:
         found = headers(dispatcher, rows)
-        if loads and isinstance(found, FakeTensor):  # in rows, whose values are not known
+        if loads and isinstance(found, FakeTensor):  # written into rows without known values
             share_bytes(loads[0], found)
         return found
 
@@ -215,6 +221,6 @@ def _patch(balance: Balance, journal: Journal) -> None:
     journal.set(RouterForward, "_scores", scores, owner=owner)
     journal.set(WindowDispatcher, "measure", measured, owner=owner)
     journal.set(WindowDispatcher, "_headers", headers_of, owner=owner)
-    # What they collect over micro-batches and layers would outlive the tensors of this block.
+    # Tensors that they collect over micro-batches and layers must not outlive this block.
     journal.set(moe_utils.MoEAuxLossAutoScaler, "main_loss_backward_scale", None, owner=owner)
     journal.set(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}, owner=owner)

@@ -1,13 +1,13 @@
-"""Does a configuration fit: bytes, FLOPs and messages of all its pipeline ranks, counted.
+"""Count bytes, FLOPs and messages of all pipeline ranks of a configuration: does it fit?
 
     settings = prepare(["--dry-run", ...])
     found = check(settings.args, memory_limit=60 * 2**30, jobs=2)
     found.fits, found.ranks[0].peak
 
-Each pipeline rank runs one step on FakeTensors (:mod:`mindspeed.planner.counted.counted_step`) as
-the first rank of its stage: the tensor, context and data parallel ranks of a stage are equal, but
-for what :attr:`Check.note` says. Ranks with equal figures are grouped. :func:`megatron_formula` is
-Megatron-LM's estimate for comparison.
+The first rank of each stage runs one step on FakeTensors
+(:mod:`mindspeed.planner.counted.counted_step`): the tensor, context and data parallel ranks of a
+stage are equal, with the exceptions in :attr:`Check.note`. Ranks with equal figures are grouped.
+:func:`megatron_formula` is Megatron-LM's estimate for comparison.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Traffic:
     """Bytes that a rank sends in a step through one process group by one operation.
 
     Attributes:
-        group: what its creator calls it.
+        group: Megatron's description of the group.
         size: ranks of the group.
         op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
-        calls: number; None: not known.
+        calls: number of calls; None: unknown.
         payload: bytes of the tensors.
         wire: bytes that this rank sends.
     """
@@ -57,14 +57,14 @@ class RankCheck:
     """Pipeline ranks with the same figures.
 
     Attributes:
-        pipeline_ranks: which.
-        parameters: entries.
+        pipeline_ranks: their numbers.
+        parameters: parameters on the rank.
         static: bytes between steps, by kind.
-        peak: most bytes alive at once.
-        at_peak: these bytes, by kind.
-        flops: executed in a step; recomputation is a part of it.
+        peak: largest number of bytes alive at once.
+        at_peak: bytes at the peak, by kind.
+        flops: FLOPs executed in a step, recomputation included.
         recomputed: FLOPs of recomputation.
-        traffic: by group and operation.
+        traffic: messages, by group and operation.
         host: bytes of host memory between steps.
     """
 
@@ -84,11 +84,12 @@ class Check:
     """The figures of a configuration.
 
     Attributes:
-        micro_batches: of a step, on one data-parallel rank.
+        micro_batches: micro-batches of a step on one data-parallel rank.
         ranks: all pipeline ranks.
-        memory_limit: bytes that the tensors of a rank may take; None: not known.
-        composed: composed of small runs (:mod:`mindspeed.planner.composed.compose`), not counted.
-        note: which rank of a stage was counted, where others have other bytes.
+        memory_limit: bytes that the tensors of a rank may take; None: unknown.
+        composed: whether figures are composed of small runs
+            (:mod:`mindspeed.planner.composed.compose`), not counted.
+        note: which rank of a stage was counted, if others have other bytes.
     """
 
     micro_batches: int
@@ -123,10 +124,10 @@ def check(
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
         progress: progress callback.
-        micro_batches: of the step that each pipeline rank runs; default: those of the job.
+        micro_batches: micro-batches that each pipeline rank runs; default: those of the job.
 
     Raises:
-        MindSpeedError: the step cannot be counted; says what is in the way.
+        MindSpeedError: the step cannot be counted; gives the reason.
     """
     steps: list[CountedStep] = []
     stages = args.pipeline_model_parallel_size
@@ -142,11 +143,7 @@ def check(
 
 
 def counted_rank(args: argparse.Namespace) -> str:
-    """Which rank of a stage is counted, where its optimizer keeps more or less than others'.
-
-    Args:
-        args: final values.
-    """
+    """Which rank of a stage is counted, if its optimizer states differ from other ranks'."""
     parallel = Parallel.of(args)
     replicas = parallel.data * parallel.context
     if max(replicas, parallel.expert_data if args.num_experts else 1) == 1:
@@ -171,7 +168,7 @@ def _count(
 
 
 def group_equal_ranks(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
-    """Single pipeline ranks, those with equal figures together."""
+    """Group single pipeline ranks with equal figures."""
     found: list[RankCheck] = []
     for one in ranks:
         for index, other in enumerate(found):
@@ -185,12 +182,7 @@ def group_equal_ranks(ranks: Iterable[RankCheck]) -> Iterator[RankCheck]:
 
 
 def figures_of_step(stage: int, step: CountedStep) -> RankCheck:
-    """The figures of a counted step.
-
-    Args:
-        stage: pipeline rank.
-        step: one of its ranks.
-    """
+    """Build the figures of a pipeline rank from the counts of its step."""
     return RankCheck(
         (stage,),
         step.parameters,
@@ -205,7 +197,7 @@ def figures_of_step(stage: int, step: CountedStep) -> RankCheck:
 
 
 def traffic(communications: Iterable[Communication]) -> tuple[Traffic, ...]:
-    """Sums by group and operation, the most bytes sent first; groups of one rank are left out."""
+    """Sum messages by group and operation, the largest first; groups of one rank are left out."""
     sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for one in communications:
         if len(one.ranks) > 1:
@@ -218,7 +210,7 @@ def traffic(communications: Iterable[Communication]) -> tuple[Traffic, ...]:
 
 
 def megatron_formula(args: argparse.Namespace, micro_batches: int) -> float | None:
-    """Memory by Megatron-LM's closed formula; None where the formula does not apply.
+    """Megatron-LM's closed formula of memory; None where the formula does not apply.
 
     Bytes per rank of the first pipeline stage: parameters of the fullest shard times 18, or
     6 + 12 / d with a distributed optimizer over d ranks, and activations
@@ -230,10 +222,6 @@ def megatron_formula(args: argparse.Namespace, micro_batches: int) -> float | No
     ignores gated activations, grouped heads, kernels, experts' tokens and context parallelism, and
     does not apply to experts that are sharded differently from dense layers. Source:
     ``megatron/training/theoretical_memory_usage.py``; Korthikanti et al., arXiv:2205.05198.
-
-    Args:
-        args: final values.
-        micro_batches: of a step.
     """
     if args.multi_latent_attention or has_unknown_experts(vars(args)):
         return None
@@ -261,7 +249,7 @@ def _weights_and_optimizer(args: argparse.Namespace) -> float:
 
 
 def _layer(args: argparse.Namespace, width: int) -> float:
-    """Entries of the matrices of attention and of an MLP."""
+    """Parameters of the matrices of attention and of an MLP."""
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     attention = 2 * args.hidden_size * query * (1 + groups / args.num_attention_heads)

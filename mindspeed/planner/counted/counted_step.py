@@ -1,19 +1,18 @@
-"""One training step of one rank, executed and counted: bytes alive, FLOPs, communication.
+"""Count one training step of one rank: bytes alive, FLOPs, communication.
 
     settings = prepare([...])                       # final values, of a dry run
     step = count_step(settings.args, rank=0)
     step.peak, step.static["optimizer"], step.flops
 
-The rank runs the trainer's own code: its model, data parallelism, optimizer and schedule, with
+The rank executes the trainer's own code: its model, data parallelism, optimizer and schedule, with
 every feature that is on. On FakeTensors nothing is computed, allocated or sent, so a rank of any
-job fits into this process. :func:`count_here` counts a rank of a real job; both give the same
-figures to the byte.
+job fits into this process. :func:`count_here` counts a rank of a real job; the figures are equal to
+the byte.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.planner.cluster.rates import Product
 
 Watch = Callable[[LiveMemory], AbstractContextManager[Any]]
-"""Something that looks on while a step is counted."""
+"""Makes a context, from the counter, in which the step is counted."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,18 @@ class CountedStep:
 
     Attributes:
         rank: global rank.
-        micro_batches: of the step.
-        parameters: entries on this rank; of Megatron-FSDP those of its shards.
+        micro_batches: micro-batches of the step.
+        parameters: parameters on this rank; with Megatron-FSDP those of its shards.
         static: bytes between steps, by kind (:mod:`mindspeed.planner.counted.step_counter`).
-        peak: most bytes alive at once during a step.
-        at_peak: these bytes by kind.
-        flops: of the step.
-        communications: of the step in their order.
-        products: how often each matrix product ``(m, n, k, dtype)`` ran.
-        other_flops: of operators that are no plain product (attention), by operator.
+        peak: largest number of bytes alive at once during a step.
+        at_peak: bytes at the peak, by kind.
+        flops: FLOPs of the step.
+        communications: communications of the step, in order.
+        products: executions of each matrix product ``(m, n, k, dtype)``.
+        other_flops: FLOPs of operators that are no plain product (attention), by operator.
         moved: bytes read and written by operators without FLOPs, by operator.
-        calls: how often each operator that computes or moves bytes ran.
-        host: most bytes of host memory, for copies that are swapped out.
+        calls: executions of each operator that computes or moves bytes.
+        host: peak bytes of host memory, for copies that are swapped out.
         host_static: bytes of host memory between steps.
     """
 
@@ -81,17 +80,14 @@ def count_step(
     Args:
         args: final values, of a dry run.
         rank: global rank.
-        micro_batches: default: those of the job.
-        watch: is around the step that is counted.
+        micro_batches: micro-batches of the step; default: those of the job.
+        watch: makes a context around the counted step.
         imbalance: load of the first expert-parallel rank over the mean.
-        short: the step before the one that is counted, which makes the states of the optimizer, has
-            one micro-batch.
+        short: run one micro-batch in the step before, which creates optimizer states.
     """
-    from mindspeed.planner.counted.balanced_routing import assumed_routing
-    from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+    from mindspeed.planner.counted.balanced_routing import planned_rank
 
-    args = copy.copy(args)
-    with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
+    with planned_rank(args, rank, imbalance) as args:
         return count_here(args, rank, micro_batches, watch, short)
 
 
@@ -102,15 +98,7 @@ def count_here(
     watch: Watch = nullcontext,
     short: bool = False,
 ) -> CountedStep:
-    """Count one step of this process, whose process groups exist.
-
-    Args:
-        args: final values.
-        rank: global rank of this process.
-        micro_batches: default: those of the job.
-        watch: is around the step that is counted.
-        short: the step before it has one micro-batch.
-    """
+    """Count one step of this process, whose process groups exist; see :func:`count_step`."""
     from mindspeed.planner.counted.loop import StepOfRank
     from mindspeed.planner.counted.step_counter import StepCounter, claim
 
@@ -143,16 +131,16 @@ def count_here(
 
 
 def _found(counts: Counter[str]) -> Counter[str]:
-    """Kinds of the device that there are."""
+    """Drop empty kinds and those of the host."""
     return Counter({kind: n for kind, n in counts.items() if n and kind != "host"})
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """When cycles of objects are collected must not decide what lives at the peak."""
+    """Disable garbage collection, whose time would decide what is alive at the peak."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    gc.freeze()  # what exists is not looked at by the collection between the steps
+    gc.freeze()  # exclude existing objects from the collection between the steps
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""One rank of a job of any size in this process, on FakeTensors without values.
+"""Run one rank of a job of any size in this process, on FakeTensors without values.
 
-Process groups are those of torch's ``fake`` backend. Exchanges of objects return this rank's own.
-Code that reads the value of a tensor gets a constant if the answer does not change what is
-executed; any other reader is refused with its file and line.
+Process groups are those of torch's ``fake`` backend. Collectives of objects return this rank's own.
+Code that reads the value of a tensor gets a constant if the value does not change what is executed;
+any other read is an error with file and line.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ READERS: dict[tuple[str, str], float] = {
     ("utils.py", "reduce_max_stat_across_model_parallel_group"): 0.0,
     ("utils.py", "_broadcast_cu_seqlens"): 0,
 }
-"""(file, function) -> what it reads."""
-_OF_STORAGES = (
+"""Constant that a function reads, by its file and name."""
+_STORAGE_OPS = (
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
 )
@@ -55,15 +55,15 @@ _INSIDE = (
 
 
 class ReadsValue(ConfigError):
-    """Code of the model depends on the value of a tensor."""
+    """The model depends on the value of a tensor."""
 
 
 class NoFakeKernel(ConfigError):
-    """An operator cannot say the shapes of its results without computing them."""
+    """An operator has no fake kernel, which gives the shapes of its results."""
 
 
 class PlannedTensors(FakeTensorMode):
-    """FakeTensors of planning, whose values are constants; real tensors may be mixed in."""
+    """FakeTensor mode in which known functions read constants; real tensors may be mixed in."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -72,13 +72,13 @@ class PlannedTensors(FakeTensorMode):
         """Run an operator on FakeTensors.
 
         Raises:
-            ReadsValue: it needs the value of a tensor; names file and line.
-            NoFakeKernel: it has none; names operator, file and line.
+            ReadsValue: the operator needs the value of a tensor; names file and line.
+            NoFakeKernel: the operator has no fake kernel; names operator, file and line.
         """
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(args[0])
         try:
-            if func in _OF_STORAGES:  # the cache of results would keep their storages alive
+            if func in _STORAGE_OPS:  # the cache of results would keep their storages alive
                 with _uncached(self):
                     return super().dispatch(func, types, args, kwargs or {})
             return super().dispatch(func, types, args, kwargs or {})
@@ -127,7 +127,7 @@ def _place() -> str:
 
 
 def _reader() -> FrameType:
-    """The innermost frame that is neither torch's nor ours, nor that of a mode."""
+    """The innermost frame outside of torch, the planner and dispatch modes."""
     frame = sys._getframe(2)
     while frame.f_back is not None and (
         frame.f_code.co_name == "__torch_dispatch__"
@@ -139,10 +139,10 @@ def _reader() -> FrameType:
 
 @contextlib.contextmanager
 def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
-    """Process groups without communication, of a global rank of the job.
+    """Create the process groups of a global rank of the job, without communication.
 
     Args:
-        args: final values; those that need values of tensors are changed in place.
+        args: final values; options that need values of tensors are changed in place.
         rank: global rank.
     """
     from mindspeed.planner.counted.loop import loop_of
@@ -176,7 +176,7 @@ _REFUSED = {
         "but for headers",
     ),
 }
-"""Name of an argument -> its flag, why it cannot be planned and what can."""
+"""Flag that cannot be planned, and the reason with an alternative, by argument."""
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -196,7 +196,7 @@ def _refuse(args: argparse.Namespace) -> None:
 
 
 def _answer_with_constants(journal: Journal) -> None:
-    """Objects of other ranks are those of this one."""
+    """Answer collectives of objects with the objects of this rank."""
 
     def all_gather_object(found: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
         found[:] = [value] * len(found)
@@ -207,7 +207,7 @@ def _answer_with_constants(journal: Journal) -> None:
 
 
 def keep_meshes_real(journal: Journal) -> None:
-    """Meshes of ranks are tensors on the host whose values decide which groups are made."""
+    """Keep the tensors of device meshes real: their values decide which groups are created."""
     from mindspeed.adaptor import watched_calls
 
     (fsdp, name), _ = watched_calls.sharded_data_parallel()
@@ -236,9 +236,9 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(module: torch.nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """``Module._apply``, which cannot exchange parameters that are FakeTensors.
+    """Replacement of ``Module._apply``, which cannot swap parameters that are FakeTensors.
 
-    Classes with one of their own (routers) keep the dtypes of their buffers.
+    Classes that override it (routers) keep the dtypes of their buffers.
     """
     for each in module.modules() if recurse else [module]:
         keeps = type(each)._apply is not torch.nn.Module._apply
@@ -250,7 +250,7 @@ def _apply(module: torch.nn.Module, change: Callable[[Any], Any], recurse: bool 
                 after = change(before)
                 if keeps and tensors is each._buffers and after.dtype != before.dtype:
                     after = before if after.device == before.device else before.to(after.device)
-                if after is before:  # also tensors on the meta device, which stay there
+                if after is before:  # such as tensors that stay on the meta device
                     continue
                 if after.device == before.device:
                     tensor.data = after

@@ -1,6 +1,6 @@
 """FakeTensors whose values are known although nothing else is computed.
 
-A routing map decides how many rows each expert gets, so shapes depend on its values. Some
+A routing map decides how many tokens each expert gets, so shapes depend on its values. Some
 FakeTensors therefore carry a real tensor with their values (:func:`assume`). Operators on such
 tensors also run on the real ones, and their results carry values in turn. So sums, sorts, splits
 and ``.tolist()`` of a routing map return numbers; all other tensors have no values.
@@ -20,7 +20,7 @@ broadcast        its values
 others           unknown (a sum does not show which reduction it is)
 ===============  =====================================================
 
-Instruments see neither bytes nor FLOPs of it.
+Instruments do not count the bytes and FLOPs of values.
 """
 
 from __future__ import annotations
@@ -39,21 +39,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mindspeed.journal import Journal
 
 MOST = 1 << 26
-"""Elements of a tensor with values."""
+"""Maximum number of elements of a tensor with values."""
 MOST_FLOATS = 1 << 12
-"""Elements of a constant of a floating dtype with values: not for buffers of gradients."""
+"""The same for constants of a floating dtype: excludes gradient buffers."""
 _aten = torch.ops.aten
 _FACTORIES = {_aten.arange, _aten.zeros, _aten.ones, _aten.full, _aten.scalar_tensor}
 _SELECTIONS = {_aten.masked_select, _aten.index}
-"""Operators whose shape depends on a mask; the values that they select need not be known."""
+"""Operators whose shape depends on a mask only; the selected values may be unknown."""
 _NAME = "_known_values"
 
 
 def assume(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Attach values (a real tensor of the same shape) to a FakeTensor.
-
-    A real tensor is overwritten, unseen by instruments.
-    """
+    """Attach values, a real tensor of the same shape, to a FakeTensor; overwrite a real tensor."""
     with no_dispatch():
         if isinstance(tensor, FakeTensor):
             setattr(tensor, _NAME, values.to(tensor.dtype).reshape(tensor.shape).clone())
@@ -62,11 +59,9 @@ def assume(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def share_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Each row of ``target`` (FakeTensor, uint8 ``[n, bytes]``) is the value of ``source`` (fake).
+    """Set each row of ``target``, uint8 ``[n, bytes]``, to the bytes of the scalar ``source``.
 
-    Args:
-        source: a scalar with values.
-        target: its bytes, n times.
+    Both are FakeTensors; ``source`` has values.
     """
     values = source.__dict__.get(_NAME)
     if values is not None:
@@ -75,12 +70,12 @@ def share_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class KnownValues(TorchDispatchMode):
-    """Propagates values inside its block, which is one of a ``FakeTensorMode``."""
+    """Dispatch mode that propagates values; to be used inside a ``FakeTensorMode``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._journal = Journal()
-        self._lost: dict[int, torch.UntypedStorage] = {}  # values that are no longer true
+        self._lost: dict[int, torch.UntypedStorage] = {}  # values that were overwritten
 
     def __enter__(self) -> KnownValues:
         super().__enter__()
@@ -93,7 +88,7 @@ class KnownValues(TorchDispatchMode):
         super().__exit__(*error)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of ``tensor``, of any shape, or None."""
+        """The values of a tensor, in the same shape, or None."""
         if not isinstance(tensor, FakeTensor):
             return None if tensor.device.type == "meta" else tensor
         values: torch.Tensor | None = tensor.__dict__.get(_NAME)
@@ -140,7 +135,7 @@ class KnownValues(TorchDispatchMode):
         )
 
     def _real_first(self, func: Any, args: Any, kwargs: Any, keep: bool = True) -> Any:
-        """Shapes are those of the real result."""
+        """Execute on values first, because shapes depend on the result."""
         device = next(x.device for x in tree_leaves(args) if isinstance(x, torch.Tensor))
         real = self._execute(func, args, kwargs)
         result = tree_map_only(
@@ -151,7 +146,7 @@ class KnownValues(TorchDispatchMode):
         return result
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator on values; those that are not known are zero."""
+        """Execute an operator on values; unknown ones are zero."""
         with no_dispatch():
             args, kwargs = tree_map_only(torch.Tensor, self._stand_in, (args, kwargs))
             if kwargs.get("device") is not None:
@@ -173,7 +168,7 @@ class KnownValues(TorchDispatchMode):
                 setattr(fake, _NAME, values)
 
     def _lose(self, func: Any, args: Any, kwargs: Any) -> None:
-        """The tensors that the operator writes, and all that share their memory, lose values."""
+        """Drop the values of tensors that an operator writes, and of all that share memory."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.lose(value)
@@ -182,14 +177,14 @@ class KnownValues(TorchDispatchMode):
                 self.lose(kwargs.get(argument.name))
 
     def lose(self, written: Any) -> None:
-        """Tensors that were written with unknown values, and all that share their memory."""
+        """Drop the values of written tensors, and of all that share their memory."""
         for tensor in tree_leaves(written):
             values = self.of(tensor) if isinstance(tensor, FakeTensor) else None
             if values is not None:
                 self._lost[_storage(values)] = values.untyped_storage()
 
     def write(self, tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        """Tensors (any shapes) that were written with known values, of as many elements."""
+        """Set the values of written tensors; shapes of values may differ, sizes are the same."""
         for tensor, one in zip(tensors, values, strict=True):
             if isinstance(tensor, FakeTensor):
                 self.lose(tensor)
@@ -208,7 +203,7 @@ class KnownValues(TorchDispatchMode):
     def _array_of(self, otherwise: Any) -> Any:
         def numpy(tensor: torch.Tensor, **options: Any) -> Any:
             values = self.of(tensor)
-            if values is None:  # a reader, which is named
+            if values is None:  # .item() is an error that names the reader
                 return [one.item() for one in tensor.flatten()]
             with no_dispatch():
                 array = otherwise(values, **options)
@@ -219,7 +214,7 @@ class KnownValues(TorchDispatchMode):
 
 
 def _keeps(tensor: torch.Tensor) -> None:
-    """An array shares the memory of its tensor."""
+    """Keep a tensor alive while an array shares its memory."""
 
 
 def _storage(values: torch.Tensor) -> int:
@@ -227,12 +222,12 @@ def _storage(values: torch.Tensor) -> int:
 
 
 def _run_collective(known: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
-    """Execute a ``c10d`` operator; what it writes has values if what it reads has."""
+    """Execute a ``c10d`` operator; its outputs have values if its inputs have."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     rule = _RULES.get(func._schema.name.partition("::")[2])
     found: list[torch.Tensor] | None = None
-    if rule is None:  # the schemas do not say what is written
+    if rule is None:  # the schema does not say which arguments are written
         known.lose([args, kwargs])
         return func(*args, **kwargs)
     output, source, compute = rule
@@ -278,4 +273,4 @@ _RULES: dict[str, tuple[str, str, Compute]] = {
     "alltoall_base_": ("output", "input", _exchanged),
     "broadcast_": ("tensors", "tensors", _same),
 }
-"""Operator -> what it writes, what it reads, and the rule."""
+"""Written argument, read argument, and the rule, by operator."""

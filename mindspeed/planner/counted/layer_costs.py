@@ -1,4 +1,4 @@
-"""Figures of a modelled step: by layer and phase, and as a timeline."""
+"""Costs of a modelled step, by layer and phase and as a timeline."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Costs:
     """Costs of one layer in one phase.
 
     Attributes:
-        calls: of each collective.
-        sent: bytes that this rank puts on the wire, by collective.
-        flops: of operators with a formula.
+        calls: number of calls, by collective.
+        sent: bytes that this rank sends, by collective.
+        flops: FLOPs of operators with a formula.
         computing: modelled seconds of these operators.
         exposed: modelled seconds in which the rank waits for communication.
     """
@@ -46,7 +46,7 @@ class Costs:
 
     @property
     def figures(self) -> tuple[Any, ...]:
-        """Equal for layers that cost the same; seconds to the nanosecond."""
+        """Comparison key of costs; seconds are rounded to nanoseconds."""
         seconds = (round(value / NANOSECOND) for value in (self.computing, self.exposed))
         counted = (tuple(sorted(counter.items())) for counter in (self.calls, self.sent))
         return *counted, self.flops, *seconds
@@ -64,7 +64,7 @@ def by_layer(intervals: Iterable[TimedCall]) -> dict[str, dict[str, Costs]]:
 def group_equal_layers(
     layers: dict[str, dict[str, Costs]],
 ) -> list[tuple[str, int, dict[str, Costs]]]:
-    """Layers that cost the same in every phase, together: names, how many, costs of one."""
+    """Group layers with equal costs in every phase: their names, number, and costs of one."""
     groups: dict[Any, list[str]] = {}
     for name, phases in layers.items():
         figures = tuple((phase, phases[phase].figures) for phase in PHASES if phase in phases)
@@ -73,7 +73,7 @@ def group_equal_layers(
 
 
 def total(intervals: Iterable[TimedCall]) -> Costs:
-    """Costs of everything."""
+    """Sum the costs of all intervals."""
     costs = Costs()
     for interval in intervals:
         costs.add(interval)
@@ -81,7 +81,7 @@ def total(intervals: Iterable[TimedCall]) -> Costs:
 
 
 def lanes(intervals: Iterable[TimedCall]) -> Timeline:
-    """A lane for operators, one for waits, and one for each process group."""
+    """Build a timeline: a lane for operators, one for waits, one for each process group."""
     shown, found = [], set()
     for one in intervals:
         call = one.communication
@@ -94,7 +94,7 @@ def lanes(intervals: Iterable[TimedCall]) -> Timeline:
 
 
 def joined_names(names: list[str]) -> str:
-    """``layer 1``, ``layer 2``, ``layer 3``, ``layer 7`` -> ``layers 1-3, 7``."""
+    """Join ``layer 1``, ``layer 2``, ``layer 3``, ``layer 7`` to ``layers 1-3, 7``."""
     kind, _, first = names[0].rpartition(" ")
     if len(names) == 1 or not first.isdigit():
         return names[0]

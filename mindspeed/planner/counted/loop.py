@@ -1,14 +1,14 @@
-"""The training loop to count, ours or that of a Megatron-LM script, on invented batches.
+"""The training loop to count, ours or that of a Megatron-LM script, on synthetic batches.
 
-:func:`loop_of` returns the loop of a job; the rest of the planner handles both alike.
+:func:`loop_of` returns the loop of a job, which the rest of the planner does not distinguish.
 :class:`StepOfRank` builds the model and runs steps of it.
 
 Batches have the shapes of :mod:`mindspeed.training.batches`, with this rank's tokens; nothing is
-read, sent or compared. What depends on data is assumed:
+read, sent or compared. Properties of the data are assumed:
 
-* Packed documents all have ``--fix-sub-seq-length`` tokens; without it each sample has
-  :data:`DOCUMENTS` of equal length.
-* Variable lengths are all ``--seq-length``, the longest.
+* Packed documents all have ``--fix-sub-seq-length`` tokens; by default each sample has
+  :data:`DOCUMENTS` documents of equal length.
+* Variable lengths are all ``--seq-length``, the maximum.
 """
 
 from __future__ import annotations
@@ -43,12 +43,7 @@ MicroBatch = dict[str, Any]
 
 
 def readers_of(args: argparse.Namespace, config: Any) -> list[InventedBatches | None]:
-    """One reader for each chunk of this rank; None where a chunk needs no data.
-
-    Args:
-        args: final values.
-        config: Megatron's configuration of the model.
-    """
+    """Build a reader for each chunk of this rank; None where a chunk needs no data."""
     from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
@@ -67,15 +62,15 @@ def readers_of(args: argparse.Namespace, config: Any) -> list[InventedBatches | 
 
 
 class InventedBatches(Iterator[MicroBatch]):
-    """The micro-batches of one chunk, without end.
+    """Endless micro-batches of one chunk.
 
     Args:
         args: final values.
-        pre_process: the chunk embeds tokens.
-        post_process: the chunk computes the loss.
+        pre_process: whether the chunk embeds tokens.
+        post_process: whether the chunk computes the loss.
 
     Attributes:
-        micro_batch_sizes: samples of the micro-batches of a step, where they differ.
+        micro_batch_sizes: samples of the micro-batches of a step, if they differ.
     """
 
     def __init__(self, args: argparse.Namespace, pre_process: bool, post_process: bool) -> None:
@@ -101,7 +96,7 @@ class InventedBatches(Iterator[MicroBatch]):
         return batch | packing
 
     def _positions(self, samples: int) -> tuple[torch.Tensor, MicroBatch]:
-        """Positions of this rank's tokens ``[b, s / cp]`` int64, and what says of documents."""
+        """Positions of this rank's tokens, int64 ``[b, s / cp]``, and packing parameters."""
         from mindspeed.adaptor.micro_batch import shard_batch
 
         args = self._args
@@ -123,7 +118,7 @@ class InventedBatches(Iterator[MicroBatch]):
 
 
 def documents_of(args: argparse.Namespace, samples: int) -> CuSeqlens:
-    """The documents that are assumed in the concatenated samples of a micro-batch."""
+    """The assumed documents in the concatenated samples of a micro-batch."""
     size, given = args.seq_length, args.fix_sub_seq_length
     if not resets(vars(args)):
         return cu_seqlens_of_samples(samples, size)
@@ -134,24 +129,24 @@ Step = Callable[[], None]
 
 
 class Loop(Protocol):
-    """One training program."""
+    """A training program."""
 
     def started(self, args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-        """Its process groups and seeds; torch.distributed is initialised."""
+        """Create process groups and seeds; torch.distributed is initialised."""
 
     def build(self, args: argparse.Namespace) -> TrainedModel:
-        """Model, optimizer and schedule of this rank."""
+        """Build model, optimizer and schedule of this rank."""
 
     def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
-        """One training step of the model on invented tokens."""
+        """Make a function that runs one training step of the model on synthetic tokens."""
 
 
 class TrainerLoop:
-    """Our trainer."""
+    """The loop of our trainer."""
 
     @contextlib.contextmanager
     def started(self, args: argparse.Namespace) -> Iterator[None]:
-        """Groups and seeds of the trainer."""
+        """Create the process groups and seeds of the trainer."""
         from mindspeed.training import setup
 
         setup.parallel_groups(args)
@@ -159,13 +154,13 @@ class TrainerLoop:
         yield
 
     def build(self, args: argparse.Namespace) -> TrainedModel:
-        """The trainer's model; weights are not read."""
+        """Build the trainer's model without reading weights."""
         from mindspeed.training.model import build
 
         return build(argparse.Namespace(**vars(args) | {"load": None}))
 
     def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
-        """The trainer's step."""
+        """Make a function that runs one step of the trainer."""
         from mindspeed.training.forward_step import checked, forward_step
         from mindspeed.training.step import Trainer
 
@@ -179,19 +174,19 @@ class TrainerLoop:
 
 
 def loop_of(args: argparse.Namespace) -> Loop:
-    """The program that the arguments belong to."""
+    """The training program to which the arguments belong."""
     found: Loop = vars(args).get("planned_loop") or TrainerLoop()
     return found
 
 
 def batches(micro_batch_size: int, length: int) -> Iterator[dict[str, Any]]:
-    """Batches of invented tokens as :mod:`mindspeed.training.batches` yields them, without end.
+    """Endless synthetic batches, as :mod:`mindspeed.training.batches` yields them.
 
     Args:
-        micro_batch_size: samples.
-        length: tokens of each on this rank.
+        micro_batch_size: samples of a batch.
+        length: tokens of a sample on this rank.
     """
-    return iter(partial(_batch, micro_batch_size, length), None)  # keeps none of them alive
+    return iter(partial(_batch, micro_batch_size, length), None)  # a generator keeps one alive
 
 
 def _batch(micro_batch_size: int, length: int) -> dict[str, Any]:
@@ -211,8 +206,8 @@ class StepOfRank:
 
     Args:
         args: final values.
-        memory: records the kind of each new tensor.
-        micro_batches: of a step; default: those of the job.
+        memory: counts bytes by the kind that is set here.
+        micro_batches: micro-batches of a step; default: those of the job.
     """
 
     def __init__(
@@ -233,18 +228,18 @@ class StepOfRank:
         self._temporary_inside(self.model.optimizer, "step")
 
     def run(self) -> None:
-        """One step."""
+        """Run one step."""
         self._memory.kind = "activations"
         self._step()
 
     def run_shortest(self) -> None:
-        """One step of a single micro-batch; the next one is as long as the job's."""
+        """Run one step of a single micro-batch; later steps are as long as before."""
         self._batch_of(1)
         self.run()
         self._batch_of(self.micro_batches)
 
     def _batch_of(self, micro_batches: int | None) -> None:
-        """Let a step have as many micro-batches; None: those of the job."""
+        """Set the number of micro-batches of a step; None: that of the job."""
         from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
         from mindspeed.training.pretrain import count_batches
@@ -257,7 +252,7 @@ class StepOfRank:
         count_batches(args)
 
     def _temporary_inside(self, holder: Any, name: str) -> None:
-        """Mark storages that a function makes as temporary, unless they are claimed."""
+        """Count storages that a function allocates as temporary, unless they are claimed."""
         function = getattr(holder, name, None)
         if function is None:
             return

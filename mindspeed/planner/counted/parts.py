@@ -1,4 +1,4 @@
-"""Bytes, FLOPs, messages and seconds of a rank by layer, and outside of layers.
+"""Bytes, FLOPs, messages and seconds of the layers of a rank, and of the rest.
 
     for part in parts(settings.args, load_cluster("h100"), rank=0):
         part.name, part.kept, part.flops, part.sent
@@ -8,14 +8,13 @@ One step with the fewest micro-batches that the schedule allows runs on FakeTens
 gradients, of the optimizer and of data-parallel messages are per step. Layers with equal figures,
 and times within 1 %, are grouped.
 
-A layer keeps its input and what it saves for backward, but not its output, which is the input of
-the next layer. So the figures of a chunk add up to one more micro-batch in flight.
+A layer keeps its input and the tensors saved for backward, but not its output, which is the input
+of the next layer. So the bytes of a chunk add up to one micro-batch in flight.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,25 +33,25 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.counted.layer_costs import NANOSECOND, Costs, by_layer, joined_names
 
 NEAR = 0.01
-"""Difference of times of layers that are put together: those at the edges of a schedule differ."""
+"""Relative difference of times of grouped layers: those at the edges of a schedule differ."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A layer, or what is outside of layers.
+    """Equal layers, or a part of the step outside of layers.
 
     Attributes:
         name: such as ``chunk 0, layers 1-10``.
-        count: layers with these figures.
-        of_step: figures are of a step; else of one micro-batch.
-        parameters: entries of one of them on this rank.
-        kept: bytes that its forward keeps for its backward, its input among them; None: nothing
-            is, or it is not known because the schedule does not call its forward.
-        flops: executed, by phase: ``backward``, ``forward``, ``recompute``.
-        calls: collectives.
+        count: number of layers with these figures.
+        of_step: whether figures are per step; else per micro-batch.
+        parameters: parameters of one layer on this rank.
+        kept: bytes that its forward keeps for its backward, including its input; None: nothing, or
+            unknown because the schedule does not call its forward.
+        flops: executed FLOPs, by phase: ``backward``, ``forward``, ``recompute``.
+        calls: number of collectives.
         sent: bytes that this rank sends, by collective.
-        seconds: modelled, of computation.
-        exposed: modelled, in which the rank waits for communication.
+        seconds: modelled seconds of computation.
+        exposed: modelled seconds in which the rank waits for communication.
     """
 
     name: str
@@ -70,20 +69,18 @@ class Part:
 def parts(
     args: argparse.Namespace, cluster: Cluster, rank: int = 0, offsets: Sequence[int] = ()
 ) -> tuple[Part, ...]:
-    """The parts of a rank of the job, in the order in which they first run.
+    """Count the parts of a rank of the job, in the order in which they first run.
 
     Args:
         args: final values, of a dry run; their features are attached.
         cluster: rates of devices and links.
         rank: global rank.
-        offsets: of each of its chunks, what is added to the numbers of its layers.
+        offsets: added to the layer numbers of each of its chunks.
     """
-    from mindspeed.planner.counted.balanced_routing import assumed_routing
-    from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+    from mindspeed.planner.counted.balanced_routing import planned_rank
 
-    args = copy.copy(args)
-    with fake_world(args, rank), PlannedTensors(), assumed_routing(args, 1.0):
-        return _parts_here(args, cluster, offsets)
+    with planned_rank(args, rank) as own:
+        return _parts_here(own, cluster, offsets)
 
 
 def _parts_here(
@@ -100,12 +97,12 @@ def _parts_here(
         step.run()  # a second step is like all later ones
         kept: dict[str, int] = {}
         clock = VirtualClock.of(DeviceRates(cluster))
-        with parts_named(clock, step.model), kept_noted(memory, step.model, kept), clock:
+        with parts_named(clock, step.model), record_kept(memory, step.model, kept), clock:
             step.run()
     parameters = _parameters(step.model)
     sharded = bool(args.use_megatron_fsdp)
     costs = by_layer(_placed(one, sharded) for one in clock.intervals if one.scope)
-    groups: list[_Alike] = []
+    groups: list[_Group] = []
     for name, phases in costs.items():
         batches = step.micro_batches if name.startswith("chunk") else None
         one = _part(phases, batches, parameters.get(name, 0), kept.get(name))
@@ -114,27 +111,27 @@ def _parts_here(
             if group.takes(kind, one):
                 break
         else:
-            groups.append(group := _Alike(kind))
-        group.parts[_moved(name, offsets)] = one
+            groups.append(group := _Group(kind))
+        group.parts[_renumbered(name, offsets)] = one
     return tuple(group.part() for group in groups)
 
 
 def fewest_micro_batches(args: argparse.Namespace) -> int:
-    """Micro-batches without which the schedule of the job does not exist."""
+    """Smallest number of micro-batches with which the schedule of the job exists."""
     if flag_of(vars(args)) is not None:
         return 2 * int(args.pipeline_model_parallel_size)
     return args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
 
 
 @dataclass
-class _Alike:
-    """Parts with the same figures and nearly the same times, by their names."""
+class _Group:
+    """Parts with equal figures and nearly equal times, by name."""
 
     kind: str
     parts: dict[str, Part] = field(default_factory=dict)
 
     def takes(self, kind: str, one: Part) -> bool:
-        """Whether a part is one of them."""
+        """Whether a part belongs to the group."""
         first = next(iter(self.parts.values()))
         times = ((first.seconds, one.seconds), (first.exposed, one.exposed))
         near = all(math.isclose(a, b, rel_tol=NEAR) for a, b in times)
@@ -142,7 +139,7 @@ class _Alike:
         return kind == self.kind and near and same
 
     def part(self) -> Part:
-        """Merge them into one part with mean times."""
+        """Merge the parts into one with mean times."""
         every, names = list(self.parts.values()), list(self.parts)
         return replace(
             every[0],
@@ -153,7 +150,7 @@ class _Alike:
         )
 
 
-def _moved(name: str, offsets: Sequence[int]) -> str:
+def _renumbered(name: str, offsets: Sequence[int]) -> str:
     """The name of a layer with its number in the job."""
     from mindspeed.planner.counted.timed_step import chunk_of
 
@@ -165,19 +162,14 @@ def _moved(name: str, offsets: Sequence[int]) -> str:
 
 
 def _joined(names: list[str]) -> str:
-    """``chunk 0, layer 1``, ``chunk 1, layer 9`` -> ``chunks 0-1, layers 1, 9``."""
+    """Join ``chunk 0, layer 1``, ``chunk 1, layer 9`` to ``chunks 0-1, layers 1, 9``."""
     chunks = list(dict.fromkeys(name.partition(", ")[0] for name in names))
     layers = [one for name in names if (one := name.partition(", ")[2])]
     return ", ".join(joined_names(part) for part in (chunks, layers) if part)
 
 
 def _placed(one: TimedCall, sharded: bool) -> TimedCall:
-    """Move messages of data-parallel groups, which run once per step, out of layers.
-
-    Args:
-        one: interval of the clock.
-        sharded: parameters are gathered for every micro-batch.
-    """
+    """Move data-parallel messages out of layers, unless they run in every micro-batch (sharded)."""
     from mindspeed.planner.counted.timed_step import GRADIENTS, OPTIMIZER, chunk_of
 
     message = one.communication
@@ -192,7 +184,7 @@ def _placed(one: TimedCall, sharded: bool) -> TimedCall:
 def _part(
     phases: Mapping[str, Costs], micro_batches: int | None, parameters: int, kept: int | None
 ) -> Part:
-    """Build the part of one layer, or of a step if there is no number of micro-batches."""
+    """Build the part of one layer, or of a step if ``micro_batches`` is None."""
     sent, flops, batches = Counter[str](), dict[str, float](), micro_batches or 1
     for phase, costs in phases.items():
         flops[phase] = costs.flops / batches
@@ -216,7 +208,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _parameters(model: TrainedModel) -> dict[str, int]:
-    """Entries by scope."""
+    """Number of parameters by scope."""
     from mindspeed.planner.counted.timed_step import named_layers
 
     found: dict[str, int] = {}
@@ -234,14 +226,8 @@ _SENT_ON = "sent on"
 
 
 @contextmanager
-def kept_noted(memory: LiveMemory, model: TrainedModel, kept: dict[str, int]) -> Iterator[None]:
-    """Note what of the first forward of each chunk is alive after it.
-
-    Args:
-        memory: counts.
-        model: whose forwards run.
-        kept: is filled, bytes by scope (:mod:`mindspeed.planner.counted.timed_step`).
-    """
+def record_kept(memory: LiveMemory, model: TrainedModel, kept: dict[str, int]) -> Iterator[None]:
+    """Record in ``kept`` the bytes alive after the first forward of each chunk, by scope."""
     from mindspeed.planner.counted.timed_step import named_layers
 
     handles: list[Any] = []
@@ -258,7 +244,7 @@ def kept_noted(memory: LiveMemory, model: TrainedModel, kept: dict[str, int]) ->
 
 @dataclass
 class _Kept:
-    """Notes what the first forward of a chunk keeps, as kinds of memory."""
+    """Hooks that record what the first forward of a chunk keeps; scopes are kinds of memory."""
 
     memory: LiveMemory
     chunk: Any
@@ -268,7 +254,7 @@ class _Kept:
     done: bool = False
 
     def handles(self, layers: Mapping[str, torch.nn.Module]) -> list[Any]:
-        """Hooks of the chunk and its layers, by scope."""
+        """Register hooks of the chunk and its layers, which are given by scope."""
         handles: list[Any] = []
 
         def enter(module: Any, args: Any) -> None:
@@ -308,7 +294,7 @@ class _Kept:
         ]
 
     def _sent_on(self, output: torch.Tensor) -> None:
-        """Hidden states [s, b, h] that the next rank gets are dropped here."""
+        """Exclude hidden states [s, b, h] that are sent to the next rank and released here."""
         (model,) = unwrap([self.chunk])
         if not model.post_process:
             self.memory.claim(output, _SENT_ON)

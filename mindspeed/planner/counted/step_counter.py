@@ -5,7 +5,7 @@ Nested instruments (:class:`~mindspeed.instruments.live_memory.LiveMemory`,
 :class:`~mindspeed.instruments.ledger.CommLedger`) give the same figures; one mode takes a fraction
 of their time, most of which is Python per operator and mode.
 
-Bytes are counted by kind. :func:`claim` finds the kind of a storage by its holder:
+Bytes are counted by kind, which :func:`claim` sets by the holder of a storage:
 
 ==============  ==========================================================================
 kind            held by
@@ -51,7 +51,7 @@ _DEPTH = 3
 
 
 def claim(memory: LiveMemory, model: TrainedModel) -> None:
-    """Tell the memory what the storages of a model are; repeat it once states exist."""
+    """Set the kinds of the storages of a model; to be repeated once optimizer states exist."""
     for kind, tensor in [*_of_optimizer(model.optimizer), *_of_chunks(model.chunks)]:
         memory.claim(tensor, kind)
 
@@ -74,7 +74,7 @@ def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _offloaded(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Host memory of ``--optimizer-cpu-offload``, which on a CPU is like all other memory."""
+    """Host memory of ``--optimizer-cpu-offload``, which a CPU device does not distinguish."""
     for one in getattr(optimizer, "cpu_optimizers", ()):
         for group in one.param_groups:
             for weight in group["params"]:
@@ -105,7 +105,7 @@ def _of_chunks(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Tensors in a state: itself, in sequences, or in attributes of an encoded one."""
+    """Tensors of a state: itself, items of sequences, attributes of an encoded state."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, list | tuple):
@@ -121,17 +121,17 @@ ACTIVATIONS, TEMPORARY = "activations", "temporary"
 
 
 class StepCounter(LiveMemory):
-    """Live bytes always; the rest inside :meth:`counting`.
+    """Counts live bytes always, the rest inside :meth:`counting`.
 
-    While :attr:`kind` is "activations", storages that a backward pass makes are "temporary".
+    While :attr:`kind` is "activations", storages that a backward pass allocates are "temporary".
 
     Attributes:
-        flops: of forward, backward and recomputation.
-        products: how often each matrix product ran.
-        other_flops: of operators that are no plain product (attention), by name.
+        flops: FLOPs of forward, backward and recomputation.
+        products: executions of each matrix product.
+        other_flops: FLOPs of operators that are no plain product (attention), by name.
         moved: bytes read and written by operators without FLOPs, by name.
-        calls: of operators that compute or move, by name.
-        communications: in their order.
+        calls: executions of operators that compute or move bytes, by name.
+        communications: communications, in order.
     """
 
     def __init__(self) -> None:
@@ -146,13 +146,13 @@ class StepCounter(LiveMemory):
         self.mode: TorchDispatchMode = _Mode(self)
 
     def enter_contexts(self, stack: ExitStack) -> None:
-        """Receive FLOPs of work without an operator, too."""
+        """Also receive FLOPs that are reported without an operator."""
         super().enter_contexts(stack)
         stack.enter_context(flop_reports.received_by(self._reported))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """The block whose operators count."""
+        """Count operators inside the block."""
         self._counts = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""One training step of one rank, executed and timed by a model: where its seconds go.
+"""Time one training step of one rank by a model, and break its seconds down.
 
     step = time_step(settings.args, load_cluster("h100"), rank=0)
     step.chunks[0].forward, step.optimizer_seconds, step.exposed["TENSOR_MODEL_PARALLEL_GROUP"]
@@ -6,11 +6,11 @@
 The step is that of :mod:`mindspeed.planner.counted.counted_step`, on FakeTensors and in its real
 order. Operators and communications take the seconds of
 :class:`~mindspeed.planner.cluster.rates.DeviceRates`. Communication that the program waits for is
-exposed; computation is slower while communication runs. Counts are facts, times are a model.
+exposed; computation is slower while communication runs. Counts are exact, times are a model.
 
 The rank never waits for a slower one, so there is no pipeline bubble: the simulator of
-:mod:`mindspeed.pipeline.schedule` adds it. Kernels are those of the CPU path: operators that only a
-device fuses are timed one by one.
+:mod:`mindspeed.pipeline.schedule` adds it. Kernels are those of the CPU path: operators that are
+fused on devices only are timed one by one.
 
 While :func:`parts_named` is active, ``clock.scope`` names the part of the step that runs:
 
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -45,13 +44,13 @@ GRADIENTS, OPTIMIZER = "gradients", "optimizer"
 
 
 def chunk_of(scope: str) -> int | None:
-    """Index of the chunk that a scope belongs to; None: to none."""
+    """Index of the chunk to which a scope belongs, if any."""
     name = scope.partition(",")[0]
     return int(name.removeprefix("chunk ")) if name.startswith("chunk ") else None
 
 
 def named_layers(chunk: torch.nn.Module, index: int) -> Iterator[tuple[str, Any]]:
-    """The transformer layers of the chunk with this index, and their scopes."""
+    """Yield the scopes and modules of the transformer layers of a chunk."""
     from megatron.core.transformer import TransformerLayer
 
     for name, module in chunk.named_modules():
@@ -106,13 +105,13 @@ def _chunk_hooks(clock: VirtualClock, chunk: Any, scope: str) -> list[Any]:
 
 
 def _layer_hooks(clock: VirtualClock, layer: Any, scope: str, outside: str) -> list[Any]:
-    """Hooks of a transformer layer; returns their handles.
+    """Register hooks that set the scope of the clock while a transformer layer runs.
 
     Args:
-        clock: whose scope is set.
+        clock: the clock.
         layer: a ``TransformerLayer``.
-        scope: while it runs.
-        outside: after it, and before the backward of the last layer.
+        scope: scope inside the layer.
+        outside: scope after it, and before the backward of the last layer.
     """
 
     def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -147,17 +146,17 @@ BETWEEN_CHUNKS = (
     *("PIPELINE_MODEL_PARALLEL", "PIPELINE_UPWARD", "PIPELINE_DOWNWARD"),
     *("DATA_PARALLEL", "INTRA_PARTIAL", "INTER_PARTIAL"),
 )
-"""Parts of the descriptions of groups whose communication is not that of a chunk alone."""
+"""Substrings of the descriptions of groups that communicate between chunks or once in a step."""
 
 
 @dataclass(frozen=True)
 class ChunkSeconds:
-    """Seconds of a part of the model for one micro-batch, with what it waits for inside it.
+    """Seconds of a part of the model for one micro-batch, including waits inside it.
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward pass, without recomputation.
-        recompute: of recomputation in the backward pass.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass, without recomputation.
+        recompute: seconds of recomputation in the backward pass.
     """
 
     forward: float = 0.0
@@ -176,16 +175,16 @@ class TimedStep:
 
     Attributes:
         rank: global rank.
-        micro_batches: of the step.
-        seconds: of the step, if no other rank is ever late.
-        intervals: what happened, with times from the start of the step.
-        chunks: of each model chunk for one micro-batch, on average. Waits for tensor-, context- and
-            expert-parallel groups count, those for pipeline and data parallelism do not.
+        micro_batches: micro-batches of the step.
+        seconds: duration of the step, if no other rank is ever late.
+        intervals: timed calls, with times from the start of the step.
+        chunks: mean seconds of each model chunk for one micro-batch, including waits for tensor-,
+            context- and expert-parallel groups, but not for pipeline and data parallelism.
         layers: the same for each scope; ``chunk 0`` is the part outside of layers.
-        gradient_seconds: after the last backward: reductions that were not hidden.
-        optimizer_seconds: of its step, with parameters that it gathers.
-        exposed: seconds waited for communication, by description of the group.
-        products: how often each matrix product ``(m, n, k, dtype)`` ran.
+        gradient_seconds: seconds after the last backward: reductions that were not hidden.
+        optimizer_seconds: seconds of the optimizer step, including its gather of parameters.
+        exposed: seconds of waiting for communication, by description of the group.
+        products: executions of each matrix product ``(m, n, k, dtype)``.
     """
 
     rank: int
@@ -201,7 +200,7 @@ class TimedStep:
 
 
 Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[Any]]
-"""Made with the clock; it is around the step that is timed."""
+"""Makes a context, from the clock, in which the step is timed."""
 
 
 def time_step(
@@ -218,15 +217,13 @@ def time_step(
         args: final values, of a dry run.
         cluster: rates of devices and links.
         rank: global rank.
-        micro_batches: default: those of the job.
-        watch: is around the step that is timed.
+        micro_batches: micro-batches of the step; default: those of the job.
+        watch: makes a context around the timed step.
     """
-    from mindspeed.planner.counted.balanced_routing import assumed_routing
-    from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+    from mindspeed.planner.counted.balanced_routing import planned_rank
 
-    args = copy.copy(args)
-    with fake_world(args, rank), PlannedTensors(), assumed_routing(args):
-        return time_here(args, cluster, rank, micro_batches, watch)
+    with planned_rank(args, rank) as own:
+        return time_here(own, cluster, rank, micro_batches, watch)
 
 
 def time_here(
@@ -236,19 +233,11 @@ def time_here(
     micro_batches: int | None = None,
     watch: Watch = contextlib.nullcontext,
 ) -> TimedStep:
-    """Time one step of this process, whose process groups exist.
-
-    Args:
-        args: final values.
-        cluster: rates of devices and links.
-        rank: global rank of this process.
-        micro_batches: default: those of the job.
-        watch: is around the step that is timed.
-    """
+    """Time one step of this process, whose process groups exist; see :func:`time_step`."""
     from mindspeed.planner.counted.loop import StepOfRank
 
     step = StepOfRank(args, LiveMemory(), micro_batches)
-    step.run()  # a second step is like all later ones: optimizer states exist
+    step.run()  # creates optimizer states, as later steps find them
     rates = DeviceRates(cluster)
     clock = VirtualClock.of(rates)
     with parts_named(clock, step.model), clock, watch(clock):
@@ -278,7 +267,7 @@ def exposed_by_group(intervals: Iterable[TimedCall]) -> dict[str, float]:
 
 
 def between_chunks(interval: TimedCall) -> bool:
-    """Whether it is a wait for pipeline or data parallelism."""
+    """Whether an interval is a wait for pipeline or data parallelism."""
     if interval.kind != "wait" or interval.communication is None:
         return False
     return any(part in interval.communication.description for part in BETWEEN_CHUNKS)
@@ -294,7 +283,6 @@ def _seconds(intervals: Iterable[TimedCall], scope: str) -> float:
 
 def _by_scope(intervals: Iterable[TimedCall], micro_batches: int) -> dict[str, ChunkSeconds]:
     """Seconds of all scopes of chunks, per micro-batch."""
-
     found: dict[str, Counter[str]] = {}
     for interval in intervals:
         if interval.kind == "communication" or between_chunks(interval):
@@ -309,7 +297,6 @@ def _by_scope(intervals: Iterable[TimedCall], micro_batches: int) -> dict[str, C
 
 
 def _by_chunk(layers: Mapping[str, ChunkSeconds], count: int) -> tuple[ChunkSeconds, ...]:
-
     chunks = []
     for index in range(count):
         parts = [times for scope, times in layers.items() if chunk_of(scope) == index]

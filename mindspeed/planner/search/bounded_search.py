@@ -3,11 +3,12 @@
 Layouts with one key are priced from the same counts. Counting takes seconds, pricing milliseconds,
 a bound microseconds. Keys are visited in the order of their fastest bound. A layout is skipped if
 
-    bytes    its bound exceeds the memory limit
-    seconds  its bound is slower than the k-th best and no tie of the best
+    bytes    the bound exceeds the memory limit
+    seconds  the bound is slower than the k-th best and no tie of the best
 
 Bounds have two stages. The first is a formula. Where it does not rule a key out, one cheap run
-tightens it (:meth:`Evaluator.refine`), and the key is queued again.
+tightens it (:meth:`~mindspeed.planner.search.evaluator.JobEvaluator.refine`), and the key is queued
+again.
 
 A layout that would be among the best is checked by a dry run first, so only layouts that can start
 are proposed or displace others. :class:`Refusals` predicts what a dry run would refuse.
@@ -20,25 +21,28 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import MindSpeedError
+from mindspeed.planner.cluster import GIB
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.search.bounds import Bound
-from mindspeed.planner.search.result import GIB, TOLERANCE, features, preference
+from mindspeed.planner.search.result import TOLERANCE, features, preference
+
+if TYPE_CHECKING:
+    from mindspeed.planner.search.evaluator import JobEvaluator
 
 ENOUGH = 3
 _SAME = ("devices", "global_batch_size")
 
 
 class Refusals:
-    """Refusals of dry runs, and the ones that follow from them.
+    """Refusals of dry runs, and predictions from them.
 
-    A dry run says why it refuses a layout, but not which other layouts it would refuse alike. That
-    is taken to be the narrowest condition that all layouts refused with the same message share,
-    such as ``cp 4, cp_algorithm ulysses``. It is used once :data:`ENOUGH` layouts were refused, and
-    as long as no layout that meets it was accepted. It is a conclusion, not a proof; a message that
-    names sizes, as most do, is about these sizes.
+    A dry run says why it refuses a layout, but not which other layouts it would refuse. The guess
+    is the narrowest condition that all layouts refused with the same message share, such as
+    ``cp 4, cp_algorithm ulysses``. It is used once :data:`ENOUGH` layouts were refused, and as long
+    as no layout that meets it was accepted. It is no proof; but most messages name the sizes that
+    they are about.
     """
 
     def __init__(self) -> None:
@@ -47,11 +51,11 @@ class Refusals:
         self._accepted: list[Mapping[str, Any]] = []
 
     def accept(self, layout: Layout) -> None:
-        """A start accepts the layout."""
+        """Record a layout that can start."""
         self._accepted.append(_values(layout))
 
     def add(self, layout: Layout, message: str) -> None:
-        """A start refuses the layout with these words."""
+        """Record a layout that cannot start, with the message."""
         values = _values(layout)
         for key in [(message,), *((message, name, value) for name, value in values.items())]:
             count, shared = self._shared.get(key, (0, values))
@@ -63,7 +67,7 @@ class Refusals:
                 self._known.discard(key)
 
     def predicted(self, layout: Layout) -> str | None:
-        """The words with which a start would refuse the layout; None: it must be asked."""
+        """The message with which a start would refuse the layout; None: unknown."""
         values = _values(layout) if self._known else {}
         for key in self._known:
             shared = self._shared[key][1]
@@ -89,53 +93,17 @@ Found = tuple[Layout, Any]
 SLOWER = "cannot be faster than the best"
 
 
-class Evaluator(Protocol):
-    """Bounds, checks and prices of layouts that a search asks for."""
-
-    def bound(self, layout: Layout) -> Bound:
-        """Lower bound of its prediction."""
-
-    def refine(self, layout: Layout) -> bool:
-        """Count what makes the bounds of the layouts with its key tighter; False: nothing does."""
-
-    def check(self, layout: Layout) -> None:
-        """Raises the MindSpeedError with which a start refuses it."""
-
-    def key(self, layout: Layout) -> Hashable:
-        """Equal for layouts that are priced from the same counts."""
-
-    def measure(self, layout: Layout) -> None:
-        """Count what a layout is priced from.
-
-        Raises:
-            MindSpeedError: it cannot be counted.
-        """
-
-    def price(self, layout: Layout) -> Any:
-        """The prediction of a layout with the key of one that was measured.
-
-        Its bytes may be estimates where they are far from the memory there is.
-        """
-
-    def exact(self, layout: Layout) -> Any:
-        """The prediction with bytes that are no estimates.
-
-        Raises:
-            MindSpeedError: they cannot be counted.
-        """
-
-
 @dataclass
 class Outcome:
     """State of a search.
 
     Attributes:
-        best: the best, ties first.
-        priced: all that were priced and fit, and were not refused.
-        refused: those that a start refuses.
-        removed: how many were skipped, by reason.
+        best: the best layouts, ties first.
+        priced: all priced layouts that fit and were not refused.
+        refused: layouts that cannot start.
+        removed: number of skipped layouts, by reason.
         measured: number of keys that were counted.
-        interrupted: by Ctrl-C.
+        interrupted: whether Ctrl-C ended the search.
     """
 
     best: list[Found] = field(default_factory=list)
@@ -146,14 +114,14 @@ class Outcome:
     interrupted: bool = False
 
     def drop(self, layout: Layout, reason: str) -> None:
-        """Take out one that was priced."""
+        """Remove a layout that was priced."""
         self.removed[reason] += 1
         self.priced = [one for one in self.priced if one[0] != layout]
 
 
 def search(
     layouts: Iterable[Layout],
-    evaluator: Evaluator,
+    evaluator: JobEvaluator,
     memory_limit: float,
     *,
     top: int = 5,
@@ -164,11 +132,11 @@ def search(
 
     Args:
         layouts: the candidates.
-        evaluator: bounds, checks, counts and prices.
+        evaluator: bounds, checks, counts and prices them.
         memory_limit: bytes of a rank.
-        top: how many are wanted.
-        tolerance: part of the fastest time within which others are a tie.
-        progress: callback with how many keys are done, and how many there are.
+        top: number of layouts to find.
+        tolerance: relative distance from the fastest time within which others are a tie.
+        progress: progress callback, of keys.
     """
     run = _Search(evaluator, memory_limit, top, tolerance)
     groups = run.groups(layouts)
@@ -190,7 +158,7 @@ _Group = list[tuple[float, Layout]]
 
 class _Search:
     def __init__(
-        self, evaluator: Evaluator, memory_limit: float, top: int, tolerance: float
+        self, evaluator: JobEvaluator, memory_limit: float, top: int, tolerance: float
     ) -> None:
         self._evaluator, self._limit = evaluator, memory_limit
         self._top, self._tolerance = top, tolerance
@@ -202,7 +170,7 @@ class _Search:
         self.outcome = Outcome()
 
     def groups(self, layouts: Iterable[Layout]) -> list[_Group]:
-        """Layouts by their keys, without those whose weights alone do not fit."""
+        """Group layouts by key, without those whose weights alone do not fit."""
         found: dict[Hashable, _Group] = defaultdict(list)
         for layout in layouts:
             bound = self._evaluator.bound(layout)
@@ -215,7 +183,7 @@ class _Search:
         return [sorted(group, key=_order) for group in found.values()]
 
     def taken(self, groups: Iterable[_Group]) -> Iterator[int]:
-        """Take the groups in the order of their bounds; yields how many are done."""
+        """Take the groups in the order of their bounds; yields the number of groups done."""
         heap = [(_order(group[0]), number, group, False) for number, group in enumerate(groups)]
         heapq.heapify(heap)
         done = 0
@@ -236,7 +204,7 @@ class _Search:
             if not self._evaluator.refine(group[0][1]):
                 return group
         except MindSpeedError:
-            return group  # what is in the way shows when its runs are counted
+            return group  # the error is reported when its runs are counted
         found: _Group = []
         for least, layout in group:
             bound = self._evaluator.bound(layout)
@@ -254,7 +222,7 @@ class _Search:
         return max(self._times[self._top - 1], self._times[0] * (1 + self._tolerance))
 
     def take(self, group: _Group) -> None:
-        """Count what the layouts of a group share, and price them, where they may matter."""
+        """Count the runs of a group once, and price its layouts, unless they are too slow."""
         measured, error = False, None
         for least, layout in group:
             if layout not in self._waiting:
@@ -297,7 +265,7 @@ class _Search:
             bisect.insort(self._times, found.seconds)
 
     def _accepts(self, layout: Layout) -> bool:
-        """Whether a start accepts it; asked once."""
+        """Whether the layout can start; cached."""
         if layout in self._accepted:
             return True
         if layout in self.outcome.refused:
@@ -323,10 +291,10 @@ class _Search:
             self.outcome.removed[reason] += 1
 
     def finish(self, ask: bool = True) -> None:
-        """Order what was found.
+        """Order the priced layouts.
 
         Args:
-            ask: check those that were not checked; else they are left out.
+            ask: check those that were not checked; else leave them out.
         """
         outcome = self.outcome
         if self._waiting:
@@ -345,17 +313,15 @@ class _Search:
         for one in [*ties, *others]:
             if len(outcome.best) == self._top:
                 break
-            if one[0] in self._accepted or (ask and self._late(one)):
+            if ask:
+                self._waiting.add(one[0])
+            if one[0] in self._accepted or (ask and self._accepts(one[0])):
                 outcome.best.append(one)
         outcome.priced = [one for one in outcome.priced if one[0] not in outcome.refused]
 
-    def _late(self, one: Found) -> bool:
-        self._waiting.add(one[0])
-        return self._accepts(one[0])
-
 
 def _order(one: tuple[float, Layout]) -> tuple[float, int, int, int, str]:
-    """Bounds first; they do not know that small tensor and context groups cost less."""
+    """Order by bounds, then by what they ignore: small tensor and context groups cost less."""
     seconds, layout = one
     return seconds, layout.tp * layout.cp, features(layout), -layout.mbs, str(layout)
 

@@ -2,9 +2,9 @@
 
 bytes    weights, gradients and optimizer states of the fullest pipeline rank; no activations, norms
          or biases
-seconds  matrix products of the slowest pipeline rank at the device's best rate, and the forward and
-         backward of one micro-batch in the stages before it, which nothing can hide; what the rank
-         with most layers waits for data-parallel ranks
+seconds  matrix products of the slowest pipeline rank at the device's best rate, plus the forward
+         and backward of one micro-batch in the stages before it, which nothing can hide, plus the
+         time that the rank with most layers waits for data-parallel ranks
 
 They take microseconds; a search skips layouts whose bounds are worse than its best. With a counted
 layer (:mod:`mindspeed.planner.composed.layer_run`) they use all of its seconds instead of its
@@ -32,16 +32,13 @@ if TYPE_CHECKING:
     from mindspeed.planner.composed.layer_run import LayerRun
 
 Runs = Mapping[str, "LayerRun"]
-_ON_HOST = ("swap-optimizer",)
-
-
 NEAR = 0.1
-"""Part of the memory within which estimated bytes do not tell whether a layout fits."""
+"""Relative distance from the memory limit within which estimated bytes decide nothing."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Attributes: seconds of a step and bytes of the fullest rank, at least."""
+    """Lower bounds on the seconds of a step and the bytes of the fullest rank."""
 
     seconds: float = 0.0
     nbytes: float = 0.0
@@ -52,7 +49,7 @@ class Bounds:
 
     Args:
         args: final values of the job, in any layout.
-        cluster: the devices.
+        cluster: the machine.
     """
 
     def __init__(self, args: argparse.Namespace, cluster: Cluster) -> None:
@@ -100,19 +97,19 @@ class Bounds:
 
     @staticmethod
     def _is_causal(args: argparse.Namespace) -> bool:
-        """Every query sees half of the keys on average; else their number is not bounded here."""
+        """Whether every query sees half of the keys on average; other masks are not bounded."""
         windowed = args.window_size is not None or args.multi_latent_attention
         other_mask = getattr(args, "attention_mask_type", None) not in (None, "causal")
         return not (windowed or other_mask or args.reset_attention_mask)
 
     def of(self, layout: Layout, runs: Runs | None = None) -> Bound:
-        """The bounds of a layout.
+        """Bound a layout.
 
         Args:
             layout: the layout.
-            runs: a layer of each kind that it has, by their names in
-                :mod:`mindspeed.planner.shape`, none of them recomputed where the layout says how
-                many are; without runs matrix products count.
+            runs: a run of each kind of layer (:mod:`mindspeed.planner.shape`), without
+                recomputation if the layout says how many layers are recomputed; None: only matrix
+                products count.
         """
         return Bound(self._seconds(layout, runs or {}), self._bytes(layout, runs or {}))
 
@@ -146,7 +143,7 @@ class Bounds:
     def _of_parameters(self, layout: Layout, dense: float, expert: float) -> float:
         distributed, stage, state = self._sharding(layout)
         for name in layout.memory or ():
-            if name in _ON_HOST:
+            if name == "swap-optimizer":
                 state = 0.0
             if name == "reuse-fp32-param":
                 state = max(0.0, state - 2)
@@ -159,7 +156,7 @@ class Bounds:
         return total
 
     def _sharding(self, layout: Layout) -> tuple[bool, int, float]:
-        """Whether optimizer states are shared, the stage of ZeRO, and bytes of states."""
+        """Whether optimizer states are sharded, the ZeRO stage, and the bytes of states."""
         if layout.optimizer is None:
             return self._distributed, self._stage, self._state
         stage = {"zero2": 2, "zero3": 3}.get(layout.optimizer, 0)
@@ -244,7 +241,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _LayerSeconds:
-    """Seconds of a layer and micro-batch; the input gradient may be a part of backward."""
+    """Seconds of a layer and micro-batch; the input gradient is a part of backward."""
 
     forward: float
     backward: float
@@ -252,7 +249,7 @@ class _LayerSeconds:
 
 
 def _in_flight(layout: Layout, rank: int) -> list[int]:
-    """Micro-batches that each chunk of a rank keeps at once, at least."""
+    """Lower bound on the micro-batches that each chunk of a rank keeps at once."""
     if layout.schedule is not None:
         return [1] * layout.vpp
     count, ranks, chunks = layout.micro_batches, layout.pp, layout.vpp
@@ -266,7 +263,7 @@ def _in_flight(layout: Layout, rank: int) -> list[int]:
 
 
 def _state_bytes(args: argparse.Namespace, element: int) -> float:
-    """Least bytes of the optimizer's states of one parameter of ``element`` bytes."""
+    """Lower bound on the bytes of optimizer states of one parameter of ``element`` bytes."""
     name = chosen(vars(args))
     moments = [args.exp_avg_dtype, args.exp_avg_sq_dtype]
     if args.quant_states or name == "cadam":

@@ -1,4 +1,4 @@
-"""Bounds, checks, counts and prices of the layouts of one job, as a search asks for them."""
+"""Bounds, checks, counts and prices of the layouts of one job, for a search."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
 
 
 class JobEvaluator:
-    """The evaluator of a job on a cluster.
+    """Evaluates the layouts of a job on a cluster.
 
-    Bytes of ranks with several chunks are estimates, until they decide: :meth:`exact`.
+    Bytes of ranks with several chunks are estimates where they are far from the memory limit.
 
     Args:
-        job: that is planned.
+        job: the job.
         args: its final values, in any layout.
-        cluster: to run on.
-        cache: of tiny runs.
-        jobs: runs at a time.
+        cluster: the machine.
+        cache: cache of tiny runs.
+        jobs: concurrent runs.
         memory_limit: bytes of a rank.
     """
 
@@ -61,21 +61,24 @@ class JobEvaluator:
         self._layers: dict[Hashable, dict[str, LayerRun]] = {}
 
     def bound(self, layout: Layout) -> Bound:
-        """Bound a layout by the sizes of its matrices, or by runs of its layers if any."""
+        """Bound a layout by the sizes of its matrices, or by the runs of its layers."""
         return self._bounds.of(layout, self._layers.get(_layer_key(layout)))
 
     def refine(self, layout: Layout) -> bool:
-        """Run a layer of each kind, without recomputation if the layout says how much there is."""
+        """Tighten the bounds of a layout by a run of each kind of layer; False: nothing can.
+
+        Layers run without recomputation if the layout says how many are recomputed.
+        """
         key = _layer_key(layout)
         if key not in self._layers:
-            self._layers[key] = {}  # stays, where one cannot run
+            self._layers[key] = {}  # kept if a run fails
             kinds = self._kinds_of(layout)
             found = {kind: self._layer(_alone(layout), kinds, kind) for kind in kinds}
             self._layers[key] = found
         return bool(self._layers[key])
 
     def _kinds_of(self, layout: Layout) -> tuple[str, ...]:
-        """Kinds of layers that run; none where a layer tells nothing of the layout."""
+        """Kinds of layers to run; none if a single layer does not bound the layout."""
         if layout.recompute is None:
             return () if any(kind.endswith(RECOMPUTED) for kind in self._kinds) else self._kinds
         return tuple(dict.fromkeys(kind.removesuffix(RECOMPUTED) for kind in self._kinds))
@@ -91,16 +94,16 @@ class JobEvaluator:
         return found
 
     def key(self, layout: Layout) -> Hashable:
-        """Key of the tiny runs that a layout's signature depends on."""
+        """Key of the tiny runs from which a layout is priced."""
         again = layout.recompute.layers if layout.recompute is not None else 0
         several = layout.several_chunks
         return layout.signature(), layout.pp > 1, several, layout.schedule, again > 0
 
     def check(self, layout: Layout) -> None:
-        """Start the job dry.
+        """Check by a dry run that the job can start.
 
         Raises:
-            MindSpeedError: a start is refused.
+            MindSpeedError: the job cannot start.
         """
         self._job.settings(layout.overrides(), layout.devices)
 
@@ -115,31 +118,20 @@ class JobEvaluator:
         self._measured[self.key(layout)] = signature, shape
 
     def _signature(self, layout: Layout, chunks: bool) -> Signature:
-        return measure(
-            self._job,
-            layout,
-            self._cluster,
-            self._jobs,
-            runs=self._cache,
-            check=False,
-            chunks=chunks,
-        )
+        machine = self._job, layout, self._cluster, self._jobs, self._cache
+        return measure(*machine, check=False, chunks=chunks)
 
     def error(self, layout: Layout, peak: float) -> float:
-        """Largest relative error of composed bytes, by runs that a search itself leaves out.
-
-        Args:
-            layout: whose bytes they are.
-            peak: of its fullest rank.
+        """Largest relative error of ``peak`` composed bytes, by runs that a search leaves out.
 
         Raises:
-            MindSpeedError: they cannot be counted.
+            MindSpeedError: the runs cannot be counted.
         """
         found = measure(self._job, layout, self._cluster, self._jobs, runs=self._cache)
         return found.error_at(peak)
 
     def price(self, layout: Layout) -> Prediction:
-        """Price a layout by the signature of its key, exactly if the estimate is near the limit."""
+        """Price a layout by the measured signature of its key, exactly if it is near the limit."""
         signature, shape = self._measured[self.key(layout)]
         found = self._priced(signature, shape, layout)
         if abs(found.peak_bytes / self._limit - 1) <= NEAR:
@@ -147,7 +139,7 @@ class JobEvaluator:
         return found
 
     def exact(self, layout: Layout) -> Prediction:
-        """The price with bytes that are no estimates.
+        """Price a layout without estimating bytes.
 
         Raises:
             MindSpeedError: they cannot be counted.
@@ -165,7 +157,7 @@ class JobEvaluator:
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:
-    """Whether a layer of a pipeline is not as it is by itself."""
+    """Whether a layer in a pipeline differs from a single one."""
     values = vars(args)
     return bool(
         values.get("microbatch_group_size_per_vp_stage") or planned_as("changes layers", values)
@@ -173,7 +165,7 @@ def _changes_layers(args: argparse.Namespace) -> bool:
 
 
 def _alone(layout: Layout) -> Layout:
-    """The layout whose layers run for its bounds."""
+    """The layout whose layers are run for the bounds."""
     if layout.recompute is None or not layout.recompute.layers:
         return layout
     return replace(layout, recompute=Recompute())
@@ -185,12 +177,9 @@ def _layer_key(layout: Layout) -> Hashable:
 
 
 def reshaped(shape: Shape, layout: Layout) -> Shape:
-    """The shape of a layout from that of another one with the same key.
+    """The shape of a layout, from the shape of another layout with the same key.
 
-    Args:
-        shape: of the other one.
-        layout: differs from it in the pipeline, the division of layers and the layers that are
-            recomputed.
+    They differ in the pipeline, the split of layers and the number of recomputed layers.
     """
     kinds = [kind.removesuffix(RECOMPUTED) for stage in shape.stages for kind in stage]
     chunks = max(layout.vpp, 2 if layout.schedule in V_SHAPES else 1)
@@ -199,13 +188,12 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
     request = shape.request
     if request.group_size == shape.ranks:  # Megatron's default follows the pipeline
         request = replace(request, group_size=layout.pp)
-    if layout.recompute is None:  # as the job has it
-        whole = any(kind.endswith(RECOMPUTED) for stage in shape.stages for kind in stage)
-        if whole:
-            raise ConfigError(
-                "--recompute-num-layers with the method block: which layers are recomputed in "
-                "another pipeline is not known; search or fix the dimension recompute"
-            )
+    recomputed = any(kind.endswith(RECOMPUTED) for stage in shape.stages for kind in stage)
+    if layout.recompute is None and recomputed:
+        raise ConfigError(
+            "--recompute-num-layers with the method block: which layers are recomputed in "
+            "another pipeline is not known; search or fix the dimension recompute"
+        )
     return replace(
         shape,
         request=request,

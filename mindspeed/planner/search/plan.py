@@ -15,17 +15,17 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.features.registry import schedule_flags
-from mindspeed.planner.cluster import Cluster, load_cluster
+from mindspeed.planner.cluster import GIB, Cluster, load_cluster
 from mindspeed.planner.composed.whole_ranks import counted_peak
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
-from mindspeed.planner.search.bounded_search import Evaluator, Found, Outcome, Progress, search
+from mindspeed.planner.search.bounded_search import Found, Outcome, Progress
+from mindspeed.planner.search.bounded_search import search as bounded_search
 from mindspeed.planner.search.result import (
-    GIB,
     TOLERANCE,
     Candidate,
     Closest,
@@ -35,7 +35,8 @@ from mindspeed.planner.search.result import (
 )
 from mindspeed.planner.search.space import SEARCHED, Sizes, Space
 
-__all__ = ["SEARCHED", "plan", "search"]
+if TYPE_CHECKING:
+    from mindspeed.planner.search.evaluator import JobEvaluator
 
 
 def plan(
@@ -56,19 +57,19 @@ def plan(
 
     Args:
         argv: flags of ``mindspeed pretrain``, or a script and its flags; or the job.
-        cluster: to run on, by its name or file.
-        devices: ranks; default: those of the flags.
-        top: how many layouts are wanted.
+        cluster: the machine, its preset or its file.
+        devices: number of ranks; default: that of the flags.
+        top: number of layouts to find.
         fix: values of dimensions (fields of :class:`~mindspeed.planner.search.space.Space`); a list
             gives several.
         search: names of the dimensions to search; default
             :data:`~mindspeed.planner.search.space.SEARCHED`.
         memory_limit: bytes that the tensors of a rank may take; default: the cluster's.
         jobs: processes that count.
-        cache: directory for counts, so that the next search goes on from them.
-        progress: progress callback.
-        prove: how many of the best are counted again in whole steps
-            (:func:`~mindspeed.planner.composed.whole_ranks.counted_peak`), and with them all whose
+        cache: directory for counts, which the next search reuses.
+        progress: progress callback, of keys.
+        prove: number of the best layouts that are counted again in whole steps
+            (:func:`~mindspeed.planner.composed.whole_ranks.counted_peak`), in addition to all whose
             bytes are not composed exactly enough; 0: none.
 
     Raises:
@@ -89,13 +90,15 @@ def plan(
     args, own = _own(argv, devices)
     sizes = Sizes.of(args, own.devices)
     space = Space.of(sizes, machine.levels[0].size or 8).only(names, own)
-    space = space.with_values({name: _several(value) for name, value in (fix or {}).items()})
+    given = (fix or {}).items()
+    space = space.with_values({n: v if isinstance(v, list) else [v] for n, v in given})
     runs = RunCache(cache, argv, machine)
     evaluator = JobEvaluator(argv, args, machine, runs, jobs, limit)
     removed: Counter[str] = Counter()
     closest, best = None, list[Candidate]()
     with _interruptible():
-        outcome = _search(list(space.layouts(sizes, removed)), evaluator, limit, top, progress)
+        layouts = list(space.layouts(sizes, removed))
+        outcome = bounded_search(layouts, evaluator, limit, top=top, progress=progress)
         front = _made_exact(outcome, evaluator, limit)
         best.extend(_proven(argv, evaluator, outcome, limit, prove))
         if not best and not outcome.interrupted:
@@ -121,14 +124,8 @@ def plan(
     )
 
 
-def _search(
-    layouts: list[Layout], evaluator: Any, limit: float, top: int, progress: Progress
-) -> Outcome:
-    return search(layouts, evaluator, limit, top=top, progress=progress)
-
-
-def _made_exact(outcome: Outcome, evaluator: Any, limit: float) -> list[Found]:
-    """The front of what was found; its bytes, and those of the best, are no estimates after it."""
+def _made_exact(outcome: Outcome, evaluator: JobEvaluator, limit: float) -> list[Found]:
+    """Price the best layouts and the Pareto front without estimates; return the front."""
 
     def exact(found: list[Found]) -> list[Found]:
         priced = []
@@ -160,14 +157,10 @@ def _check_names(names: Sequence[str]) -> None:
         raise ConfigError(f"{', '.join(wrong)}: no dimension; there are {', '.join(known)}")
 
 
-def _several(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _own(job: Job, devices: int | None) -> tuple[Any, Layout]:
     """Final values of the job, and its own layout on the devices.
 
-    The flags may name no layout that exists on the devices: then the values are those of one rank.
+    If the flags name no layout that exists on the devices, the values are those of one rank.
 
     Raises:
         ConfigError: neither can start, or there is no global batch size.
@@ -202,9 +195,9 @@ def _candidate(job: Job, found: Found, counted: int | None = None) -> Candidate:
 
 
 def _proven(
-    job: Job, evaluator: Any, outcome: Outcome, limit: float, prove: int
+    job: Job, evaluator: JobEvaluator, outcome: Outcome, limit: float, prove: int
 ) -> Iterator[Candidate]:
-    """The best as candidates, without those that do not fit when they are counted.
+    """Yield the best as candidates, without those that do not fit when they are counted.
 
     The first ones are counted, and all whose bytes are not composed exactly enough.
     """
@@ -229,7 +222,7 @@ def _proven(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM, as ``timeout`` sends it, is an interruption as Ctrl-C is, unless it is handled."""
+    """Handle SIGTERM, which ``timeout`` sends, as Ctrl-C, unless it has a handler already."""
     handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     if handled or threading.current_thread() is not threading.main_thread():
         yield
@@ -246,25 +239,15 @@ def _interruptible() -> Iterator[None]:
 
 
 MOST_KEYS = 6
-"""Keys that are counted in order to find it; the bounds put the likeliest first."""
+"""Largest number of keys that are counted to find the closest layout, by ascending bounds."""
 
 
 def closest_of(
-    layouts: Iterable[Layout],
-    evaluator: Evaluator,
-    memory_limit: float,
-    measured: Iterable[Hashable] = (),
+    layouts: Iterable[Layout], evaluator: JobEvaluator, memory_limit: float
 ) -> Closest | None:
-    """Find the layout that needs least memory, and what would close its deficit.
-
-    Args:
-        layouts: of the space.
-        evaluator: prices them.
-        memory_limit: bytes of a rank.
-        measured: keys that were counted already, which cost nothing.
-    """
+    """Find the layout that needs least memory, and what would close its deficit."""
     ordered = sorted(layouts, key=lambda one: (_least(evaluator, one), str(one)))
-    known, tried = set(measured), set[Hashable]()
+    known, tried = set[Hashable](), set[Hashable]()
     best: Found | None = None
     for layout in ordered:
         if best is not None and _least(evaluator, layout)[0] > best[1].peak_bytes:
@@ -292,21 +275,21 @@ def closest_of(
     return Closest(layout, prediction, deficit, tuple(found_help))
 
 
-def _least(evaluator: Evaluator, layout: Layout) -> tuple[float, float, int]:
-    """Order in which layouts are looked at: static bytes, then what lowers activations."""
+def _least(evaluator: JobEvaluator, layout: Layout) -> tuple[float, float, int]:
+    """Sort key of layouts: static bytes, then what lowers activations."""
     again = layout.recompute.layers if layout.recompute is not None else 0
     share = 1000 if again < 0 else again
     return evaluator.bound(layout).nbytes, -share, layout.mbs
 
 
-def _priced(evaluator: Evaluator, layout: Layout) -> Found | None:
+def _priced(evaluator: JobEvaluator, layout: Layout) -> Found | None:
     try:
         return layout, evaluator.exact(layout)
     except MindSpeedError:
         return None
 
 
-def _accepted(evaluator: Evaluator, layout: Layout) -> bool:
+def _accepted(evaluator: JobEvaluator, layout: Layout) -> bool:
     try:
         evaluator.check(layout)
     except MindSpeedError:
@@ -314,9 +297,8 @@ def _accepted(evaluator: Evaluator, layout: Layout) -> bool:
     return True
 
 
-def _help(layout: Layout, evaluator: Evaluator, memory_limit: float) -> Iterator[Help]:
-    """Each change alone that a start accepts, then two times the devices."""
-    peak = None
+def _help(layout: Layout, evaluator: JobEvaluator, memory_limit: float) -> Iterator[Help]:
+    """Price each single change with which the job can start, then twice the devices."""
     for what, changed in _changes(layout):
         try:
             evaluator.check(changed)

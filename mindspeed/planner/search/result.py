@@ -1,4 +1,4 @@
-"""Result of a search: candidates, ties, Pareto front of time and memory, removed combinations."""
+"""Results of a search: candidates, ties, Pareto front of time and memory, removed combinations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mindspeed.errors import PlanError
+from mindspeed.planner.cluster import GIB
 from mindspeed.planner.layout import Layout
 
 TOLERANCE = 0.05
-"""Part of a time within which two predictions are a tie: the error of the model."""
+"""Relative difference of times within which two predictions are a tie: the error of the model."""
+COMPOSED = 0.001
+"""Relative difference within which composed peaks replace counted ones."""
 
 
 class Priced(Protocol):
@@ -30,12 +33,12 @@ class Priced(Protocol):
 
 
 def preference(layout: Layout, priced: Priced) -> tuple[float, float, int, str]:
-    """Order of ties: memory, exposed communication, number of features."""
+    """Sort key of ties: memory, exposed communication, number of features."""
     return priced.peak_bytes, sum(priced.exposed.values()), features(layout), str(layout)
 
 
 def features(layout: Layout) -> int:
-    """Number of features that a layout uses besides plain parallelism."""
+    """Number of features that a layout uses besides the sizes of parallelism."""
     recompute = layout.recompute is not None and str(layout.recompute) != "none"
     named = (layout.schedule, layout.cp_algorithm, layout.expert_program, layout.stage_layers)
     return (
@@ -56,19 +59,13 @@ def front_of(found: Iterable[tuple[Layout, Any]]) -> list[tuple[Layout, Any]]:
     return front
 
 
-GIB = 1 << 30
-
-COMPOSED = 0.001
-"""Part of its bytes within which a composed peak stands for the counted one."""
-
-
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits and that a start accepts.
+    """A layout that fits and can start.
 
     Attributes:
         layout: the layout.
-        prediction: of the model.
+        prediction: its predicted memory and time.
         flags: the command line to copy, without the program.
         counted: bytes of its fullest rank, counted in a whole step; None: not counted.
     """
@@ -80,7 +77,7 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of its fullest rank: composed, or counted if they differ."""
+        """Bytes of the fullest rank: composed, or counted if they differ."""
         composed: float = self.prediction.peak_bytes
         if self.counted is None or abs(self.difference) <= COMPOSED:
             return composed
@@ -92,7 +89,7 @@ class Candidate:
         return 0.0 if self.counted is None else self.prediction.peak_bytes / self.counted - 1
 
     def to_json(self) -> dict[str, Any]:
-        """Figures by name."""
+        """The candidate as JSON."""
         found = self.prediction
         figures = {"seconds": found.seconds, "peak_bytes": self.peak_bytes}
         for name in ("bubble", "mfu", "tokens_per_second_per_device", "limit"):
@@ -114,9 +111,9 @@ class Help:
 
     Attributes:
         what: a feature or a change of the layout.
-        layout: with it.
-        peak_bytes: with it.
-        fits: whether that is enough.
+        layout: the changed layout.
+        peak_bytes: its peak memory.
+        fits: whether that is within the limit.
     """
 
     what: str
@@ -131,9 +128,9 @@ class Closest:
 
     Attributes:
         layout: the layout.
-        prediction: of the model.
-        deficit: bytes that it needs and a device has not.
-        help: changes, those that close the deficit first.
+        prediction: its predicted memory and time.
+        deficit: bytes that it needs beyond the limit.
+        help: changes; those that close the deficit come first.
     """
 
     layout: Layout
@@ -142,7 +139,7 @@ class Closest:
     help: tuple[Help, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Figures by name."""
+        """The layout and its changes as JSON."""
         return {
             "layout": self.layout.to_json(),
             "peak_bytes": self.prediction.peak_bytes,
@@ -164,19 +161,19 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        cluster: name.
-        devices: ranks.
+        cluster: name of the cluster.
+        devices: number of ranks.
         memory_limit: bytes that the tensors of a rank may take.
-        total: combinations.
-        removed: how many each constraint took out; with :attr:`fitting` they are all.
-        fitting: combinations that were priced and fit.
+        total: number of combinations, the sum of :attr:`removed` and :attr:`fitting`.
+        removed: number of combinations that each constraint removed.
+        fitting: number of combinations that were priced and fit.
         measured: signatures that were counted or found in the cache.
-        candidates: the best, ties first; see :attr:`ties`.
-        front: of all that were priced, those that no other beats in both time and memory.
-        closest: where nothing fits.
-        interrupted: the search was ended by Ctrl-C; candidates are the best until then.
-        wall_seconds: the search took.
-        tolerance: part of a time that two candidates may differ and tie.
+        candidates: the best layouts, ties first; see :attr:`ties`.
+        front: Pareto front of time and memory, the fastest first.
+        closest: the layout closest to fitting, if none fits.
+        interrupted: whether Ctrl-C ended the search; candidates are the best until then.
+        wall_seconds: duration of the search.
+        tolerance: relative difference of times within which candidates tie.
     """
 
     cluster: str
@@ -196,10 +193,10 @@ class SearchResult:
 
     @property
     def best(self) -> Candidate:
-        """The fastest; of those that tie, the one with least memory.
+        """The fastest candidate; of those that tie, the one with least memory.
 
         Raises:
-            PlanError: nothing fits; says what is closest.
+            PlanError: nothing fits; names the closest layout.
         """
         if self.candidates:
             return self.candidates[0]
@@ -219,7 +216,7 @@ class SearchResult:
         return self.front
 
     def table(self) -> str:
-        """The candidates as text, and what was removed."""
+        """Format the candidates and the removed combinations as a table."""
         lines = []
         if self.candidates:
             lines.append(f"{'':>2} {'seconds':>9} {'GiB':>7} {'tie':>3}  layout")
@@ -230,7 +227,7 @@ class SearchResult:
         return "\n".join([*lines, *self.counts()])
 
     def counts(self) -> list[str]:
-        """Lines with the number of combinations that each constraint removed."""
+        """Format the number of combinations that each constraint removed."""
         lines = [f"of {self.total:,} combinations:"]
         lines += [f"{count:>12,}  {reason}" for reason, count in _largest(self.removed.items())]
         lines.append(f"{self.fitting:>12,}  fit")
@@ -243,7 +240,7 @@ class SearchResult:
         return lines
 
     def explain(self, index: int = 0) -> str:
-        """Why a candidate is where it is; or what is closest, where nothing fits."""
+        """Explain the rank of a candidate, or the closest layout if nothing fits."""
         if self.closest is not None:
             return _explain_closest(self)
         if not self.candidates:
@@ -263,14 +260,13 @@ class SearchResult:
         if index < self.ties and self.ties > 1:
             percent = 100 * self.tolerance
             lines.append(
-                f"tie      {self.ties} candidates are within {percent:g} % of the fastest: first "
-                "comes who needs least memory, then who exposes least communication, then who "
-                "needs fewest features"
+                f"tie      {self.ties} candidates are within {percent:g} % of the fastest: ordered "
+                "by memory, then by exposed communication, then by number of features"
             )
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything by name."""
+        """The result as JSON."""
         return {
             "cluster": self.cluster,
             "devices": self.devices,
@@ -307,5 +303,5 @@ def _explain_closest(plan: SearchResult) -> str:
         verdict = "fits" if one.fits else "does not fit either"
         lines.append(f"  with {one.what}: {one.peak_bytes / GIB:.2f} GiB, {verdict}")
     if not any(one.fits for one in closest.help):
-        lines.append("  nothing that the planner knows closes it: give it more devices")
+        lines.append("  no change that the planner knows is enough: use more devices")
     return "\n".join([*lines, *plan.counts()])

@@ -30,14 +30,14 @@ class Sizes:
     """Sizes of a job that its layout must divide.
 
     Attributes:
-        devices: ranks.
+        devices: number of ranks.
         global_batch_size: samples of a step.
         num_layers: transformer layers.
         heads: attention heads.
-        query_groups: of grouped-query attention; else as many as heads.
+        query_groups: groups of grouped-query attention; else the number of heads.
         seq_length: tokens of a sample.
-        experts: of a layer; 0 without.
-        aligned: sizes must be divisible by ``tp``.
+        experts: experts of a layer; 0 in a dense model.
+        aligned: whether sizes must be divisible by ``tp``.
     """
 
     devices: int
@@ -51,12 +51,7 @@ class Sizes:
 
     @classmethod
     def of(cls, args: argparse.Namespace, devices: int) -> Sizes:
-        """Sizes of a job on a number of devices.
-
-        Args:
-            args: final values of the job in any layout.
-            devices: ranks.
-        """
+        """Read the sizes of a job, on ``devices`` ranks, from its final values in any layout."""
         heads = args.num_attention_heads
         return cls(
             devices,
@@ -71,11 +66,11 @@ class Sizes:
 
 
 def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] | None:
-    """Layers of each stage; None if the model cannot be divided so.
+    """Layers of each stage; None if the split does not exist.
 
     Args:
-        num_layers: of the model.
-        stages: of the pipeline, chunks counted.
+        num_layers: layers of the model.
+        stages: stages of the pipeline, virtual ones included.
         split: ``even``, ``ends`` or the layers themselves. With ``ends`` the stages that have one
             layer less than the others are the last one, with the output layer, then the first ones,
             which hold most micro-batches.
@@ -93,12 +88,12 @@ def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] 
 
 
 def reason_against(name: str, sizes: Sizes, point: Point) -> str | None:
-    """Why no layout with these values exists; None: one may.
+    """The reason why no layout with these values exists; None: one may.
 
     Args:
-        name: of the dimension whose value was chosen last.
-        sizes: of the job.
-        point: values of this dimension and of those before it, by their names.
+        name: the dimension whose value was chosen last.
+        sizes: sizes of the job.
+        point: values of this dimension and of those before it, by name.
     """
     check = _CHECKS.get(name)
     return check(sizes, point) if check is not None else None
@@ -202,8 +197,8 @@ _CHECKS: Mapping[str, Callable[[Sizes, Point], str | None]] = {
 }
 
 SEARCHED = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
-"""Dimensions of a search that names none; the schedule, the optimizer, the expert program and
-memory features are then as the job has them."""
+"""Default dimensions of a search; schedule, optimizer, expert program and memory features stay as
+they are in the job."""
 
 SAME = "the same as another combination"
 
@@ -213,9 +208,8 @@ class Space:
     """Values of each dimension, which are fields of :class:`Layout`.
 
     Attributes:
-        recompute: what is computed again; a fraction is that part of the layers of a chunk.
-        split: how layers are divided among stages: ``even``; ``ends``: not evenly, the last stage
-            and the first ones have one layer less; or the layers of each stage.
+        recompute: recomputation; a fraction is that of the layers of a chunk.
+        split: split of layers among stages (:func:`stage_layers`).
     """
 
     tp: tuple[int, ...] = (1,)
@@ -265,12 +259,7 @@ class Space:
         return math.prod(len(getattr(self, item.name)) for item in fields(self))
 
     def only(self, names: Sequence[str], otherwise: Layout) -> Space:
-        """This space in some dimensions; the others as in a layout.
-
-        Args:
-            names: dimensions that are searched.
-            otherwise: the layout of the job.
-        """
+        """Fix all dimensions but those in ``names`` to the values of a layout."""
         layout_fields = {item.name for item in fields(Layout)}
         fixed: dict[str, Any] = {
             item.name: (getattr(otherwise, item.name),)
@@ -282,18 +271,18 @@ class Space:
         return replace(self, **fixed)
 
     def with_values(self, values: Mapping[str, Sequence[Any]]) -> Space:
-        """This space with other values of some dimensions."""
+        """Replace the values of some dimensions."""
         return replace(self, **{name: tuple(chosen) for name, chosen in values.items()})
 
     def layouts(self, sizes: Sizes, removed: Counter[str]) -> Iterator[Layout]:
         """Yield all combinations that can exist, each once.
 
         Args:
-            sizes: of the job.
-            removed: receives the number of the others, by reason.
+            sizes: sizes of the job.
+            removed: receives the number of impossible ones, by reason.
         """
         names = [item.name for item in fields(self)]
-        behind = [
+        combinations = [
             math.prod(len(getattr(self, name)) for name in names[position + 1 :])
             for position in range(len(names))
         ]
@@ -313,7 +302,7 @@ class Space:
             for value in getattr(self, name):
                 point[name] = value
                 if reason := reason_against(name, sizes, point):
-                    removed[reason] += behind[position]
+                    removed[reason] += combinations[position]
                 else:
                     yield from extend(position + 1)
 
