@@ -1,4 +1,4 @@
-"""Base class of features: a class whose fields are its flags, and whose methods say what they do.
+"""Base class of features: fields are flags, methods define their behaviour.
 
     class SquaredRelu(Feature, level=1, seams=("model_arguments",)):
         \"\"\"Squared ReLU as one operator.\"\"\"
@@ -39,7 +39,7 @@ COMMAND_WORDS = "command_words"
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with the flags, and how to put it right.
+    """An error in the flags, and its fix.
 
     Attributes:
         flag: The flag, with its value where that matters.
@@ -100,10 +100,10 @@ class Feature:
 
     A subclass is a frozen dataclass of its flags (:mod:`mindspeed.flags`), each with a default; an
     instance holds the values of one job. What never depends on values is declared with the class,
-    as keyword arguments behind the base class. The first line of its docstring is its summary.
+    as keyword arguments after the base class. The first line of its docstring is its summary.
 
-    The methods are asked in the order in which they stand here. Each has a default, so a feature
-    writes down only what is special about it.
+    The methods are called in the order of their definition. Each has a default, so a feature
+    defines only what differs.
 
     Class attributes:
         name: Unique name with dashes; default: that of the module.
@@ -119,7 +119,7 @@ class Feature:
         devices: The only kinds of device that it runs on; empty: all.
         planning: What :mod:`mindspeed.planner` must know of it:
 
-            * ``changes layers``: in a pipeline a layer is not as it is by itself.
+            * ``changes layers``: a layer in a pipeline differs from a single one.
             * ``needs steps``: its schedule needs several micro-batches, or later steps use what the
               first one found out.
             * ``layers differ``: layers of one kind do, so small runs cannot be composed.
@@ -181,7 +181,7 @@ class Feature:
         cls.conflicts, cls.excludes = named, excludes or {}
 
     def enabled(self, megatron: Megatron) -> bool:
-        """Whether it is on; by default when any of its flags is not at its default."""
+        """Whether the feature is on; by default if any of its flags differs from its default."""
         return self != type(self)()
 
     def asked_by(self, megatron: Megatron) -> str | None:
@@ -200,7 +200,7 @@ class Feature:
         return {}
 
     def problems(self, megatron: Megatron) -> Iterable[Problem]:
-        """Find what is wrong with the flags; asked only when the feature is on."""
+        """Find what is wrong with the flags; called only when the feature is on."""
         return ()
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
@@ -208,11 +208,11 @@ class Feature:
         return {}
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        """Hand functions of an algorithm to seams."""
+        """Attach functions of an algorithm to seams."""
 
     @classmethod
     def recorded(cls, megatron: Megatron) -> dict[str, Any]:
-        """Arguments that are others in the model that a checkpoint holds than in the run.
+        """Arguments whose values in the model of a checkpoint differ from those in the run.
 
         Args:
             megatron: Arguments of a run, maybe of another library's, in its spelling.

@@ -1,4 +1,4 @@
-"""The list of all features, and the decision which of them are on.
+"""The list of all features, and which of them are on.
 
 :func:`resolve` turns flat values (``{"noop_layers": (0, 5), ...}``) into features, collects
 every problem of every feature and raises them together, and returns the enabled ones in
@@ -66,7 +66,7 @@ def all_features() -> tuple[type[Feature], ...]:
 
 
 def origin_of(feature: str) -> str:
-    """The package that brings the feature: ``mindspeed``, or a plug-in with its version."""
+    """The package of a feature: ``mindspeed``, or a plug-in with its version."""
     return plugins.origin(plugins.FEATURES, feature)
 
 
@@ -105,7 +105,7 @@ def check_declarations(features: Iterable[type[Feature]]) -> None:
 
 
 def planned_as(planning: Planning, values: Mapping[str, Any]) -> list[Feature]:
-    """Features that are on and declare this of themselves.
+    """Features that are on and have this ``planning`` trait.
 
     Args:
         planning: The trait.
@@ -117,14 +117,14 @@ def planned_as(planning: Planning, values: Mapping[str, Any]) -> list[Feature]:
 
 @lru_cache
 def flags_planned_as(planning: Planning) -> tuple[str, ...]:
-    """Names of the flags of the features that declare this of themselves."""
+    """Names of the flags of the features that have this ``planning`` trait."""
     kinds = [kind for kind in all_features() if planning in kind.planning]
     return tuple(item.name for kind in kinds for item in flags_of(kind))
 
 
 @lru_cache
 def schedule_flags() -> Mapping[str, str]:
-    """Flags that choose a pipeline schedule in another way, and its ``--pipeline-schedule``."""
+    """Other flags that select a pipeline schedule, and the equivalent ``--pipeline-schedule``."""
     return {flags_of(kind)[0].name: kind.schedule for kind in all_features() if kind.schedule}
 
 
@@ -185,7 +185,7 @@ def add_arguments(
 
 
 def _refuse_flags_of_the_parser(parser: argparse.ArgumentParser, feature: type[Feature]) -> None:
-    """A plug-in shares flags with Megatron-LM only where it says so (``flag(megatron=True)``)."""
+    """Refuse flags of Megatron-LM in a plug-in, except those declared with ``megatron=True``."""
     if origin_of(feature.name) == plugins.BUILT_IN:
         return
     for item in flags_of(feature):
@@ -206,7 +206,7 @@ def own_flags() -> list[str]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The resolved choice.
+    """The resolved features and their flags.
 
     Attributes:
         level: ``--optimization-level``.
@@ -268,7 +268,7 @@ def resolve(
 def derived(
     values: Mapping[str, Any], features: Iterable[type[Feature]] | None = None
 ) -> dict[str, Any]:
-    """Arguments of Megatron's that follow from our flags, for before Megatron checks them.
+    """Megatron's arguments that follow from our flags, to be set before Megatron checks them.
 
     Args:
         values: Megatron's arguments and our flags by name, as they were given.
@@ -302,7 +302,7 @@ def derived(
 def refuse_unknown(
     names: Iterable[str], where: str = "", features: Iterable[type[Feature]] | None = None
 ) -> None:
-    """Refuse names that are no option of ours, with the closest that are.
+    """Refuse names that are no option of ours; the error names the closest options.
 
     Raises:
         ConfigError: names the first unknown option, after ``where`` it was found.
@@ -337,7 +337,7 @@ def refuse_misspelt(names: Iterable[str]) -> None:
 
 
 def _shortened(name: str) -> set[str]:
-    """The name and all that lack one letter: two names that differ by one letter share one."""
+    """The name and its variants without one letter, one of which similar names share."""
     return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}
 
 
@@ -389,7 +389,7 @@ def _level_problems(wanted: Iterable[Feature], level: int) -> list[Problem]:
 
 
 def _each_conflict_once(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Without those that say of B and A what another has said of A and B."""
+    """Drop conflicts of B with A that repeat those of A with B."""
     pairs = set()
     for problem in problems:
         if problem.other:

@@ -172,7 +172,7 @@ class ContextParallel(Feature, level=2, seams=("kernels", "parallel_groups")):
             )
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
-        """``cp_comm_type`` of the algorithm; options that a sharded sequence excludes."""
+        """Set ``cp_comm_type``, and reset options that a sharded sequence excludes."""
         values: dict[str, Any] = {}
         if comm_types(megatron) is None:
             name, words = _ALGORITHMS[self.context_parallel_algo]
@@ -224,7 +224,7 @@ class ContextParallel(Feature, level=2, seams=("kernels", "parallel_groups")):
             _say(text)
 
     def uneven_heads(self, megatron: Megatron, given: list[str] | None) -> Iterator[str]:
-        """Warnings where an all-to-all gives some ranks more heads than others."""
+        """Warn if an all-to-all gives some ranks more heads than others."""
         heads, _ = _heads_of_rank(megatron)
         for kind, ranks in self._all_to_alls(given, megatron):
             if not heads % ranks:
@@ -238,7 +238,7 @@ class ContextParallel(Feature, level=2, seams=("kernels", "parallel_groups")):
             yield f"{text}; a ring attends to {heads % ranks} of them instead" if rest else text
 
     def _algorithms(self, given: list[str] | None) -> set[str]:
-        """Strategies of all layers, in the words of ``--cp-comm-type``, or ``adaptive``."""
+        """Strategies of all layers, as values of ``--cp-comm-type``, or ``adaptive``."""
         if given is not None:
             return set(given)
         words = {
@@ -358,7 +358,7 @@ class ContextParallel(Feature, level=2, seams=("kernels", "parallel_groups")):
 
 
 def comm_types(megatron: Megatron) -> list[str] | None:
-    """``--cp-comm-type`` where the user gave it."""
+    """Values of ``--cp-comm-type``, if given."""
     value = megatron.get("cp_comm_type")
     if value is None or isinstance(value, tuple):
         return None
@@ -412,7 +412,7 @@ def _length(names: set[str], megatron: Megatron, ranks: int) -> Iterator[Problem
 
 
 def _heads_of_rank(megatron: Megatron) -> tuple[int, int]:
-    """Query and key heads of a tensor-parallel rank; 0 where they are not known yet."""
+    """Query and key heads of a tensor-parallel rank; 0 where they are unknown."""
     heads, tensor = megatron.get("num_attention_heads"), megatron.get("tensor_model_parallel_size")
     if not heads:
         return 0, 0

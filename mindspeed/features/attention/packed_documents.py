@@ -68,7 +68,7 @@ class PackedDocuments(Feature, level=2, seams=("documents",)):
             yield Problem("--mtp-num-layers", _in_order("multi-token prediction"))
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
-        """No s x s mask from the data loader: the attention would not read it."""
+        """Disable the s x s mask of the data loader, which the attention does not read."""
         if megatron.get("create_attention_mask_in_dataloader"):
             return {"create_attention_mask_in_dataloader": False}
         return {}

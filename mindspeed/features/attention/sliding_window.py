@@ -83,7 +83,7 @@ class SlidingWindow(Feature, level=1, seams=("kernels",)):
         everywhere = (self.pre_tockens, self.next_tockens)
 
         def sharding_mask(cu_seqlens: tuple[int, ...], samples: int) -> Mask | None:
-            """The window's, where every layer has it; else that of layers that see all keys."""
+            """The mask of the window if every layer has it; else that of layers without one."""
             if megatron.get("window_attn_skip_freq"):
                 return None
             size = everywhere if self.sparse_mode == _BAND else megatron.get("window_size")

@@ -183,7 +183,7 @@ class AutoTuning(
         self.plan_and_end(megatron)
 
     def device_count(self) -> int:
-        """Devices to plan for."""
+        """Number of devices to plan for."""
         if self.simulated_nnodes and self.simulated_nproc_per_node:
             return self.simulated_nnodes * self.simulated_nproc_per_node
         if self.target_nnodes:
@@ -194,7 +194,7 @@ class AutoTuning(
         return given or DEVICES
 
     def plan_and_end(self, megatron: Mapping[str, Any]) -> None:
-        """Plan on rank 0 of node 0, and end this process; in the process that plans do nothing.
+        """Plan on rank 0 of node 0, and end this process; a no-op in the process that plans.
 
         Raises:
             SystemExit: with the status of the plan on the rank that plans, else 0.
@@ -235,7 +235,7 @@ class AutoTuning(
         return [*words, "--", *without_options(job, type(self))]
 
     def _launcher(self) -> str:
-        """The words of torchrun in the commands that the plan prints."""
+        """Arguments of torchrun in the commands that the plan prints."""
         node = self.simulated_nproc_per_node or self.nproc_per_node or 1
         nodes = -(-self.device_count() // node)
         words = [f"--nnodes={nodes}", f"--nproc-per-node={min(node, self.device_count())}"]
@@ -260,5 +260,5 @@ def _device_name() -> str:
 
 
 def _environment(level: str) -> dict[str, str]:
-    """The environment of the process that plans."""
+    """Environment of the process that plans."""
     return {**outside_of_job(), _PLANNING: "1", **({DEBUG: "1"} if level == "debug" else {})}

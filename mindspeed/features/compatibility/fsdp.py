@@ -1,4 +1,4 @@
-"""Refuses what Megatron-FSDP 0.16.1 cannot do, or does wrong without a word.
+"""Refuse what Megatron-FSDP 0.16.1 cannot do, or silently does wrong.
 
 Megatron refuses none of it before the model is built. The trainer names ``--zero-stage`` for some
 of it first (:mod:`mindspeed.training.zero`).

@@ -1,4 +1,4 @@
-"""A command of this library about a job, which a rank of the job starts in a process of its own.
+"""Run a command of this library about a job in a child process of one of its ranks.
 
 The process gets the command line of the job and no variable of its launcher, so it is part of no
 job; it needs no device.
@@ -26,7 +26,7 @@ _OF_A_LAUNCHER = ("TORCHELASTIC_", "MASTER_", "GROUP_WORLD_SIZE", "ROLE_")
 def run_with_signals(
     words: Sequence[str], environment: Mapping[str, str], *, quiet: bool = False
 ) -> tuple[int, bytes]:
-    """Run a command that gets the SIGTERM and SIGINT of this process, and ends with it.
+    """Run a command that receives SIGTERM and SIGINT of this process, and ends with it.
 
     Args:
         words: the command line.
@@ -55,7 +55,7 @@ def run_with_signals(
 
 
 def without_options(words: Sequence[str], options: type) -> list[str]:
-    """A command line without the flags of ``options`` and their values."""
+    """Remove the flags of ``options`` and their values from a command line."""
     switches: set[str] = set()
     valued: set[str] = set()
     for item in flags_of(options):
@@ -80,7 +80,7 @@ def words_of_job(megatron: Mapping[str, Any]) -> list[str]:
     if given is not None:
         return list(given)
     if sys.argv[0].endswith(("/mindspeed", "mindspeed/__main__.py")):
-        return sys.argv[2:]  # behind the name of a command
+        return sys.argv[2:]  # after the name of a command
     return [os.path.abspath(sys.argv[0]), *sys.argv[1:]]
 
 

@@ -44,7 +44,7 @@ def expert_problems(megatron: Megatron) -> Iterator[Problem]:
 
 
 def _copies_under_muon(megatron: Megatron) -> Iterator[Problem]:
-    """Megatron shares out nothing if dense layers have one copy, and counts those of experts."""
+    """Check replicas with Muon: Megatron shards nothing if dense layers have one."""
     tensor = megatron.get("tensor_model_parallel_size") or 1
     expert_tensor = megatron.get("expert_tensor_parallel_size") or tensor
     ranks = expert_tensor * (megatron.get("expert_model_parallel_size") or 1)
@@ -78,7 +78,7 @@ def _grouped_biases(megatron: Megatron) -> Iterator[Problem]:
 
 
 def instance_problems(megatron: Megatron) -> Iterator[Problem]:
-    """Find what excludes the given number of instances."""
+    """Find conflicts with the given number of instances."""
     count = megatron.get("num_distributed_optimizer_instances") or 1
     if count == 1 or megatron.get("use_megatron_fsdp"):  # whose instances are other groups
         return
@@ -105,7 +105,7 @@ def instance_problems(megatron: Megatron) -> Iterator[Problem]:
 
 
 def _sharing(megatron: Megatron) -> Iterator[tuple[str, int]]:
-    """Number of ranks that share optimizer states, where the arguments say it."""
+    """Number of ranks that shard optimizer states; None if the arguments do not define it."""
     world, pp = megatron.get("world_size"), megatron.get("pipeline_model_parallel_size") or 1
     if not world:
         return

@@ -35,7 +35,7 @@ _OF_FINETUNE = (
     ("finetune", "--finetune"),
     ("is_instruction_dataset", "--is-instruction-dataset"),
 )
-"""Flags that ``mindspeed finetune`` sets without a word on its command line."""
+"""Flags that ``mindspeed finetune`` sets by itself."""
 
 
 class TypeCheck(Feature, level=0, planning=("no part",)):

@@ -35,7 +35,7 @@ class UnsupportedCombinations(Feature, level=0):
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination.
+    """A combination that cannot train.
 
     Attributes:
         applies: whether the arguments have the combination.
@@ -102,7 +102,7 @@ def _shards_states(megatron: Megatron) -> bool:
 
 
 def _off(megatron: Megatron, name: str) -> bool:
-    """Whether a flag is off, and not just unknown because a framework does not say it."""
+    """Whether a flag is known and off; a framework may leave it undefined."""
     return name in megatron and not megatron[name]
 
 
@@ -150,7 +150,7 @@ def _stored_narrow(name: str) -> Rule:
     def applies(megatron: Megatron) -> bool:
         other = str(megatron.get(name) or "fp32") not in ("fp32", "torch.float32")
         plain = _off(megatron, "use_precision_aware_optimizer")
-        # These features say themselves that they exclude it.
+        # These features declare the exclusion themselves.
         own = chosen(megatron) == "cadam" or any(map(megatron.get, _STORE_STATES))
         return other and plain and not own
 

@@ -4,7 +4,7 @@
 
 Layers with a mixture of experts run in D chunks: while the tokens of one chunk travel to their
 experts, the next chunk attends; while the experts compute, the results of others travel back. Only
-the last combine, 1/D of all, has nothing beside it.
+the last combine, 1/D of all, is not hidden.
 """
 
 from __future__ import annotations

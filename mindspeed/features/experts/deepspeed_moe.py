@@ -78,7 +78,7 @@ class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
         return problems + list(self._others(megatron))
 
     def _own(self) -> Iterator[Problem]:
-        """Flags of this feature that contradict each other."""
+        """Find flags of this feature that contradict each other."""
         if self.moe_dynamic_padding and not self.moe_no_drop:
             yield Problem(
                 "--moe-dynamic-padding", "pads what --moe-no-drop sends", "add --moe-no-drop"
@@ -98,7 +98,7 @@ class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
             )
 
     def _others(self, megatron: Megatron) -> Iterator[Problem]:
-        """Flags of Megatron and of other features."""
+        """Find conflicts with flags of Megatron and of other features."""
         for name, nothing in _ROUTER_ONLY.items():
             value = megatron.get(name)
             if value not in (None, False, nothing):
@@ -191,7 +191,7 @@ class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
             seams.step.add(around_step, owner=self.name)
 
     def _room(self, config: Any) -> Capacity | Window | None:
-        """The rows of an expert, where they are not counted."""
+        """Capacity of an expert in tokens, where they are not counted."""
         from mindspeed.moe.deepspeed.gate import Capacity, Window
 
         if self.moe_no_drop:
@@ -210,7 +210,7 @@ _INSTEAD = {
     "moe_no_drop": "remove it: without a capacity factor Megatron's router drops nothing",
     "moe_dynamic_padding": "remove it: without a capacity factor Megatron's router drops nothing",
 }
-# What Megatron's router does and this gate does not: argument, value that asks for nothing.
+# Arguments of Megatron's router that this gate does not support, and their neutral values.
 _ROUTER_ONLY = {
     "moe_router_score_function": "softmax",
     "moe_router_num_groups": None,
@@ -229,7 +229,7 @@ _ROUTER_ONLY = {
 
 
 def sends_equally(megatron: Megatron) -> bool:
-    """Whether every rank sends every expert the same number of rows, and none are counted."""
+    """Whether all ranks send the same number of tokens to all experts, so that none are counted."""
     exact = megatron.get("moe_no_drop") and not megatron.get("moe_dynamic_padding")
     return megatron.get("moe_model_type") == DEEPSPEED and not exact
 
@@ -274,7 +274,7 @@ def _layers(interval: int, megatron: Megatron) -> list[int]:
 
 
 def _check(config: Any) -> None:
-    """A framework that builds the configuration itself must take these over."""
+    """Check that a framework's own configuration has these values."""
     if config.moe_router_topk not in (1, 2) or config.moe_token_dispatcher_type != "alltoall":
         raise ConfigError(
             f"{NAME}: the model needs moe_router_topk of 1 or 2 and moe_token_dispatcher_type="

@@ -36,10 +36,10 @@ def expert_ranks(megatron: Megatron) -> int:
 
 
 def layer_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Layers that no program can run.
+    """Find layers that no program can run.
 
     Args:
-        flag: That asks for a program.
+        flag: the flag that selects a program.
     """
     tp = megatron.get("tensor_model_parallel_size") or 1
     if tp > 1 and not megatron.get("sequence_parallel"):
@@ -92,10 +92,10 @@ _OFFLOADED = ("expert_fc1", "moe_act")
 
 
 def saving_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Find what no policy can run with.
+    """Find options that no policy supports.
 
     Args:
-        flag: That asks for it.
+        flag: the flag that selects it.
     """
     if not megatron["num_experts"]:
         yield Problem(flag, "the model has no experts", "add --num-experts, or remove it")
@@ -113,10 +113,10 @@ def saving_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
 
 def recomputation_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Megatron recomputes the same already, or ``--swap-attention`` does.
+    """Find recomputation of the same tensors by Megatron or ``--swap-attention``.
 
     Args:
-        flag: That asks for a policy.
+        flag: the flag that selects a policy.
     """
     granularity = megatron.get("recompute_granularity")
     if granularity == "full":
@@ -141,7 +141,7 @@ def recomputation_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
 
 def chunk_policies(model: Any, config: Any, vp_stage: int | None, number: int | None) -> Any:
-    """The mixture-of-experts layers of a chunk, and whether each is one of the first.
+    """The mixture-of-experts layers of a chunk, and whether each is among the first.
 
     Args:
         model: A chunk, as the seam ``chunk`` gives it.

@@ -96,7 +96,7 @@ class MoeFbOverlap(
         from mindspeed.moe.layer.megatron import keep_rows
 
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
-            """A framework that builds the configuration itself must take the schedule over."""
+            """Check that a framework's own configuration has the schedule."""
             if not arguments["config"].overlap_moe_expert_parallel_comm:
                 raise ConfigError(
                     f"{NAME}: the model needs overlap_moe_expert_parallel_comm=True in its "
@@ -114,7 +114,7 @@ class MoeFbOverlap(
 
 
 def _requirements(megatron: Megatron) -> Iterator[Problem]:
-    """Find what is missing; Megatron asserts the same, one by one and later."""
+    """Find missing options; Megatron asserts them one at a time, and later."""
     if not megatron.get("num_experts", 1):
         yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
         return

@@ -56,7 +56,7 @@ class MoeOverlap(Feature, level=2, seams=("chunk",)):
 def _dispatcher(name: str, megatron: Megatron) -> Iterator[Problem]:
     dispatcher = megatron.get("moe_token_dispatcher_type")
     if dispatcher == "alltoall_seq":
-        return  # said for every model
+        return  # every model would repeat it
     if name == OVERLAP and dispatcher != "alltoall":
         yield Problem(
             name,

@@ -52,7 +52,7 @@ class MoeTpExtendEp(Feature, level=2, seams=("model_arguments",)):
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
-            """A framework that builds the configuration itself must take the sizes over."""
+            """Check that a framework's own configuration has the extended sizes."""
             config = arguments["config"]
             tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
             if config.expert_tensor_parallel_size != 1 or ep % tp:
@@ -67,7 +67,7 @@ class MoeTpExtendEp(Feature, level=2, seams=("model_arguments",)):
 
 
 def given_expert_parallel_size(megatron: Megatron) -> int:
-    """The expert parallel size as the user has given it, before it was extended."""
+    """The expert parallel size that the user gave, before it was extended."""
     size = megatron.get("expert_model_parallel_size") or 1
     known = megatron.get(GIVEN)
     if not known or megatron.get("expert_tensor_parallel_size") != 1:

@@ -2,8 +2,8 @@
 
     --use-pipe-experts --pipe-experts-multi-data 2
 
-The rows of each local expert travel by themselves, in so many parts, while another expert computes:
-only the first dispatch and the last combine of a layer have nothing beside them.
+The tokens of each local expert are sent separately, in several parts, while another one computes:
+only the first dispatch and the last combine of a layer are not hidden.
 ``--pipe-experts-multi-stream``: collectives of the expert-parallel and the tensor-parallel group
 take turns on the link, and both hide behind the experts.
 """
@@ -123,7 +123,7 @@ class PipeExperts(
 
 
 def _capacity(megatron: Megatron) -> int | None:
-    """Rows of an expert, where they are the same for all; None where they are counted."""
+    """Tokens of an expert, if equal for all; None where they are counted."""
     length, samples = megatron.get("seq_length"), megatron.get("micro_batch_size")
     if not length or not samples:
         return None

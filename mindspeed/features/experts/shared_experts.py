@@ -31,7 +31,7 @@ class SharedExperts(Feature, level=2, seams=("model_arguments",)):
     )
 
     def _width(self, megatron: Megatron) -> int | None:
-        """Width of the shared experts together; None if the model's sizes are not known."""
+        """Total width of the shared experts; None if the model's sizes are unknown."""
         width = megatron.get("moe_ffn_hidden_size") or megatron.get("ffn_hidden_size")
         if width is None and (hidden := megatron.get("hidden_size")):  # Megatron-LM's rule
             width = int(4 * hidden * 2 / 3 / 64) * 64 if megatron.get("swiglu") else 4 * hidden
@@ -63,7 +63,7 @@ class SharedExperts(Feature, level=2, seams=("model_arguments",)):
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
-            """A framework that builds the configuration itself must take the width over."""
+            """Check that a framework's own configuration has the width."""
             config = arguments["config"]
             width = self.n_shared_experts * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
             if config.num_moe_experts and config.moe_shared_expert_intermediate_size != width:

@@ -36,7 +36,7 @@ _RECOMPUTE_LAYERS = (
 def layer_count_problems(
     flag: str, number_flag: str, wanted: bool, number: int | None, megatron: Megatron
 ) -> Iterator[Problem]:
-    """A number of layers without its switch, too large, or next to uniform recomputation.
+    """Find a number of layers without its switch, too large, or with uniform recomputation.
 
     Args:
         flag: The switch.
@@ -63,7 +63,7 @@ def layer_count_problems(
 
 
 def selective_problem(flag: str, module: str, megatron: Megatron) -> Iterator[Problem]:
-    """Megatron recomputes the same already."""
+    """Find selective recomputation of the same tensors by Megatron."""
     if megatron.get("recompute_granularity") != "selective":
         return
     if module in (megatron.get("recompute_modules") or ()):

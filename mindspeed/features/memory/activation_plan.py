@@ -1,7 +1,7 @@
 """``--activation-plan FILE``: what happens to the activations of every site of every layer.
 
-The file (YAML or JSON) says for ranges of layers which sites keep their activations, compute them
-again in backward, or hold them in host memory (:mod:`mindspeed.memory.layer_rules`). Whatever the
+The file (YAML or JSON) defines for ranges of layers which sites keep their activations, recompute
+them in backward, or hold them in host memory (:mod:`mindspeed.memory.layer_rules`). Whatever the
 plan, losses and gradients stay bit for bit.
 """
 

@@ -78,7 +78,7 @@ class AdaptiveMemory(
 
     @property
     def flags(self) -> list[str]:
-        """Given flags that switch the feature on."""
+        """Flags that are given and switch the feature on."""
         given = {
             _SIZE: self.adaptive_recompute_device_size != -1,
             _SWAP: self.adaptive_recompute_device_swap,
@@ -134,7 +134,7 @@ class AdaptiveMemory(
 
 
 def _min_bytes() -> int | None:
-    """Value of the environment variable; None without one, 0 for one that is no number."""
+    """Value of the environment variable; None if unset, 0 if it is not a number."""
     text = os.environ.get(_MIN_BYTES)
     if not text:
         return None

@@ -110,7 +110,7 @@ def _native() -> bool:
 
 
 def _full_problems(megatron: Megatron) -> Iterator[Problem]:
-    """Find what Megatron would refuse if it still had the granularity, and what regions cannot."""
+    """Find what Megatron refuses for the original granularity, and what regions do not support."""
     method, number = megatron.get("recompute_method"), megatron.get("recompute_num_layers")
     if method not in ("uniform", "block"):
         yield Problem(

@@ -44,7 +44,7 @@ def problems_of(flag: str, when: When, megatron: Megatron, *, chunks: str) -> It
 
     Args:
         flag: Of the feature.
-        when: What it asks of the schedule.
+        when: the time of recomputation in the schedule.
         chunks: What it needs several model chunks of a rank for.
     """
     problems = list(plans.problems_of(flag, megatron))
@@ -77,7 +77,7 @@ def attach_recomputation(
 
     Args:
         flag: Its flag, for messages.
-        when: What it asks of the schedule.
+        when: the time of recomputation in the schedule.
         number: How many layers of every chunk; None: all.
     """
     per_rank = number is not None and bool(megatron.get("enable_recompute_layers_per_pp_rank"))
@@ -103,7 +103,7 @@ def drop_layers(
     *,
     per_rank: bool = False,
 ) -> None:
-    """Let layers of every model chunk be recomputed where a schedule says so.
+    """Let a schedule recompute layers of every model chunk.
 
     Args:
         flag: Its flag, for messages.

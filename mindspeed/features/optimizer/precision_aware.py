@@ -40,7 +40,7 @@ _EXCLUDED = {
 
 
 def problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Find what excludes ``flag``, which needs 16-bit parameters and ``FusedAdam``."""
+    """Find conflicts with ``flag``, which requires 16-bit parameters and ``FusedAdam``."""
     if (optimizer := megatron.get("optimizer", "adam")) not in _ADAM:
         yield conflict(flag, f"--optimizer {optimizer}", fix="use adam")
     for name, (other, why, fix) in _EXCLUDED.items():
@@ -51,7 +51,7 @@ def problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
 
 def is_narrow(megatron: Megatron) -> bool:
-    """Whether the model has 16-bit parameters; True where a framework has not said."""
+    """Whether the model has 16-bit parameters; True if a framework leaves it undefined."""
     return bool(megatron.get("fp16") or megatron.get("bf16", True))
 
 

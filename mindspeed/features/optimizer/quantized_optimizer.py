@@ -105,5 +105,5 @@ _FP8 = ("fp8", "torch.uint8")
 
 
 def _copied(param: torch.Tensor) -> bool:
-    """Whether stages have copies of this parameter, which must stay equal."""
+    """Whether several stages have copies of a parameter, which must stay equal."""
     return getattr(param, "rare_gradients", False) == "copied"

@@ -71,7 +71,7 @@ class SwapOptimizer(
 
 
 def host_state_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Flags that exclude states in host memory, which ``flag`` wants."""
+    """Find conflicts with states in host memory, which ``flag`` requires."""
     yield from [
         conflict(option_of(name), flag, why)
         for name, why in _EXCLUDED.items()

@@ -4,7 +4,7 @@
     --automated-pipeline-perf        a step is as short as possible, without more memory
 
 The first start measures some steps, searches (:mod:`mindspeed.pipeline.automated`) and writes the
-result to ``--automated-pipeline-file``, with the flags that say the same. It trains on as it began.
+result to ``--automated-pipeline-file``, with equivalent flags. The training continues unchanged.
 Later starts find the file and take its layers, recomputation, schedule and sizes.
 
     --recompute-module-list 2,1,0,0 --recompute-type 2
@@ -309,12 +309,12 @@ def _kinds(megatron: Megatron) -> tuple[str, ...] | None:
 
 
 def job_of(megatron: Megatron) -> dict[str, Any]:
-    """The values for which a result holds."""
+    """The values for which a result is valid."""
     return {name: megatron.get(name) for name in _JOB}
 
 
 def _without_recomputation(megatron: Megatron) -> dict[str, Any]:
-    """Arguments without recomputation and no-op layers; says so once."""
+    """Arguments without recomputation and no-op layers; warns once."""
     off: dict[str, Any] = {
         name: value
         for name, value in _SWITCHED_OFF.items()

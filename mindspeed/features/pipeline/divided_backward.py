@@ -21,10 +21,10 @@ recomputation in large transformer models" (2022)."""
 
 
 def divided_backward_problems(name: str, megatron: Megatron) -> Iterator[Problem]:
-    """Layers whose weight gradients could not be computed apart.
+    """Find layers whose weight gradients cannot be computed separately.
 
     Args:
-        name: the flag that asks for it.
+        name: the flag that selects it.
     """
     from mindspeed import te
 
@@ -43,7 +43,7 @@ def divided_backward_problems(name: str, megatron: Megatron) -> Iterator[Problem
 def divide_backward(
     seams: Seams, owner: str, check: Callable[[int, int], None] | None = None
 ) -> None:
-    """Let the layers of models that are built from now on compute weight gradients apart.
+    """Let layers of models that are built later compute weight gradients separately.
 
     Args:
         seams: for ``chunk``.
@@ -56,7 +56,7 @@ def divide_backward(
 
 
 def costs_of(megatron: Megatron) -> Costs:
-    """By which costs weight gradients are placed.
+    """Costs by which weight gradients are scheduled.
 
     Where layers are recomputed, input gradients take longer, and a weight gradient that waits keeps
     more than the forward did: then few are made to wait, so that memory does not grow.
@@ -71,7 +71,7 @@ def costs_of(megatron: Megatron) -> Costs:
 
 
 def _recomputed_part(megatron: Megatron) -> float:
-    """The part of the layers that is recomputed whole."""
+    """Fraction of the layers that are fully recomputed."""
     if megatron.get("recompute_granularity") != "full":
         return 0.0
     number, layers = megatron.get("recompute_num_layers"), megatron.get("num_layers")

@@ -83,7 +83,7 @@ class Fold3D(
         yield from problems
 
     def _changes(self, megatron: Megatron) -> dict[str, Any]:
-        """The fields of ``ScheduleRequest`` that the flags give."""
+        """The fields of ``ScheduleRequest`` that the flags set."""
         changes: dict[str, Any] = {"kind": _KINDS[self.fold_mode or "aiao"]}
         if self.fold_order:
             changes["strict"] = True

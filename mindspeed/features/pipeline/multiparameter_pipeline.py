@@ -1,4 +1,4 @@
-"""Pipeline stages that hand on several tensors: ``--use-multiparameter-pipeline-model-parallel``.
+"""Pipeline stages that send several tensors: ``--use-multiparameter-pipeline-model-parallel``.
 
 A stage may return a tuple or list of tensors; the next one gets the list by ``set_input_tensor``.
 Number, shapes and types travel with the tensors, and may differ between stages and micro-batches.
@@ -25,7 +25,7 @@ _NAME = "--use-multiparameter-pipeline-model-parallel"
 
 
 class MultiparameterPipeline(Feature, level=2, seams=("schedule",), excludes=shared.EXCLUDES):
-    """Pipeline stages that hand on several tensors."""
+    """Pipeline stages that send several tensors."""
 
     use_multiparameter_pipeline_model_parallel: bool = flag(
         False, "a pipeline stage may return several tensors"

@@ -99,7 +99,7 @@ class Nanopipe(
 
 
 def _host_check(megatron: Megatron) -> Callable[[int, int], None]:
-    """Refuses stashes that host memory is too small for.
+    """Refuse stashes that exceed host memory.
 
     Rank r keeps those of 2 r backwards there, of r without model chunks.
     """

@@ -1,4 +1,4 @@
-"""``--pipeline-schedule``: in which order a pipeline runs its forwards and backwards.
+"""``--pipeline-schedule``: the order of forwards and backwards of a pipeline.
 
     --pipeline-schedule zb-h1            a schedule by its name
     --pipeline-schedule auto             the fastest candidate within the memory limit
@@ -159,14 +159,14 @@ class PipelineSchedule(
             yield found
 
     def _two_schedules(self, name: str, megatron: Megatron) -> Iterator[Problem]:
-        """Flags that choose another order; the others change the chosen one."""
+        """Find flags that select another schedule; other flags modify the selected one."""
         chosen = {"use_nanopipe": "nanopipe", "fold_mode": "aiao", "schedules_method": "dualpipev"}
         for key, kind in chosen.items():
             if megatron.get(key) and self.pipeline_schedule != kind:
                 yield conflict(name, _OTHER_SCHEDULES[key], "they are two schedules")
 
     def _changes(self, megatron: Megatron) -> dict[str, Any]:
-        """The fields of ``ScheduleRequest`` that the flags give.
+        """The fields of ``ScheduleRequest`` that the flags set.
 
         Raises:
             ConfigError: the file is no schedule of this job.

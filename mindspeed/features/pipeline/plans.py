@@ -1,6 +1,6 @@
 """Checks of features that run a plan in place of Megatron's own pipeline schedule.
 
-The plan of a full step is made and checked while the flags are, by every rank alike: a schedule
+Every rank makes and checks the plan of a full step when it checks the flags: a schedule
 that does not exist for these sizes, or needs more memory than allowed, is refused before training.
 """
 
@@ -39,7 +39,7 @@ EXCLUDES = {
 
 
 def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """There is nothing to schedule.
+    """Find why there is nothing to schedule.
 
     Args:
         flag: with its value, for messages.
@@ -53,7 +53,7 @@ def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
 
 def num_microbatches(megatron: Megatron) -> int | None:
-    """Micro-batches of a full step; None where the arguments do not say."""
+    """Micro-batches of a full step; None if the arguments do not define it."""
     size = megatron.get("global_batch_size")
     each = (megatron.get("micro_batch_size") or 0) * (megatron.get("data_parallel_size") or 0)
     return size // each if size and each else None
@@ -75,7 +75,7 @@ def chunks_of(megatron: Megatron) -> int:
 
 
 def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | Problem | None:
-    """The checked plan of a full step, or why there is none; None where m is not known.
+    """The checked plan of a full step, or why there is none; None if m is unknown.
 
     The smaller steps of a ramp-up are checked, too.
 

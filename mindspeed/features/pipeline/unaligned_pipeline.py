@@ -77,7 +77,7 @@ class UnalignedPipeline(
         )
 
     def layout_of(self, megatron: Megatron) -> str:
-        """Megatron's layout.
+        """Layout of the stages in Megatron's format.
 
         Raises:
             ValueError: the division is none, or of another model.
@@ -105,7 +105,7 @@ class UnalignedPipeline(
         wanted = self.layout_of(megatron)
 
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
-            """A framework that builds the configuration itself must take the layout over."""
+            """Check that a framework's own configuration has the layout."""
             found = arguments["config"].pipeline_model_parallel_layout
             if str(found) != wanted:
                 raise ConfigError(

@@ -38,7 +38,7 @@ EXCLUDES = dict.fromkeys(
 
 
 def num_microbatches(megatron: Megatron) -> int | None:
-    """The fewest micro-batches of a step; None where the arguments do not say."""
+    """Smallest number of micro-batches of a step; None if the arguments do not define it."""
     size = megatron.get("global_batch_size")
     if ramp := megatron.get("rampup_batch_size"):
         size = int(ramp[0])
@@ -47,10 +47,10 @@ def num_microbatches(megatron: Megatron) -> int | None:
 
 
 def problems(name: str, megatron: Megatron) -> Iterator[Problem]:
-    """Everything that a V-shape does not go together with.
+    """Find everything that is incompatible with a V-shape.
 
     Args:
-        name: the flag that asks for it, with its value.
+        name: the flag that selects it, with its value.
     """
     ranks = megatron.get("pipeline_model_parallel_size") or 1
     if ranks < 2:
@@ -99,7 +99,7 @@ def _stages(layout: str) -> int:
 
 
 def corrects(megatron: Megatron) -> dict[str, Any]:
-    """Two chunks per rank, and their layers as a layout."""
+    """Set two chunks per rank, and the layout of their layers."""
     values: dict[str, Any] = {"virtual_pipeline_model_parallel_size": 2}
     layers, ranks = megatron.get("num_layers"), megatron.get("pipeline_model_parallel_size")
     if megatron.get("pipeline_model_parallel_layout") is None and layers and ranks:
@@ -110,7 +110,7 @@ def corrects(megatron: Megatron) -> dict[str, Any]:
 
 
 def attach_v_shape(seams: Seams, megatron: Megatron, owner: str) -> None:
-    """Build the chunks of a V-shape, and let its ends read the data."""
+    """Build the chunks of a V-shape, whose ends read the data."""
 
     def arguments(given: dict[str, Any]) -> dict[str, Any]:
         from mindspeed.pipeline.megatron_v_shape import chunk_arguments

@@ -47,7 +47,7 @@ class VariableLengths(
         return problems
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
-        """Megatron checks the dispatcher of models without experts, too."""
+        """Set a dispatcher, which Megatron also checks in models without experts."""
         if megatron.get("moe_token_dispatcher_type") == "allgather":
             return {"moe_token_dispatcher_type": "alltoall"}
         return {}
@@ -79,7 +79,7 @@ class VariableLengths(
 
 
 def multiple_of(megatron: Megatron) -> int:
-    """Lengths must be a multiple of this to be sharded."""
+    """Divisor that lengths must have to be sharded."""
     tensor = megatron.get("tensor_model_parallel_size") or 1
     context = megatron.get("context_parallel_size") or 1
     return math.lcm(

@@ -55,7 +55,7 @@ class HcclGroupBuffer(Feature, level=2, seams=("parallel_groups",), devices=("np
                 yield Problem(factor, "the model has no experts", "remove it")
 
     def traffic_of(self, megatron: Megatron) -> hccl_buffers.Traffic:
-        """Sizes of the largest calls by Megatron's arguments."""
+        """Sizes of the largest collectives, from Megatron's arguments."""
         heads, h = megatron["num_attention_heads"], megatron["hidden_size"]
         groups = megatron["num_query_groups"] if megatron.get("group_query_attention") else heads
         cp = megatron.get("context_parallel_size") or 1

@@ -48,7 +48,7 @@ class OpFlops(Feature, level=0, seams=("step", "log", "computing_layers")):
 
 
 def _signature_of(megatron: Megatron) -> Callable[[], Hashable]:
-    """Key of what the FLOPs of a step depend on, besides values that never change in a run.
+    """Key of the values on which the FLOPs of a step depend, if they can change in a run.
 
     Routing of an MoE moves work between ranks but doesn't change the mean, unless tokens are
     dropped; sequences of varying length change it in every step. Such steps are all counted.

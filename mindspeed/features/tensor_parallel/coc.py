@@ -70,13 +70,13 @@ class Coc(Feature, level=2, seams=("kernels",), excludes={"tp_comm_overlap": ""}
         return True
 
     def wanted(self) -> bool:
-        """Whether products are to be overlapped; mode 0 switches off all but fused kernels."""
+        """Whether to overlap products; mode 0 switches off all but fused kernels."""
         if self.coc_mode == 0 and not self.coc_fused_kernel:
             return False
         return self != Coc()
 
     def settings(self) -> CocSettings:
-        """The settings of the file, over those of the dictionary in Python.
+        """Settings of the file, which override those of the dictionary in Python.
 
         Raises:
             ConfigError: one of them is wrong.
@@ -185,5 +185,5 @@ def _say_once(text: str) -> None:
 
 
 def _kept() -> bool:
-    """In the place of :func:`mindspeed.te.kernels.recompute_all_gather`."""
+    """Replacement of :func:`mindspeed.te.kernels.recompute_all_gather`."""
     return False

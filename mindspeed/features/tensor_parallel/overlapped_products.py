@@ -22,9 +22,9 @@ def strict() -> bool:
 
 
 def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
-    """Find what keeps every one of these features from having an effect.
+    """Find options without which these features have no effect.
 
-    A framework that calls ``mindspeed.configure`` may not say how it shards; that is no problem.
+    A framework that calls ``mindspeed.configure`` may leave sharding undefined, which is no error.
     """
     from mindspeed import device, te
 
@@ -51,14 +51,14 @@ def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
 
 
 def fused_overlap() -> Overlap:
-    """Fused kernels for the products that gather or scatter."""
+    """Select fused kernels for the products that gather or scatter."""
     from mindspeed.tensor_parallel.strategy import Overlap
 
     return Overlap(fused=True, operations=("gather_matmul", "matmul_scatter"), strict=strict())
 
 
 def sequence_parallel_problem(flag: str, does: str, megatron: Megatron) -> Iterator[Problem]:
-    """There is nothing to gather or to scatter, so :func:`fused_overlap` has no effect.
+    """Find missing sequence parallelism, without which :func:`fused_overlap` has no effect.
 
     Args:
         flag: what the user set.
@@ -73,7 +73,7 @@ def sequence_parallel_problem(flag: str, does: str, megatron: Megatron) -> Itera
 
 
 def rows_of_a_micro_batch(megatron: Megatron) -> int | None:
-    """Rows ``s b`` of every product with a collective; None where they are not known before."""
+    """Rows ``s b`` of every product with a collective; None where they are unknown."""
     lengths_vary = megatron.get("variable_seq_lengths") or megatron.get("sft")
     length, samples = megatron.get("seq_length"), megatron.get("micro_batch_size")
     if lengths_vary or not length or not samples:
@@ -82,7 +82,7 @@ def rows_of_a_micro_batch(megatron: Megatron) -> int | None:
 
 
 def rows_problem(flag: str, m: int, parts: int, megatron: Megatron, fix: str) -> Iterator[Problem]:
-    """The rows that one rank sends are not a multiple of the number of parts.
+    """Find rows per rank that are not a multiple of the number of parts.
 
     Args:
         flag: what the user set.
@@ -106,7 +106,7 @@ def rows_problem(flag: str, m: int, parts: int, megatron: Megatron, fix: str) ->
 
 
 def attach_products(seams: Seams, owner: str, overlap: Overlap) -> OverlappedProducts:
-    """Put overlapped products in the place of te's; returns them.
+    """Replace the products of ``te`` by overlapped ones; returns these.
 
     Args:
         seams: where to attach.

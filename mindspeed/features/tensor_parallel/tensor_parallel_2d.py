@@ -102,7 +102,7 @@ class TensorParallel2D(
     nd2_dim1_size: int = flag(1, "older name of --tp-y", range=RANKS)
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        """Everything that is wrong with the flags, or does not go together with a grid."""
+        """Find errors in the flags, and options that are incompatible with a grid."""
         own = "--use-nd-matmul" if self.use_nd_matmul else "--tp-2d"
         if not (self.tp_2d or self.use_nd_matmul):
             given = [name for name, value in vars(self).items() if value != vars(type(self))[name]]
@@ -138,7 +138,7 @@ class TensorParallel2D(
         yield from _context_parallel(own, megatron)
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
-        """Activations are sharded like sequence parallelism's; of the causal mask only the name."""
+        """Shard activations as sequence parallelism does, and pass the causal mask by name only."""
         values: dict[str, Any] = {"sequence_parallel": True}
         if megatron.get("attention_mask_type") != "general":
             values["create_attention_mask_in_dataloader"] = False
@@ -188,14 +188,14 @@ class TensorParallel2D(
         seams.chunk.add(finish, owner=self.name)
 
     def grid_of(self) -> tuple[int, int]:
-        """X and Y."""
+        """The sizes X and Y of the grid."""
         if self.use_nd_matmul:
             return self.nd1_dim1_size, self.nd2_dim1_size
         return self.tp_x, self.tp_y
 
 
 def _products(fuse: bool) -> Any:
-    """Products and collectives of all linear layers here; features may replace them."""
+    """Products and collectives of all linear layers, which features may replace."""
     from mindspeed.te import comm, kernels
     from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
     from mindspeed.tensor_parallel.two_dimensional.linear import Products
@@ -210,7 +210,7 @@ def _products(fuse: bool) -> Any:
 
 
 def report(megatron: Megatron, x: int, y: int) -> None:
-    """Say which grid is used, and warn where one dimension would send less."""
+    """Report the grid, and warn if one dimension would send less."""
     widths = widths_of(megatron)
     if os.environ.get("RANK", "0") != "0" or widths is None:
         return
@@ -229,7 +229,7 @@ def report(megatron: Megatron, x: int, y: int) -> None:
 
 
 def widths_of(megatron: Megatron) -> Widths | None:
-    """Widths of the linear layers, where the arguments say them."""
+    """Widths of the linear layers that the arguments define."""
     hidden, heads = megatron.get("hidden_size"), megatron.get("num_attention_heads")
     if not hidden or not heads:
         return None

@@ -12,7 +12,7 @@ changes: it uses its userbuffers.
 
 These are fields of Megatron's config, read when a model chunk is built. ``tp_comm_bulk_wgrad`` and
 ``tp_comm_bulk_dgrad`` are always on: a collective that is not overlapped with its own product runs
-beside another one.
+at the same time as another one.
 """
 
 from __future__ import annotations
