@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     dtypes = tuple(args.dtypes.split(","))
     for name in dtypes:
         if name not in NAMES:
-            raise ConfigError(f"--dtypes {name}: measured are {', '.join(sorted(NAMES))}")
+            raise ConfigError(f"--dtypes {name}: allowed are {', '.join(sorted(NAMES))}")
     host = device.current().on_host
     settings = Settings(
         name=args.name or args.out.stem,

@@ -1,12 +1,12 @@
 """Plan a Megatron-LM script with its own model, forward step, arguments and training step.
 
-    settings = settings_of_script("pretrain_gpt.py", ["--num-layers", "2", ...], world_size=64)
-    step = count_step(settings.args, rank=0)
+    job = ScriptedJob("pretrain_gpt.py", ["--num-layers", "2", ...])
+    step = count_step(job.settings(devices=64).args, rank=0)
 
-or both at once with :func:`count_script`. The script is not changed: it runs up to its call of
-``pretrain`` (:mod:`mindspeed.adaptor.script_job`), then Megatron-LM's code builds its model and
-runs one step of it. Batches are synthetic, in the form of Megatron-LM's data loader: whole
-sequences, on the first tensor-parallel rank.
+The script is not changed: it runs up to its call of ``pretrain``
+(:mod:`mindspeed.adaptor.script_job`), then Megatron-LM's code builds its model and runs one step of
+it. Batches are synthetic, in the form of Megatron-LM's data loader: whole sequences, on the first
+tensor-parallel rank.
 
 A script and its imports stay loaded, so these functions run in child processes
 (:mod:`mindspeed.planner.isolated`).
@@ -29,7 +29,6 @@ from mindspeed import device
 from mindspeed.adaptor.script_job import ScriptJob
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import ConfigError
-from mindspeed.planner.counted.counted_step import CountedStep, count_step
 from mindspeed.planner.counted.loop import Step, batches
 from mindspeed.planner.job import Job, Overrides, changed_words, not_planned
 from mindspeed.training.arguments import add_names_of_the_trainer
@@ -146,38 +145,6 @@ def job_of(words: Sequence[str]) -> Job:
     if words and not words[0].startswith("-"):
         return ScriptedJob(words[0], words[1:])
     return Job(words)
-
-
-def settings_of_script(
-    path: str | Path, argv: Sequence[str], *, world_size: int | None = None
-) -> Settings:
-    """Final values of a script's command line (:meth:`ScriptedJob.settings`)."""
-    return ScriptedJob(path, argv).settings({}, world_size)
-
-
-def count_script(
-    path: str | Path,
-    argv: Sequence[str],
-    rank: int = 0,
-    *,
-    world_size: int | None = None,
-    micro_batches: int | None = None,
-) -> CountedStep:
-    """Count one step of a rank of a script's job, on FakeTensors.
-
-    Args:
-        path: the script.
-        argv: its flags.
-        rank: global rank.
-        world_size: number of ranks; default: the smallest that the flags allow.
-        micro_batches: micro-batches of the step; default: those of the job.
-
-    Raises:
-        ConfigError: the script, Megatron-LM or a feature refuses the flags, or the model reads
-            values of tensors.
-    """
-    settings = settings_of_script(path, argv, world_size=world_size)
-    return count_step(settings.args, rank, micro_batches=micro_batches)
 
 
 def _batches(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

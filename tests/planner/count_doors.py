@@ -16,15 +16,16 @@ from mindspeed.errors import ConfigError
 
 def count(job: tuple[str | None, list[str], int, int]) -> dict[str, Any]:
     from mindspeed.planner.counted.counted_step import count_step
-    from mindspeed.planner.scripts import count_script
+    from mindspeed.planner.scripts import ScriptedJob
     from mindspeed.training.initialize import prepare
 
     script, flags, world_size, rank = job
     try:
         if script is None:
-            step = count_step(prepare(["--dry-run", *flags], world_size).args, rank)
+            args = prepare(["--dry-run", *flags], world_size).args
         else:
-            step = count_script(script, flags, rank, world_size=world_size)
+            args = ScriptedJob(script, flags).settings({}, world_size).args
+        step = count_step(args, rank)
     except ConfigError as error:
         return {"error": str(error)}
     return {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.cluster import GIB
 from mindspeed.planner.layout import Layout
+
+if TYPE_CHECKING:
+    from mindspeed.planner.composed.price import Prediction
 
 TOLERANCE = 0.05
 """Relative difference of times within which two predictions are a tie: the error of the model."""
@@ -16,25 +19,9 @@ COMPOSED = 0.001
 """Relative difference within which composed peaks replace counted ones."""
 
 
-class Priced(Protocol):
-    """The part of a :class:`~mindspeed.planner.composed.price.Prediction` that a search uses."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of the fullest rank."""
-
-    @property
-    def exposed(self) -> Mapping[str, float]:
-        """Seconds of communication that nothing hides, by group."""
-
-
-def preference(layout: Layout, priced: Priced) -> tuple[float, float, int, str]:
+def preference(layout: Layout, found: Prediction) -> tuple[float, float, int, str]:
     """Sort key of ties: memory, exposed communication, number of features."""
-    return priced.peak_bytes, sum(priced.exposed.values()), features(layout), str(layout)
+    return found.peak_bytes, sum(found.exposed.values()), features(layout), str(layout)
 
 
 def features(layout: Layout) -> int:
