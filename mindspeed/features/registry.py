@@ -211,7 +211,7 @@ class Configuration:
     Attributes:
         level: ``--optimization-level``.
         features: all of them by name, with the values of their flags.
-        enabled: those that are on, in order.
+        enabled: features that are on, in order.
         corrections: values of Megatron's arguments that take the place of those given.
     """
 
@@ -321,7 +321,7 @@ def refuse_misspelt(names: Iterable[str]) -> None:
     """Refuse names that differ from an option of ours by a letter or by dashes.
 
     Args:
-        names: of arguments that may be Megatron's or a framework's own, too.
+        names: names of arguments, which may be Megatron's or a framework's own.
 
     Raises:
         ConfigError: names the option that is meant.

@@ -109,7 +109,7 @@ class _Effects:
     """Effects so far.
 
     Attributes:
-        results: by the identity of the change.
+        results: effects, by the identity of the change.
     """
 
     pricer: Predictor

@@ -140,7 +140,7 @@ class Shape:
         return tuple(kind for kind in found if kind != NOOP)
 
     def role(self, stage: int) -> str:
-        """``first``, ``middle`` or ``last``; ``only`` without a pipeline."""
+        """Role of a stage: ``first``, ``middle`` or ``last``; ``only`` without a pipeline."""
         if len(self.stages) == 1:
             return "only"
         return "first" if stage == 0 else "last" if stage == len(self.stages) - 1 else "middle"

@@ -1,1 +1,1 @@
-"""What other projects' scripts expect, and combinations that are refused."""
+"""Flags that other projects' scripts expect, and combinations that are refused."""

@@ -220,7 +220,7 @@ class AutoTuning(
 
         Args:
             job: ``SCRIPT FLAGS`` of Megatron-LM, or flags of our trainer.
-            device_name: of this machine's devices.
+            device_name: name of this machine's devices.
         """
         preset = next((p for part, p in _PRESETS.items() if part in device_name), "generic")
         words = [sys.executable, "-m", "mindspeed", "plan"]

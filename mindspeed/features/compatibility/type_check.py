@@ -52,7 +52,7 @@ class TypeCheck(Feature, level=0, planning=("no part",)):
         """Check the job on rank 0, once.
 
         Raises:
-            SystemExit: it is refused, or cannot be checked; with the status of the check.
+            SystemExit: the job is refused, or cannot be checked; has the status of the check.
         """
         if os.environ.get(_CHECKED) or int(os.environ.get("RANK", "0")) > 0:
             return

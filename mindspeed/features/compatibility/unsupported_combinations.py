@@ -39,7 +39,7 @@ class Rule:
 
     Attributes:
         applies: whether the arguments have the combination.
-        problem: what is wrong with it.
+        problem: the error of the combination.
     """
 
     applies: Callable[[Megatron], Any]

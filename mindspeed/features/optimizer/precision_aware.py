@@ -59,7 +59,7 @@ def attach(seams: Seams, owner: str, *, remainders: bool = False) -> None:
     """Let ``FusedAdam`` keep the master weights and read gradients where they are.
 
     Args:
-        seams: with those of :data:`SEAMS`.
+        seams: the seams of :data:`SEAMS`.
         owner: the feature.
         remainders: master weights are stored as what the bf16 parameters lack.
     """

@@ -139,7 +139,7 @@ class AutomatedPipeline(
 
     @property
     def mode(self) -> Mode | None:
-        """``memory``, ``perf`` or None."""
+        """The search mode: ``memory``, ``perf`` or None."""
         if self.automated_pipeline_perf:
             return "perf"
         return "memory" if self.automated_pipeline else None

@@ -46,7 +46,7 @@ def divide_backward(
     """Let layers of models that are built later compute weight gradients separately.
 
     Args:
-        seams: for ``chunk``.
+        seams: the seams, of which ``chunk`` is used.
         owner: the feature.
         check: gets a stage and the bytes that one of its weight gradients keeps on the host.
     """

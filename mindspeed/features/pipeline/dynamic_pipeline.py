@@ -108,6 +108,6 @@ class DynamicPipeline(
 
 
 def _limit(megatron: Megatron) -> float | None:
-    """``--pipeline-memory-limit`` in micro-batches of ``--micro-batch-size``."""
+    """Value of ``--pipeline-memory-limit`` in micro-batches of ``--micro-batch-size``."""
     factor, ranks = megatron.get("pipeline_memory_limit"), megatron["pipeline_model_parallel_size"]
     return None if factor is None else shared.limit_of(factor, ranks, shared.chunks_of(megatron))

@@ -42,7 +42,7 @@ def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
     """Find why there is nothing to schedule.
 
     Args:
-        flag: with its value, for messages.
+        flag: the flag with its value, for messages.
     """
     if (megatron.get("pipeline_model_parallel_size") or 1) == 1:
         yield Problem(
@@ -80,7 +80,7 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
     The smaller steps of a ramp-up are checked, too.
 
     Args:
-        flag: with its value, for the message.
+        flag: the flag with its value, for the message.
         request: the schedule.
     """
     from mindspeed.pipeline.schedule.schedules import build_plan

@@ -61,8 +61,8 @@ def sequence_parallel_problem(flag: str, does: str, megatron: Megatron) -> Itera
     """Find missing sequence parallelism, without which :func:`fused_overlap` has no effect.
 
     Args:
-        flag: what the user set.
-        does: what it does to gathering and scattering.
+        flag: the flag that the user set.
+        does: its effect on gathering and scattering, for messages.
     """
     if not megatron.get("sequence_parallel", True):
         yield Problem(
@@ -85,10 +85,10 @@ def rows_problem(flag: str, m: int, parts: int, megatron: Megatron, fix: str) ->
     """Find rows per rank that are not a multiple of the number of parts.
 
     Args:
-        flag: what the user set.
+        flag: the flag that the user set.
         m: rows ``s b`` of the product.
         parts: the number that the user chose.
-        fix: what to change, with a place for the numbers that are possible.
+        fix: the change to make, with a placeholder for possible numbers.
     """
     from mindspeed.tensor_parallel.strategy import valid_parts
 
@@ -109,9 +109,9 @@ def attach_products(seams: Seams, owner: str, overlap: Overlap) -> OverlappedPro
     """Replace the products of ``te`` by overlapped ones; returns these.
 
     Args:
-        seams: where to attach.
+        seams: the seams.
         owner: name of the feature.
-        overlap: what the user chose.
+        overlap: the selected overlap.
     """
     from mindspeed.te import kernels
     from mindspeed.tensor_parallel.products import OverlappedProducts

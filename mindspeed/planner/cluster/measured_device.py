@@ -88,7 +88,7 @@ TINY_CALLS = 50
 
 
 def sizes_of_products(largest: int) -> Iterator[tuple[int, int, int]]:
-    """``(m, n, k)`` from an eighth of ``largest`` to all of it, and thin ones."""
+    """Yield sizes ``(m, n, k)`` from an eighth of ``largest`` to all of it, and thin ones."""
     steps = [max(1, largest // part) for part in (8, 4, 2, 1)]
     yield from combinations(steps, steps[1:], steps[1:])
     thin = max(1, largest // 64)

@@ -18,7 +18,7 @@ END = "end"
 
 
 class Quantity(Enum):
-    """What a figure counts; bytes are those of tensors on a rank."""
+    """The quantity that a figure counts; bytes are those of tensors on a rank."""
 
     STATIC = "static"  # bytes between steps, by kind of memory
     HOST = "host"  # bytes of host memory between steps
@@ -45,7 +45,7 @@ class Figure(NamedTuple):
     """Key of a figure.
 
     Attributes:
-        quantity: what is counted.
+        quantity: the counted quantity.
         op: op of the action in which it occurs, or :data:`END`; empty for figures of a micro-batch
             between actions and for those of the whole rank.
         name: kind of memory, or description of the process group.

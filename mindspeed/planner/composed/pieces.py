@@ -160,7 +160,7 @@ def needs_of(runs: Runs, names: Iterable[tuple[str, str, int]]) -> dict[Need, fl
 
 
 def inner_of(one: Mapping[Need, float], two: Mapping[Need, float], kept: float) -> dict[str, float]:
-    """By op, the growth of the need from one to two layers, minus the bytes the first one keeps."""
+    """Growth of needs from one to two layers, by op, minus the bytes that the first one keeps."""
     found: dict[str, float] = {}
     for key, value in one.items():
         growth = two[key] - value - (kept if key.op in ("F", "Fc") else 0.0)

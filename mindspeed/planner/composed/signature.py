@@ -42,15 +42,14 @@ class Signature:
 
     Attributes:
         layers: figures of a layer, by its kind.
-        roles: what a chunk adds to its layers, by its role: ``first``, ``middle``, ``last``, or
+        roles: figures that a chunk adds to its layers, by role: ``first``, ``middle``, ``last``, or
             ``only``.
         needs: bytes that an action needs at its peak beyond those kept by all micro-batches in
             flight, its own among them in backward; of a chunk with one layer.
-        inner: by kind and op, additional bytes that a layer needs if the chunk has others before
+        inner: additional bytes, by kind and op, that a layer needs if the chunk has others before
             it: the input of the chunk is there anyway.
-        once: by the roles of a rank's chunks, what a rank has once but each of its chunks counts.
-        shared: for each kind of layer and each role, the fraction of its figures that data-parallel
-            ranks share.
+        once: figures that a rank has once but each of its chunks counts, by the roles of these.
+        shared: fraction of figures that data-parallel ranks share, by kind of layer and role.
         data_parallel: data-parallel size of the runs.
         error: largest relative error of figures that grow with layers, in the runs that were
             compared with their composition.

@@ -89,7 +89,7 @@ class Check:
         memory_limit: bytes that the tensors of a rank may take; None: unknown.
         composed: whether figures are composed of small runs
             (:mod:`mindspeed.planner.composed.compose`), not counted.
-        note: which rank of a stage was counted, if others have other bytes.
+        note: the counted rank of a stage, if others have other bytes.
     """
 
     micro_batches: int
@@ -143,7 +143,7 @@ def check(
 
 
 def counted_rank(args: argparse.Namespace) -> str:
-    """Which rank of a stage is counted, if its optimizer states differ from other ranks'."""
+    """Note on the counted rank of a stage, if its optimizer states differ from other ranks'."""
     parallel = Parallel.of(args)
     replicas = parallel.data * parallel.context
     if max(replicas, parallel.expert_data if args.num_experts else 1) == 1:
