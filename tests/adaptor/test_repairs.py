@@ -27,7 +27,7 @@ ADAPTOR = "tests.support.warm"
 MEGATRON = "megatron.core.parallel_state"  # imported alone: nothing is repaired
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("repaired", [False, True])
 def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):
     function = repair_ranks.groups_left_after_destroy
@@ -36,6 +36,7 @@ def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):
         assert (left == 1) is repaired
 
 
+@pytest.mark.slow
 def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     ((error, frequencies),) = ranks(1, repair_ranks.yarn_frequencies, timeout=120)
     assert "accelerator device" in error

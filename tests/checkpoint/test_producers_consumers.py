@@ -178,7 +178,7 @@ def as_megatron_writes(checkpoint, folder):
     "merge-lora",
     "finetune",
 )
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("producer", [*QUICK, *(n for n in (*SAME, *TRAINED) if n not in QUICK)])
 def test_every_consumer_reads_what_every_producer_writes(producer, runner, tmp_path):
     folder = str(runner.root / producer)

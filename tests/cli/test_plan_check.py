@@ -65,6 +65,7 @@ def test_bytes_and_messages_of_both_ranks(whole, folder):
     assert (folder / "memory.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_bytes_of_the_check(plan, whole):
     status, text, errors = plan("--dry-run", command="pretrain", WORLD_SIZE="4")
     assert status == 0, errors
@@ -77,6 +78,7 @@ def test_a_dry_run_prints_the_bytes_of_the_check(plan, whole):
         assert row[-2:] == [f"{nbytes / 2**20:,.3f}" for nbytes in (rank["peak"], static)]
 
 
+@pytest.mark.slow
 def test_the_verdict_is_the_status(plan):
     status, text, errors = plan("--check", "--whole", "--memory-limit", "1MB", "--", flags=JOB)
     assert status == 3, errors

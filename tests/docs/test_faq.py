@@ -157,6 +157,7 @@ class TestPaddingEqualsEnd:
 class TestGloo:
     """Many groups of many ranks: ``Gloo connectFullMesh failed``."""
 
+    @pytest.mark.slow
     def test_lazy_groups_open_no_connection_before_they_are_used(self, ranks) -> None:
         groups = 6
         eager = ranks(4, faq_ranks.sockets_after_groups, groups, env={"TORCH_GLOO_LAZY_INIT": "0"})
@@ -166,6 +167,7 @@ class TestGloo:
         assert min(eager) >= groups * 3
         assert max(lazy) < groups * 2
 
+    @pytest.mark.slow
     def test_the_adaptor_makes_gloo_lazy_unless_configured_otherwise(self) -> None:
         program = "import os, mindspeed.megatron_adaptor; print(os.environ['TORCH_GLOO_LAZY_INIT'])"
         for given, expected in ((None, "1"), ("0", "0")):

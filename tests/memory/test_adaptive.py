@@ -92,7 +92,7 @@ PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 6 --global-batch-size 
 
 
 @pytest.mark.weekly_cases("experts")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags", "budget"),
     [
@@ -136,6 +136,7 @@ def test_different_sites_are_refused_on_all_ranks_before_the_first_step(train):
     assert "iteration " not in printed
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_survived_by_swapping(train, plain):
     """The profiled step is repeated with the same numbers, activations on the host."""
     flags = ["--adaptive-recompute-device-swap", *STEPS]

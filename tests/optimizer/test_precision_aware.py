@@ -126,7 +126,7 @@ def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, 
     assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", ["fully_reshardable", "dp_reshardable", "torch"])
 def test_states_in_padded_buckets_resume_to_the_same_bits(rank_pool, tmp_path, format_):
     """A bucket is padded to a multiple of the ranks; those after it start later (PR 5077)."""
