@@ -20,6 +20,9 @@ TORCH_INDEX ?=
 WORKERS ?= auto
 ARGS ?=
 
+# Each of hundreds of processes would compile the package anew where the environment says so.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 # A file of tests shares its preparation on one worker; files go out in tests/conftest.py's order.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile \
