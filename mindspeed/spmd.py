@@ -27,7 +27,7 @@ type system is that of the package ``spmd_types``, which this module does not ne
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -99,6 +99,8 @@ class Product:
         weight: name of the weight, which may be hidden from autograd.
         bias: name of the bias.
         factors: names of A and B of an adapter, ``x A^T B^T`` beside the product.
+        experts: arguments -> weight and bias (or None) of each expert, where rows of the input
+            belong to several; instead of ``weight`` and ``bias``.
     """
 
     layer: Callable[[Arguments], Communication | tuple[Communication, ...]]
@@ -106,6 +108,15 @@ class Product:
     weight: str = "weight"
     bias: str = "bias"
     factors: tuple[str, str] | None = None
+    experts: Callable[[Arguments], Sequence[tuple[Any, Any]]] | None = None
+
+    def operands(self, given: Arguments) -> Sequence[tuple[Any, Any]]:
+        """Weight and bias of a call, or those of each expert."""
+        if self.experts is not None:
+            return self.experts(given)
+        weight = given[self.weight]
+        hidden = isinstance(weight, tuple)
+        return [(weight[1][0] if hidden else weight, given.get(self.bias))]
 
 
 @dataclass(frozen=True)
@@ -113,7 +124,7 @@ class Communication:
     """What a linear layer communicates.
 
     Attributes:
-        group: its ranks; None for one rank.
+        group: its ranks; None for one rank, or for an expert, whose dispatcher communicates.
         gathers: the input is gathered along the sequence, its gradient reduce-scattered.
         sums_gradient: the gradient of the input is summed over the ranks.
         reduces: the product is summed over the ranks.
@@ -137,12 +148,29 @@ class Local:
 
 @dataclass(frozen=True)
 class Passes:
-    """A function whose output is one of its arguments, or a part of it, with the same types.
+    """A function that moves the rows of an argument, adds some, or returns it: types stay.
 
     Attributes:
         tensor: name of the argument; the first one by default.
     """
 
+    tensor: str = ""
+
+
+@dataclass(frozen=True)
+class Attaches:
+    """A function that returns an argument, and whose backward gives a loss its gradient.
+
+    Every rank gives it the same one. So the loss may be one of all ranks whose gradient is the
+    whole on each (``I``), or each rank's own (``V``) or term (``P``) of their sum. One that all
+    ranks have, and whose gradients are summed (``R``), would count once for each rank.
+
+    Attributes:
+        loss: name of the argument that is attached.
+        tensor: name of the argument that is returned; the first one by default.
+    """
+
+    loss: str
     tensor: str = ""
 
 
@@ -190,7 +218,7 @@ class Columns:
     group: str = "group"
 
 
-Rule = Collective | Product | Local | Passes | Recomputed | ByArguments | Token | Columns
+Rule = Collective | Product | Local | Passes | Attaches | Recomputed | ByArguments | Token | Columns
 
 _Function = TypeVar("_Function", bound=type)
 _RULE = "gradient_types"

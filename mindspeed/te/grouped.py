@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed.spmd import Local, typed
+from mindspeed.spmd import Arguments, Communication, Product, typed
 from mindspeed.te import fp8, kernels
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
 from mindspeed.te.linear import refuse_userbuffers
@@ -32,7 +33,14 @@ from mindspeed.te.weight_gradient import (
 )
 
 
-@typed(Local())
+def _experts(given: Arguments) -> list[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of each expert of a call of the function below."""
+    hidden, count = given["hidden"], given["count"]
+    parameters = (*(hidden.weights if hidden else ()), *given["parameters"])
+    return list(zip_longest(parameters[:count], parameters[count:]))
+
+
+@typed(Product(lambda given: Communication(), experts=_experts))
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(

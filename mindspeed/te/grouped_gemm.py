@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mindspeed.spmd import Local, typed
+from mindspeed import spmd
+from mindspeed.spmd import Arguments, Communication, typed
 from mindspeed.te import kernels
 from mindspeed.te.weight_gradient import (
     GradientAnchor,
@@ -25,7 +26,21 @@ from mindspeed.te.weight_gradient import (
 )
 
 
-@typed(Local())
+def _experts(given: Arguments) -> list[tuple[Tensor, None]]:
+    """The stacked weight of a call of the function below."""
+    hidden = given["hidden"]
+    return [(given["weight"] if hidden is None else hidden.weights[0], None)]
+
+
+def _layer(given: Arguments) -> Communication:
+    """A parameter ``[k, n]`` is sharded along k by the ranks that share an expert, or along n."""
+    (weight, _), *_ = _experts(given)
+    parameter = weight if weight._base is None else weight._base
+    sharded = getattr(parameter, "partition_dim", -1)
+    return Communication(shards_input=sharded == int(given["trans_b"]))
+
+
+@typed(spmd.Product(_layer, experts=_experts))
 class _GroupedMatmul(torch.autograd.Function):
     """Tokens of each group times that group's slice of one stacked weight."""
 

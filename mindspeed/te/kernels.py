@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed.spmd import Local, typed
+from mindspeed.spmd import Passes, typed
 from mindspeed.te import comm
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
@@ -319,7 +319,7 @@ def moe_unpermute(
     return summed.to(permuted.dtype)
 
 
-@typed(Local())
+@typed(Passes())
 class _SumRows(torch.autograd.Function):
     """Rows added at their places; ``index_add`` of torch would keep them for its backward."""
 

@@ -23,12 +23,12 @@ from mindspeed.journal import Journal
 from mindspeed.lora.linear import sum_partial_gradients
 from mindspeed.spmd import (
     Arguments,
+    Attaches,
     Collective,
     Communication,
     I,
     Local,
     P,
-    Passes,
     Product,
     R,
     Recomputed,
@@ -58,6 +58,13 @@ def _group(given: Arguments) -> Any:
     return group or parallel_state.get_tensor_model_parallel_group()
 
 
+def slices_of_experts() -> Any:
+    """The group of the ranks that share an expert; their layers do not pass it on."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
 def _gathered(given: Arguments) -> Type:
     """Backward of the gathered sequence sums over the ranks, or only splits."""
     return R if given["tensor_parallel_output_grad"] else I
@@ -69,13 +76,8 @@ def _loss(given: Arguments) -> Type:
 
 
 def _communication(given: Arguments) -> Communication:
-    from megatron.core import parallel_state
-
-    group = _group(given)
-    if getattr(given["weight"], "routed_expert", False):  # its layers do not pass their group on
-        group = parallel_state.get_expert_tensor_parallel_group()
     return Communication(
-        group,
+        _group(given),
         gathers=given.get("sequence_parallel", False),
         sums_gradient=given.get("allreduce_dgrad", False),
     )
@@ -107,8 +109,8 @@ _RULES: Mapping[tuple[str, str], Rule] = {
         "LinearWithGradAccumulationAndAsyncCommunication LinearWithFrozenWeight",
     ): Product(_communication, x="input"),
     ("tensor_parallel.random", "CheckpointFunction"): Recomputed(others=1),
-    ("transformer.moe.moe_utils", "MoEAuxLossAutoScaler"): Passes(),
-    ("transformer.multi_token_prediction", "MTPLossAutoScaler"): Passes(),
+    ("transformer.moe.moe_utils", "MoEAuxLossAutoScaler"): Attaches("aux_loss"),
+    ("transformer.multi_token_prediction", "MTPLossAutoScaler"): Attaches("mtp_loss"),
     ("transformer.moe.moe_utils", "RouterGatingLinearFunction"): Local(),
     ("transformer.hyper_connection", "SinkhornKnopp"): Local(),
     ("utils", "MakeViewlessTensor"): Local(),
@@ -128,6 +130,66 @@ _RULES: Mapping[tuple[str, str], Rule] = {
     ): Local(),
 }
 """Module of ``megatron.core`` and names in it -> rule."""
+
+
+def own_results(journal: Journal, mark: Callable[[torch.Tensor, Any], torch.Tensor]) -> None:
+    """Name what each rank's experts add to the gathered tokens, which are zero elsewhere.
+
+    Args:
+        journal: keeps what is changed in Megatron.
+        mark: ``(results, group)`` -> the results, as terms of a sum over the group.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+    place = getattr(MoEAllGatherTokenDispatcher, "combine_preprocess", None)  # since 0.14
+    if place is not None:
+        journal.set(
+            MoEAllGatherTokenDispatcher,
+            "combine_preprocess",
+            lambda self, rows: mark(place(self, rows), self.tp_ep_group),
+            owner="type-check",
+        )
+
+
+@dataclass(frozen=True)
+class SharedCount:
+    """Tokens by which a formula divides: of all ranks that share the sample.
+
+    Attributes:
+        module: of ``megatron.core``, that calls the function.
+        function: its name there.
+        count: arguments and result of a call -> the count; None where it divides no loss.
+        what: the count.
+    """
+
+    module: str
+    function: str
+    count: Callable[[Arguments, Any], Any]
+    what: str
+
+
+def shared_counts(per_token: bool) -> tuple[SharedCount, ...]:
+    """The counts in the losses that Megatron attaches.
+
+    Args:
+        per_token: losses are sums, which the end of backward divides.
+    """
+    return (
+        SharedCount(
+            "transformer.moe.router",
+            "switch_load_balancing_loss_func",
+            lambda given, result: given["tokens_per_expert"],
+            "the balancing loss: the tokens of each expert",
+        ),
+        SharedCount(
+            "models.gpt.gpt_model",
+            "roll_tensor",
+            lambda given, result: (
+                result[1] if given["tensor"].is_floating_point() and not per_token else None
+            ),
+            "the loss of multi-token prediction: its number of tokens",
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,10 @@ silently. What Megatron's code needs beyond the checker's own table of operators
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import spmd_types
@@ -25,6 +28,7 @@ from spmd_types.types import format_axis
 
 from mindspeed.journal import Journal
 from mindspeed.spmd import (
+    Attaches,
     ByArguments,
     Collective,
     Columns,
@@ -89,6 +93,8 @@ def install(journal: Journal) -> None:
         _register(function, rule)
     _know_wrapped_factories()
     _register_operators(journal)
+    megatron.own_results(journal, _terms)
+    checker.RAW_DIST_RULES |= {dist.irecv: _received, dist.isend: lambda *_: None}
 
 
 def _know_wrapped_factories() -> None:
@@ -111,6 +117,7 @@ def _register(function: Any, rule: Rule) -> None:
         Collective: _collective,
         Product: _product,
         Passes: _passes,
+        Attaches: _attaches,
         Recomputed: _recomputed,
         ByArguments: _collective,
         Token: _token,
@@ -192,6 +199,62 @@ def equal_where_reduced() -> Iterator[None]:
         journal.undo()
 
 
+def check_shared_counts(journal: Journal, per_token: bool) -> None:
+    """Refuse a count of one rank's tokens where those of all ranks of a sample are needed.
+
+    Args:
+        journal: keeps what is changed in Megatron.
+        per_token: see :func:`.megatron.shared_counts`.
+    """
+    for one in megatron.shared_counts(per_token):
+        with contextlib.suppress(ModuleNotFoundError):
+            holder = importlib.import_module(f"megatron.core.{one.module}")
+            if function := getattr(holder, one.function, None):
+                journal.set(holder, one.function, _with_shared(one, function), owner=OWNER)
+
+
+def _terms(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """What varies over the group is a term of a sum."""
+    own = _axis_of(group)
+    varying = [axis for axis, kind in types_of(tensor).items() if kind is V]
+    partial = [axis for axis in varying if own is not None and axis <= own]
+    return give(tensor.clone(), types_of(tensor) | dict.fromkeys(partial, P))
+
+
+def _with_shared(rule: megatron.SharedCount, function: Any) -> Any:
+    signature = inspect.signature(function)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with equal_where_reduced():
+            result = function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        groups = megatron.Axes.of_job()
+        shared = [_axis_of(group) for group in (groups.tensor, groups.context)]
+        for axis, found in types_of(rule.count(given.arguments, result)).items():
+            if found is V and any(own is not None and axis <= own for own in shared):
+                raise WrongType(rule.what, axis, found, (I, R))
+        return result
+
+    return checked
+
+
+def _received(func: Any, args: Any, kwargs: Any) -> None:
+    """What another rank has sent without gradient varies over the axes that both are on."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    own, tensor = dist.get_rank(), given["tensor"]
+    types = dict.fromkeys(spmd_types.current_mesh() or (), R) | types_of(tensor)
+    give(tensor, types | {axis: V for axis in types if _apart(axis, own, given["src"])})
+
+
+def _apart(axis: MeshAxis, one: int, other: int) -> bool:
+    """Whether two ranks have different places on an axis."""
+    return any(
+        one // stride % size != other // stride % size
+        for size, stride in axis.layout.sizes_and_strides
+    )
+
+
 def _check_reduction(
     function: type,
     rule: Collective,
@@ -226,17 +289,28 @@ def _distinct(out: Any, tensor: torch.Tensor) -> Any:
 def _product(function: Any, rule: Product) -> Any:
     def forward(*args: Any) -> Any:
         given = arguments_of(function, args)
-        x, weight, bias = given[rule.x], given[rule.weight], given.get(rule.bias)
-        weight = weight if isinstance(weight, torch.Tensor) else weight[1][0]  # hidden
-        layer = rule.layer(given)
+        x, layer = given[rule.x], rule.layer(given)
         layers = layer if isinstance(layer, tuple) else (layer,)
-        types = product_types(_name(function), x, weight, bias, layers)
+        types: dict[MeshAxis, Type] = {}
+        for weight, bias in rule.operands(given):
+            own = tuple(_of_expert(one, weight) for one in layers)
+            for axis, found in product_types(_name(function), x, weight, bias, own).items():
+                if types.setdefault(axis, found) is not found:
+                    types[axis] = _joined(_name(function), axis, types[axis], found)
         if rule.factors is not None:
             a, b = (given[name] for name in rule.factors)
             _check_factors(types_of(x), a, b, layers)
         return give(function.apply(*args), types)
 
     return forward
+
+
+def _of_expert(layer: Communication, weight: torch.Tensor) -> Communication:
+    """What is sharded in a layer of an expert, which communicates nothing itself."""
+    parameter = weight if weight._base is None else weight._base
+    if not getattr(parameter, "routed_expert", False):
+        return layer
+    return replace(layer, group=megatron.slices_of_experts())
 
 
 def _axis_of(group: Any) -> MeshAxis | None:
@@ -336,6 +410,19 @@ def _passes(function: Any, rule: Passes) -> Any:
     return forward
 
 
+def _attaches(function: Any, rule: Attaches) -> Any:
+    returns = _passes(function, Passes(rule.tensor))
+
+    def forward(*args: Any) -> Any:
+        for axis, found in types_of(arguments_of(function, args)[rule.loss]).items():
+            if found is R:
+                what = f"{_name(function)}: the attached loss"
+                raise WrongType(what, axis, found, (I, V, P))
+        return returns(*args)
+
+    return forward
+
+
 def _recomputed(function: Any, rule: Recomputed) -> Any:
     """Types of a forward do not depend on what is kept: the layers run as without it."""
 
@@ -383,11 +470,14 @@ def _name(function: type) -> str:
 def _register_operators(journal: Journal) -> None:
     """Operators as Megatron uses them.
 
-    Casts and ``.data`` keep types; integers without one take no part in gradients; a tensor of
-    zeros may become a partial sum; an error knows the parameters that the operator read.
+    Casts and ``.data`` keep types; integers without one take no part in gradients; equal integers
+    may choose rows of a partial sum; a tensor of zeros may become one; an error knows the
+    parameters that the operator read.
     """
     linear = checker._OpSpec(checker.OpLinearity.LINEAR)
     base = torch._C.TensorBase
+    from mindspeed.ops.moe_permutation import MOE_PERMUTE, MOE_UNPERMUTE
+
     for operator in (
         torch.Tensor.data.__get__,  # type: ignore[attr-defined]
         torch.Tensor.to,
@@ -396,8 +486,19 @@ def _register_operators(journal: Journal) -> None:
         base.float,
         base.type,
         base.contiguous,
+        *(getattr(torch.Tensor, name) for name in _ADDING),
     ):
         checker._OP_REGISTRY[operator] = linear
+    for operator in (
+        torch.Tensor.__getitem__,
+        torch.Tensor.index_select,
+        torch.index_select,
+        torch.Tensor.gather,
+        torch.gather,
+        MOE_PERMUTE.overload,
+        MOE_UNPERMUTE.overload,
+    ):
+        checker._OP_REGISTRY[operator] = checker._OpSpec(checker.OpLinearity.MULTILINEAR)
     classify = checker._classify_args
 
     def classified(args: Any, kwargs: Any) -> Any:
@@ -417,6 +518,8 @@ def _register_operators(journal: Journal) -> None:
 
     def checked(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
+        if name in _ADDING:
+            args = _with_equal_places(args)
         _before_adding(name, args, kwargs)
         try:
             _refuse_overwritten(name, args)
@@ -474,6 +577,20 @@ def _refuse_overwritten(name: str, args: Any) -> None:
                 f"{name} reads a tensor that an all-reduce has overwritten: each rank had its own "
                 "values, now all have the sum"
             )
+
+
+def _with_equal_places(args: Any) -> Any:
+    """Rows of partial sums may be added at places, integers, that are the same on all ranks."""
+    partial = {axis for one in args for axis, kind in types_of(one).items() if kind is P}
+
+    def fit(value: Any) -> Any:
+        types = types_of(value)
+        if not types or value.is_floating_point():
+            return value
+        equal = [axis for axis in partial if types.get(axis) in (R, I)]
+        return give(value.detach(), types | dict.fromkeys(equal, P))
+
+    return tuple(map(fit, args)) if partial else args
 
 
 _NEW = ("zeros", "new_zeros", "zeros_like")

@@ -25,6 +25,7 @@ from spmd_types.checker import typecheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.built_model import BuiltModel
+from mindspeed.errors import ConfigError
 from mindspeed.job import Parallel
 from mindspeed.journal import Journal
 from mindspeed.planner.counted.balanced_routing import (
@@ -165,7 +166,7 @@ def check_stage(args: argparse.Namespace, stage: int, *, with_values: bool = Fal
         with_values: run on real tensors, of a job that is :func:`shortened`.
 
     Raises:
-        MindSpeedError: the model cannot be built or run.
+        MindSpeedError: the model cannot be built or run; says which package a layer needs.
     """
     rank = Parallel.of(args).first_rank_of(stage)
     args = copy.copy(args)
@@ -173,9 +174,14 @@ def check_stage(args: argparse.Namespace, stage: int, *, with_values: bool = Fal
     tensors, building = (nullcontext, Unwritten) if with_values else (PlannedTensors, nullcontext)
     routing = balanced_routing if with_values else assumed_routing
     with fake_world(args, rank), tensors(), routing(args):
-        with building():
-            model = build_model(args)
+        try:
+            with building():
+                model = build_model(args)
+        except ImportError as error:
+            reason, _, _ = str(error).partition(" when instantiating ")
+            raise ConfigError(f"the check builds the model, which it cannot: {reason}") from error
         rules.install(journal)
+        rules.check_shared_counts(journal, args.calculate_per_token_loss)
         mesh = mesh_of_job(_grid_of(model))
         try:
             with spmd_types.set_current_mesh(mesh.axes):

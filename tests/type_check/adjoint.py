@@ -45,6 +45,7 @@ class Case:
         kinds: a type for each tensor, or a small letter for any: equal letters are equal types.
         frozen: indices of tensors without a gradient.
         within: what forward and backward run in.
+        attached: of a loss, the last tensor, that enters the gradient and no output: its factor.
     """
 
     names: tuple[str, ...]
@@ -53,6 +54,7 @@ class Case:
     kinds: str = ""
     frozen: tuple[int, ...] = ()
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    attached: float | None = None
 
     def directions(self) -> Iterator[tuple[str, ...]]:
         """All types of the tensors that are tried."""
@@ -394,11 +396,33 @@ def grouped_linear(group, x, *parameters):
     return _GroupedLinear.apply(x, [1, 3], x.dtype, WgradOptions(False), (), 2, None, *parameters)
 
 
+@case("te.grouped._GroupedLinear", (4, 6), (3, 6), (3, 6), kinds="abb")
+def sliced_grouped_linear(group, x, *weights):
+    """Of two slices of an expert, row layers: each has a term of the product."""
+    for weight in weights:
+        weight.routed_expert, weight.partition_dim = True, 1
+    return grouped_linear_without_bias(group, x, *weights)
+
+
+@case("te.grouped._GroupedLinear", (4, 6), (3, 6), (3, 6), kinds="abb")
+def grouped_linear_without_bias(group, x, *weights):
+    from mindspeed.te.grouped import _GroupedLinear
+    from mindspeed.te.weight_gradient import WgradOptions
+
+    return _GroupedLinear.apply(x, [1, 3], x.dtype, WgradOptions(False), (), 2, None, *weights)
+
+
 @case("te.grouped_gemm._GroupedMatmul", (4, 6), (2, 6, 3))
 def grouped_matmul(group, x, weight):
     from mindspeed.te.grouped_gemm import gmm
 
     return gmm(x, weight, torch.tensor([1, 3]))
+
+
+@case("te.grouped_gemm._GroupedMatmul", (4, 6), (2, 6, 3))
+def sliced_grouped_matmul(group, x, weight):
+    weight.routed_expert, weight.partition_dim = True, 0
+    return grouped_matmul(group, x, weight)
 
 
 @case("moe.hot_experts._OwnWeights", (2, 3), (2, 3), (3, 2), (3, 2), kinds="aaaa")
@@ -451,17 +475,22 @@ def tied(group, x):
     return Refetch([], x).tie(x, x)
 
 
-for _name in ("moe.moe_utils.MoEAuxLossAutoScaler", "multi_token_prediction.MTPLossAutoScaler"):
-    CASES.append(
-        Case(
-            (f"transformer.{_name}",),
-            functools.partial(
-                lambda name, group, x: function_of(name).apply(x, torch.zeros(())),
-                f"transformer.{_name}",
-            ),
-            ((4, 8),),
-        )
-    )
+SCALE = 0.5
+
+
+@case("transformer.moe.moe_utils.MoEAuxLossAutoScaler", (4, 8), (1,), attached=SCALE)
+def attached_balancing_loss(group, x, loss):
+    function = function_of("transformer.moe.moe_utils.MoEAuxLossAutoScaler")
+    function.main_loss_backward_scale = torch.tensor(SCALE)
+    return function.apply(x, loss)
+
+
+@case("transformer.multi_token_prediction.MTPLossAutoScaler", (4, 8), (4, 1), attached=SCALE)
+def attached_prediction_loss(group, x, loss):
+    function = function_of("transformer.multi_token_prediction.MTPLossAutoScaler")
+    function.main_loss_backward_scale = torch.tensor(SCALE)
+    return function.apply(x, loss)
+
 
 _HELD = "returns an empty tensor, whose backward is never asked for"
 NOT_MEASURED = {
@@ -631,6 +660,8 @@ def _direction(one: Case, world: _World, kinds: tuple[str, ...]) -> Direction | 
     slopes = [(a - b) / (2 * STEP) for a, b in zip(*ends, strict=True)]
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
     left = sum(map(_pair, results, slopes, cotangents))
+    if one.attached is not None:
+        left += one.attached * _total(kinds[-1], steps[-1])
     right = sum(map(_pair, kinds, steps, gradients))
     typed = all(map(_is, results, [out.detach() for out in outs]))
     typed &= all(map(_is, [PAIRED[kind] for kind in kinds], gradients))
@@ -673,6 +704,16 @@ def _pair(kind: str, x: torch.Tensor, gradient: torch.Tensor) -> float:
         dist.all_reduce(gradient if kind == "R" else x)
     found = (x * gradient).sum()
     if kind == "V":
+        dist.all_reduce(found)
+    return float(found)
+
+
+def _total(kind: str, x: torch.Tensor) -> float:
+    """The sum of a value's elements, over the ranks that hold parts or terms of it."""
+    import torch.distributed as dist
+
+    found = x.sum()
+    if kind in ("V", "P"):
         dist.all_reduce(found)
     return float(found)
 

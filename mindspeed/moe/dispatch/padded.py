@@ -171,7 +171,7 @@ def select_rows(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> 
     return _SelectRows.apply(x, index, inverse)  # type: ignore[no-any-return]
 
 
-@spmd.typed(spmd.Local())
+@spmd.typed(spmd.Passes())
 class _SelectRows(torch.autograd.Function):
     @staticmethod
     def forward(
