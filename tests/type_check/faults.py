@@ -22,7 +22,17 @@ EXPERTS = (
     "--moe-aux-loss-coeff 0.01"
 )
 SPREAD = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+SLICES = "--expert-tensor-parallel-size 2"
 SLICED = f"{SP} {EXPERTS} --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+EXCHANGED = f"{SP} {EXPERTS} --moe-token-dispatcher-type alltoall"
+GATHERED = f"{SP} {EXPERTS} --moe-token-dispatcher-type allgather"
+CONTEXT = "--context-parallel-size 2"
+PACKED = (
+    f"{CONTEXT} --reset-attention-mask --reset-position-ids --calculate-per-token-loss "
+    "--fix-sub-seq-length 8"
+)
+GLOBAL_LOSS = EXPERTS.replace(" aux_loss", " global_aux_loss")
+SEQUENCE_LOSS = EXPERTS.replace(" aux_loss", " seq_aux_loss")
 OWN_EXPERTS = f"{EXPERTS} {SPREAD} --moe-grouped-gemm"
 LATENT = f"{TP} --multi-latent-attention --q-lora-rank 16"
 LORA = "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2"
@@ -69,12 +79,19 @@ class Halved(torch.autograd.Function):
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 ROUTER = "megatron.core.transformer.moe.router"
+ROUTING = "megatron.core.transformer.moe.moe_utils"
+GPT = "megatron.core.models.gpt.gpt_model"
+MAPPINGS = '__import__("megatron.core.tensor_parallel.mappings", fromlist=["_"])'
+ROUTER_LOSS = "mindspeed.adaptor.repairs.experts.router_loss_scale"
 SHARED = "megatron.core.transformer.moe.shared_experts"
 DISPATCH = "megatron.core.transformer.moe.token_dispatcher"
 LATENTS = "megatron.core.transformer.multi_latent_attention"
 PREDICTION = "megatron.core.transformer.multi_token_prediction"
 EMBEDDING = "megatron.core.models.common.embeddings.language_model_embedding"
 FINALIZER = "megatron.core.distributed.finalize_model_grads"
+COPY = f"{MAPPINGS}.copy_to_tensor_model_parallel_region"
+GATHER = f"{MAPPINGS}.gather_from_sequence_parallel_region"
+SUM = f"{MAPPINGS}.reduce_from_tensor_model_parallel_region"
 MARKS = "mindspeed.te.parameter_marks"
 COMMUNICATION = "mindspeed.te.linear_communication"
 GRID_MODULES = "mindspeed.tensor_parallel.two_dimensional.megatron_modules"
@@ -88,6 +105,9 @@ ADAPTER = "lora/adapted_linear.py", "return _Adapted.apply("
 RESIDUAL = "fused_bias_dropout.py", "x = x + bias"
 GATING = "moe/moe_utils.py", "RouterGatingLinearFunction.apply("
 REDUCED = "reduce_from_tensor_model_parallel_region("
+REDUCE = "tensor_parallel/mappings.py", "_ReduceFromModelParallelRegion.apply("
+BALANCE = "moe/router.py", "switch_load_balancing_loss_func("
+DROPOUT = "fused_bias_dropout.py", "nn.functional.dropout("
 KEY = "multi_latent_attention.py", "key = torch.cat([k_no_pe, k_pos_emb]"
 
 # fmt: off
@@ -191,7 +211,7 @@ FAULTS = (
     # Linear layers
     Fault("row layers do not reduce", TP, COMMUNICATION,
           'return self.parallel_mode == "row" and comm.group_size(self.group) > 1', "return False",
-          ("fused_bias_dropout.py", "nn.functional.dropout(")),
+          DROPOUT),
     Fault("column layers do not sum the gradient", TP, COMMUNICATION,
           "sums_gradient=self.column and not split", "sums_gradient=False",
           LINEAR),
@@ -200,13 +220,13 @@ FAULTS = (
           ("fused_bias_dropout.py", "residual + out")),
     Fault("row layers of the local spec do not reduce", f"{TP} {LOCAL}", LAYERS,
           f"output_ = {REDUCED}output_parallel, group=self.tp_group)", "output_ = output_parallel",
-          ("fused_bias_dropout.py", "nn.functional.dropout(")),
+          DROPOUT),
     Fault("row layers of the local spec slice", f"{SP} {LOCAL}", LAYERS,
           "            output_ = reduce_scatter_to_sequence_parallel_region(\n"
           "                output_parallel, group=self.tp_group\n"
           "            )",
           "            output_ = output_parallel[: output_parallel.shape[0] // 2]\n\n",
-          ("tensor_parallel/layers.py", "output_ = reduce_scatter_to_sequence_parallel_region(")),
+          DROPOUT),
     # Latent attention
     Fault("gradient of the latent key not summed", LATENT,
           "mindspeed.adaptor.repairs.attention.latent_key_gradient",
@@ -243,6 +263,89 @@ FAULTS = (
           "megatron.core.transformer.moe.moe_utils",
           "    if with_padding_mask:\n        local_num", "    if True:\n        local_num",
           ("moe/moe_utils.py", "local_num_tokens = local_tokens_per_expert.sum() / topk")),
+    # Slices of experts
+    *(
+        Fault(f"results of {kind} not summed", f"{EXCHANGED} {flags}", DISPATCH,
+              "            hidden_states = reduce_scatter_to_sequence_parallel_region(\n"
+              "                hidden_states.to(self.probs.dtype),\n"
+              "                group=self.tp_group,\n"
+              "                input_split_sizes=input_split_sizes,\n"
+              "            ).to(hidden_states.dtype)",
+              "            hidden_states = hidden_states[: hidden_states.shape[0] // 2]\n\n\n\n",
+              ("moe/moe_utils.py", "output_tokens.scatter_add_("))
+        for kind, flags in (
+            ("slices of grouped experts", "--moe-grouped-gemm"),
+            ("slices of experts", ""),
+            ("slices of spread experts",
+             f"--expert-model-parallel-size 2 {SLICES} --moe-grouped-gemm"),
+            ("slices of stacked experts",
+             "--moe-grouped-gemm --moe-use-legacy-grouped-gemm --bf16"),
+        )
+    ),
+    *(
+        Fault(f"results of {kind} not summed", f"{GATHERED} {flags}", DISPATCH,
+              "            hidden_states = reduce_scatter_to_sequence_parallel_region(\n"
+              "                hidden_states.to(self.local_probs.dtype), group=self.tp_ep_group\n"
+              "            ).to(hidden_states.dtype)",
+              "            hidden_states = hidden_states.chunk(self.tp_ep_group.size())[0]\n\n",
+              DROPOUT)
+        for kind, flags in (
+            ("slices of gathered grouped experts", "--moe-grouped-gemm"),
+            ("slices of gathered experts", ""),
+            ("gathered and spread experts", SPREAD),
+        )
+    ),
+    Fault("overlapped sum over slices of experts left out",
+          f"{SP} {EXPERTS} --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+          "--moe-alltoall-overlap-comm", "mindspeed.moe.dispatch.all_to_all",
+          'return {"rows": SumRows(self.groups.tp, self._sizes(chunk).sum((1, 2)).tolist())}',
+          'chunk.tensors["rows"] = chunk.tensors["rows"][: self.groups.tp.size() and '
+          'self._sizes(chunk).sum((1, 2)).tolist()[0]]; return {}',
+          DROPOUT),
+    # Losses that are attached to the graph
+    Fault("counts of a balancing loss not summed", f"{SP} {EXPERTS}", ROUTING,
+          "    global_tokens_per_expert = reduce_from_tensor_model_parallel_region(\n"
+          "        local_tokens_per_expert, reduce_group\n    )",
+          "    global_tokens_per_expert = local_tokens_per_expert\n\n", BALANCE),
+    Fault("counts of a loss per sequence not summed", f"{CONTEXT} {SEQUENCE_LOSS}", ROUTING,
+          "    global_tokens_per_expert = reduce_from_tensor_model_parallel_region(\n"
+          "        local_tokens_per_expert, reduce_group\n    )",
+          "    global_tokens_per_expert = local_tokens_per_expert\n\n", BALANCE),
+    Fault("counts of a loss per sequence summed over tensor ranks only",
+          f"{SP} {CONTEXT} {SEQUENCE_LOSS}", ROUTER,
+          "reduce_group=self.tp_cp_group,\n                with_padding_mask=with_padding_mask,\n"
+          "                topk=self.topk * bsz",
+          "reduce_group=self.tp_group,\n                with_padding_mask=with_padding_mask,\n"
+          "                topk=self.topk * bsz", BALANCE),
+    Fault("counts of a global loss summed over tensor ranks only",
+          f"{SP} {CONTEXT} {GLOBAL_LOSS}", ROUTER,
+          "reduce_group=self.tp_dp_cp_group,\n                with_padding",
+          "reduce_group=self.tp_group,\n                with_padding", BALANCE),
+    Fault("balancing loss gathered, and its gradient summed", f"{SP} {EXPERTS}", ROUTER,
+          "MoEAuxLossAutoScaler.apply(activation, aux_loss)",
+          f"MoEAuxLossAutoScaler.apply(activation, {GATHER}(aux_loss.view(1)).sum())",
+          ("moe/router.py", "MoEAuxLossAutoScaler.apply(activation, aux_loss)")),
+    Fault("balancing loss summed twice", f"{SP} {SEQUENCE_LOSS}", ROUTER,
+          "MoEAuxLossAutoScaler.apply(activation, aux_loss)",
+          f"MoEAuxLossAutoScaler.apply(activation, {SUM}({SUM}(aux_loss)))",
+          REDUCE),
+    Fault("gradient of the z-loss summed once too often",
+          f"{SP} {EXPERTS} --moe-z-loss-coeff 0.001", ROUTER_LOSS,
+          "MoEAuxLossAutoScaler.apply(logits, loss * strength)",
+          f"MoEAuxLossAutoScaler.apply(logits, {COPY}({SUM}(loss * strength)))",
+          ("experts/router_loss_scale.py", "MoEAuxLossAutoScaler.apply(logits, loss * strength)")),
+    Fault("loss of multi-token prediction divided by the tokens of a rank", f"{CONTEXT} {MTP}",
+          "mindspeed.adaptor.repairs.layers.mtp",
+          "        dist.all_reduce(total, group=cp_group)", "        pass",
+          ("gpt/gpt_model.py", "loss_mask, num_tokens = roll_tensor(")),
+    Fault("gradient of the loss of multi-token prediction summed", f"{SP} {MTP}", GPT,
+          "hidden_states, mtp_loss_scale * mtp_loss / num_tokens",
+          f"hidden_states, {COPY}(mtp_loss_scale * mtp_loss / num_tokens)",
+          ("gpt/gpt_model.py", "hidden_states = MTPLossAutoScaler.apply(")),
+    # Packed documents over context-parallel ranks
+    Fault("last norm of packed documents unmarked", f"{SP} {PACKED}", "mindspeed.te.norm",
+          "parameter.sequence_parallel = sequence_parallel", "parameter.sequence_parallel = False",
+          NORM),
     # Memory
     Fault("strided output of row layers reduced", f"{TP} {LOCAL}", LAYERS,
           f"output_ = {REDUCED}output_parallel, group=self.tp_group)",
@@ -263,14 +366,6 @@ UNSEEN = (
            "    count = mask.sum()", "    count = mask.sum() * 2"),
      "tests/training/test_instruction_training.py::"
      "test_the_loss_is_the_mean_over_all_trained_tokens_of_the_batch"),
-    # What experts on different ranks return is different, and a term of a sum only later.
-    (Fault("results of other ranks' experts not summed",
-           f"{SP} {EXPERTS} {SPREAD} --moe-token-dispatcher-type allgather", DISPATCH,
-           "            hidden_states = reduce_scatter_to_sequence_parallel_region(\n"
-           "                hidden_states.to(self.local_probs.dtype), group=self.tp_ep_group\n"
-           "            ).to(hidden_states.dtype)",
-           "            hidden_states = hidden_states.chunk(self.tp_ep_group.size())[0]\n\n"),
-     "tests/moe/test_all_gather.py::test_programs_equal_megatrons_dispatcher"),
 )
 
 # Not wrong by themselves: what no flag asks for.
@@ -330,6 +425,18 @@ class HiddenFault:
 
 GRIDS = "tensor_parallel.two_dimensional"
 HIDDEN = (
+    HiddenFault(
+        "transformer.moe.moe_utils.MoEAuxLossAutoScaler",
+        ROUTING,
+        "torch.ones_like(aux_loss) * aux_loss_backward_scale",
+        "torch.ones_like(aux_loss) * aux_loss_backward_scale * 2",
+    ),
+    HiddenFault(
+        "transformer.multi_token_prediction.MTPLossAutoScaler",
+        PREDICTION,
+        "torch.ones_like(mtp_loss) * mtp_loss_backward_scale",
+        "torch.ones_like(mtp_loss)",
+    ),
     HiddenFault(
         "te.comm._AllGather",
         "mindspeed.te.comm",

@@ -1,7 +1,7 @@
 """A framework: binds Megatron's names behind the import line, then asks about its own model.
 
-``python -m tests.type_check.framework_job [fault] [reads]`` prints what :func:`mindspeed.check`
-returns or raises.
+``python -m tests.type_check.framework_job [fault] [reads] [delta|mamba]`` prints what
+:func:`mindspeed.check` returns or raises; the last two are models with layers that need a package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import mindspeed.megatron_adaptor
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.models.mamba import MambaModel
+from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 import mindspeed
 
@@ -40,7 +43,21 @@ class Head(torch.nn.Module):
         return hidden + self.bias
 
 
-def provider_of(args, marked: bool, reads: bool):
+def other_model(kind: str, config, args):
+    """A model whose layers need a package: gated delta nets, or Mamba."""
+    if kind == "mamba":
+        return MambaModel(
+            config, mamba_stack_spec, args.padded_vocab_size, args.seq_length,
+            hybrid_override_pattern="M" * config.num_layers,
+        )  # fmt: skip
+    layers = get_gpt_layer_local_spec()
+    layers.submodules.self_attention = ModuleSpec(
+        GatedDeltaNet, submodules=GatedDeltaNetSubmodules()
+    )
+    return GPTModel(config, layers, args.padded_vocab_size, args.seq_length)
+
+
+def provider_of(args, asked: list[str]):
     """The model provider; with sequence parallelism the bias must be marked."""
     config = TransformerConfig(
         num_layers=args.num_layers // args.pipeline_model_parallel_size,
@@ -57,12 +74,15 @@ def provider_of(args, marked: bool, reads: bool):
     config.num_layers = args.num_layers
 
     def provide(pre_process=True, post_process=True):
+        if asked and asked[0] in ("delta", "mamba"):
+            return other_model(asked[0], config, args)
         model = GPTModel(
             config, get_gpt_layer_local_spec(), args.padded_vocab_size, args.seq_length,
             pre_process=pre_process, post_process=post_process, position_embedding_type="rope",
         )  # fmt: skip
         if pre_process:
-            model.embedding.register_module("shift", Head(args.hidden_size, marked, reads))
+            shift = Head(args.hidden_size, "fault" not in asked, "reads" in asked)
+            model.embedding.register_module("shift", shift)
             forward = model.embedding.forward
             model.embedding.forward = lambda *a, **k: model.embedding.shift(forward(*a, **k))
         return model
@@ -80,8 +100,7 @@ def main() -> None:
     flags += "--sequence-parallel --pipeline-model-parallel-size 2"
     args = Job(flags.split()).settings().args
     try:
-        provider = provider_of(args, "fault" not in sys.argv, "reads" in sys.argv)
-        print(mindspeed.check(provider, args))
+        print(mindspeed.check(provider_of(args, sys.argv[1:]), args))
     except ConfigError as error:
         print(error)
 

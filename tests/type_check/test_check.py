@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,21 @@ import torch
 from tests.architecture.source import ROOT
 from tests.type_check import faults
 from tests.type_check.check_job import SMALL
-from tests.type_check.faults import EXPERTS, GRID, LORA, SP, SPREAD, TP
+from tests.type_check.faults import (
+    CONTEXT,
+    EXCHANGED,
+    EXPERTS,
+    GATHERED,
+    GLOBAL_LOSS,
+    GRID,
+    LORA,
+    PACKED,
+    SEQUENCE_LOSS,
+    SLICED,
+    SP,
+    SPREAD,
+    TP,
+)
 
 pytest.importorskip("spmd_types")
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all cases
@@ -87,6 +102,32 @@ RIGHT = {
     "--moe-token-dispatcher-type alltoall --ampipe-degree 2",
     "experts-latent": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-latent-size 16",
     "experts-whole": f"{SP} --nproc 2 {EXPERTS} --expert-tensor-parallel-size 1",
+    "experts-loss-per-sequence": f"{SP} --nproc 2 {SEQUENCE_LOSS} --moe-z-loss-coeff 0.001",
+    "experts-global-loss": f"{SP} --nproc 8 {CONTEXT} {GLOBAL_LOSS} --moe-z-loss-coeff 0.001",
+    "slices": f"{SLICED} --nproc 2",
+    "slices-sequential": f"{EXCHANGED} --nproc 2",
+    "slices-local": f"{EXCHANGED} --nproc 2 --transformer-impl local",
+    "slices-spread": f"{SLICED} --nproc 4 --expert-model-parallel-size 2 --moe-permute-fusion",
+    "slices-stacked": f"{SLICED} --nproc 4 --expert-model-parallel-size 2 "
+    "--moe-use-legacy-grouped-gemm --bf16",
+    "slices-gathered": f"{GATHERED} --nproc 4 --expert-model-parallel-size 2 --moe-grouped-gemm",
+    "slices-gathered-sequential": f"{GATHERED} --nproc 2",
+    "slices-overlapped": f"{SLICED} --nproc 4 --expert-model-parallel-size 2 "
+    "--moe-alltoall-overlap-comm",
+    "slices-gathered-overlapped": f"{GATHERED} --nproc 4 --expert-model-parallel-size 2 "
+    "--moe-grouped-gemm --moe-permutation-async-comm --moe-allgather-overlap-comm",
+    "cp-all-gather": f"{SP} {CONTEXT} --nproc 4 --context-parallel-algo kvallgather_cp_algo",
+    "cp-adaptive": f"{SP} {CONTEXT} --nproc 4 --context-parallel-algo adaptive_cp_algo",
+    "cp-multi-token-prediction": f"{SP} {CONTEXT} --nproc 4 --mtp-num-layers 1",
+    "packed-ulysses": f"{SP} {PACKED} --nproc 4 --context-parallel-algo ulysses_cp_algo",
+    "packed-ring": f"{SP} {PACKED} --nproc 4 --context-parallel-algo megatron_cp_algo",
+    "packed-all-gather": f"{SP} {PACKED} --nproc 4 --context-parallel-algo kvallgather_cp_algo",
+    "packed-hybrid": f"{SP} {PACKED} --nproc 8 --context-parallel-size 4 "
+    "--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2",
+    "packed-multi-token-prediction": f"{TP} {PACKED} --nproc 4 --mtp-num-layers 1",
+    "packed-experts": f"{SP} {PACKED} --nproc 4 {EXPERTS}",
+    "packed-pipeline": f"{SP} {PACKED} --nproc 8 --pipeline-model-parallel-size 2",
+    "cross-entropy": f"{SP} --nproc 2 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
 }
 
 
@@ -133,6 +174,9 @@ REPAIRED = {
         "cross_entropy.py:vocab_parallel_cross_entropy",
         "gathered logits",
     ),
+    "cp-multi-token-prediction": Repaired(
+        "mtp", RIGHT["cp-multi-token-prediction"], "gpt/gpt_model.py:_postprocess"
+    ),
     "cp": Repaired("losses", RIGHT["cp"], "pipeline_parallel/schedules.py:forward_step_calc_loss"),
     "smoothed-labels": Repaired(
         "losses", f"{TP} --nproc 2", "training/forward_step.py:next_token_loss", "smoothed labels"
@@ -150,7 +194,6 @@ REPORTED = {
 # All other repairs, and why the check cannot see what they repair.
 NOT_SEEN = {
     "factors and dtypes of the router's losses and counts": "router router_loss_scale",
-    "attached losses have no types: Megatron's scalers return what they are attached to": "mtp",
     "a job has one set of groups; other groups are refused when the model is built": (
         "explicit_groups"
     ),
@@ -183,7 +226,8 @@ SIZES = ("smallest", "64")
 
 def of_size(fault: faults.Fault, size: str) -> str:
     """The flags of a fault's job under the ranks that it needs, or 64."""
-    needed = 4 if "--tp-2d" in fault.flags or "pipeline" in fault.flags else 2
+    of_four = ("--tp-2d", "pipeline", faults.CONTEXT, faults.SLICES)
+    needed = 4 if any(one in fault.flags for one in of_four) else 2
     return f"{fault.flags} --nproc {needed if size == 'smallest' else 64}"
 
 
@@ -250,8 +294,6 @@ NOT_IN_THE_GRID = {
     "te.comm._AllGather": "--use-transformer-engine-op-fuser",
     "te.comm._AllReduce": "--use-transformer-engine-op-fuser",
     "te.comm._ReduceScatter": "--use-transformer-engine-op-fuser",
-    "te.cross_entropy._CrossEntropy": "--cross-entropy-fusion-impl te",
-    "te.grouped_gemm._GroupedMatmul": "--moe-use-legacy-grouped-gemm",
 }
 
 
@@ -408,6 +450,18 @@ def test_a_mark_is_missed_in_a_model_that_reads_values():
     found = framework("fault", "reads")
     assert found[2].startswith("REFUSED: stage 0, ") and "framework_job.py:" in found[2]
     assert found[3].split() == ["parameters", "embedding.shift.bias"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "package"), [("delta", "flash-linear-attention"), ("mamba", "mamba-ssm")]
+)
+def test_layers_that_need_a_package_say_which(kind, package):
+    if find_spec({"delta": "fla", "mamba": "mamba_ssm"}[kind]) is not None:
+        pytest.skip(f"{package} is installed")
+    [said] = framework(kind)
+    assert said.startswith("the check builds the model, which it cannot: ")
+    assert said.endswith(f"Please install it with `pip install {package}`.")
 
 
 def test_a_check_inside_a_running_job_is_refused(ranks):
