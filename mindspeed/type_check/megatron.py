@@ -167,6 +167,14 @@ class SharedCount:
     count: Callable[[Arguments, Any], Any]
     what: str
 
+    def caller(self) -> Any:
+        """The module; None where this version has no such function in it."""
+        try:
+            found = importlib.import_module(f"megatron.core.{self.module}")
+        except ModuleNotFoundError:
+            return None
+        return found if hasattr(found, self.function) else None
+
 
 def shared_counts(per_token: bool) -> tuple[SharedCount, ...]:
     """The counts in the losses that Megatron attaches.

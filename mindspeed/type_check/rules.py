@@ -7,7 +7,6 @@ silently. What Megatron's code needs beyond the checker's own table of operators
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -207,10 +206,9 @@ def check_shared_counts(journal: Journal, per_token: bool) -> None:
         per_token: see :func:`.megatron.shared_counts`.
     """
     for one in megatron.shared_counts(per_token):
-        with contextlib.suppress(ModuleNotFoundError):
-            holder = importlib.import_module(f"megatron.core.{one.module}")
-            if function := getattr(holder, one.function, None):
-                journal.set(holder, one.function, _with_shared(one, function), owner=OWNER)
+        if (module := one.caller()) is not None:
+            checked = _with_shared(one, getattr(module, one.function))
+            journal.set(module, one.function, checked, owner=OWNER)
 
 
 def _terms(tensor: torch.Tensor, group: Any) -> torch.Tensor:
