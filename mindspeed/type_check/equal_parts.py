@@ -2,8 +2,8 @@
 
 Types depend neither on sizes nor on the number of layers: a layer that is built like an earlier
 one, with parameters of the same types and an input of the same types, has an output of the same
-types. So each layer runs until two like it have returned the types that they were given, and a
-stage is checked if it has a chunk that is made of other ends or layers than those before.
+types. So each layer runs until one like it has returned the types that it was given, and a stage is
+checked if it has a chunk that is made of other ends or layers than those before.
 
 Only where what a layer does follows from what it is built of: in models of our trainer, unless a
 flag lets layers differ by their numbers. All others run whole.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -22,9 +21,6 @@ import torch
 from mindspeed.journal import Journal
 from mindspeed.planner.shape import shape_of, whole_only
 from mindspeed.type_check import rules
-
-RUNS = 2
-"""Equal layers that run."""
 
 
 def chunks_of_stages(args: argparse.Namespace) -> list[tuple[Hashable, ...]]:
@@ -43,18 +39,18 @@ def chunks_of_stages(args: argparse.Namespace) -> list[tuple[Hashable, ...]]:
 
 
 @contextlib.contextmanager
-def equal_layers_run_twice(args: argparse.Namespace, chunk: Any) -> Iterator[None]:
-    """Inside, layers of a chunk return their input after two like them did not change its types.
+def equal_layers_run_once(args: argparse.Namespace, chunk: Any) -> Iterator[None]:
+    """Inside, layers of a chunk return their input after one like them did not change its types.
 
     Args:
         args: final values, of a dry run.
         chunk: whose parameters have their types.
     """
     layers = chunk.decoder.layers if _follows_from_parts(args) else ()
-    runs: Counter[Hashable] = Counter()
+    ran: set[Hashable] = set()
     journal = Journal()
     for layer in layers:
-        once = _forward(layer.forward, _parts(layer), runs)
+        once = _forward(layer.forward, _parts(layer), ran)
         journal.set(layer, "forward", once, owner="equal layers")
     try:
         yield
@@ -66,16 +62,16 @@ def _follows_from_parts(args: argparse.Namespace) -> bool:
     return getattr(args, "planned_loop", None) is None and not whole_only(args)
 
 
-def _forward(forward: Any, parts: Hashable, runs: Counter[Hashable]) -> Any:
+def _forward(forward: Any, parts: Hashable, ran: set[Hashable]) -> Any:
     def once(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         before = rules.types_of(hidden)
         key = parts, frozenset(before.items())
-        if runs[key] == RUNS:
+        if key in ran:
             return hidden, kwargs.get("context")
         found = forward(*args, **kwargs)
         if rules.types_of(found[0]) == before:
-            runs[key] += 1
+            ran.add(key)
         return found
 
     return once

@@ -48,7 +48,7 @@ from mindspeed.type_check.chunk import (
     mesh_of_job,
     wrong_use,
 )
-from mindspeed.type_check.equal_parts import equal_layers_run_twice
+from mindspeed.type_check.equal_parts import equal_layers_run_once
 from mindspeed.type_check.rules import WrongType
 
 
@@ -248,7 +248,7 @@ def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
     if not chunk.pre_process:
         chunk.set_input_tensor(_received(args, chunk, hidden))
     strict = typecheck(strict_mode="strict", local=True)
-    with equal_layers_run_twice(args, chunk), strict:
+    with equal_layers_run_once(args, chunk), strict:
         _forward(args, chunk, reader, mesh, hidden)
 
 
