@@ -1,11 +1,13 @@
 """A framework: binds Megatron's names behind the import line, then asks about its own model.
 
-``python -m tests.type_check.framework_job [fault] [reads] [delta|mamba]`` prints what
-:func:`mindspeed.check` returns or raises; the last two are models with layers that need a package.
+``python -m tests.type_check.framework_job [fault] [reads] [delta|mamba|formula] [unrepaired]``
+prints what :func:`mindspeed.check` returns or raises; the last models have layers that need a
+package, or need none as Megatron has their formula.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import mindspeed.megatron_adaptor
@@ -16,8 +18,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 import mindspeed
 
@@ -43,18 +47,29 @@ class Head(torch.nn.Module):
         return hidden + self.bias
 
 
-def other_model(kind: str, config, args):
-    """A model whose layers need a package: gated delta nets, or Mamba."""
+def other_model(kind: str, config, args, **ends):
+    """A model whose layers need a package: gated delta nets, or Mamba.
+
+    ``formula`` are gated delta nets whose package is not needed.
+    """
     if kind == "mamba":
         return MambaModel(
             config, mamba_stack_spec, args.padded_vocab_size, args.seq_length,
             hybrid_override_pattern="M" * config.num_layers,
         )  # fmt: skip
-    layers = get_gpt_layer_local_spec()
-    layers.submodules.self_attention = ModuleSpec(
-        GatedDeltaNet, submodules=GatedDeltaNetSubmodules()
+    if kind == "formula":  # Megatron has the rule itself, deterministic
+        gated_delta_net.HAVE_FLA = True
+        gated_delta_net.l2norm = functools.partial(torch.nn.functional.normalize, dim=-1)
+        config.deterministic_mode, config.activation_func = True, torch.nn.functional.silu
+        config.linear_conv_kernel_dim = config.linear_num_key_heads = 4
+        config.linear_key_head_dim = config.linear_value_head_dim = 16
+        config.linear_num_value_heads = 4
+    parts = gated_delta_net.GatedDeltaNetSubmodules(
+        ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear
     )
-    return GPTModel(config, layers, args.padded_vocab_size, args.seq_length)
+    layers = get_gpt_layer_local_spec()
+    layers.submodules.self_attention = ModuleSpec(gated_delta_net.GatedDeltaNet, submodules=parts)
+    return GPTModel(config, layers, args.padded_vocab_size, args.seq_length, **ends)
 
 
 def provider_of(args, asked: list[str]):
@@ -74,8 +89,9 @@ def provider_of(args, asked: list[str]):
     config.num_layers = args.num_layers
 
     def provide(pre_process=True, post_process=True):
-        if asked and asked[0] in ("delta", "mamba"):
-            return other_model(asked[0], config, args)
+        if asked and asked[0] in ("delta", "formula", "mamba"):
+            ends = {"pre_process": pre_process, "post_process": post_process}
+            return other_model(asked[0], config, args, **ends)
         model = GPTModel(
             config, get_gpt_layer_local_spec(), args.padded_vocab_size, args.seq_length,
             pre_process=pre_process, post_process=post_process, position_embedding_type="rope",
@@ -92,13 +108,18 @@ def provider_of(args, asked: list[str]):
 
 def main() -> None:
     """Check the model."""
+    from mindspeed import session
     from mindspeed.errors import ConfigError
     from mindspeed.planner.job import Job
     from tests.type_check.check_job import SMALL
 
     flags = f"{SMALL} --transformer-impl local --nproc 4 --tensor-model-parallel-size 2 "
-    flags += "--sequence-parallel --pipeline-model-parallel-size 2"
+    flags += "--pipeline-model-parallel-size 2"
+    if "formula" not in sys.argv:
+        flags += " --sequence-parallel"
     args = Job(flags.split()).settings().args
+    if "unrepaired" in sys.argv:
+        session.install().engine.remove("repair:parameter-marks")
     try:
         print(mindspeed.check(provider_of(args, sys.argv[1:]), args))
     except ConfigError as error:

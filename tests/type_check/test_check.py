@@ -464,6 +464,15 @@ def test_layers_that_need_a_package_say_which():
         assert said.endswith(f"Please install it with `pip install {name}`.")
 
 
+@pytest.mark.slow
+def test_the_norm_of_a_delta_net_is_refused_without_its_repair():
+    accepted, refused = framework("formula"), framework("formula", "unrepaired")
+    assert accepted[-2].startswith("accepted: every gradient is summed")
+    assert refused[1].startswith("REFUSED: stage 0, ")
+    assert "decoder.layers.0.self_attention.out_norm.weight" in refused[2].split()[1]
+    assert any("output norm of gated delta nets" in line for line in refused)
+
+
 def test_a_check_inside_a_running_job_is_refused(ranks):
     (said,) = ranks(1, check_inside_a_job, setup="mindspeed.megatron_adaptor")
     assert "before torch.distributed.init_process_group" in said
