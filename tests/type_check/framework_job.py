@@ -1,13 +1,15 @@
 """A framework: binds Megatron's names behind the import line, then asks about its own model.
 
-``python -m tests.type_check.framework_job [fault] [reads] [delta|mamba|formula] [unrepaired]``
-prints what :func:`mindspeed.check` returns or raises; the last models have layers that need a
-package, or need none as Megatron has their formula.
+``python -m tests.type_check.framework_job MODEL ...`` prints what :func:`mindspeed.check` returns or
+raises, a JSON string a line. A model is a string of the words ``fault``, ``reads``, ``unrepaired``
+and ``delta``, ``mamba`` or ``formula``: with layers that need a package, or need none as Megatron
+has their formula.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 
 import mindspeed.megatron_adaptor
@@ -106,24 +108,34 @@ def provider_of(args, asked: list[str]):
     return provide
 
 
-def main() -> None:
-    """Check the model."""
+def said(asked: str) -> str:
+    """What the check says of a model."""
     from mindspeed import session
     from mindspeed.errors import ConfigError
     from mindspeed.planner.job import Job
     from tests.type_check.check_job import SMALL
 
+    words = asked.split()
     flags = f"{SMALL} --transformer-impl local --nproc 4 --tensor-model-parallel-size 2 "
     flags += "--pipeline-model-parallel-size 2"
-    if "formula" not in sys.argv:
+    if "formula" not in words:
         flags += " --sequence-parallel"
     args = Job(flags.split()).settings().args
-    if "unrepaired" in sys.argv:
+    if "unrepaired" in words:
         session.install().engine.remove("repair:parameter-marks")
     try:
-        print(mindspeed.check(provider_of(args, sys.argv[1:]), args))
+        return mindspeed.check(provider_of(args, words), args)
     except ConfigError as error:
-        print(error)
+        return str(error)
+
+
+def main() -> None:
+    """Check the models that are asked for, each in a child of this process."""
+    from mindspeed.planner import isolated
+    from mindspeed.training import forward_step, model, step  # noqa: F401  (for all children)
+
+    for text in isolated.map(said, [(asked,) for asked in sys.argv[1:]], jobs=2):
+        print(json.dumps(str(text)), flush=True)
 
 
 if __name__ == "__main__":

@@ -416,57 +416,63 @@ def command(*words: str, module: str = "mindspeed") -> subprocess.CompletedProce
     )
 
 
-def framework(*words: str) -> list[str]:
-    """The lines of a framework that has imported the adaptor, bound names and asks for a check."""
-    done = command(*words, module="tests.type_check.framework_job")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+FRAMEWORK = ("", "fault", "reads", "fault reads", "delta", "mamba", "formula", "formula unrepaired")
+"""Models of a framework that has imported the adaptor, bound names and asks for a check."""
+
+
+@pytest.fixture(scope="module")
+def framework() -> dict[str, list[str]]:
+    """The lines of each check."""
+    done = command(*FRAMEWORK, module="tests.type_check.framework_job")
+    texts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    assert len(texts) == len(FRAMEWORK), done.stderr[-4000:]
+    return {name: text.splitlines() for name, text in zip(FRAMEWORK, texts, strict=True)}
 
 
 @pytest.mark.slow
-def test_the_model_of_a_framework_is_proven():
-    found = framework()
+def test_the_model_of_a_framework_is_proven(framework):
+    found = framework[""]
     assert found[0] == "4 ranks: tensor 2, sequence parallel yes, pipeline 2"
     assert found[-2].startswith("accepted: every gradient is summed")
 
 
 @pytest.mark.slow
-def test_a_mark_that_a_framework_forgot_is_named():
-    found = framework("fault")
+def test_a_mark_that_a_framework_forgot_is_named(framework):
+    found = framework["fault"]
     assert found[1].startswith("REFUSED: stage 0, ") and "framework_job.py:" in found[1]
     assert found[2].split() == ["parameters", "embedding.shift.bias"]
 
 
 @pytest.mark.slow
-def test_a_model_that_reads_values_is_checked_with_real_tensors():
-    found = framework("reads")
+def test_a_model_that_reads_values_is_checked_with_real_tensors(framework):
+    found = framework["reads"]
     place = r"framework_job\.py:\d+ \(forward\) reads the value of a tensor"
     assert re.match(rf"  stage 0 ran on short samples of zeros, .*{place}", found[1])
     assert found[-2].startswith("accepted: every gradient is summed")
 
 
 @pytest.mark.slow
-def test_a_mark_is_missed_in_a_model_that_reads_values():
-    found = framework("fault", "reads")
+def test_a_mark_is_missed_in_a_model_that_reads_values(framework):
+    found = framework["fault reads"]
     assert found[2].startswith("REFUSED: stage 0, ") and "framework_job.py:" in found[2]
     assert found[3].split() == ["parameters", "embedding.shift.bias"]
 
 
 @pytest.mark.slow
-def test_layers_that_need_a_package_say_which():
+def test_layers_that_need_a_package_say_which(framework):
     needed = {"delta": ("fla", "flash-linear-attention"), "mamba": ("mamba_ssm", "mamba-ssm")}
     absent = {kind: name for kind, (module, name) in needed.items() if find_spec(module) is None}
     if not absent:
         pytest.skip("both packages are installed")
     for kind, name in absent.items():
-        [said] = framework(kind)
+        [said] = framework[kind]
         assert said.startswith("the check builds the model, which it cannot: ")
         assert said.endswith(f"Please install it with `pip install {name}`.")
 
 
 @pytest.mark.slow
-def test_the_norm_of_a_delta_net_is_refused_without_its_repair():
-    accepted, refused = framework("formula"), framework("formula", "unrepaired")
+def test_the_norm_of_a_delta_net_is_refused_without_its_repair(framework):
+    accepted, refused = framework["formula"], framework["formula unrepaired"]
     assert accepted[-2].startswith("accepted: every gradient is summed")
     assert refused[1].startswith("REFUSED: stage 0, ")
     assert "decoder.layers.0.self_attention.out_norm.weight" in refused[2].split()[1]
