@@ -131,7 +131,7 @@ class Unwritten(TorchDispatchMode):
     ) -> torch.Tensor:
         tensor, options = args[0] if args else None, kwargs or {}
         if isinstance(tensor, torch.Tensor) and tensor.numel() > _LARGE:
-            if func._schema.name.endswith("_"):
+            if func._schema.name.removeprefix("aten::") in _FILLS:
                 return tensor
             if func in (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
                 return torch.empty_like(tensor, dtype=options.get("dtype"))
@@ -139,6 +139,7 @@ class Unwritten(TorchDispatchMode):
 
 
 _LARGE = 2**16
+_FILLS = ["normal_", "uniform_", "zero_", "fill_", "copy_", "add_", "mul_", "clamp_", "erfinv_"]
 _SHORT = 64
 """Tokens of a sample that has values."""
 

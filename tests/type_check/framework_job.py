@@ -1,9 +1,9 @@
 """A framework: binds Megatron's names behind the import line, then asks about its own model.
 
-``python -m tests.type_check.framework_job MODEL ...`` prints what :func:`mindspeed.check` returns or
-raises, a JSON string a line. A model is a string of the words ``fault``, ``reads``, ``unrepaired``
-and ``delta``, ``mamba`` or ``formula``: with layers that need a package, or need none as Megatron
-has their formula.
+``python -m tests.type_check.framework_job MODEL ...`` prints what :func:`mindspeed.check` returns
+or raises, a JSON string a line. A model is a string of the words ``fault``, ``reads``,
+``unrepaired`` and ``delta``, ``mamba`` or ``formula``: with layers that need a package, or need
+none as Megatron has their formula.
 """
 
 from __future__ import annotations
