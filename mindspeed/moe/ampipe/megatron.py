@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal, replace_method
 from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.ampipe.attention import ChunkedAttention
@@ -30,6 +31,7 @@ from mindspeed.moe.layer.megatron import ProgramForward
 from mindspeed.moe.layer.replacements import REPLACEMENTS
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, settled
+from mindspeed.te import attention_policy
 
 
 def layers_with_experts(model: torch.nn.Module) -> Iterator[Any]:
@@ -184,6 +186,14 @@ def _bottom_right() -> Any:
 def _context(attention: Any) -> ContextRows | None:
     if attention.config.context_parallel_size == 1:
         return None
+    types = attention.config.cp_comm_type
+    comm_type = types[attention.layer_number - 1] if isinstance(types, list) else types
+    if (chosen := attention_policy.context_strategy(comm_type, 1)).algorithm != "all_gather":
+        raise ConfigError(
+            "--ampipe-degree gathers keys and values of all context-parallel ranks, and attention "
+            f"of layer {attention.layer_number} is {chosen.algorithm}: add "
+            "--context-parallel-algo kvallgather_cp_algo"
+        )
     return ContextRows(attention.pg_collection.cp)
 
 
