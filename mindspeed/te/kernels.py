@@ -25,6 +25,16 @@ from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
 
 
+def attend_by_plan(*operands: Any, **options: Any) -> Tensor:
+    """Attend over a sequence that ranks share, or under a user's mask.
+
+    Operands, options and result are those of :func:`mindspeed.te.context_parallel.attend`.
+    """
+    from mindspeed.te import context_parallel  # when such a sequence is first met
+
+    return context_parallel.attend(*operands, **options)
+
+
 def normalize(
     x: Tensor,
     weight: Tensor,

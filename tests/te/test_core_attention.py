@@ -11,10 +11,12 @@ import torch
 from mindspeed.attention import contiguous
 from mindspeed.attention.packed_batch import PackedBatch
 from mindspeed.errors import ConfigError
+from mindspeed.features.attention.flash_attention import FlashAttention
 from mindspeed.journal import Journal
 from mindspeed.te import attention_policy, context_parallel, kernels
 from mindspeed.te.dot_product import DotProductAttention
 from mindspeed.te.local_attention import core_attention_forward
+from tests.support.seams import fresh_seams
 
 LENGTH, SAMPLES, HEADS, SIZE = 6, 2, 4, 8
 CU_SEQLENS = (0, 2, 6, 9, 12)  # documents of both samples
@@ -137,6 +139,30 @@ def test_each_kind_of_batch_runs_the_same_attention_in_both_specs(spec):
         "context_parallel.attend",
         "context_parallel.attend",
     ]
+
+
+@SPECS
+@pytest.mark.parametrize("by_plan", ["user's mask", "shared sequence", "shared documents"])
+def test_flash_attention_is_reached_where_a_plan_has_its_blocks(spec, by_plan):
+    """Its flag is not refused as one that did nothing."""
+    journal, tensors, options = Journal(), qkv(), {}
+    shape = (LENGTH, SAMPLES, HEADS * SIZE)
+    if by_plan == "user's mask":
+        journal.set(attention_policy, "user_mask", lambda length, samples: "mask", owner="test")
+    else:
+        options["groups"] = SimpleNamespace(size=lambda: 2)
+    if by_plan == "shared documents":
+        options["thd"] = torch.tensor([0, 2 * LENGTH * SAMPLES])
+        tensors = tuple(x.flatten(0, 1) for x in tensors)
+        shape = (LENGTH * SAMPLES, 1, HEADS * SIZE)
+    journal.set(context_parallel, "attend", lambda q, *_, **__: q.new_zeros(shape), owner="test")
+    try:
+        with fresh_seams() as seams:
+            FlashAttention().attach(seams, {})
+            spec(*tensors, **options)
+            assert [use.place for use in seams.uses() if use.reached] == ["kernels.attend_by_plan"]
+    finally:
+        journal.undo()
 
 
 @SPECS

@@ -32,8 +32,11 @@ class FlashAttention(Feature, level=1, seams=("kernels",)):
         return self.use_flash_attn or self.use_fusion_attn_v2 or in_kernel
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.te import flash
+        from mindspeed.te import flash, kernels
 
-        if (megatron.get("context_parallel_size") or 1) > 1:
-            return  # ranks that share sequences compute by blocks of this operator without a flag
-        seams.use_kernels(owner=self.name, attend=flash.attend, attend_packed=flash.attend_packed)
+        seams.use_kernels(
+            owner=self.name,
+            attend=flash.attend,
+            attend_packed=flash.attend_packed,
+            attend_by_plan=kernels.attend_by_plan,  # its blocks are this operator's, flag or not
+        )
