@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -253,9 +254,11 @@ class _Supervisor:
     def run(self) -> Reply:
         try:
             self._fork_all()
-            self._watch_for(self.request.timeout)
+            start, timeout = time.monotonic(), self.request.timeout
+            self._watch(lambda: start + timeout * _crowding(), until_first_failure=True)
             if any(rank.failure for rank in self.ranks):
-                self._watch(time.monotonic() + GRACE_SECONDS, until_first_failure=False)
+                end = time.monotonic() + GRACE_SECONDS
+                self._watch(lambda: end, until_first_failure=False)
             elif self._pending():
                 self._note_hang()
             return self._reply()
@@ -280,18 +283,9 @@ class _Supervisor:
     def _pending(self) -> list[_Rank]:
         return [rank for rank in self.ranks if rank.result is None and rank.failure is None]
 
-    def _watch_for(self, timeout: float) -> None:
-        """Watch until a rank fails or the time is over, which is longer while others compute."""
-        start = now = time.monotonic()
-        while now < start + timeout * _crowding():
-            self._watch(start + timeout * _crowding(), until_first_failure=True)
-            if not self._pending() or any(rank.failure for rank in self.ranks):
-                return
-            now = time.monotonic()
-
-    def _watch(self, deadline: float, until_first_failure: bool) -> None:
+    def _watch(self, deadline: Callable[[], float], until_first_failure: bool) -> None:
         while pending := self._pending():
-            remaining = deadline - time.monotonic()
+            remaining = deadline() - time.monotonic()
             if remaining <= 0:
                 return
             by_connection: dict[Any, _Rank] = {rank.connection: rank for rank in pending}
