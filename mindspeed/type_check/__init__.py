@@ -80,7 +80,7 @@ def check_types(
         if isinstance(result, ReadsValue | NoFakeKernel | PlanError):
             with_values[stage] = str(result).partition(";")[0]  # not what planning would need
             check = functools.partial(check_stage, with_values=True)
-            [result] = isolated.map(check, [(shortened(args), stage)], 1)
+            result = isolated.call(check, shortened(args), stage)
         if isinstance(result, MindSpeedError):
             raise result
         wrong = wrong or result.wrong
