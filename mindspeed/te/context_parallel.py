@@ -31,7 +31,7 @@ from mindspeed.attention.packed_batch import PackedBatch
 from mindspeed.attention.strategy import Strategy
 from mindspeed.attention.ulysses_attention import ulysses_attention
 from mindspeed.errors import ConfigError
-from mindspeed.te import attention_policy, kernels
+from mindspeed.te import attention_policy
 from mindspeed.te.attention import Documents
 from mindspeed.te.context_groups import group_size
 from mindspeed.te.flash import copied
@@ -174,8 +174,7 @@ def attend_thd(
     packed = _shard_each(starts, group_size(groups))
     mask = _padded(lengths, starts, causal, _bounds(window))
     q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    options |= {"mask": mask, "packed": packed}
-    return kernels.attend_by_plan(q, k, v, groups, strategy, **options).squeeze(1)
+    return attend(q, k, v, groups, strategy, mask=mask, packed=packed, **options).squeeze(1)
 
 
 @functools.lru_cache(maxsize=64)

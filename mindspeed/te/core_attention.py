@@ -139,6 +139,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, call: Attenti
 
 
 def _by_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, call: AttentionCall) -> Tensor:
+    from mindspeed.te import context_parallel
+
     _refuse_by_plan(call)
     groups, lowest = call.groups, context_groups.lowest_level(call.groups)
     strategy = attention_policy.context_strategy(call.comm_type, lowest)
@@ -148,13 +150,12 @@ def _by_plan(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, call: Attention
         "layer": call.layer,
     }
     if call.documents is not None:
-        from mindspeed.te import context_parallel
-
-        return context_parallel.attend_thd(q, k, v, call.documents, groups, strategy, **options)
+        attend_thd, where = context_parallel.attend_thd, (call.documents, groups, strategy)
+        return kernels.attend_by_plan(attend_thd, q, k, v, *where, **options)
     if call.layout == "bshd":
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     options |= {"packed": call.packed, "mask": mask}
-    out = kernels.attend_by_plan(q, k, v, groups, strategy, **options)
+    out = kernels.attend_by_plan(context_parallel.attend, q, k, v, groups, strategy, **options)
     return out.transpose(0, 1) if call.layout == "bshd" else out
 
 

@@ -11,7 +11,7 @@ in :mod:`mindspeed.te.attention_policy`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
 
 
-def attend_by_plan(*operands: Any, **options: Any) -> Tensor:
+def attend_by_plan(attend: Callable[..., Tensor], *operands: Any, **options: Any) -> Tensor:
     """Attend over a sequence that ranks share, or under a user's mask.
 
-    Operands, options and result are those of :func:`mindspeed.te.context_parallel.attend`.
+    Args:
+        attend: A function of :mod:`mindspeed.te.context_parallel`.
+        operands: Of that function, whose result is returned.
     """
-    from mindspeed.te import context_parallel  # when such a sequence is first met
-
-    return context_parallel.attend(*operands, **options)
+    return attend(*operands, **options)
 
 
 def normalize(
