@@ -34,7 +34,7 @@ from mindspeed.journal import Journal
 from mindspeed.planner import isolated
 from mindspeed.spmd import I, R, V
 from mindspeed.training.fake_job import fake_groups
-from mindspeed.type_check import rules
+from mindspeed.type_check import rules, tensor_types
 from mindspeed.type_check.chunk import Mesh, as_term, check_loss, give_types, mesh_of_job
 
 
@@ -394,14 +394,14 @@ def _batch(layout: Layout, mesh: Mesh) -> dict[str, Any]:
     ids = torch.arange(tokens)[None]
     mask = torch.ones(1, 1, tokens, tokens).triu(1).bool() if layout.context == 1 else None
     batch = {
-        "input_ids": rules.give(ids.clone(), mesh.types(R, V)),
-        "position_ids": rules.give(ids.clone(), mesh.types(R, R)),
-        "attention_mask": mask if mask is None else rules.give(mask, mesh.types(R, R)),
-        "labels": rules.give((ids + 1) % VOCABULARY, mesh.types(R, V)),
-        "loss_mask": rules.give(torch.ones(1, tokens), mesh.types(I, V)),
+        "input_ids": tensor_types.give(ids.clone(), mesh.types(R, V)),
+        "position_ids": tensor_types.give(ids.clone(), mesh.types(R, R)),
+        "attention_mask": mask if mask is None else tensor_types.give(mask, mesh.types(R, R)),
+        "labels": tensor_types.give((ids + 1) % VOCABULARY, mesh.types(R, V)),
+        "loss_mask": tensor_types.give(torch.ones(1, tokens), mesh.types(I, V)),
     }
     if layout.padded:
-        batch["padding_mask"] = rules.give(torch.zeros(1, tokens).bool(), mesh.types(R, V))
+        batch["padding_mask"] = tensor_types.give(torch.zeros(1, tokens).bool(), mesh.types(R, V))
     return batch
 
 

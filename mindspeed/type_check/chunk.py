@@ -18,8 +18,8 @@ from spmd_types import MeshAxis, SpmdTypeError
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from mindspeed.spmd import I, P, R, Type, V
-from mindspeed.type_check import megatron, rules
-from mindspeed.type_check.rules import WrongType
+from mindspeed.type_check import megatron
+from mindspeed.type_check.tensor_types import WrongType, give, types_of
 
 _OUTSIDE = ("/torch/", "/spmd_types/", "/mindspeed/type_check/", "/mindspeed/spmd.py")
 
@@ -143,7 +143,7 @@ def give_types(chunk: torch.nn.Module, config: Any, mesh: Mesh) -> dict[Type, in
     with unset_fake_temporarily():
         types = dict(_parameters(chunk, config, mesh))
     for name, parameter in chunk.named_parameters():
-        rules.give(parameter, types[name])
+        give(parameter, types[name])
         if mesh.tensor:
             counts[types[name][mesh.tensor[0]]] += 1
     _give_others(chunk, mesh)
@@ -180,12 +180,12 @@ def _give_others(chunk: torch.nn.Module, mesh: Mesh) -> None:
         for value in [*vars(module).values(), *module._buffers.values()]:
             plain = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
             if plain and not value.requires_grad:
-                rules.give(value, mesh.types(R, R))
+                give(value, mesh.types(R, R))
 
 
 def as_term(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """The sum of a rank's losses, as a term of the sum over the ranks that share the sequences."""
-    return rules.give(loss.clone(), rules.types_of(loss) | dict.fromkeys(mesh.context, P))
+    return give(loss.clone(), types_of(loss) | dict.fromkeys(mesh.context, P))
 
 
 def check_loss(loss: torch.Tensor, mesh: Mesh) -> None:
@@ -194,7 +194,7 @@ def check_loss(loss: torch.Tensor, mesh: Mesh) -> None:
     Raises:
         WrongType: tensor-parallel ranks have different ones, or another rank has the same.
     """
-    for axis, found in rules.types_of(loss).items():
+    for axis, found in types_of(loss).items():
         needed = (I, P) if axis in mesh.tensor else (V, P)  # elsewhere ranks have other tokens
         if found not in needed:
             raise WrongType("the loss", axis, found, needed)

@@ -20,7 +20,7 @@ import torch
 
 from mindspeed.journal import Journal
 from mindspeed.planner.shape import shape_of, whole_only
-from mindspeed.type_check import rules
+from mindspeed.type_check.tensor_types import types_of
 
 
 def chunks_of_stages(args: argparse.Namespace) -> list[tuple[Hashable, ...]]:
@@ -65,12 +65,12 @@ def _follows_from_parts(args: argparse.Namespace) -> bool:
 def _forward(forward: Any, parts: Hashable, ran: set[Hashable]) -> Any:
     def once(*args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        before = rules.types_of(hidden)
+        before = types_of(hidden)
         key = parts, frozenset(before.items())
         if key in ran:
             return hidden, kwargs.get("context")
         found = forward(*args, **kwargs)
-        if rules.types_of(found[0]) == before:
+        if types_of(found[0]) == before:
             ran.add(key)
         return found
 
@@ -84,7 +84,7 @@ def _parts(layer: torch.nn.Module) -> Hashable:
         for name, module in layer.named_modules()
     )
     parameters = tuple(
-        (name, one.requires_grad, frozenset(rules.types_of(one).items()))
+        (name, one.requires_grad, frozenset(types_of(one).items()))
         for name, one in layer.named_parameters()
     )
     return modules, parameters

@@ -49,7 +49,7 @@ from mindspeed.type_check.chunk import (
     wrong_use,
 )
 from mindspeed.type_check.equal_parts import equal_layers_run_once
-from mindspeed.type_check.rules import WrongType
+from mindspeed.type_check.tensor_types import WrongType, give, types_of
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _grid_of(model: Any) -> list[Any]:
 def _check(args: argparse.Namespace, model: Any, mesh: Mesh, stage: int) -> StageResult:
     found = []
     for logits in _routing(args):
-        rules.give(logits, mesh.types(R, R))
+        give(logits, mesh.types(R, R))
     readers = readers_of(args, model.config)
     for chunk, reader in zip(model.modules, readers, strict=True):
         frozen = [one for one in chunk.parameters() if not one.requires_grad]
@@ -296,7 +296,7 @@ def _at(function: Any, error: WrongType) -> WrongType:
 def _received(args: argparse.Namespace, chunk: Any, types: dict[MeshAxis, Type]) -> torch.Tensor:
     shape = (_tokens(args), args.micro_batch_size, args.hidden_size)
     received = torch.randn(shape, dtype=args.params_dtype, requires_grad=True)
-    return rules.give(received, types)
+    return give(received, types)
 
 
 def _typed(reader: Any, mesh: Mesh) -> Any:
@@ -307,11 +307,11 @@ def _typed(reader: Any, mesh: Mesh) -> Any:
         batch = next(reader)
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
-            rules.give(value, mesh.types(I if name == "loss_mask" else R, V))
+            give(value, mesh.types(I if name == "loss_mask" else R, V))
     return iter([batch])
 
 
 def _expect(what: str, tensor: torch.Tensor, types: dict[MeshAxis, Type], function: Any) -> None:
-    for axis, found in rules.types_of(tensor).items():
+    for axis, found in types_of(tensor).items():
         if found is not types[axis]:
             raise _at(function, WrongType(what, axis, found, (types[axis],)))

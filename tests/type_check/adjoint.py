@@ -628,7 +628,7 @@ def _direction(one: Case, world: _World, kinds: tuple[str, ...]) -> Direction | 
     from spmd_types.checker import typecheck
 
     from mindspeed.spmd import Type
-    from mindspeed.type_check.rules import give, types_of
+    from mindspeed.type_check.tensor_types import give, types_of
 
     group, axis = world.group, world.axis
     numbered = list(enumerate(zip(kinds, one.shapes, strict=True)))
