@@ -24,11 +24,14 @@ from typing import Any
 import torch
 
 from mindspeed import ranges
+from mindspeed.adaptor.versions import megatron_version
+from mindspeed.adaptor.versions.fields import later_fields
 from mindspeed.attention.strategy import COMM_TYPE_NOT_GIVEN
 from mindspeed.errors import ConfigError
 from mindspeed.flags import flags_of
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
 from mindspeed.training.flag_types import (
+    Absent,
     Ignored,
     Switch,
     argparse_type,
@@ -54,6 +57,23 @@ SPELLING: dict[str, tuple[str, str]] = {
     "apply_rope_fusion": ("--rope-fusion", "apply_rope_fusion"),
     "overlap_p2p_comm": ("--overlap-p2p-communication", "overlap_p2p_comm"),
     "use_te_rng_tracker": ("--te-rng-tracker", "te_rng_tracker"),
+    "fp4": ("--fp4-format", "fp4"),
+    "fp4_param": ("--fp4-param-gather", "fp4_param"),
+    "fp8": ("--fp8-format", "fp8"),
+    "add_bias_linear": ("--disable-bias-linear", "add_bias_linear"),
+    "perform_initialization": ("--no-initialization", "perform_initialization"),
+    "layernorm_epsilon": ("--norm-epsilon", "layernorm_epsilon"),
+    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", "layernorm_zero_centered_gamma"),
+    "barrier_with_L1_time": ("--no-barrier-with-level-1-timing", "barrier_with_L1_time"),
+    "microbatch_group_size_per_vp_stage": (
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "microbatch_group_size_per_vp_stage",
+    ),
+    "overlap_p2p_comm_warmup_flush": (
+        "--overlap-p2p-communication-warmup-flush",
+        "overlap_p2p_comm_warmup_flush",
+    ),
+    "use_mamba_mem_eff_path": ("--disable-mamba-mem-eff-path", "use_mamba_mem_eff_path"),
     "fp8_param": ("--fp8-param-gather", "fp8_param_gather"),
     "bucket_size": ("--ddp-bucket-size", "ddp_bucket_size"),
     "average_in_collective": ("--ddp-average-in-collective", "ddp_average_in_collective"),
@@ -178,6 +198,7 @@ def build_parser(*, with_help: bool = False) -> Parser:
         texts = _field_docstrings(config_class) if with_help else {}
         for field in dataclasses.fields(config_class):
             _add_megatron_field(parser, group, field, texts.get(field.name, ""))
+    _add_later_fields(parser)
     add_tokenizer_arguments(parser)
     parser.set_defaults(tokenizer_type=None)
     registry.add_arguments(parser)
@@ -280,6 +301,27 @@ def _add_megatron_field(
     spellings = meta.get("arg_names", [option])
     limits = MEGATRON_RANGES.get(dest)
     _add_flag(parser, group, dest, spellings, field.type, default, text, limits)
+
+
+def _add_later_fields(parser: Parser) -> None:
+    """Flags of fields that the installed Megatron does not have yet."""
+    version, spellings = megatron_version(), {dest: option for option, dest in SPELLING.values()}
+    group = parser.add_argument_group("later releases of Megatron")
+    for field in later_fields(version):
+        if field.name not in parser.declared:
+            dashed = field.name.replace("_", "-")
+            needs = f"is not in megatron-core {version}: install megatron-core {field.release}"
+            spelling = spellings.get(field.name, f"--{dashed}")
+            group.add_argument(
+                spelling,
+                f"--no-{spelling[2:]}",
+                action=Absent,
+                nargs="*",
+                help=argparse.SUPPRESS,
+                dest=field.name,
+                default=field.default,
+                needs=needs,
+            )
 
 
 def _add_flag(

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from mindspeed.adaptor.versions.trainer import optimizer_config_class
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.pipeline.v_shape import layout_of
 from mindspeed.tensor_parallel.unaligned.sizes import sizes_of
@@ -87,7 +87,7 @@ def ddp_config(args: argparse.Namespace, num_parameters: int) -> DistributedData
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     """The optimizer's configuration; for Muon also that of the Adam that it is chained with."""
-    config_class = SGDOptimizerConfig if args.optimizer == "sgd" else AdamOptimizerConfig
+    config_class = optimizer_config_class(args.optimizer)
     return config_class(**_fields_of(config_class, args))
 
 

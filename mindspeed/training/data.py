@@ -31,10 +31,10 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
+from mindspeed.adaptor.versions.trainer import known_options, predicts_tokens
 from mindspeed.data.instruction_dataset import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.megatron import (
     InOrderDataset,
@@ -199,7 +199,9 @@ def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatase
     return GPTDatasetConfig(
         **_sources(args),
         tokenizer=tokenizer,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        **known_options(
+            GPTDatasetConfig, allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens
+        ),
         reset_position_ids=False,  # documents are found in the batch (training.batches)
         reset_attention_mask=False,
         eod_mask_loss=args.eod_mask_loss,
@@ -281,10 +283,9 @@ def micro_batches(
         multiple = length_multiple(args) if args.variable_seq_lengths else None
         collate = Collate(tokenizer.pad, args.seq_length, multiple, keys_of_a_query(args))
     for vp_stage in Parallel.of(args).vp_stages:
-        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
         pre_process, post_process = pipeline_ends(session.install().seams, vp_stage)
         counts = post_process
-        if args.mtp_num_layers and mtp_on_this_rank(config, **where):
+        if args.mtp_num_layers and predicts_tokens(config, vp_stage):
             pre_process = post_process = True  # its layers need the embedding and the labels
         if not (pre_process or post_process or _read_everywhere(args)):
             readers.append(None)
@@ -352,7 +353,7 @@ def _is_tensor_rank_0() -> bool:
 
 def _reads_data(args: argparse.Namespace, config: TransformerConfig) -> bool:
     edge = pipeline_ends(session.install().seams, None)
-    here = any(edge) or _read_everywhere(args) or mtp_on_this_rank(config)
+    here = any(edge) or _read_everywhere(args) or predicts_tokens(config, None)
     return here and _is_tensor_rank_0()
 
 

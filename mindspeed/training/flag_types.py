@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from mindspeed.errors import ConfigError
 from mindspeed.ranges import LAYERS, Number, Range, whole_number
 
 # Megatron's optimizer calls fp8 states uint8, as NVIDIA's Transformer Engine does.
@@ -49,6 +50,19 @@ class Ignored(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
         namespace.ignored_flags = [*getattr(namespace, "ignored_flags", []), option_string]
+
+
+class Absent(argparse.Action):
+    """A flag of a later Megatron, ``--x`` and ``--no-x``: refused, except where it is no change."""
+
+    def __init__(self, *args: Any, needs: str, **kwargs: Any) -> None:
+        self.needs = needs
+        super().__init__(*args, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        wanted = option_string == self.option_strings[0]
+        if wanted is not self.default:
+            raise ConfigError(f"{option_string} {self.needs}")
 
 
 def argparse_type(kind: Any) -> dict[str, Any] | None:

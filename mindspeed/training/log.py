@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from mindspeed import device
+from mindspeed.adaptor.versions.trainer import learning_rate
 from mindspeed.built_model import TrainedModel
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
 from mindspeed.profiling.model_flops import flops_of_tokens
@@ -147,7 +147,7 @@ class Log:
     ) -> dict[str, Any]:
         args, steps = self._args, max(1, self._iterations)
         flops = flops_of_tokens(model_shape(args), counts.tokens, counts.pairs)
-        rate = get_canonical_lr_for_logging(self._model.optimizer.param_groups)
+        rate = learning_rate(self._model.optimizer.param_groups)
         metrics: dict[str, Any] = {
             "iteration": state.iteration,
             "consumed_samples": state.train_samples,

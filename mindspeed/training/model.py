@@ -24,13 +24,11 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
@@ -39,6 +37,11 @@ from megatron.core.transformer.module import Float16Module
 
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
+from mindspeed.adaptor.versions.trainer import (
+    last_decoder_layer,
+    muon_builder,
+    optimizer_overrides,
+)
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
@@ -127,12 +130,12 @@ def _mtp_spec(
         return None
     engine = args.transformer_impl == "transformer_engine"
     if args.num_experts:
-        spec = get_gpt_decoder_layer_specs(
+        spec = last_decoder_layer(
             config,
             use_transformer_engine=engine,
             normalization=args.normalization,
             qk_l2_norm=args.qk_l2_norm,
-        )[-1]
+        )
     return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine, vp_stage=vp_stage)
 
 
@@ -230,16 +233,14 @@ def build_modules(
 def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOptimizer:
     """Megatron's optimizer; features choose its arguments and wrap it (seam ``optimizer``)."""
     config = optimizer_config(args)
-    shared: dict[str, Any] = {
-        "config_overrides": get_standard_config_overrides(config=config),
-        "use_gloo_process_groups": args.enable_gloo_process_groups,
-    }
+    shared = optimizer_overrides(config)
+    shared["use_gloo_process_groups"] = args.enable_gloo_process_groups
     if "muon" not in args.optimizer:
         return get_megatron_optimizer(config, chunks, **shared)
     by_layer = args.optimizer == "dist_muon"  # each rank updates some of the layers
     shared["layer_wise_distributed_optimizer"] = by_layer
     construction = session.install().seams.optimizer_construction
-    return construction.build(get_megatron_muon_optimizer, config, chunks, **shared)  # type: ignore[no-any-return]
+    return construction.build(muon_builder(), config, chunks, **shared)  # type: ignore[no-any-return]
 
 
 def learning_rate_schedule(

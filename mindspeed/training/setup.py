@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mindspeed import device
+from mindspeed.adaptor.versions.trainer import known_options
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -73,7 +74,10 @@ def parallel_groups(args: argparse.Namespace) -> None:
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=args.enable_gloo_process_groups,
-        create_all_gather_group=args.create_all_gather_group,
+        **known_options(
+            parallel_state.initialize_model_parallel,
+            create_all_gather_group=args.create_all_gather_group,
+        ),
     )
 
 

@@ -79,7 +79,7 @@ PUBLIC: dict[str, tuple[str, str]] = {
     "megatron.core.model_parallel_config": ("ModelParallelConfig", "fields that become flags"),
     "megatron.core.models.gpt": ("GPTModel", "the model"),
     "megatron.core.models.gpt.gpt_layer_specs": (
-        "get_gpt_decoder_block_spec get_gpt_decoder_layer_specs get_gpt_layer_local_spec "
+        "get_gpt_decoder_block_spec get_gpt_layer_local_spec "
         "get_gpt_layer_with_transformer_engine_spec get_gpt_mtp_block_spec",
         "layers of the model",
     ),
@@ -90,24 +90,19 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "batch size ramp-up",
     ),
     "megatron.core.optimizer": (
-        "OptimizerConfig get_megatron_optimizer get_standard_config_overrides",
+        "OptimizerConfig get_megatron_optimizer",
         "the optimizer",
     ),
     "megatron.core.optimizer.distrib_optimizer": (
         "DistributedOptimizer",
         "its checkpoint formats",
     ),
-    "megatron.core.optimizer.muon": ("get_megatron_muon_optimizer", "the optimizer, Muon"),
     "megatron.core.optimizer.optimizer": (
         "MegatronOptimizer param_group_identifier_keys",
         "type of the optimizer; what names a parameter group in checkpoints",
     ),
-    "megatron.core.optimizer.optimizer_config": (
-        "AdamOptimizerConfig SGDOptimizerConfig",
-        "fields that become flags",
-    ),
     "megatron.core.optimizer_param_scheduler": (
-        "OptimizerParamScheduler get_canonical_lr_for_logging",
+        "OptimizerParamScheduler",
         "learning rate schedule",
     ),
     "megatron.core.pipeline_parallel": ("get_forward_backward_func", "pipeline schedules"),
@@ -131,8 +126,8 @@ PUBLIC: dict[str, tuple[str, str]] = {
     "megatron.core.transformer.module": ("Float16Module", "16-bit models"),
     "megatron.core.transformer.moe.moe_utils": ("track_moe_metrics", "losses of experts, logged"),
     "megatron.core.transformer.multi_token_prediction": (
-        "MTPLossLoggingHelper mtp_on_this_rank",
-        "multi-token prediction: losses, logged; which stage reads data for it",
+        "MTPLossLoggingHelper",
+        "multi-token prediction: losses, logged",
     ),
     "megatron.core.transformer.pipeline_parallel_layer_layout": (
         "PipelineParallelLayerLayout",

@@ -44,17 +44,15 @@ MicroBatch = dict[str, Any]
 
 def readers_of(args: argparse.Namespace, config: Any) -> list[InventedBatches | None]:
     """Build a reader for each chunk of this rank; None where a chunk needs no data."""
-    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
+    from mindspeed.adaptor.versions.trainer import predicts_tokens
 
     seams = session.install().seams
     everywhere = args.variable_seq_lengths or bool(seams.documents.functions)
     readers: list[InventedBatches | None] = []
     for vp_stage in Parallel.of(args).vp_stages:
         ends = pipeline_ends(seams, vp_stage)
-        where: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-        if args.mtp_num_layers and mtp_on_this_rank(config, **where):
+        if args.mtp_num_layers and predicts_tokens(config, vp_stage):
             ends = True, True
         needed = any(ends) or everywhere
         readers.append(InventedBatches(args, *ends) if needed else None)

@@ -1,8 +1,10 @@
 """Which megatron-core is installed, found without importing it.
 
-Only releases that trainings are tested with (:data:`TESTED`) are accepted. The contract of every
-patch can be checked against any other (``mindspeed patches --check``), but a contract that holds
-does not mean that a training runs.
+Only releases that trainings are tested with (:data:`TESTED`, the table of
+``tools/megatron_versions.py``) and later patches of them are accepted. The contract of every patch
+can be checked against any other (``mindspeed patches --check``), but a contract that holds does not
+mean that a training runs. The modules of this package hold what differs between releases and is no
+patch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from packaging.version import Version
 
 from mindspeed.errors import VersionError
 
-TESTED = SpecifierSet(">=0.16.1,<0.17", prereleases=True)
+TESTED = ("0.16.1",)
+"""Releases, in order."""
 
 
 def megatron_root() -> Path | None:
@@ -61,21 +64,27 @@ def megatron_version() -> Version | None:
     return read_version(root) if root else None
 
 
+def is_tested(version: Version) -> bool:
+    """Whether it is a tested release, or a later patch of one."""
+    return any(version in SpecifierSet(f"~={release}", prereleases=True) for release in TESTED)
+
+
 def check_megatron_version(version: Version) -> None:
     """Accept tested releases and refuse all others.
 
     Raises:
         VersionError: outside the tested range and ``MINDSPEED_ALLOW_UNTESTED`` is not set.
     """
-    if version in TESTED:
+    if is_tested(version):
         return
+    tested = ", ".join(TESTED)
     if not os.environ.get("MINDSPEED_ALLOW_UNTESTED"):
         raise VersionError(
-            f"megatron-core {version} is not supported: trainings are tested with {TESTED}; "
+            f"megatron-core {version} is not supported: trainings are tested with {tested}; "
             'run pip install "megatron-core==0.16.1", or set MINDSPEED_ALLOW_UNTESTED=1 to try'
         )
     warnings.warn(
-        f"megatron-core {version} is not supported (tested: {TESTED}); "
+        f"megatron-core {version} is not supported (tested: {tested}); "
         "MINDSPEED_ALLOW_UNTESTED=1 tries it",
         stacklevel=2,
     )

@@ -1,0 +1,119 @@
+"""What our trainer calls in Megatron where releases differ: one function for all of them.
+
+A function of the newest name is taken where it exists; what stands here for older releases says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.adaptor.versions import megatron_version
+from mindspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+
+def known_options(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Arguments of a function of Megatron, without those that are not set.
+
+    Args:
+        function: or a class.
+        **options: values of flags of the same names.
+
+    Raises:
+        ConfigError: one is set that this release does not have.
+    """
+    given = {name: value for name, value in options.items() if value}
+    for name in given.keys() - inspect.signature(function).parameters.keys():
+        flag = name.replace("_", "-")
+        raise ConfigError(f"--{flag} is not in megatron-core {megatron_version()}: drop it")
+    return given
+
+
+def predicts_tokens(config: TransformerConfig, vp_stage: int | None) -> bool:
+    """Whether this rank has layers of multi-token prediction.
+
+    Args:
+        config: of the model.
+        vp_stage: its chunk; None for any of the rank.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer import multi_token_prediction
+
+    here = getattr(multi_token_prediction, "mtp_on_this_rank", None)
+    if here is not None:
+        return bool(here(config, ignore_virtual=vp_stage is None, vp_stage=vp_stage))
+    # Before 0.16: always on the last stage.
+    last = vp_stage in (None, (config.virtual_pipeline_model_parallel_size or 1) - 1)
+    return bool(
+        config.mtp_num_layers
+        and last
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    )
+
+
+def last_decoder_layer(config: TransformerConfig, **options: Any) -> Any:
+    """The spec of the last layer of a whole decoder with experts.
+
+    Args:
+        config: of the model.
+        **options: of ``get_gpt_decoder_block_spec``.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    layers = getattr(gpt_layer_specs, "get_gpt_decoder_layer_specs", None)
+    if layers is not None:
+        return layers(config, **options)[-1]
+    # Before 0.16: the last stage has it, and only the last stage predicts further tokens.
+    stages = config.virtual_pipeline_model_parallel_size
+    options["vp_stage"] = None if stages is None else stages - 1
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(config, **options)
+    return block.layer_specs[-1] if block.layer_specs else None
+
+
+def optimizer_config_class(name: str) -> type[OptimizerConfig]:
+    """The class of the configuration of ``sgd``, or of Adam and what is chained with it."""
+    from megatron.core.optimizer import OptimizerConfig, optimizer_config
+
+    special = "SGDOptimizerConfig" if name == "sgd" else "AdamOptimizerConfig"  # since 0.16
+    found: type[OptimizerConfig] = getattr(optimizer_config, special, OptimizerConfig)
+    return found
+
+
+def optimizer_overrides(config: OptimizerConfig) -> dict[str, Any]:
+    """Arguments of ``get_megatron_optimizer`` about groups of parameters."""
+    from megatron.core import optimizer
+
+    standard = getattr(optimizer, "get_standard_config_overrides", None)
+    # Before 0.16 the configuration itself says it.
+    return {} if standard is None else {"config_overrides": standard(config=config)}
+
+
+def muon_builder() -> Callable[..., Any]:
+    """What builds Megatron's Muon.
+
+    Raises:
+        ConfigError: this release has none.
+    """
+    try:
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
+    except ModuleNotFoundError as error:
+        if error.name != "megatron.core.optimizer.muon":
+            raise
+        raise ConfigError(
+            f"--optimizer muon is not in megatron-core {megatron_version()}; it came with 0.16: "
+            "install megatron-core 0.16.1, or choose --optimizer adam"
+        ) from error
+    return get_megatron_muon_optimizer  # type: ignore[no-any-return]
+
+
+def learning_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """The learning rate of parameters that have no rate of their own; None without any."""
+    for group in groups:  # marked since 0.16, before by what others have
+        if group.get("default_config", not group.get("is_decoupled_lr", True)):
+            return group.get("lr")
+    return None
