@@ -76,6 +76,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/moe_tables.py --check
 	$(BIN)/python tools/upstream_page.py --check
 	$(BIN)/python tools/type_versions.py --check
+	$(BIN)/python tools/megatron_versions.py --check
 	$(BIN)/python tools/structure.py
 
 docs: $(VENV)/.lint

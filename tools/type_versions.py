@@ -16,13 +16,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from feature_table import ROOT, update
+from megatron_release import Data, load, release, store
 
 PAGE = ROOT / "docs" / "types.md"
 DATA = ROOT / "docs" / "type_versions.toml"
@@ -96,12 +94,14 @@ FINDINGS = (
         "parameter_marks",
     ),
 )
-Data = Mapping[str, Mapping[str, str]]
-"""Version -> layout -> verdict and, after a colon, the place or the reason."""
 
 
 def table(data: Data) -> str:
-    """One row a finding, one column a version, and what is accepted."""
+    """One row a finding, one column a version, and what is accepted.
+
+    Args:
+        data: version -> layout -> verdict and, after a colon, the place or the reason.
+    """
     lines = [
         "| what is wrong | first used in | " + " | ".join(data) + " |",
         "|---|---|" + "---|" * len(data),
@@ -152,18 +152,9 @@ def problems(data: Data) -> list[str]:
 
 
 def measure(version: str, directory: str) -> dict[str, str]:
-    """Check all layouts on a Megatron.
-
-    Args:
-        version: of PyPI, or the name of the column.
-        directory: with ``megatron/core``; empty for the release of PyPI.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        if not directory:
-            directory = folder
-            wanted = ["--target", folder, "--no-deps", f"megatron-core=={version}"]
-            subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
-        path = os.pathsep.join((str(Path(directory).resolve()), str(ROOT)))
+    """Check all layouts on a Megatron, as :func:`megatron_release.release` has it."""
+    with release(version, directory) as folder:
+        path = os.pathsep.join((str(folder), str(ROOT)))
         return bare(os.environ | {"PYTHONPATH": path})
 
 
@@ -185,31 +176,18 @@ def bare(environment: Mapping[str, str], *layouts: str) -> dict[str, str]:
     }
 
 
-def load() -> dict[str, dict[str, str]]:
-    """The verdicts that were measured, versions in order."""
-    found: dict[str, dict[str, str]] = tomllib.loads(DATA.read_text(encoding="utf-8"))
-    return found
-
-
-def _store(data: Data) -> None:
-    text = _HEAD
-    for version, found in data.items():
-        text += f"\n[{json.dumps(version)}]\n"
-        text += "".join(f"{name} = {json.dumps(value)}\n" for name, value in found.items())
-    DATA.write_text(text, encoding="utf-8")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure versions, and write or check the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
     parser.add_argument("--measure", nargs="+", metavar="VERSION[=DIR]", default=[])
     args = parser.parse_args(arguments)
-    data = load() if DATA.exists() else {}
+    data = load(DATA)
     for one in args.measure:
         version, _, directory = one.partition("=")
         data[version] = measure(version, directory)
-        _store(data := dict(sorted(data.items())))
+        store(DATA, _HEAD, data)
+        data = load(DATA)
     for problem in (wrong := problems(data)):
         print(problem, file=sys.stderr)
     outdated = update({PAGE: {"type-versions": table(data)}}, "type_versions", check=args.check)

@@ -16,6 +16,7 @@ from mindspeed import __version__, device, te
 from mindspeed.adaptor.versions import (
     TESTED,
     has_megatron_training,
+    is_tested,
     megatron_root,
     megatron_version,
 )
@@ -65,9 +66,9 @@ def _megatron() -> Check:
         advice = "pip install 'mindspeed[megatron]', or put a Megatron-LM checkout on PYTHONPATH"
         return Check("bad", "megatron-core", "not installed", advice)
     found = f"{version} in {megatron_root()}"
-    if version in TESTED:
+    if is_tested(version):
         return Check("ok", "megatron-core", found)
-    return Check("bad", "megatron-core", found, f"tested: {TESTED}; install megatron-core 0.16.1")
+    return Check("bad", "megatron-core", found, f"install one of {', '.join(TESTED)}")
 
 
 def _megatron_training() -> Check:

@@ -95,12 +95,19 @@ def test_an_untested_megatron_version_is_refused(version, monkeypatch):
         check_megatron_version(Version(version))
 
 
-def test_the_package_requires_the_tested_range_only():
+def test_the_package_requires_what_is_tested():
     requirements = metadata.requires("mindspeed")
     (megatron,) = {
         Requirement(one).specifier for one in requirements if one.startswith("megatron-core")
     }
-    assert megatron == TESTED
+    assert all(release in megatron for release in TESTED)
+    ends = {one.operator: Version(one.version).release[:2] for one in megatron}
+    assert ends == {">=": Version(TESTED[0]).release[:2], "<": _next(Version(TESTED[-1]))}
+
+
+def _next(version: Version) -> tuple[int, int]:
+    """The series after that of a release."""
+    return version.major, version.minor + 1
 
 
 def test_every_command_refuses_another_megatron_in_one_line(tmp_path):

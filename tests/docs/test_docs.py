@@ -183,7 +183,10 @@ def test_every_flag_of_an_example_exists(command: str) -> None:
     assert flags - _options_of(name) == set()
 
 
-TOOLS = ["operator_table", "pipeline_tables", "moe_tables", "upstream_page", "type_versions"]
+TOOLS = [
+    *("operator_table", "pipeline_tables", "moe_tables", "upstream_page", "type_versions"),
+    "megatron_versions",
+]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

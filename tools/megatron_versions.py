@@ -1,0 +1,271 @@
+"""Keep the table of Megatron versions in docs/installation.md: what trains with each of them.
+
+python tools/megatron_versions.py                        write the table from
+                                                         docs/megatron_versions.toml
+python tools/megatron_versions.py --check                fail where it is out of date
+python tools/megatron_versions.py --measure 0.15.3       train with this release of PyPI, keep what
+                                                         comes out
+python tools/megatron_versions.py --measure main=DIR     the same for a checkout or unpacked wheel
+python tools/megatron_versions.py --measure 0.15.3 --only pipeline mla-tensor
+
+Each job trains a tiny model for three steps on CPU ranks that find this Megatron first, in our
+trainer with default flags. It is ``equal`` when losses are within 1e-6 and gradient norms within
+1e-4, relative, of those of one rank of the same version that started with the same weights.
+Anything else is kept in words: what is ``refused`` by name, and what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version as installed
+from pathlib import Path
+
+from feature_table import ROOT, update
+from megatron_release import Data, load, release, store
+from packaging.version import Version
+
+sys.path.insert(0, str(ROOT))
+
+from mindspeed.adaptor.contract import check_contracts
+from mindspeed.adaptor.inventory import all_patches
+from mindspeed.adaptor.versions import is_tested
+from mindspeed.errors import MindSpeedError
+from mindspeed.testing import RankError, RankPool
+from tests.training.one_rank import OneRank, assert_same_training
+from tests.training.test_layouts import GQA, LAYOUTS, LOCAL, MLA, MOE, PP, TIED, TP, UNTIED
+from tests.training.test_moe_dispatchers import LAYOUTS as DISPATCHERS
+
+PAGE = ROOT / "docs" / "installation.md"
+DATA = ROOT / "docs" / "megatron_versions.toml"
+_HEAD = "# What trains with each Megatron; written by tools/megatron_versions.py --measure.\n"
+_STACK = {"python": "Python", "torch": "PyTorch", "patches": "patches whose target differs"}
+EQUAL = "equal"
+
+SP = f"{TP} --sequence-parallel"
+VPP = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
+EP = "--expert-model-parallel-size 2"
+CP = "--micro-batch-size 2 --context-parallel-size 2 --cp-comm-type"
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SEQUENTIAL = MOE.replace("--moe-grouped-gemm", "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training that must equal that of one rank.
+
+    Attributes:
+        shown: in words.
+        ranks: number of processes.
+        model: flags of the model, also those of the one rank.
+        flags: the layout.
+        resumed: the third step is done by so many ranks with other flags, from a checkpoint.
+        node: so many ranks are a node; 0 for all.
+    """
+
+    shown: str
+    ranks: int
+    model: str
+    flags: str
+    resumed: tuple[int, str] | None = None
+    node: int = 0
+
+
+def _moe(dispatcher: str, model: str = MOE) -> str:
+    return model.replace("alltoall", dispatcher)
+
+
+BASE = {
+    "data": Job("data parallel", 2, TIED, ""),
+    "tensor": Job("tensor parallel", 2, GQA, TP),
+    "sequence": Job("tensor and sequence parallel", 2, TIED, SP),
+    "pipeline": Job("pipeline", 2, TIED, PP),
+    "virtual-pipeline": Job("virtual pipeline", 2, GQA, VPP),
+    "tensor-pipeline": Job("tensor, sequence and virtual pipeline", 4, GQA, f"{SP} {VPP}"),
+    "context-p2p": Job("context parallel, ring", 2, GQA, f"{CP} p2p"),
+    "context-a2a": Job("context parallel, Ulysses", 2, GQA, f"{CP} a2a"),
+    "context-all-gather": Job("context parallel, all-gather", 2, GQA, f"{CP} all_gather"),
+    "optimizer": Job("distributed optimizer with overlaps", 2, GQA, OVERLAPS),
+    "optimizer-pipeline": Job("the same with a virtual pipeline", 4, GQA, f"{VPP} {OVERLAPS}"),
+    "experts-alltoall": Job("expert parallel, all-to-all, grouped GEMM", 2, MOE, EP),
+    "experts-allgather": Job("expert parallel, all-gather, grouped GEMM", 2, _moe("allgather"), EP),
+    "experts-sequential": Job("experts one by one, all-to-all", 2, SEQUENTIAL, EP),
+    "experts-sequential-allgather": Job(
+        "experts one by one, all-gather", 2, _moe("allgather", SEQUENTIAL), EP
+    ),
+    "experts-tensor": Job(
+        "experts and tensor parallel", 4, MOE, f"{SP} {EP} --expert-tensor-parallel-size 2"
+    ),
+    "mla-tensor": Job("latent attention, tensor and sequence parallel", 2, MLA, SP),
+    "mla-pipeline": Job("latent attention, pipeline", 2, MLA, PP),
+    "mla-context": Job("latent attention, context parallel", 2, MLA, f"{CP} p2p"),
+    "local-tensor": Job("local spec, tensor parallel", 2, LOCAL, TP),
+    "local-sequence": Job("local spec, sequence parallel", 2, LOCAL, SP),
+    "local-pipeline": Job("local spec, pipeline, overlaps", 4, LOCAL, f"{PP} {OVERLAPS}"),
+    "local-experts": Job("local spec, experts", 2, f"{MOE} --transformer-impl local", EP),
+    "local-mla": Job("local spec, latent attention", 2, f"{MLA} --transformer-impl local", TP),
+    "resume-tensor-pipeline": Job(
+        "saved by tensor parallel, resumed by a pipeline", 2, UNTIED, TP, (2, PP)
+    ),
+    "resume-optimizer": Job(
+        "saved by the distributed optimizer, resumed on one rank",
+        2,
+        GQA,
+        f"{TP} --use-distributed-optimizer",
+        (1, "--use-distributed-optimizer"),
+    ),
+    "resume-experts": Job("experts saved apart, resumed on one rank", 2, MOE, EP, (1, "")),
+}
+"""What a version must do to be supported."""
+
+FEATURES = {
+    name: Job(f"`{name}`", *layout, node=2 if "hierarchical" in name else 0)
+    for layouts in (LAYOUTS, DISPATCHERS)
+    for name, layout in layouts.items()
+    if layout[0] <= 4  # ranks
+}
+"""What our features do with it: the layouts of our tests."""
+JOBS = BASE | FEATURES
+
+
+def measure(version: str, directory: str, jobs: Mapping[str, Job]) -> dict[str, str]:
+    """What each job does with a Megatron, as :func:`megatron_release.release` has it."""
+    with release(version, directory) as folder, tempfile.TemporaryDirectory() as scratch:
+        findings = check_contracts(all_patches(), folder)
+        found = {
+            "python": ".".join(platform.python_version_tuple()[:2]),
+            "torch": installed("torch").partition("+")[0],
+            "patches": str(sum(bool(finding.problem) for finding in findings)),
+        }
+        sys.path.insert(0, str(folder))  # that of the ranks, too
+        with RankPool({"MINDSPEED_ALLOW_UNTESTED": "1"}) as pool:
+            trainings = Trainings(pool, Path(scratch))
+            for name, job in jobs.items():
+                with contextlib.redirect_stdout(io.StringIO()):  # of the ranks
+                    found[name] = trainings.verdict(job)
+                print(f"{version} {name}: {found[name]}", flush=True)
+        sys.path.remove(str(folder))
+    return found
+
+
+class Trainings:
+    """Trainings on ranks that find the Megatron in question.
+
+    Args:
+        pool: of these ranks.
+        scratch: folder of checkpoints and records.
+    """
+
+    def __init__(self, pool: RankPool, scratch: Path) -> None:
+        self._pool = pool
+        self._scratch = scratch
+        self._one_ranks: dict[str, OneRank | RankError] = {}
+
+    def verdict(self, job: Job) -> str:
+        """``equal``, or what is wrong."""
+        try:
+            reference = self._one_rank(job.model)
+            expected = reference.records
+            if job.resumed is None:
+                nodes = {"LOCAL_WORLD_SIZE": str(job.node)} if job.node else None
+                found = reference.train(job.ranks, job.flags, nodes)
+            else:
+                ranks, flags = job.resumed
+                found = reference.resumed((job.ranks, ranks), (job.flags, flags))
+                expected = expected[2:]
+            assert_same_training(found, expected)
+        except RankError as error:
+            return reason(error)
+        except AssertionError as error:
+            return f"differs: {str(error).splitlines()[0]}"
+        return EQUAL
+
+    def _one_rank(self, model: str) -> OneRank:
+        """The run of a model that its layouts are compared with."""
+        if model not in self._one_ranks:
+            folder = Path(tempfile.mkdtemp(dir=self._scratch))
+            try:
+                self._one_ranks[model] = OneRank(self._pool.run, folder, model)
+            except RankError as error:
+                self._one_ranks[model] = error
+        found = self._one_ranks[model]
+        if isinstance(found, RankError):
+            raise found
+        return found
+
+
+def reason(error: RankError) -> str:
+    """Why a rank did not train, in one line."""
+    original = error.original
+    if isinstance(original, MindSpeedError):
+        return f"refused: {' '.join(str(original).split())}"
+    if original is None:
+        return f"failed: {error.kind}"
+    places = re.findall(r'File "\S*?((?:megatron|mindspeed)/\S+)", line (\d+)', str(error))
+    where = f" in {places[-1][0]}:{places[-1][1]}" if places else ""
+    return f"failed: {type(original).__name__}: {' '.join(str(original).split())[:200]}{where}"
+
+
+def table(data: Data) -> str:
+    """One row a job, one column a version."""
+    rows = {name: job.shown for name, job in JOBS.items()}
+    lines = ["| | " + " | ".join(data) + " |", "|---|" + "---|" * len(data)]
+    for name, shown in (_STACK | rows).items():
+        cells = (_cell(name, found) for found in data.values())
+        lines.append(f"| {shown} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(name: str, found: Mapping[str, str]) -> str:
+    text = found.get(name, "")
+    return text.partition(":")[0] if name in JOBS else text
+
+
+def tested(data: Data) -> list[str]:
+    """The versions that do all that is asked for."""
+    return [
+        version
+        for version, found in data.items()
+        if all(found.get(name) == EQUAL for name in BASE) and found["patches"] == "0"
+    ]
+
+
+def problems(data: Data) -> list[str]:
+    """Releases that the library accepts though they are not tested, and the other way round."""
+    accepted = {version for version in data if version[0].isdigit() and is_tested(Version(version))}
+    wrong = accepted.symmetric_difference(
+        version for version in tested(data) if version[0].isdigit()
+    )
+    return [f"{version}: the table and TESTED in mindspeed/adaptor differ" for version in wrong]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure versions, and write or check the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
+    parser.add_argument("--measure", nargs="+", metavar="VERSION[=DIR]", default=[])
+    parser.add_argument("--only", nargs="+", metavar="JOB", choices=JOBS, default=list(JOBS))
+    args = parser.parse_args(arguments)
+    data = load(DATA)
+    for one in args.measure:
+        version, _, directory = one.partition("=")
+        found = measure(version, directory, {name: JOBS[name] for name in args.only})
+        data[version] = data.get(version, {}) | found
+        store(DATA, _HEAD, data)
+        data = load(DATA)
+    for problem in (wrong := problems(data)):
+        print(problem, file=sys.stderr)
+    tables = {PAGE: {"megatron-versions": table(data)}}
+    outdated = update(tables, "megatron_versions", check=args.check)
+    return int(bool(wrong or outdated))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
