@@ -67,24 +67,28 @@ def check_types(
     from mindspeed.type_check.stage import check_stage, import_ahead, shortened
 
     chunks = chunks_of_stages(args)
-    asked: dict[Hashable, int] = {}
+    asked: dict[Hashable, tuple[int, int]] = {}
     for stage, own in enumerate(chunks):
-        if not asked.keys() >= set(own):
-            asked |= dict.fromkeys(own, stage)
-    stages = sorted(set(asked.values()))
+        for number, chunk in enumerate(own):
+            asked.setdefault(chunk, (stage, number))
+    numbers: dict[int, list[int]] = {}
+    for stage, number in asked.values():
+        numbers.setdefault(stage, []).append(number)
+    stages = list(numbers)
     import_ahead(args)
     counts: dict[Hashable, Mapping[Type, int]] = {}
     wrong, with_values = None, {}
-    results = isolated.map(check_stage, [(args, stage) for stage in stages], jobs)
+    results = isolated.map(check_stage, [(args, *each) for each in numbers.items()], jobs)
     for stage, result in zip(stages, results, strict=True):
         if isinstance(result, ReadsValue | NoFakeKernel | PlanError):
             with_values[stage] = str(result).partition(";")[0]  # not what planning would need
             check = functools.partial(check_stage, with_values=True)
-            result = isolated.call(check, shortened(args), stage)
+            result = isolated.call(check, shortened(args), stage, numbers[stage])
         if isinstance(result, MindSpeedError):
             raise result
         wrong = wrong or result.wrong
-        counts.update(zip(chunks[stage], result.parameters, strict=False))
+        for number, found in zip(numbers[stage], result.parameters, strict=False):
+            counts[chunks[stage][number]] = found
         if progress is not None:
             progress(stages.index(stage) + 1, len(stages))
     total: Counter[Type] = Counter()

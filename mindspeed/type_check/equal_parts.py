@@ -39,15 +39,17 @@ def chunks_of_stages(args: argparse.Namespace) -> list[tuple[Hashable, ...]]:
 
 
 @contextlib.contextmanager
-def equal_layers_run_once(args: argparse.Namespace, chunk: Any) -> Iterator[None]:
+def equal_layers_run_once(
+    args: argparse.Namespace, chunk: Any, ran: set[Hashable]
+) -> Iterator[None]:
     """Inside, layers of a chunk return their input after one like them did not change its types.
 
     Args:
         args: final values, of a dry run.
         chunk: whose parameters have their types.
+        ran: layers of the stage that did; grows.
     """
     layers = chunk.decoder.layers if _follows_from_parts(args) else ()
-    ran: set[Hashable] = set()
     journal = Journal()
     for layer in layers:
         once = _forward(layer.forward, _parts(layer), ran)

@@ -13,7 +13,7 @@ import argparse
 import copy
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ from mindspeed.planner.counted.balanced_routing import (
 )
 from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
+from mindspeed.processes import no_collection
 from mindspeed.spmd import I, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
 from mindspeed.type_check import megatron, rules
@@ -100,11 +101,12 @@ def import_ahead(args: argparse.Namespace) -> None:
     Args:
         args: final values, of a dry run.
     """
-    import torch._dynamo  # noqa: F401  (FakeTensorMode does)
+    with no_collection():
+        import torch._dynamo  # noqa: F401  (FakeTensorMode does)
 
-    import mindspeed.training.forward_step
-    import mindspeed.training.model
-    import mindspeed.training.setup  # noqa: F401
+        import mindspeed.training.forward_step
+        import mindspeed.training.model
+        import mindspeed.training.setup  # noqa: F401
 
     _routing(args)
 
@@ -158,12 +160,15 @@ def shortened(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def check_stage(args: argparse.Namespace, stage: int, *, with_values: bool = False) -> StageResult:
-    """Check a pipeline stage, with all its chunks.
+def check_stage(
+    args: argparse.Namespace, stage: int, chunks: Sequence[int], *, with_values: bool = False
+) -> StageResult:
+    """Check chunks of a pipeline stage.
 
     Args:
         args: final values, of a dry run; this process is not part of a job.
         stage: number of the pipeline rank.
+        chunks: their numbers on this rank.
         with_values: run on real tensors, of a job that is :func:`shortened`.
 
     Raises:
@@ -186,7 +191,7 @@ def check_stage(args: argparse.Namespace, stage: int, *, with_values: bool = Fal
         mesh = mesh_of_job(_grid_of(model))
         try:
             with spmd_types.set_current_mesh(mesh.axes):
-                return _check(args, model, mesh, stage)
+                return _check(args, model, mesh, stage, chunks)
         finally:
             journal.undo()
 
@@ -219,27 +224,31 @@ def _grid_of(model: Any) -> list[Any]:
     return next(([one.x, one.y] for one in grids if isinstance(one, Grid)), [])
 
 
-def _check(args: argparse.Namespace, model: Any, mesh: Mesh, stage: int) -> StageResult:
+def _check(
+    args: argparse.Namespace, model: Any, mesh: Mesh, stage: int, chunks: Sequence[int]
+) -> StageResult:
     found = []
+    ran: set[Hashable] = set()
     for logits in _routing(args):
         give(logits, mesh.types(R, R))
     readers = readers_of(args, model.config)
-    for chunk, reader in zip(model.modules, readers, strict=True):
+    for number in chunks:
+        chunk, reader = model.modules[number], readers[number]
         frozen = [one for one in chunk.parameters() if not one.requires_grad]
         found.append(give_types(chunk, model.config, mesh))
         try:
-            _run(args, chunk, reader, mesh)
+            _run(args, chunk, reader, mesh, ran)
             if frozen:  # the checker exempts them: what they would be if they were trained
                 for parameter in frozen:
                     parameter.requires_grad_(True)
                 give_types(chunk, model.config, mesh)
-                _run(args, chunk, reader, mesh)
+                _run(args, chunk, reader, mesh, ran)
         except SpmdTypeError as error:
             return StageResult(stage, tuple(found), wrong_use(stage, mesh, error))
     return StageResult(stage, tuple(found), None)
 
 
-def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
+def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh, ran: set[Hashable]) -> None:
     """Forward and loss of one micro-batch.
 
     Raises:
@@ -249,7 +258,7 @@ def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh) -> None:
     if not chunk.pre_process:
         chunk.set_input_tensor(_received(args, chunk, hidden))
     strict = typecheck(strict_mode="strict", local=True)
-    with equal_layers_run_once(args, chunk), strict:
+    with equal_layers_run_once(args, chunk, ran), strict:
         _forward(args, chunk, reader, mesh, hidden)
 
 

@@ -46,7 +46,7 @@ def main() -> None:
 
     for flags in WARM:  # children inherit modules, operators and results of FakeTensors
         stage.import_ahead(settings(flags))
-        stage.check_stage(settings(flags), 0)
+        stage.check_stage(settings(flags), 0, [0])
     function_of, ran = checker._get_autograd_function_class, set()
 
     def recorded(call: Any) -> Any:

@@ -384,8 +384,8 @@ def test_layers_that_are_built_alike_run_once(monkeypatch):
     monkeypatch.setattr(equal_parts, "_follows_from_parts", lambda args: True)
     layers = [Layer(1), Layer(2), Layer(3), Layer(4, eps=2.0), Layer(5)]
     chunk = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
-    for _ in range(2):  # each time anew: parameters may have other types then
-        with equal_parts.equal_layers_run_once(argparse.Namespace(), chunk):
+    for ran in (set(), shared := set(), shared):  # of a stage, and of another's two chunks
+        with equal_parts.equal_layers_run_once(argparse.Namespace(), chunk, ran):
             for layer in layers:
                 layer(hidden_states=torch.zeros(2))
     assert [len(layer.calls) for layer in layers] == [2, 0, 0, 2, 0]
