@@ -7,21 +7,16 @@ command line. Frameworks without a command line call :func:`repatch` with their 
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Mapping
 from typing import Any
 
-# A collection would walk all objects of torch and free none: a third of the time of this import.
-_collecting = gc.isenabled()
-gc.disable()
-try:
+from mindspeed.processes import no_collection
+
+with no_collection():  # a third of the time of this import
     from mindspeed import session
     from mindspeed.features.registry import Configuration, refuse_misspelt
 
     session.install()
-finally:
-    if _collecting:
-        gc.enable()
 
 
 def repatch(args: Mapping[str, Any] | argparse.Namespace) -> Configuration:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import random
 import signal
 import socket
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_EPHEMERAL = 32_768  # port of Linux
@@ -26,6 +28,18 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Import without garbage collections, which would walk all objects of torch and free none."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def free_port() -> int:

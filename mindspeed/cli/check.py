@@ -17,14 +17,13 @@ be checked.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 from collections.abc import Sequence
 
 from mindspeed.cli.plan import job_parser, read
 from mindspeed.cli.plan_run import job_of, progress
 from mindspeed.errors import ConfigError
-from mindspeed.processes import cores
+from mindspeed.processes import cores, no_collection
 from mindspeed.ranges import MAX_RANKS, whole
 
 HELP = "check before a run that every gradient is summed over the right ranks"
@@ -43,14 +42,11 @@ def run(argv: Sequence[str]) -> int:
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()
-    gc.disable()  # collections would walk the objects of torch and Megatron while they are imported
-    try:
+    with no_collection():
         from mindspeed.type_check import check_types, require_package
 
         require_package()
         args = job_of(flags).settings(None, own.devices).args
-    finally:
-        gc.enable()
     with progress("checking pipeline stages") as tell:
         verdict = check_types(args, own.jobs or cores(), tell)
     from mindspeed.type_check.report import as_data, describe

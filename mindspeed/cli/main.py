@@ -11,7 +11,9 @@ message; ``--debug``, after any command, adds the traceback.
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
+import gc
 import importlib
 import importlib.util
 import os
@@ -22,6 +24,7 @@ from collections.abc import Sequence
 from mindspeed import __version__
 from mindspeed.errors import DEBUG, describe
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
+from mindspeed.processes import no_collection
 from mindspeed.ranges import HelpFormatter, Parser
 
 COMMANDS: dict[str, str] = {
@@ -100,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"mindspeed: unknown command {command!r}{hint} (see mindspeed --help)", file=sys.stderr
         )
         return 2
+    atexit.register(gc.freeze)  # the interpreter's last collections would take two seconds
     warnings.formatwarning = _warning_line
     tighten_umask()
     if command not in _READ_ONLY and "RANK" not in os.environ:  # once per job
@@ -121,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(command: str, rest: list[str]) -> int:
     """Run a sub-command; errors for the user are raised, not printed."""
-    module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
+    with no_collection():
+        module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     if getattr(module, "PASS_THROUGH", False):
         return int(module.run(rest))
     parser = Parser(
