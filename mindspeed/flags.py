@@ -96,6 +96,7 @@ def add_flags(
     options: type,
     title: str,
     defaults: Mapping[str, Any] | None = None,
+    own: bool = False,
 ) -> None:
     """Add the flags of ``options`` to ``parser``; those that it has already are left alone.
 
@@ -104,6 +105,7 @@ def add_flags(
         options: a feature's options dataclass.
         title: heading in ``--help``.
         defaults: values of a configuration file.
+        own: leave out flags that Megatron-LM declares itself.
     """
     known = parser._option_string_actions
     group = parser.add_argument_group(title)
@@ -111,6 +113,8 @@ def add_flags(
         spellings = [item.option, *item.aliases]
         if item.option in known:
             _add_choices(known[item.option], item.adds)
+            continue
+        if own and item.megatron:
             continue
         default = default_of(item, defaults or {})
         group.add_argument(

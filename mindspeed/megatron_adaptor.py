@@ -40,4 +40,21 @@ def repatch(args: Mapping[str, Any] | argparse.Namespace) -> Configuration:
     refuse_misspelt(args if isinstance(args, Mapping) else vars(args))
     active = session.install()
     active.detach_features()
-    return active.configure(args)
+    configuration = active.configure(args)
+    from mindspeed.session.original_features import apply_added_features  # loads all features
+
+    apply_added_features(args)
+    return configuration
+
+
+def get_mindspeed_args(get_defaults: bool = False) -> argparse.Namespace:
+    """The flags of our features with their values, in a new namespace.
+
+    Those of the features that are attached, where some are; before, those of the command line.
+
+    Args:
+        get_defaults: The defaults, whatever is attached or on the command line.
+    """
+    from mindspeed.session import original_features
+
+    return original_features.get_mindspeed_args(get_defaults)

@@ -190,6 +190,11 @@ class PatchEngine:
                 setattr(target.holder, target.leaf, target.original)
         self._targets.clear()
 
+    def original(self, name: str) -> Any:
+        """What the target ``name`` was before its patches; None for a new name."""
+        value = self._targets[name].original
+        return None if value is _ABSENT else getattr(value, "__func__", value)
+
     def stacks(self) -> dict[str, tuple[list[Patch], bool]]:
         """Target name -> (its patches, innermost first; whether its module is loaded)."""
         return {
