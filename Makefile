@@ -75,6 +75,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/pipeline_tables.py --check
 	$(BIN)/python tools/moe_tables.py --check
 	$(BIN)/python tools/upstream_page.py --check
+	$(BIN)/python tools/migrating_page.py --check
 	$(BIN)/python tools/type_versions.py --check
 	$(BIN)/python tools/megatron_versions.py --check
 	$(BIN)/python tools/structure.py

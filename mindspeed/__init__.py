@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mindspeed import original
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "check", "configure", "undo"]
+
+original.install()
 
 
 def configure(**options: Any) -> Configuration:

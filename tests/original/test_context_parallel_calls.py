@@ -13,7 +13,7 @@ from mindspeed.core.context_parallel.ulysses_context_parallel import (
     ulyssesattn_context_parallel,
 )
 from mindspeed.errors import ConfigError
-from tests.core import context_ranks
+from tests.original import context_ranks
 
 GROUP = SimpleNamespace(size=lambda: 2)
 QKV = [torch.zeros(4, 1, 16)] * 3

@@ -1,1 +1,0 @@
-"""Import paths of the original library; what they name is implemented elsewhere."""

@@ -1,1 +1,0 @@
-"""The original's import paths of tensor parallelism."""

@@ -1,1 +1,0 @@
-"""The original's import paths of computation over communication (CoC)."""
