@@ -81,7 +81,7 @@ def test_import_loads_the_adaptor_and_no_algorithm():
     )
     assert set(rooms) == {
         "adaptor", "device", "errors", "features", "files", "flags", "journal", "megatron_adaptor",
-        "optimizer", "original", "plugins", "ranges", "security", "session", "spmd", "te",
+        "optimizer", "original", "plugins", "processes", "ranges", "security", "session", "spmd", "te",
         "tensor_parallel", "unpickle",
     }  # fmt: skip
 
