@@ -81,8 +81,8 @@ def test_import_loads_the_adaptor_and_no_algorithm():
     )
     assert set(rooms) == {
         "adaptor", "device", "errors", "features", "files", "flags", "journal", "megatron_adaptor",
-        "optimizer", "original", "plugins", "processes", "ranges", "security", "session", "spmd", "te",
-        "tensor_parallel", "unpickle",
+        "optimizer", "original", "plugins", "processes", "ranges", "security", "session", "spmd",
+        "te", "tensor_parallel", "unpickle",
     }  # fmt: skip
 
 
