@@ -25,7 +25,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.counted.layer_costs import (
     PHASES,
     Costs,
-    by_layer,
+    by_scope,
     group_equal_layers,
     lanes,
     total,
@@ -127,8 +127,8 @@ def _enlarged(
     intervals: Sequence[TimedCall],
 ) -> Iterator[tuple[str, tuple[float, float]]]:
     """A layer in the middle: its first forward, and its backward after its recomputation."""
-    names = list(dict.fromkeys(one.scope for one in intervals if ", " in one.scope))
-    layer = names[len(names) // 2] if names else None
+    layers = list(dict.fromkeys(one.scope for one in intervals if one.scope.layer is not None))
+    layer = layers[len(layers) // 2] if layers else None
     for title, phases in (("forward", {"forward"}), ("backward", {"recompute", "backward"})):
         own = [one for one in intervals if one.scope == layer and one.phase in phases]
         own = [one for one in own if one.kind != "communication"]
@@ -196,8 +196,7 @@ def _table(step: TimedStep, every: Costs) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("compute", "exposed"):
         table.add_column(name, justify="right", no_wrap=True)
-    for names, _, phases in group_equal_layers(by_layer(step.intervals)):
-        names = names or "start of the step"
+    for names, phases in group_equal_layers(by_scope(step.intervals)):
         for phase in PHASES:
             if phase in phases:
                 table.add_row(names, phase, *_figures(phases[phase], operations))

@@ -61,7 +61,7 @@ class TimedCall(Interval):
 
     communication: Communication | None = None
     flops: int = 0
-    scope: str = ""
+    scope: Any = None
     memory_bytes: int = 0
 
 
@@ -85,7 +85,7 @@ class VirtualClock(Instrument):
         memory_bytes_per_second: float | None = None,
     ) -> None:
         self.now = 0.0
-        self.scope = ""
+        self.scope: Any = None
         self.intervals: list[TimedCall] = []
         link_of = link if callable(link) else lambda communication: link
         self._rates: Rates = SimpleRates(flops_per_second, link_of, memory_bytes_per_second)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed.planner.cluster import load_cluster
+from mindspeed.planner.counted.layer_costs import START, Scope
 from tests.planner import timed_jobs
 from tests.support.lazy import needs
 
@@ -74,18 +75,18 @@ def test_the_parts_of_a_step_are_its_seconds(steps: Any) -> None:
     (chunk,) = plain.chunks
     line = [one for one in plain.intervals if one.kind != "communication"]
     assert sum(one.seconds for one in line) == pytest.approx(plain.seconds, rel=1e-9)
-    before = sum(one.seconds for one in line if one.scope == "")
+    before = sum(one.seconds for one in line if one.scope == START)
     parts = 2 * chunk.total + plain.gradient_seconds + plain.optimizer_seconds + before
     assert parts == pytest.approx(plain.seconds, rel=1e-9)
     assert chunk.recompute == 0 and chunk.backward > chunk.forward > 0
     assert plain.optimizer_seconds > 0 and plain.gradient_seconds > plain.exposed[DATA] * 0.99
 
-    layers = [plain.layers[f"chunk 0, layer {number}"] for number in (1, 2, 3)]
+    layers = [plain.scopes[Scope("layer", 0, number)] for number in (1, 2, 3)]
     assert all(layer.forward == pytest.approx(layers[0].forward) for layer in layers)
     assert all(layer.backward == pytest.approx(layers[0].backward) for layer in layers)
-    assert set(plain.layers) == {"chunk 0", *(f"chunk 0, layer {n}" for n in (1, 2, 3))}
+    assert set(map(str, plain.scopes)) == {"chunk 0", *(f"chunk 0, layer {n}" for n in (1, 2, 3))}
 
-    repeated = again.layers["chunk 0, layer 1"]
+    repeated = again.scopes[Scope("layer", 0, 1)]
     assert repeated.recompute == pytest.approx(layers[0].forward, rel=0.02)
     assert again.chunks[0].forward == pytest.approx(chunk.forward, rel=0.02)
 
@@ -104,7 +105,7 @@ def test_exposed_tensor_parallel_time_is_that_of_its_collectives(steps: Any) -> 
         if one.kind == "communication"
         and one.communication.description == TENSOR
         and one.phase == "forward"
-        and one.scope.startswith("chunk 0, layer")
+        and one.scope.what == "layer"
     ]
     assert len(forward) == 2 * 3 * 4  # micro-batches, layers
     expected = sum(cluster.communication_seconds(one.communication) for one in forward)
@@ -112,7 +113,7 @@ def test_exposed_tensor_parallel_time_is_that_of_its_collectives(steps: Any) -> 
     waited = [
         one
         for one in step.intervals
-        if one.kind == "wait" and one.scope.startswith("chunk 0, layer") and one.phase == "forward"
+        if one.kind == "wait" and one.scope.what == "layer" and one.phase == "forward"
     ]
     assert sum(one.seconds for one in waited) == pytest.approx(expected)  # nothing hides it
 

@@ -10,6 +10,7 @@ from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.ledger import Communication
 from mindspeed.instruments.timeline import write_trace
 from mindspeed.planner.counted import layer_costs
+from mindspeed.planner.counted.layer_costs import Scope
 from tests.planner import timed_jobs
 from tests.support.lazy import needs
 
@@ -151,11 +152,11 @@ def _interval(kind, scope, start, end, phase="forward", op=None, **options):
 def test_layers_alike_are_one_row_and_others_are_not():
     intervals = []
     for number in (1, 2, 3, 5):
-        intervals.append(_interval("compute", f"layer {number}", 0.0, 1.0, flops=10))
-    intervals.append(_interval("wait", "layer 3", 1.0, 1.5, op="all_gather"))
-    layers = layer_costs.by_layer(intervals)
-    names = [name for name, _, _ in layer_costs.group_equal_layers(layers)]
-    assert names == ["layers 1-2, 5", "layer 3"]
+        intervals.append(_interval("compute", Scope("layer", 0, number), 0.0, 1.0, flops=10))
+    intervals.append(_interval("wait", Scope("layer", 0, 3), 1.0, 1.5, op="all_gather"))
+    scopes = layer_costs.by_scope(intervals)
+    names = [name for name, _ in layer_costs.group_equal_layers(scopes)]
+    assert names == ["chunk 0, layers 1-2, 5", "chunk 0, layer 3"]
 
 
 def test_a_trace_has_a_lane_for_operators_waits_and_each_group(tmp_path):

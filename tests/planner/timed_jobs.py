@@ -64,7 +64,7 @@ def overlapped(slowdown: float, nbytes: int) -> list[float]:
 def costs_of_layers(flags: str, world: int, stage: int) -> dict[str, Any]:
     """Costs of every layer and phase, their sum, and seconds of the shortest step of a stage."""
     from mindspeed.planner.cluster import Level, load_cluster
-    from mindspeed.planner.counted.layer_costs import by_layer, total
+    from mindspeed.planner.counted.layer_costs import by_scope, total
     from mindspeed.planner.counted.parts import fewest_micro_batches
     from mindspeed.planner.counted.timed_step import time_step
     from mindspeed.training.fake_job import rank_in_stage
@@ -75,7 +75,7 @@ def costs_of_layers(flags: str, world: int, stage: int) -> dict[str, Any]:
     cluster = dataclasses.replace(load_cluster("generic"), levels=(link,))
     step = time_step(args, cluster, rank, micro_batches=count)
     return {
-        "layers": by_layer(step.intervals),
+        "layers": {str(one): costs for one, costs in by_scope(step.intervals).items()},
         "total": total(step.intervals),
         "seconds": step.seconds,
     }

@@ -1,9 +1,9 @@
-"""Costs of a modelled step, by layer and phase and as a timeline."""
+"""Costs of a modelled step, by part and phase and as a timeline."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,28 @@ from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.timeline import Timeline
 
 PHASES = ("forward", "recompute", "backward")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A part of the step of a rank.
+
+    Attributes:
+        what: ``layer``, ``prediction layer``, ``chunk`` for the rest of a chunk (embedding, final
+            norm, output layer, loss), or a part outside of chunks.
+        chunk: index of the model chunk; None outside.
+        layer: its number in the model, from 1; None for the rest of a chunk.
+    """
+
+    what: str
+    chunk: int | None = None
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return joined([self])
+
+
+START, GRADIENTS, OPTIMIZER = Scope("start of the step"), Scope("gradients"), Scope("optimizer")
 NANOSECOND = 1e-9
 
 
@@ -52,9 +74,9 @@ class Costs:
         return *counted, self.flops, *seconds
 
 
-def by_layer(intervals: Iterable[TimedCall]) -> dict[str, dict[str, Costs]]:
-    """Costs of every layer and phase; layers in the order in which they first run."""
-    found: dict[str, dict[str, Costs]] = {}
+def by_scope(intervals: Iterable[TimedCall]) -> dict[Scope, dict[str, Costs]]:
+    """Costs of every part and phase; parts in the order in which they first run."""
+    found: dict[Scope, dict[str, Costs]] = {}
     for interval in intervals:
         phases = found.setdefault(interval.scope, {})
         phases.setdefault(interval.phase, Costs()).add(interval)
@@ -62,14 +84,15 @@ def by_layer(intervals: Iterable[TimedCall]) -> dict[str, dict[str, Costs]]:
 
 
 def group_equal_layers(
-    layers: dict[str, dict[str, Costs]],
-) -> list[tuple[str, int, dict[str, Costs]]]:
-    """Group layers with equal costs in every phase: their names, number, and costs of one."""
-    groups: dict[Any, list[str]] = {}
-    for name, phases in layers.items():
+    scopes: Mapping[Scope, dict[str, Costs]],
+) -> list[tuple[str, dict[str, Costs]]]:
+    """Group layers of a chunk with equal costs in every phase: their names, and costs of one."""
+    groups: dict[Any, list[Scope]] = {}
+    for scope, phases in scopes.items():
         figures = tuple((phase, phases[phase].figures) for phase in PHASES if phase in phases)
-        groups.setdefault((name.rpartition(" ")[0], figures), []).append(name)
-    return [(joined_names(names), len(names), layers[names[0]]) for names in groups.values()]
+        chunk = None if scope.layer is None else scope.chunk
+        groups.setdefault((scope.what, chunk, figures), []).append(scope)
+    return [(joined(group), scopes[group[0]]) for group in groups.values()]
 
 
 def total(intervals: Iterable[TimedCall]) -> Costs:
@@ -87,20 +110,28 @@ def lanes(intervals: Iterable[TimedCall]) -> Timeline:
         call = one.communication
         figure = ("flops", one.flops) if call is None else ("bytes sent", call.wire)
         name = one.name if call is None else call.op
-        shown.append(replace(one, name=name, details=(("layer", one.scope), figure)))
+        shown.append(replace(one, name=name, details=(("layer", str(one.scope)), figure)))
         found.add(one.lane)
     first = [lane for lane in ("operators", "waiting") if lane in found]
     return Timeline(shown, [*first, *sorted(found.difference(first))])
 
 
-def joined_names(names: list[str]) -> str:
-    """Join ``layer 1``, ``layer 2``, ``layer 3``, ``layer 7`` to ``layers 1-3, 7``."""
-    kind, _, first = names[0].rpartition(" ")
-    if len(names) == 1 or not first.isdigit():
-        return names[0]
-    numbers = sorted(int(name.rpartition(" ")[2]) for name in names)
+def joined(scopes: Sequence[Scope]) -> str:
+    """Name parts of one kind: ``chunks 0-1, layers 1-3, 7``."""
+    first = scopes[0]
+    if first.chunk is None:
+        return first.what
+    names = [_numbered("chunk", {one.chunk for one in scopes})]
+    if first.layer is not None:
+        names.append(_numbered(first.what, {one.layer for one in scopes}))
+    return ", ".join(names)
+
+
+def _numbered(kind: str, numbers: Collection[Any]) -> str:
+    if len(numbers) == 1:
+        return f"{kind} {next(iter(numbers))}"
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:

@@ -30,7 +30,16 @@ from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.pipeline.v_shape import flag_of
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.counted.layer_costs import NANOSECOND, Costs, by_layer, joined_names
+from mindspeed.planner.counted.layer_costs import (
+    GRADIENTS,
+    NANOSECOND,
+    OPTIMIZER,
+    START,
+    Costs,
+    Scope,
+    by_scope,
+    joined,
+)
 
 NEAR = 0.01
 """Relative difference of times of grouped layers: those at the edges of a schedule differ."""
@@ -89,30 +98,29 @@ def _parts_here(
     from mindspeed.instruments.clock import VirtualClock
     from mindspeed.planner.cluster.rates import DeviceRates
     from mindspeed.planner.counted.loop import StepOfRank
-    from mindspeed.planner.counted.timed_step import parts_named
+    from mindspeed.planner.counted.timed_step import scopes_set
 
     memory = LiveMemory()
     with memory:
         step = StepOfRank(args, memory, fewest_micro_batches(args))
         step.run()  # a second step is like all later ones
-        kept: dict[str, int] = {}
+        kept: dict[Scope, int] = {}
         clock = VirtualClock.of(DeviceRates(cluster))
-        with parts_named(clock, step.model), record_kept(memory, step.model, kept), clock:
+        with scopes_set(clock, step.model), record_kept(memory, step.model, kept), clock:
             step.run()
     parameters = _parameters(step.model)
     sharded = bool(args.use_megatron_fsdp)
-    costs = by_layer(_placed(one, sharded) for one in clock.intervals if one.scope)
+    costs = by_scope(_placed(one, sharded) for one in clock.intervals if one.scope != START)
     groups: list[_Group] = []
-    for name, phases in costs.items():
-        batches = step.micro_batches if name.startswith("chunk") else None
-        one = _part(phases, batches, parameters.get(name, 0), kept.get(name))
-        kind = name.partition(", ")[2].rpartition(" ")[0] or name.rpartition(" ")[0]
+    for scope, phases in costs.items():
+        batches = None if scope.chunk is None else step.micro_batches
+        one = _part(phases, batches, parameters.get(scope, 0), kept.get(scope))
         for group in groups:
-            if group.takes(kind, one):
+            if group.takes(scope.what, one):
                 break
         else:
-            groups.append(group := _Group(kind))
-        group.parts[_renumbered(name, offsets)] = one
+            groups.append(group := _Group(scope.what))
+        group.parts[_renumbered(scope, offsets)] = one
     return tuple(group.part() for group in groups)
 
 
@@ -125,55 +133,42 @@ def fewest_micro_batches(args: argparse.Namespace) -> int:
 
 @dataclass
 class _Group:
-    """Parts with equal figures and nearly equal times, by name."""
+    """Parts with equal figures and nearly equal times, by scope."""
 
-    kind: str
-    parts: dict[str, Part] = field(default_factory=dict)
+    what: str
+    parts: dict[Scope, Part] = field(default_factory=dict)
 
-    def takes(self, kind: str, one: Part) -> bool:
+    def takes(self, what: str, one: Part) -> bool:
         """Whether a part belongs to the group."""
         first = next(iter(self.parts.values()))
         times = ((first.seconds, one.seconds), (first.exposed, one.exposed))
         near = all(math.isclose(a, b, rel_tol=NEAR) for a, b in times)
         same = first == replace(one, seconds=first.seconds, exposed=first.exposed)
-        return kind == self.kind and near and same
+        return what == self.what and near and same
 
     def part(self) -> Part:
         """Merge the parts into one with mean times."""
-        every, names = list(self.parts.values()), list(self.parts)
+        every = list(self.parts.values())
         return replace(
             every[0],
-            name=_joined(names),
+            name=joined(list(self.parts)),
             count=len(every),
             seconds=_rounded(sum(one.seconds for one in every) / len(every)),
             exposed=_rounded(sum(one.exposed for one in every) / len(every)),
         )
 
 
-def _renumbered(name: str, offsets: Sequence[int]) -> str:
-    """The name of a layer with its number in the job."""
-    from mindspeed.planner.counted.timed_step import chunk_of
-
-    start, _, number = name.rpartition(" ")
-    chunk = chunk_of(name)
-    if chunk is None or ", " not in name or not offsets:
-        return name
-    return f"{start} {int(number) + offsets[chunk]}"
-
-
-def _joined(names: list[str]) -> str:
-    """Join ``chunk 0, layer 1``, ``chunk 1, layer 9`` to ``chunks 0-1, layers 1, 9``."""
-    chunks = list(dict.fromkeys(name.partition(", ")[0] for name in names))
-    layers = [one for name in names if (one := name.partition(", ")[2])]
-    return ", ".join(joined_names(part) for part in (chunks, layers) if part)
+def _renumbered(scope: Scope, offsets: Sequence[int]) -> Scope:
+    """A layer with its number in the job."""
+    if scope.chunk is None or scope.layer is None or not offsets:
+        return scope
+    return replace(scope, layer=scope.layer + offsets[scope.chunk])
 
 
 def _placed(one: TimedCall, sharded: bool) -> TimedCall:
     """Move data-parallel messages out of layers, unless they run in every micro-batch (sharded)."""
-    from mindspeed.planner.counted.timed_step import GRADIENTS, OPTIMIZER, chunk_of
-
     message = one.communication
-    if message is None or one.kind != "communication" or sharded or chunk_of(one.scope) is None:
+    if message is None or one.kind != "communication" or sharded or one.scope.chunk is None:
         return one
     if "DATA_PARALLEL" not in message.description:
         return one
@@ -207,14 +202,14 @@ def _rounded(seconds: float) -> float:
     return round(seconds / NANOSECOND) * NANOSECOND
 
 
-def _parameters(model: TrainedModel) -> dict[str, int]:
+def _parameters(model: TrainedModel) -> dict[Scope, int]:
     """Number of parameters by scope."""
-    from mindspeed.planner.counted.timed_step import named_layers
+    from mindspeed.planner.counted.timed_step import layers_of
 
-    found: dict[str, int] = {}
+    found: dict[Scope, int] = {}
     for index, chunk in enumerate(model.chunks):
-        layers = {scope: _entries(layer) for scope, layer in named_layers(chunk, index)}
-        found |= layers | {f"chunk {index}": _entries(chunk) - sum(layers.values())}
+        layers = {scope: _entries(layer) for scope, layer in layers_of(chunk, index)}
+        found |= layers | {Scope("chunk", index): _entries(chunk) - sum(layers.values())}
     return found
 
 
@@ -226,15 +221,15 @@ _SENT_ON = "sent on"
 
 
 @contextmanager
-def record_kept(memory: LiveMemory, model: TrainedModel, kept: dict[str, int]) -> Iterator[None]:
+def record_kept(memory: LiveMemory, model: TrainedModel, kept: dict[Scope, int]) -> Iterator[None]:
     """Record in ``kept`` the bytes alive after the first forward of each chunk, by scope."""
-    from mindspeed.planner.counted.timed_step import named_layers
+    from mindspeed.planner.counted.timed_step import layers_of
 
     handles: list[Any] = []
     try:
         for index, chunk in enumerate(model.chunks):
-            handles += _Kept(memory, chunk, f"chunk {index}", kept).handles(
-                dict(named_layers(chunk, index))
+            handles += _Kept(memory, chunk, Scope("chunk", index), kept).handles(
+                dict(layers_of(chunk, index))
             )
         yield
     finally:
@@ -248,18 +243,18 @@ class _Kept:
 
     memory: LiveMemory
     chunk: Any
-    own: str
-    kept: dict[str, int]
+    own: Scope
+    kept: dict[Scope, int]
     before: str | None = None  # kind outside of the chunk, while its first forward runs
     done: bool = False
 
-    def handles(self, layers: Mapping[str, torch.nn.Module]) -> list[Any]:
+    def handles(self, layers: Mapping[Scope, torch.nn.Module]) -> list[Any]:
         """Register hooks of the chunk and its layers, which are given by scope."""
         handles: list[Any] = []
 
         def enter(module: Any, args: Any) -> None:
             if not self.done:
-                self.before, self.memory.kind = self.memory.kind, self.own
+                self.before, self.memory.kind = self.memory.kind, str(self.own)
 
         def leave(module: Any, args: Any, output: Any) -> None:
             if self.before is None:
@@ -267,7 +262,7 @@ class _Kept:
             self.memory.kind, self.before, self.done = self.before, None, True
             if isinstance(output, torch.Tensor):
                 self._sent_on(output)
-            self.kept.update({scope: self.memory.now[scope] for scope in (*layers, self.own)})
+            self.kept.update({one: self.memory.now[str(one)] for one in (*layers, self.own)})
 
         handles.append(self.chunk.register_forward_pre_hook(enter))
         for scope, layer in layers.items():
@@ -275,18 +270,18 @@ class _Kept:
         handles.append(self.chunk.register_forward_hook(leave))
         return handles
 
-    def _of_layer(self, scope: str, layer: torch.nn.Module) -> list[Any]:
+    def _of_layer(self, scope: Scope, layer: torch.nn.Module) -> list[Any]:
         def enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.before is not None:
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                self.memory.claim(hidden, scope)
-                self.memory.kind = scope
+                self.memory.claim(hidden, str(scope))
+                self.memory.kind = str(scope)
 
         def leave(module: Any, args: Any, output: Any) -> None:
             if self.before is not None:
                 hidden = output[0] if isinstance(output, tuple) else output
-                self.memory.claim(hidden, self.own)
-                self.memory.kind = self.own
+                self.memory.claim(hidden, str(self.own))
+                self.memory.kind = str(self.own)
 
         return [
             layer.register_forward_pre_hook(enter, with_kwargs=True),

@@ -12,14 +12,11 @@ The rank never waits for a slower one, so there is no pipeline bubble: the simul
 :mod:`mindspeed.pipeline.schedule` adds it. Kernels are those of the CPU path: operators that are
 fused on devices only are timed one by one.
 
-While :func:`parts_named` is active, ``clock.scope`` names the part of the step that runs:
-
-* ``chunk 0, layer 3``: a transformer layer, in forward, recomputation or backward. Backward of a
-  layer begins when the gradient of its output is complete and ends when that of its input is;
-* ``chunk 0``: the rest of a chunk: embedding, final norm, output layer, loss;
-* :data:`GRADIENTS`: reductions after the last backward;
-* :data:`OPTIMIZER`: its step, and the gather of parameters that follows;
-* ``""``: before the first chunk runs.
+While :func:`scopes_set` is active, ``clock.scope`` is the part of the step that runs: ``START``
+before the first chunk runs, a layer in forward, recomputation or backward, the rest of a chunk,
+``GRADIENTS`` for reductions after the last backward, ``OPTIMIZER`` for its step and the gather of
+parameters that follows. Backward of a layer begins when the gradient of its output is complete and
+ends when that of its input is.
 """
 
 from __future__ import annotations
@@ -39,35 +36,30 @@ from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.rates import DeviceRates, Product
-
-GRADIENTS, OPTIMIZER = "gradients", "optimizer"
-
-
-def chunk_of(scope: str) -> int | None:
-    """Index of the chunk to which a scope belongs, if any."""
-    name = scope.partition(",")[0]
-    return int(name.removeprefix("chunk ")) if name.startswith("chunk ") else None
+from mindspeed.planner.counted.layer_costs import GRADIENTS, OPTIMIZER, START, Scope
 
 
-def named_layers(chunk: torch.nn.Module, index: int) -> Iterator[tuple[str, Any]]:
+def layers_of(chunk: torch.nn.Module, index: int) -> Iterator[tuple[Scope, Any]]:
     """Yield the scopes and modules of the transformer layers of a chunk."""
     from megatron.core.transformer import TransformerLayer
 
     for name, module in chunk.named_modules():
         if isinstance(module, TransformerLayer):
             kind = "prediction layer" if ".mtp." in name else "layer"
-            yield f"chunk {index}, {kind} {module.layer_number}", module
+            yield Scope(kind, index, module.layer_number), module
 
 
 @contextlib.contextmanager
-def parts_named(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
+def scopes_set(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
     """Set ``clock.scope`` while steps of the model run."""
     journal, handles = Journal(), []
+    clock.scope = START
     try:
         for index, chunk in enumerate(model.chunks):
-            handles += _chunk_hooks(clock, chunk, f"chunk {index}")
-            for scope, module in named_layers(chunk, index):
-                handles += _layer_hooks(clock, module, scope, f"chunk {index}")
+            rest = Scope("chunk", index)
+            handles += _chunk_hooks(clock, chunk, rest)
+            for scope, module in layers_of(chunk, index):
+                handles += _layer_hooks(clock, module, scope, rest)
         config = model.chunks[0].config
         for holder, name, scope in (
             (config, "finalize_model_grads_func", GRADIENTS),
@@ -84,7 +76,7 @@ def parts_named(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
             handle.remove()
 
 
-def _within(clock: VirtualClock, run: Callable[..., Any], scope: str) -> Callable[..., Any]:
+def _within(clock: VirtualClock, run: Callable[..., Any], scope: Scope) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         clock.scope = scope
         return run(*args, **kwargs)
@@ -92,7 +84,7 @@ def _within(clock: VirtualClock, run: Callable[..., Any], scope: str) -> Callabl
     return wrapped
 
 
-def _chunk_hooks(clock: VirtualClock, chunk: Any, scope: str) -> list[Any]:
+def _chunk_hooks(clock: VirtualClock, chunk: Any, scope: Scope) -> list[Any]:
     def enter(module: Any, args: Any) -> None:
         clock.scope = scope
 
@@ -104,7 +96,7 @@ def _chunk_hooks(clock: VirtualClock, chunk: Any, scope: str) -> list[Any]:
     return [chunk.register_forward_pre_hook(enter), chunk.register_forward_hook(leave)]
 
 
-def _layer_hooks(clock: VirtualClock, layer: Any, scope: str, outside: str) -> list[Any]:
+def _layer_hooks(clock: VirtualClock, layer: Any, scope: Scope, outside: Scope) -> list[Any]:
     """Register hooks that set the scope of the clock while a transformer layer runs.
 
     Args:
@@ -132,7 +124,7 @@ def _layer_hooks(clock: VirtualClock, layer: Any, scope: str, outside: str) -> l
     ]
 
 
-def _when_gradient_is_known(clock: VirtualClock, tensor: Any, scope: str) -> None:
+def _when_gradient_is_known(clock: VirtualClock, tensor: Any, scope: Scope) -> None:
     """Set the scope in backward as soon as the gradient of ``tensor`` is complete."""
 
     def hook(gradient: torch.Tensor) -> None:
@@ -180,7 +172,7 @@ class TimedStep:
         intervals: timed calls, with times from the start of the step.
         chunks: mean seconds of each model chunk for one micro-batch, including waits for tensor-,
             context- and expert-parallel groups, but not for pipeline and data parallelism.
-        layers: the same for each scope; ``chunk 0`` is the part outside of layers.
+        scopes: the same for each part of a chunk.
         gradient_seconds: seconds after the last backward: reductions that were not hidden.
         optimizer_seconds: seconds of the optimizer step, including its gather of parameters.
         exposed: seconds of waiting for communication, by description of the group.
@@ -192,7 +184,7 @@ class TimedStep:
     seconds: float
     intervals: tuple[TimedCall, ...]
     chunks: tuple[ChunkSeconds, ...]
-    layers: Mapping[str, ChunkSeconds]
+    scopes: Mapping[Scope, ChunkSeconds]
     gradient_seconds: float
     optimizer_seconds: float
     exposed: Mapping[str, float]
@@ -240,16 +232,16 @@ def time_here(
     step.run()  # creates optimizer states, as later steps find them
     rates = DeviceRates(cluster)
     clock = VirtualClock.of(rates)
-    with parts_named(clock, step.model), clock, watch(clock):
+    with scopes_set(clock, step.model), clock, watch(clock):
         step.run()
-    layers = _by_scope(clock.intervals, step.micro_batches)
+    scopes = _by_scope(clock.intervals, step.micro_batches)
     return TimedStep(
         rank,
         step.micro_batches,
         clock.now,
         tuple(clock.intervals),
-        _by_chunk(layers, len(step.model.chunks)),
-        layers,
+        _by_chunk(scopes, len(step.model.chunks)),
+        scopes,
         _seconds(clock.intervals, GRADIENTS),
         _seconds(clock.intervals, OPTIMIZER),
         exposed_by_group(clock.intervals),
@@ -273,7 +265,7 @@ def between_chunks(interval: TimedCall) -> bool:
     return any(part in interval.communication.description for part in BETWEEN_CHUNKS)
 
 
-def _seconds(intervals: Iterable[TimedCall], scope: str) -> float:
+def _seconds(intervals: Iterable[TimedCall], scope: Scope) -> float:
     return sum(
         interval.seconds
         for interval in intervals
@@ -281,13 +273,13 @@ def _seconds(intervals: Iterable[TimedCall], scope: str) -> float:
     )
 
 
-def _by_scope(intervals: Iterable[TimedCall], micro_batches: int) -> dict[str, ChunkSeconds]:
+def _by_scope(intervals: Iterable[TimedCall], micro_batches: int) -> dict[Scope, ChunkSeconds]:
     """Seconds of all scopes of chunks, per micro-batch."""
-    found: dict[str, Counter[str]] = {}
+    found: dict[Scope, Counter[str]] = {}
     for interval in intervals:
         if interval.kind == "communication" or between_chunks(interval):
             continue
-        if chunk_of(interval.scope) is not None:
+        if interval.scope.chunk is not None:
             seconds = found.setdefault(interval.scope, Counter())
             seconds[interval.phase] += interval.seconds / micro_batches  # type: ignore[assignment]
     return {
@@ -296,10 +288,10 @@ def _by_scope(intervals: Iterable[TimedCall], micro_batches: int) -> dict[str, C
     }
 
 
-def _by_chunk(layers: Mapping[str, ChunkSeconds], count: int) -> tuple[ChunkSeconds, ...]:
+def _by_chunk(scopes: Mapping[Scope, ChunkSeconds], count: int) -> tuple[ChunkSeconds, ...]:
     chunks = []
     for index in range(count):
-        parts = [times for scope, times in layers.items() if chunk_of(scope) == index]
+        parts = [times for scope, times in scopes.items() if scope.chunk == index]
         chunks.append(
             ChunkSeconds(
                 sum(part.forward for part in parts),
