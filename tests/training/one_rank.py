@@ -18,6 +18,7 @@ class OneRank:
         self.ranks = ranks
         self.directory = directory
         self.model = model.split()
+        self._plain: dict[tuple[int, str], list[dict]] = {}
         save = ["--save", str(directory / "weights"), "--lr", "0", "--train-iters", "1"]
         # Weights of another seed than that of the runs, which show thus that they load them.
         self._run(1, [*save, "--micro-batch-size", "4", "--seed", "7"])
@@ -31,6 +32,13 @@ class OneRank:
         record = ["--no-load-rng", "--metrics-file", str(file)]
         self._run(world_size, [*load, *record, *flags.split()], env)
         return metrics(file)
+
+    def plain(self, world_size: int, flags: str, env: dict[str, str] | None = None) -> list[dict]:
+        """The same of a run that several tests compare with: made at the first call."""
+        key = world_size, flags
+        if key not in self._plain:
+            self._plain[key] = self.train(world_size, flags, env)
+        return self._plain[key]
 
     def resumed(self, sizes: tuple[int, int], flags: tuple[str, str]) -> list[dict]:
         """Two iterations with one layout, saved, and the third with another."""

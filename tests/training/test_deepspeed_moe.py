@@ -110,14 +110,15 @@ def test_checkpoints_are_those_of_megatrons_model(first, one_rank):
     assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.weekly_cases("room", "no-drop")
 @pytest.mark.slow
-def test_bf16(one_rank):
+@pytest.mark.parametrize("flags", [ROOM, NO_DROP, WINDOW], ids=["room", "no-drop", "window"])
+def test_bf16(flags, one_rank):
     reference = one_rank(f"{MOE} --bf16")
-    for flags in (ROOM, NO_DROP, WINDOW):
-        records = reference.train(2, f"{flags} {EP} {DISTRIBUTED} {OVERLAP}")
-        assert column(records, "lm_loss") == pytest.approx(
-            column(reference.records, "lm_loss"), rel=1e-2
-        )
+    records = reference.train(2, f"{flags} {EP} {DISTRIBUTED} {OVERLAP}")
+    assert column(records, "lm_loss") == pytest.approx(
+        column(reference.records, "lm_loss"), rel=1e-2
+    )
 
 
 @pytest.mark.slow

@@ -24,8 +24,13 @@ def test_validation_runs_in_evaluation_mode_without_gradients(ranks):
         assert modes[:4] == [(True, True)] * 2 + [(False, False)] * 2
 
 
+@pytest.mark.weekly_cases("overlap", "bias")
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [OVERLAP, EXPERT_BIAS, f"{EXPERT_BIAS} {OVERLAP}"])
+@pytest.mark.parametrize(
+    "flags",
+    [OVERLAP, EXPERT_BIAS, f"{EXPERT_BIAS} {OVERLAP}"],
+    ids=["overlap", "bias", "bias-overlap"],
+)
 def test_training_beside_validation_has_the_same_weights(ranks, flags):
     """A validation neither gathers stale parameters nor counts tokens of experts."""
 

@@ -58,12 +58,12 @@ def trained(reference, program, more):
     return reference.train(size, f"{flags} {more}", nodes)
 
 
-@pytest.mark.weekly_cases("hierarchical-*", "ampipe-*", "groups-*", "saving-*", "overlap-*block*")
+@pytest.mark.weekly_cases("plain-*", "ampipe-*", "groups-*", "saving-*", "overlap-*block*")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("program", "recompute"), ADAPTERS)
 def test_adapters_of_experts_with_recomputation(program, recompute, one_rank):
     reference = one_rank(SHARED)
-    expected = reference.train(1, LORA)
+    expected = reference.plain(1, LORA)
     records = trained(reference, program, f"{LORA} {recompute}")
     assert_same_training(records, expected, norm=1e-5)
 
@@ -83,7 +83,9 @@ DROPPED = [
 ]
 
 
-@pytest.mark.weekly_cases("plain-*", "dedup-*", "gather-*", "pieces-*", "extended-*")
+@pytest.mark.weekly_cases(
+    *("plain-*", "dedup-*", "hierarchical-*", "gather-*", "pieces-*", "groups-*", "extended-*")
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("program", "recompute"), DROPPED)
 def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
@@ -94,19 +96,22 @@ def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
     assert abs(expected[0]["lm_loss"] - reference.records[0]["lm_loss"]) > 1e-4
 
 
-@pytest.mark.weekly_cases("overlap", "dedup", "gather", "ampipe", "extended", "saving")
+@pytest.mark.weekly_cases(
+    *("overlap", "dedup", "hierarchical", "gather", "ampipe", "groups", "extended", "saving")
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_fp16(program, one_rank):
     reference = one_rank(SHARED)
     fp16 = "--fp16 --initial-loss-scale 1024"
-    expected = reference.train(1, fp16)
+    expected = reference.plain(1, fp16)
     records = trained(reference, program, fp16)
     assert column(records, "loss_scale") == column(expected, "loss_scale") == [1024] * 3
     # Sums of another order differ by roundings of 5e-4 each, as each processor adds them.
     assert_same_training(records, expected, loss=1e-4, norm=1e-3)
 
 
+@pytest.mark.weekly_cases("overlap")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["plain", "overlap", "extended"])
 def test_a_scale_that_overflows_skips_steps_on_all_ranks(program, one_rank):
@@ -130,7 +135,9 @@ RESUMED = {  # (ranks, flags) before and after, the optimizer
 }
 
 
-@pytest.mark.weekly_cases("to-one-rank", "to-expert-ranks", "to-more-tensor-ranks", "from-replicas")
+@pytest.mark.weekly_cases(
+    *("to-one-rank", "to-more-tensor-ranks", "to-slices", "from-a-pipeline", "from-replicas")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("change", RESUMED)
 def test_extended_experts_continue_on_another_layout(change, one_rank):

@@ -13,13 +13,25 @@ LAYOUT = (
 )
 
 
+@pytest.fixture(scope="module")
+def run(rank_pool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return runs(rank_pool, folder, lambda *flags: " ".join(flags).split())
+
+
+@pytest.fixture(scope="module")
+def expected(run):
+    return run(4, LAYOUT)
+
+
+@pytest.mark.weekly_cases("--fold-mode aiao")
 @pytest.mark.slow
-def test_losses_are_those_of_megatrons_schedule(rank_pool, tmp_path):
-    run = runs(rank_pool, tmp_path, lambda *flags: " ".join(flags).split())
-    expected = run(4, LAYOUT)
-    for flags in ("--fold-mode aiao", "--foldx-mode aiao --fold-order strict", "--fold-mode fifo"):
-        found = run(4, LAYOUT, flags)
-        assert len(found) == len(expected) == 3
-        for mine, other in zip(found, expected, strict=True):
-            assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
-            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+@pytest.mark.parametrize(
+    "flags", ["--fold-mode aiao", "--foldx-mode aiao --fold-order strict", "--fold-mode fifo"]
+)
+def test_losses_are_those_of_megatrons_schedule(run, expected, flags):
+    found = run(4, LAYOUT, flags)
+    assert len(found) == len(expected) == 3
+    for mine, other in zip(found, expected, strict=True):
+        assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)

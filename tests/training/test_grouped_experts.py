@@ -32,7 +32,7 @@ def test_one_launch_serves_all_experts_of_a_rank(precision, rank_pool):
 @pytest.mark.parametrize("first", [True, False], ids=["saved", "loaded"])
 def test_states_of_experts_are_found_without_the_feature(first, one_rank):
     """Megatron's default format holds the states of the optimizer as they lie in memory."""
-    reference = one_rank(SHORT)
+    reference = one_rank(f"{MOE} --num-experts 8")
     flags = [EXPERTS, f"{EXPERTS} --optimization-level 0"]
     records = reference.resumed((2, 2), tuple(flags if first else flags[::-1]))
     assert column(records, "lm_loss") == pytest.approx(

@@ -107,19 +107,21 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_of_the_batch(
     assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("flags", ["", f"{VARIABLE} --length-grouped", "--pack-sequences"])
 def test_a_resumed_run_goes_on_with_the_next_samples(rank_pool, prefix, tmp_path, flags):
-    """20 iterations of 8 samples are two and a half epochs of 64."""
+    """10 iterations of 16 samples are two and a half epochs of 64; 5 end in the second."""
     saved, found = tmp_path / "saved", []
-    words = f"--train-iters 20 --save {saved} --save-interval 9 {flags} --metrics-file {tmp_path}/"
-    for more in ("whole", f"resumed --load {saved} --ckpt-step 9"):
+    words = f"--train-iters 10 --global-batch-size 16 --micro-batch-size 4 {flags} "
+    words += f"--save {saved} --save-interval 5 --metrics-file {tmp_path}/"
+    for more in ("whole", f"resumed --load {saved} --ckpt-step 5"):
         command = flags_for(prefix, words + more)
         results = rank_pool.run(2, train, command, setup=SETUP, backend=None, timeout=120)
         assert {result["error"] for result in results} == {None}, results
         records = metrics(tmp_path / more.split()[0])
         found.append([(r["iteration"], r["lm_loss"], r["grad_norm"]) for r in records])
     whole, resumed = found
-    assert len(whole) == 20 and resumed == whole[9:]
+    assert len(whole) == 10 and resumed == whole[5:]
 
 
 def test_only_tokens_of_samples_count_as_throughput(run, prefix):

@@ -182,10 +182,12 @@ LAYOUTS = {
 SLOW = {"tensor-2d-pipeline", "tensor-2d-context"}  # eight ranks
 # Layouts that another row has with more beside.
 WEEKLY = {
-    *("full-recompute", "mtp-context", "mtp-tied-pipeline", "local-tensor-parallel", "tensor-8"),
+    *("full-recompute", "mtp-tied-pipeline", "local-tensor-parallel", "tensor-8"),
     *("context-ulysses", "context-adaptive", "moe-expert-parallel", "tensor-2d-4-by-2"),
-    *("tensor-2d-context", "tensor-2d-recompute", "tensor-8-shared-keys", "mla-pipeline"),
-    "optimizer-instances-pipeline",
+    *("tensor-2d-context", "tensor-2d-2-by-4", "tensor-8-shared-keys", "tensor-8-latent"),
+    *("mla-pipeline", "optimizer-instances-pipeline", "distributed-optimizer"),
+    *("overlap-grad-reduce", "tensor-pipeline-sequence", "local-sequence-parallel"),
+    "mtp-context-pipeline",
 }
 
 
@@ -250,21 +252,26 @@ EXPERT_OVERLAP = "--overlap-moe-expert-parallel-comm"
 DELAYED = f"{EXPERT_OVERLAP} --delay-wgrad-compute"
 
 
+OVERLAPPED = {
+    "overlap": EXPERT_OVERLAP,
+    "delayed": f"{DELAYED} --overlap-grad-reduce",
+    "delayed-unfused": f"{DELAYED} --no-gradient-accumulation-fusion",
+    "delayed-unfused-distributed": (
+        f"{DELAYED} --no-gradient-accumulation-fusion --overlap-grad-reduce {DISTRIBUTED}"
+    ),
+}
+
+
+@pytest.mark.weekly_cases("delayed-unfused")
 @pytest.mark.slow
-def test_overlapped_moe_micro_batches_train_like_sequential_ones(one_rank):
+@pytest.mark.parametrize("flags", OVERLAPPED.values(), ids=OVERLAPPED)
+def test_overlapped_moe_micro_batches_train_like_sequential_ones(flags, one_rank):
     reference = one_rank(MOE)
     experts = "--bf16 --expert-model-parallel-size 2 --global-batch-size 8"
-    plain = reference.train(2, experts)
-    for flags in (
-        EXPERT_OVERLAP,
-        f"{DELAYED} --overlap-grad-reduce",
-        f"{DELAYED} --no-gradient-accumulation-fusion",
-        f"{DELAYED} --no-gradient-accumulation-fusion --overlap-grad-reduce {DISTRIBUTED}",
-    ):
-        records = reference.train(2, f"{experts} {flags}")
-        for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
-            expected = pytest.approx(column(plain, name), rel=tolerance)
-            assert column(records, name) == expected, flags
+    plain = reference.plain(2, experts)
+    records = reference.train(2, f"{experts} {flags}")
+    for name, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
+        assert column(records, name) == pytest.approx(column(plain, name), rel=tolerance)
 
 
 def test_bf16_follows_fp32(one_rank):

@@ -64,6 +64,7 @@ LAYOUTS = {
     "hierarchical-zero-memory",
     "gather-context",
     "gather-local",
+    "dedup",
 )
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,6 +76,7 @@ def test_losses_are_those_of_one_rank(layout, one_rank):
     assert_same_training(records, reference.records)
 
 
+@pytest.mark.weekly  # with recomputation beside, in test_expert_combinations.py
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [GATHER, DEDUP], ids=["gather", "dedup"])
 def test_adapters_of_experts_train_as_without_the_flags(flags, one_rank):

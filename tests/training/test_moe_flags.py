@@ -119,7 +119,7 @@ VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 
 LORA = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
 
 
-@pytest.mark.weekly_cases("distributed-optimizer", "local", "extended")
+@pytest.mark.weekly_cases("distributed-optimizer", "local", "extended", "lora")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),
@@ -162,7 +162,7 @@ SLICED = f"{TP} --sequence-parallel --expert-tensor-parallel-size 2 --moe-expert
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-@pytest.mark.weekly_cases("local", "virtual-pipeline")
+@pytest.mark.weekly_cases("local", "virtual-pipeline", "mtp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),

@@ -33,17 +33,16 @@ LAYOUTS = {
     "virtual-pipeline-recompute": (4, SHARED, f"{VPP} {EP} {FULL} {DISTRIBUTED}"),
     "mtp": (2, f"{SHARED} --mtp-num-layers 1", EP),
     "context": (4, SHARED, f"--context-parallel-size 2 {EP}"),
-    "recompute-shared": (
+    "unfused-recompute-shared": (
         2,
         SHARED,
-        f"{EP} --recompute-granularity selective --recompute-modules shared_experts moe_act",
+        f"{EP} --no-gradient-accumulation-fusion "
+        "--recompute-granularity selective --recompute-modules shared_experts moe_act",
     ),
-    "unfused": (2, SHARED, f"{EP} --no-gradient-accumulation-fusion"),
     "lora": (2, SHARED, f"{EP} {LORA}"),
     "zero-2": (2, SHARED, f"{EP} --zero-stage 2"),
     "zero-3": (2, SHARED, f"{EP} --zero-stage 3"),
     "divided-backward": (4, SHARED, f"{PP} {EP} --pipeline-schedule zb-h1"),
-    "evaluation": (2, SHARED, f"{EP} --eval-iters 1 --eval-interval 2"),
     "fp8-recompute": (
         2,
         f"{MOE} --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe tensorwise",
@@ -54,16 +53,18 @@ LAYOUTS = {
         f"{MOE} --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe mxfp8",
         f"{EP} --bf16 --moe-router-padding-for-fp8",
     ),
-    "aux-loss": (
+    "aux-loss-evaluation": (
         2,
         f"{SHARED} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
-        EP,
+        f"{EP} --eval-iters 1 --eval-interval 2",
     ),
 }
 
 
+# Context, prediction layers, chunks and adapters: in the files of dispatchers and combinations.
 @pytest.mark.weekly_cases(
-    "distributed-optimizer", "sequence", "sequential", "pipeline", "zero-2", "fp8-recompute"
+    *("distributed-optimizer", "sequence", "sequential", "local", "pipeline"),
+    *("virtual-pipeline-recompute", "mtp", "context", "lora", "zero-2", "fp8-recompute"),
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)

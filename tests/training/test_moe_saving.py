@@ -61,11 +61,14 @@ def losses(one_rank, row, program=""):
     """Without and with the flags of a row."""
     size, model, layout, flags = row
     reference = one_rank(model)
-    plain = reference.train(size, f"{layout} {program}")
+    plain = reference.plain(size, f"{layout} {program}")
     return plain, reference.train(size, f"{layout} {program} {flags}")
 
 
-@pytest.mark.weekly_cases("distributed-optimizer", "sequence", "fused-permutation", "lora")
+@pytest.mark.weekly_cases(
+    *("distributed-optimizer", "adaptive", "sequence", "recompute-norm", "fused-permutation"),
+    *("context", "tp-extends-ep", "lora"),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_digits_are_those_without_the_flags(row, one_rank):

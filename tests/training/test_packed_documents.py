@@ -58,6 +58,7 @@ def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, 
         )
 
 
+@pytest.mark.weekly_cases("4-*ulysses_cp_algo")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags"),
@@ -68,6 +69,7 @@ def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, 
         (2, f"{TP} --sequence-parallel {TE}"),
         (2, f"{PP} --num-layers-per-virtual-pipeline-stage 1 {RECOMPUTE}"),
         (2, f"{CP} --context-parallel-algo adaptive_cp_algo --adaptive-cp-granularity 4"),
+        (2, f"{CP} --context-parallel-algo ulysses_cp_algo"),
         (4, f"{CP} {TP} --sequence-parallel --context-parallel-algo ulysses_cp_algo"),
         (4, "--pipeline-model-parallel-size 4"),
         (2, f"{PP} --schedules-method dualpipev"),

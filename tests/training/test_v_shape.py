@@ -55,6 +55,11 @@ LAYOUTS = {
 }
 
 
+# What halves of backward could change is daily with zb-v, what stages could change with dualpipev.
+@pytest.mark.weekly_cases(
+    *("zb-v, two ranks", "zb-v, four ranks", "zb-v, mtp", "local spec", "tied"),
+    *("tensor, sequence", "data, overlap", "context"),
+)
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_trains_like_one_rank(layout, one_rank):
@@ -83,6 +88,9 @@ RESUMED = {
 }
 
 
+@pytest.mark.weekly_cases(
+    *("tied-from one rank", "tied-to four ranks", "experts-to one rank", "experts-to the loop")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("change", RESUMED)
 @pytest.mark.parametrize("model", [TIED, MOE], ids=["tied", "experts"])
