@@ -129,6 +129,9 @@ def assert_counted(plan: Plan, sizes: Sizes, traffic: list[executor.Traffic]) ->
     assert [counted.calls for counted in traffic] == [sum(n) for n in zip(*every, strict=True)]
 
 
+@pytest.mark.weekly_cases(
+    *(f"{mask}-16" for mask in ("full", "every token *", "two-sided *", "window", "prefix"))
+)
 @pytest.mark.quick_cases(9)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("name", MASKS)

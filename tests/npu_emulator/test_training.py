@@ -136,7 +136,10 @@ def on_the_cpu(rank_pool, weights, tmp_path_factory):
     return get
 
 
-@pytest.mark.weekly_cases("tensor-parallel", "hidden-experts", "fused-experts", "fused")
+@pytest.mark.weekly_cases(
+    *("one-rank", "tensor-parallel", "hidden-experts", "fused", "fused-tensor-parallel"),
+    "fused-experts",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)

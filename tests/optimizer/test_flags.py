@@ -135,7 +135,7 @@ HALF = f"--fp16 --initial-loss-scale 65536 {SHARDED}"
 LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
 
 
-@pytest.mark.weekly_cases("plain")
+@pytest.mark.weekly_cases("plain", "sharded")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",

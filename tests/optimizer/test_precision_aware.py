@@ -62,7 +62,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.weekly_cases("fully_reshardable-2-1")
+@pytest.mark.weekly_cases("torch-2-2", "fully_reshardable-2-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("format_", "before", "after"), FORMATS)
 def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, before, after):
@@ -87,6 +87,7 @@ def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, 
             assert outcome.digests == result[f"plain-{kind}", f"plain-{kind}"].digests
 
 
+@pytest.mark.weekly_cases("fully_reshardable")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format_", ["dp_reshardable", "fully_reshardable", "torch"])
 def test_fp8_moments_resume_to_the_bits_of_the_uninterrupted_run(rank_pool, tmp_path, format_):
@@ -110,6 +111,7 @@ def assert_continued(results):
             assert resumed.norms == at_once.norms and resumed.losses == at_once.losses, name
 
 
+@pytest.mark.weekly_cases("torch")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
 def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, format_):
@@ -126,6 +128,7 @@ def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, 
     assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
 
 
+@pytest.mark.weekly_cases("torch")
 @pytest.mark.slow
 @pytest.mark.parametrize("format_", ["fully_reshardable", "dp_reshardable", "torch"])
 def test_states_in_padded_buckets_resume_to_the_same_bits(rank_pool, tmp_path, format_):

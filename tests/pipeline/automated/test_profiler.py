@@ -22,6 +22,7 @@ RATIO = ["--save-memory-ratio", "0.05"]
 OPTIONS = {"setup": SETUP, "backend": None, "timeout": 240}
 
 
+@pytest.mark.weekly_cases("local")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["local", "transformer_engine"])
 def test_a_start_measures_and_the_next_one_uses_the_result(spec, ranks, tmp_path):
