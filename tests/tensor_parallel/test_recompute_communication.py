@@ -192,7 +192,7 @@ TRAININGS = {
 }  # fmt: skip
 
 
-@pytest.mark.weekly_cases("local spec, *", "mlp and *")
+@pytest.mark.weekly_cases("local spec, *", "mlp and *", "experts")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAININGS)
 def test_parameters_after_training_are_those_without_recomputation(ranks, case):

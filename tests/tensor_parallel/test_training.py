@@ -66,6 +66,8 @@ def plain_runs() -> dict[tuple[int, str], Run]:
 
 
 @pytest.mark.weekly_cases(
+    "recomputed without communication",  # with CoC in test_recompute_communication.py
+    "lengths that vary",  # in test_coc.py, numbers of rows
     "tensor parallel, local spec, recomputed",
     "recomputed without all-reduces, local spec",
     "Megatron's flag, local spec",
