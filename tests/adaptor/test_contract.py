@@ -110,6 +110,7 @@ def _next(version: Version) -> tuple[int, int]:
     return version.major, version.minor + 1
 
 
+@pytest.mark.slow
 def test_every_command_refuses_another_megatron_in_one_line(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)

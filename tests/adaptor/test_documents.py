@@ -18,13 +18,13 @@ def alone(rank_pool):
     return found
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "ranks_of_group", "algorithm", "names", "script"),
     [
         ("local", 1, None, NAMES, False),
         ("te", 2, None, NAMES, False),
-        pytest.param("local", 2, "ulysses", ["gqa", "mla-yarn"], False, marks=pytest.mark.slow),
+        ("local", 2, "ulysses", ["gqa", "mla-yarn"], False),
         ("te", 4, "adaptive", ["gqa", "recomputed"], False),
         ("te", 2, None, ["gqa", "recomputed"], True),
     ],

@@ -27,6 +27,7 @@ ON_TWO_RANKS = [
 ]
 
 
+@pytest.mark.slow
 def test_sharded_training_equals_training_on_one_rank(ranks):
     (found,) = ranks(1, fsdp_ranks.trained, WHOLE + ON_ONE_RANK, {}, setup=SETUP, timeout=120)
     truth = {case.layout: found[case] for case in WHOLE}

@@ -194,6 +194,7 @@ def test_a_package_that_megatron_imports_for_nothing_is_loaded_at_its_first_use(
             sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_megatron_starts_without_weights_and_biases(ranks):
     loaded = ranks(
         1, repair_ranks.loaded_with_megatron, "wandb.sdk", setup="mindspeed.megatron_adaptor"

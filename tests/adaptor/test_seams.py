@@ -20,6 +20,7 @@ from tests.support.seams import fresh_seams
 MAX_TARGETS = 26  # without repairs, which go when upstream has them
 
 
+@pytest.mark.slow
 def test_arguments_spec_and_chunk_are_called_in_this_order_by_one_patch(ranks):
     (found,) = ranks(
         1, seam_ranks.around_construction, setup="mindspeed.megatron_adaptor", timeout=240

@@ -54,6 +54,7 @@ def in_a_new_process(code: str):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_process_that_is_forked_has_nothing_to_patch(ranks):
     # A server of its own: that of other tests has loaded what their modules import.
     (names,) = ranks(1, session_job.loaded, setup="mindspeed.testing", backend=None)

@@ -93,6 +93,7 @@ def run(runs, tmp_path) -> Path:
     return shutil.copytree(runs, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_every_file_is_detected(run):
     checkpoint = directory.path_of(run, 2)
     assert directory.damage_of(checkpoint, whole=True) is None

@@ -179,6 +179,9 @@ WEIGHTS_ONLY = {
 }
 
 
+@pytest.mark.weekly_cases(
+    *("plain---no-load-optim", "distributed---finetune", "distributed-no optimizer *")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WEIGHTS_ONLY)
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def test_a_run_resumes_in_another_layout(world_size, flags, stage_3, ranks, tmp_
     assert losses(tmp_path / "part") == pytest.approx(second_half(stage_3), rel=tolerance)
 
 
+@pytest.mark.slow
 def test_zero_stage_3_resumes_from_stage_1(stage_1, ranks, tmp_path):
     run(ranks, 2, ["--zero-stage", "3", *only(stage_1, 2, tmp_path / "part")])
     assert losses(tmp_path / "part") == pytest.approx(second_half(stage_1), rel=1e-6)
@@ -172,6 +173,7 @@ def adapters(stage_3, rank_pool, tmp_path_factory):
     return losses(folder), flags
 
 
+@pytest.mark.weekly_cases("stage-2-tensor-2")
 @pytest.mark.parametrize(
     "flags",
     [slow(["--zero-stage", "2", "--tensor-model-parallel-size", "2"]), ["--zero-stage", "3"]],
@@ -192,6 +194,7 @@ def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, rank
     assert all(".lora_" in key for key in stored)
 
 
+@pytest.mark.weekly_cases("in a file")  # before the rename there is a folder that is no checkpoint
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["in a file", "before the rename", "before the tracker"])
 def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks, tmp_path):

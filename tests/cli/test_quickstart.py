@@ -131,6 +131,7 @@ class TestRunning:
         assert "num_layers" in output.read_text().replace("-", "_")
         assert "more lines" in console.file.getvalue()
 
+    @pytest.mark.slow
     def test_a_command_in_a_subprocess_logs_its_errors(self, tmp_path):
         log = tmp_path / "log"
         assert "llama2-7b" in quickstart._run_subprocess(["models"], log, quiet())

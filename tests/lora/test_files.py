@@ -61,6 +61,7 @@ def losses(folder):
     return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
 
 
+@pytest.mark.slow
 def test_adapter_alone_is_saved_and_written_for_peft(trained, ranks):
     base, adapter, _ = trained
     assert is_adapter(adapter) and is_adapter(adapter / "peft") and not is_adapter(base)

@@ -106,6 +106,7 @@ def test_a_second_run_leaves_nothing_in_modules(ranks, size, overrides, dropout)
             assert (found[title]["differ"], found[title]["alive"]) == ([], []), title
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "spec", "size", "overrides"), [CASES[1], CASES[2], CASES[4], CASES[5], CASES[6]]
 )

@@ -59,6 +59,8 @@ CASES = {
 
 
 @pytest.mark.weekly_cases(
+    "alltoall",
+    "context",
     "sliced",
     "async",
     "overlap",

@@ -134,6 +134,7 @@ def test_a_nested_function_is_refused_with_an_explanation(ranks):
         ranks(1, lambda: None)
 
 
+@pytest.mark.slow
 def test_a_setup_that_cannot_be_imported_is_reported(ranks):
     with pytest.raises(RankError, match=r"No module named 'mindspeed\.no_such"):
         ranks(1, own_environment, setup="mindspeed.no_such_module")
@@ -155,6 +156,7 @@ def test_types_of_a_result_are_imported_after_what_the_ranks_set_up(ranks, tmp_p
     assert type(found).__name__ == "Thing"
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_ctrl_c(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -190,6 +192,7 @@ def test_nothing_is_left_after_ctrl_c(tmp_path):
         assert not Path("/proc", path.read_text()).exists()
 
 
+@pytest.mark.slow
 def test_a_pool_keeps_the_servers_used_most_recently():
     with RankPool() as pool:
         setups = ["", "json", "csv", "ast", "bz2"]

@@ -63,6 +63,7 @@ def mutant(old, new, test="test_larger", **more):
     return mutants.Mutant("package/code.py", old, new, (f"tests/test_code.py::{test}",), **more)
 
 
+@pytest.mark.slow
 def test_fates(repository):
     table = {
         "killed": mutant("max(a, b)", "min(a, b)"),

@@ -57,6 +57,7 @@ def test_loops(v, ranks, times):
                 assert max(out.peak_chunks) == min(2 * (p - 1) + (v - 1) * m + 1, v * m)
 
 
+@pytest.mark.slow
 def test_conditions_of_the_formulas_of_the_documentation():
     """docs/pipeline.md: what holds for all times, and what only where they are nearly equal."""
     draw = random.Random(7)
