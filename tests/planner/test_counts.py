@@ -39,9 +39,9 @@ CASES = {
     "latent attention, more tokens": (4, _PP + _MLA + _DIST + "--mtp-num-layers 1", [3]),
     "attention on the host": (4, _PP + "--swap-attention --swap-min-bytes 1024", [0]),
     "tied embeddings": (
-        8,
-        _PP + _SP + _OVERLAP + "~--untie-embeddings-and-output-weights",
-        [0, 7],
+        4,
+        _PP + _OVERLAP + "~--untie-embeddings-and-output-weights",
+        [0, 3],
     ),
     "dropout, fused loss": (
         4,

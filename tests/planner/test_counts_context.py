@@ -16,7 +16,7 @@ _TP = "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
 _GRID = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2 --bf16 --num-query-groups 8"
 CASES = {
     "documents, ring": (4, _TWO + "megatron_cp_algo" + _DOCUMENTS),
-    "ulysses": (4, _TWO + "ulysses_cp_algo"),
+    "ulysses, slopes": (4, _TWO + "ulysses_cp_algo --position-embedding-type alibi"),
     "double ring": (4, _FOUR + "megatron_cp_algo --cp-window-size 2 --attention-mask-type general"),
     "hybrid adaptive": (
         4,
@@ -27,15 +27,11 @@ CASES = {
         _FOUR + "kvallgather_cp_algo --sparse-mode 4 --pre-tockens 16 --next-tockens 0",
     ),
     "cached keys": (4, _FOUR + "megatron_cp_algo --context-parallel-kv-cache-policy full"),
-    "slopes": (4, _TWO + "megatron_cp_algo --position-embedding-type alibi"),
     "documents of 12": (
         4,
         _FOUR + "hybrid_cp_algo --ulysses-degree-in-cp 2 --fix-sub-seq-length 12" + _DOCUMENTS,
     ),
-    "grid, pipeline": (
-        8,
-        _GRID + " --enable-overlap-ag-with-matmul --pipeline-model-parallel-size 2",
-    ),
+    "grid": (4, _GRID + " --enable-overlap-ag-with-matmul"),
     "uneven heads": (
         4,
         "--tensor-model-parallel-size 4 --sequence-parallel --unaligned-linear --bf16 "
