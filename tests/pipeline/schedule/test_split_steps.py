@@ -32,11 +32,17 @@ def check(results, cases):
 
 @pytest.mark.slow
 def test_two_ranks(ranks):
+    small = partial(Layout, num_layers=4)
     cases = {
         "one chunk": Case(Layout(2), (ZB, NANO)),
         "one chunk, local": Case(Layout(2, spec="local", config=FUSED), (ZB,)),
         "two chunks": Case(Layout(2, 2, config=FUSED), (ZB, NANO)),
         "two chunks, local": Case(Layout(2, 2, spec="local"), (NANO,)),
+        "latent attention": Case(small(2, 2, config=LATENT), (NANO,)),
+        "latent attention, local": Case(small(2, spec="local", config=LATENT | FUSED), (ZB,)),
+        "multi-token prediction": Case(small(2, 2, config=MTP | FUSED), (NANO,), mtp=1),
+        "recompute": Case(Layout(2, 2, config=RECOMPUTE), (NANO,)),
+        "selective recompute": Case(small(2, config=SELECTIVE), (ZB,)),
     }
     check(ranks(2, compare, cases, setup=SETUP, timeout=240), cases)
 
@@ -84,11 +90,6 @@ def test_four_ranks(ranks):
         "context parallel": Case(small(2, context=2), (NANO,)),
         "experts": Case(small(2, 2, expert=2, config=EXPERTS | FUSED, ddp=OVERLAP), (NANO,)),
         "experts, local": Case(small(2, expert=2, spec="local", config=EXPERTS), (ZB,)),
-        "latent attention": Case(small(2, 2, config=LATENT), (NANO,)),
-        "latent attention, local": Case(small(2, spec="local", config=LATENT | FUSED), (ZB,)),
-        "multi-token prediction": Case(small(2, 2, config=MTP | FUSED), (NANO,), mtp=1),
-        "recompute": Case(Layout(2, 2, config=RECOMPUTE), (NANO,)),
-        "selective recompute": Case(small(2, config=SELECTIVE), (ZB,)),
     }
     check(ranks(4, compare, cases, setup=SETUP, timeout=400), cases)
 
