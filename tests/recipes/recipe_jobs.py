@@ -18,7 +18,6 @@ def resolve_recipes(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _resolved(name: str) -> dict[str, Any]:
     from mindspeed.cli.recipes import text_of
     from mindspeed.errors import MindSpeedError
-    from mindspeed.training.parameter_counts import count, entries_of_model
 
     try:
         args = _dry_run(name)
@@ -32,8 +31,15 @@ def _resolved(name: str) -> dict[str, Any]:
         "error": None,
         "values": {name: value for name, value in vars(args).items() if _is_plain(value)},
         "same as its text": vars(args) | {"config": ""} == vars(again) | {"config": ""},
-        "parameters": entries_of_model(args, count(args)),
     }
+
+
+def parameters_of(name: str) -> int:
+    """Parameters of the model of a recipe."""
+    from mindspeed.training.parameter_counts import count, entries_of_model
+
+    args = _dry_run(name)
+    return entries_of_model(args, count(args))
 
 
 def resolve_advice(names: Sequence[str]) -> dict[str, list[tuple[str, str | None]]]:

@@ -10,6 +10,7 @@ from tests.recipes.recipe_jobs import (
     SETUP,
     gib_of,
     layers_of_stages,
+    parameters_of,
     resolve_advice,
     resolve_recipes,
 )
@@ -95,9 +96,20 @@ def test_advice_is_shown_with_the_recipe():
     assert recipes.advice("llama2-7b") == recipes.advice("no-such-recipe") == []
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_parameter_count_is_the_published_one(name, resolved):
-    assert resolved[name]["parameters"] / 1e6 == pytest.approx(PUBLISHED[name], rel=0.005)
+def test_the_parameter_count_is_the_published_one(name, rank_pool):
+    (found,) = rank_pool.run(1, parameters_of, name, setup=SETUP, backend=None, timeout=240)
+    assert found / 1e6 == pytest.approx(PUBLISHED[name], rel=0.005)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in recipes.table() if name not in PUBLISHED])
+def test_the_model_of_a_recipe_is_built(name, rank_pool):
+    """With adapters it is that of the recipe without, or of one of its size."""
+    (found,) = rank_pool.run(1, parameters_of, name, setup=SETUP, backend=None, timeout=240)
+    assert found > 1e8
 
 
 def test_values_of_the_original_scripts(resolved):
