@@ -39,8 +39,12 @@ def test_twenty_random_plans_keep_the_predicted_bytes(ranks, name, spec):
         assert executed == (kept if takes_table else kept - ROTARY, host)
 
 
+@pytest.mark.weekly_cases("rmsnorm-swiglu-gqa-3")
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layers"), [("rmsnorm-swiglu-gqa", 3), ("moe-grouped", 2)])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("rmsnorm-swiglu-gqa", 2), ("rmsnorm-swiglu-gqa", 3), ("moe-grouped", 2)],
+)
 def test_no_plan_needs_less_than_the_smallest_peak_that_is_predicted(ranks, name, layers):
     """All choices between four plans of so many layers run, and need what was predicted."""
     ((pairs, smallest, needed),) = ranks(
@@ -76,6 +80,7 @@ def losses(printed):
     return re.findall(r"lm loss: (\S+) .*? grad norm: (\S+)", printed)
 
 
+@pytest.mark.slow
 def test_budget_is_kept_and_weights_are_those_of_plain_training(train, plain):
     results, printed = train(1, [SIZE, "7", *STEPS])
     assert results == plain[0]
@@ -91,7 +96,7 @@ EXPERTS += "--moe-token-dispatcher-type alltoall --transformer-impl transformer_
 PIPELINE = "--pipeline-model-parallel-size 2 --num-layers 6 --global-batch-size 16"
 
 
-@pytest.mark.weekly_cases("experts")
+@pytest.mark.weekly_cases("six layers", "experts")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags", "budget"),
