@@ -47,7 +47,7 @@ CHAINS = {
 @pytest.mark.parametrize("chain", CHAINS)
 def test_losses_continue_those_of_one_run(chain, ranks, tmp_path):
     model, saving, loading = CHAINS[chain]
-    common = f"{model} --train-iters 4".split()
+    common = f"{model} --train-iters 4 --global-batch-size 4".split()
     whole = _run(
         ranks, tmp_path / "whole", [*common, *saving.split(), "--save", tmp_path / "c", *EVERY_2]
     )
