@@ -59,7 +59,7 @@ class Patch:
     owner: str
     why: str = ""
     kind: Kind = "wrap"
-    expects: str | Mapping[str, str] | None = None
+    expects: str | Mapping[str, str] | None = field(default=None, hash=False)
     versions: str = ""
 
     @property

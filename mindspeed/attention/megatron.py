@@ -23,9 +23,11 @@ class PlanPackedSeqParams(PackedSeqParams):
     """Megatron's parameters of packed sequences with those of the plan.
 
     Attributes:
+        cp_group: Ranks that share each sample, which Megatron's have since 0.16.
         packed: Documents, sharding and positions of the micro-batch.
     """
 
+    cp_group: Any = None
     packed: PackedBatch | None = None
 
     @classmethod

@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -59,9 +60,21 @@ def accept_head_sizes(init: Callable[..., None]) -> Callable[..., None]:
         init(*bound.args, **bound.kwargs)
         self.config = config
         self.cp_comm_type = bound.arguments.get("cp_comm_type") or "p2p"
+        if not hasattr(self, "pg_collection"):  # before 0.16
+            self.pg_collection = bound.arguments.get("pg_collection") or _global_groups()
         self.cp_groups = _context_groups(config, self.cp_comm_type, self.pg_collection)
 
     return wrapped
+
+
+def _global_groups() -> SimpleNamespace:
+    """Megatron's groups of a model that was given none."""
+    from megatron.core import parallel_state
+
+    return SimpleNamespace(
+        tp=parallel_state.get_tensor_model_parallel_group(check_initialized=False),
+        cp=parallel_state.get_context_parallel_group(check_initialized=False),
+    )
 
 
 def _context_groups(config: Any, comm_type: str, collection: Any) -> Any:

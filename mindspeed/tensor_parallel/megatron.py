@@ -23,8 +23,8 @@ def closing_linears(layer: Any) -> dict[str, tuple[torch.nn.Module, ...]]:
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    known = transformer_layer.TransformerLayer, transformer_layer.MoETransformerLayer
-    if type(layer) not in known:
+    known = ("TransformerLayer", "MoETransformerLayer")  # the second since 0.16
+    if type(layer) not in [getattr(transformer_layer, name, None) for name in known]:
         return {}
     found: dict[str, tuple[torch.nn.Module, ...]] = {}
     attention, mlp = layer.self_attention, layer.mlp

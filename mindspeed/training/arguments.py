@@ -104,6 +104,7 @@ DEFAULT: dict[str, Any] = {
     "kv_lora_rank": 32,
     "rotary_scaling_factor": 1.0,
     "cp_comm_type": COMM_TYPE_NOT_GIVEN,
+    "mtp_loss_scaling_factor": 0.1,
     "muon_momentum": 0.9,
 }
 

@@ -12,6 +12,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed.adaptor.versions.trainer import schedule_of
 from mindspeed.errors import ConfigError
 from mindspeed.job import Batch, Parallel
 from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
@@ -99,10 +100,8 @@ def request_of(args: argparse.Namespace) -> ScheduleRequest:
 
 def scheduled_pipeline(args: argparse.Namespace) -> Any:
     """The ``ScheduledPipeline`` that runs steps; None where Megatron's own schedules do."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     parallel = Parallel.of(args)
-    function: Any = get_forward_backward_func(parallel.pipeline, parallel.chunks)
+    function: Any = schedule_of(parallel.pipeline, parallel.chunks)
     while function is not None:
         if isinstance(getattr(function, "request", None), ScheduleRequest):
             return function

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.adaptor.versions import megatron_version
 from mindspeed.errors import ConfigError
+from mindspeed.journal import Journal
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
@@ -109,6 +110,22 @@ def muon_builder() -> Callable[..., Any]:
             "install megatron-core 0.16.1, or choose --optimizer adam"
         ) from error
     return get_megatron_muon_optimizer  # type: ignore[no-any-return]
+
+
+def schedule_of(stages: int, chunks: int | None) -> Any:
+    """The pipeline schedule of so many stages, and chunks a stage; there need be no groups yet."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    if "pp_size" in inspect.signature(get_forward_backward_func).parameters:
+        return get_forward_backward_func(stages, chunks)
+    journal = Journal()  # before 0.16 it asks what has been set up
+    journal.set(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", stages, owner="")
+    journal.set(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", chunks, owner="")
+    try:
+        return get_forward_backward_func()
+    finally:
+        journal.undo()
 
 
 def learning_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:

@@ -82,6 +82,11 @@ class StepArguments:
     weights: MicroBatchWeights
     several_tensors: bool = False
 
+    @property
+    def reduction(self) -> dict[str, bool]:
+        """Arguments of what reduces gradients, which releases before 0.16 do not have."""
+        return {"force_all_reduce": True} if self.force_all_reduce else {}
+
 
 class MegatronWork:
     """One step of one rank (:class:`mindspeed.pipeline.schedule.executor.Work`).
@@ -138,7 +143,7 @@ class MegatronWork:
             step.chunks,
             self._num_tokens if config.calculate_per_token_loss else None,
             pg_collection=finalized_groups(step.groups) if self._turns else step.groups,
-            force_all_reduce=step.force_all_reduce,
+            **step.reduction,
         )
 
     def forward(self, action: Action, inputs: Tensors) -> Tensors:
@@ -316,7 +321,7 @@ class MegatronWork:
         if options.overlap_grad_reduce and options.num_distributed_optimizer_instances == 1:
             self._reduced.add(chunk)
             for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
-                group.start_grad_sync(force_all_reduce=self._step.force_all_reduce)
+                group.start_grad_sync(**self._step.reduction)
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -28,7 +28,8 @@ def sum_key_gradients(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if self.config.tensor_model_parallel_size > 1:
-            self.linear_kv_down_proj.register_forward_hook(_full_output(self.config, self.tp_group))
+            group = self.tp_group if hasattr(self, "tp_group") else self.pg_collection.tp
+            self.linear_kv_down_proj.register_forward_hook(_full_output(self.config, group))
 
     return __init__
 

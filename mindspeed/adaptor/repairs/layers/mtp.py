@@ -32,7 +32,7 @@ Symptom and fix:
   to ``main_grad``, and DDP drops the gradient of the embedding. Megatron sets ``zero_out_wgrad`` on
   a weight that is both with one pipeline stage only; it is set here, too.
 
-Versions: >=0.16.
+Versions: >=0.15.
 
 Defect: multi-token prediction divides its loss by the wrong number of tokens.
 
@@ -50,7 +50,7 @@ Fix: the count is all-reduced over the context-parallel group and divided by its
 one. If losses are per token, a rolled mask keeps the sum that it had. A mask that is not given is
 made from the labels. Cost: one scalar all-reduce per predicted token and micro-batch, two if
 losses are per token.
-Versions: >=0.16.
+Versions: >=0.15.
 """
 
 from __future__ import annotations
@@ -125,11 +125,10 @@ def count_whole_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
         shifts: int = -1,
         dims: int = -1,
         cp_group: Any = None,
-        packed_seq_params: Any = None,
+        *packed_seq_params: Any,
+        **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rolled, _ = original(
-            tensor, shifts, dims, cp_group=cp_group, packed_seq_params=packed_seq_params
-        )
+        rolled, _ = original(tensor, shifts, dims, cp_group, *packed_seq_params, **named)
         return weighed(rolled, tensor, cp_group)
 
     return roll_tensor
@@ -206,14 +205,17 @@ PATCHES = (
         share_last_stage_weight,
         "a last stage with MTP has one weight for embedding and output",
         expects="(self, config, transformer_layer_spec, vocab_size, max_sequence_length, ...)",
-        versions=">=0.16",
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.transformer.multi_token_prediction:roll_tensor",
         count_whole_sequence,
         "the MTP loss is a mean over the whole sequence, and zero without targets",
-        expects="(tensor, shifts, dims, cp_group, packed_seq_params)",
-        versions=">=0.16",
+        expects={
+            ">=0.16": "(tensor, shifts, dims, cp_group, packed_seq_params)",
+            "<0.16": "(tensor, shifts, dims, cp_group)",
+        },
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.models.gpt.gpt_model:GPTModel._postprocess",
@@ -223,6 +225,6 @@ PATCHES = (
             "(self, hidden_states, input_ids, position_ids, labels, rotary_pos_emb, "
             "rotary_pos_cos, rotary_pos_sin, mtp_in_postprocess, loss_mask, ...)"
         ),
-        versions=">=0.16,<0.17",
+        versions=">=0.15,<0.17",
     ),
 )

@@ -25,7 +25,7 @@ def refuse_parts(original: Callable[..., None]) -> Callable[..., None]:
         original(self, config, pg_collection)
         part = _part_with_global_group(config)
         if part:
-            _refuse_own_group(part, self.tp_group)
+            _refuse_own_group(part, getattr(pg_collection, "tp", None))
 
     return __init__
 
