@@ -10,6 +10,7 @@ from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import all_repairs
 from mindspeed.adaptor.seams import Seams
+from mindspeed.adaptor.versions import defined
 
 
 def all_patches() -> tuple[Patch, ...]:
@@ -18,7 +19,7 @@ def all_patches() -> tuple[Patch, ...]:
     of_seams = dict.fromkeys(patch for seam in seams for patch in seam.patches)
     of_kernels = [patch for patches in fused_functions.PATCHES.values() for patch in patches]
     of_arguments = argument_patches(lambda parser: parser, tuple, _nothing, _nothing)
-    return (*all_repairs(), *of_arguments, *of_seams, *of_kernels)
+    return (*defined.PATCHES, *all_repairs(), *of_arguments, *of_seams, *of_kernels)
 
 
 def _nothing(args: argparse.Namespace) -> None:

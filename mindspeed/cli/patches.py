@@ -14,6 +14,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
 from mindspeed.adaptor.contract import check_contracts
@@ -21,6 +22,7 @@ from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.upstream import NEEDED, load_reports
 from mindspeed.adaptor.versions import megatron_root, read_version
 from mindspeed.errors import ConfigError
+from mindspeed.features.registry import all_features
 
 HELP = "list the patches of Megatron and its known defects; check patches against a version"
 _STYLES = {"repaired": "green", "refused": "green", "not applicable": "dim", "open": "red"}
@@ -87,5 +89,10 @@ def _check(root: Path | None) -> int:
         if finding.problem:
             console.print(f"{'':15}{finding.patch.owner}: {finding.problem}")
     broken = [finding for finding in findings if finding.problem]
-    print(f"megatron-core {read_version(root)}: {len(findings)} patches, {len(broken)} broken")
+    version = read_version(root)
+    for feature in all_features():
+        if version not in SpecifierSet(feature.megatron_versions, prereleases=True):
+            needs = f"{feature.name} needs megatron-core {feature.megatron_versions}"
+            console.print(f"[dim]{'refused':15}[/dim]feature {needs}")
+    print(f"megatron-core {version}: {len(findings)} patches, {len(broken)} broken")
     return 1 if broken else 0

@@ -117,6 +117,7 @@ class Feature:
         after: Names of features that attach before this one when both are on.
         stage: ``stable`` or ``prototype``.
         devices: The only kinds of device that it runs on; empty: all.
+        megatron_versions: The only releases of megatron-core that it runs with; empty: all.
         planning: What :mod:`mindspeed.planner` must know of it:
 
             * ``changes layers``: a layer in a pipeline differs from a single one.
@@ -141,6 +142,7 @@ class Feature:
     after: ClassVar[tuple[str, ...]]
     stage: ClassVar[Stage]
     devices: ClassVar[tuple[str, ...]]
+    megatron_versions: ClassVar[str]
     planning: ClassVar[tuple[Planning, ...]]
     first_layers: ClassVar[str]
     schedule: ClassVar[str]
@@ -159,6 +161,7 @@ class Feature:
         after: tuple[str, ...] = (),
         stage: Stage = "stable",
         devices: tuple[str, ...] = (),
+        megatron_versions: str = "",
         planning: tuple[Planning, ...] = (),
         first_layers: str = "",
         schedule: str = "",
@@ -174,6 +177,7 @@ class Feature:
         cls.name = name or cls.__module__.rpartition(".")[2].replace("_", "-")
         cls.summary = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
         cls.level, cls.stage, cls.devices = level, stage, devices
+        cls.megatron_versions = megatron_versions
         cls.planning, cls.first_layers, cls.schedule = planning, first_layers, schedule
         cls.adds_states, cls.omits_states = adds_states, omits_states
         cls.seams, cls.requires, cls.after = seams, requires, after

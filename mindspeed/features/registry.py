@@ -17,7 +17,11 @@ from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, TypeVar
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from mindspeed import plugins
+from mindspeed.adaptor.versions import TESTED, megatron_version
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Planning, Problem, conflict, exclusions
 from mindspeed.flags import (
@@ -257,6 +261,7 @@ def resolve(
         *_level_problems(wanted, level),
         *_relation_problems(enabled, values),
         *_device_problems(wanted, device),
+        *_version_problems(enabled, values, megatron_version()),
     ]
     for feature in enabled:
         problems += feature.problems(values)
@@ -400,11 +405,13 @@ def _each_conflict_once(problems: Iterable[Problem]) -> Iterator[Problem]:
         yield problem
 
 
-def _relation_problems(enabled: list[Feature], values: Mapping[str, Any]) -> list[Problem]:
-    def name(feature: Feature) -> str:
-        return " ".join(given_names(feature)[:1]) or feature.asked_by(values) or feature.name
+def _shown(feature: Feature, values: Mapping[str, Any]) -> str:
+    """The flag that switched a feature on, for messages; without one its name."""
+    return " ".join(given_names(feature)[:1]) or feature.asked_by(values) or feature.name
 
-    given = {feature.name: name(feature) for feature in enabled}
+
+def _relation_problems(enabled: list[Feature], values: Mapping[str, Any]) -> list[Problem]:
+    given = {feature.name: _shown(feature, values) for feature in enabled}
     problems = []
     for feature in enabled:
         for other, why in feature.conflicts.items():
@@ -424,3 +431,16 @@ def _device_problems(wanted: Iterable[Feature], device: str) -> list[Problem]:
         for f in wanted
         if f.devices and device not in f.devices
     ]
+
+
+def _version_problems(
+    enabled: Iterable[Feature], values: Mapping[str, Any], version: Version | None
+) -> list[Problem]:
+    problems = []
+    for feature in enabled:
+        versions = SpecifierSet(feature.megatron_versions, prereleases=True)
+        if version is not None and version not in versions:
+            have = ", ".join(release for release in TESTED if release in versions)
+            message = f"does not run with megatron-core {version}"
+            problems.append(Problem(_shown(feature, values), message, f"it runs with {have}"))
+    return problems

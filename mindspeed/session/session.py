@@ -33,9 +33,9 @@ from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import repairs_for, repairs_for_arguments
 from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles
 from mindspeed.adaptor.repairs.layers.cuda_kernels import corrected_arguments
-from mindspeed.adaptor.repairs.scripts import absent_triton, eager_wandb, failed_exit
+from mindspeed.adaptor.repairs.scripts import absent_triton, eager_wandb, failed_exit, numpy_names
 from mindspeed.adaptor.seams import Seams
-from mindspeed.adaptor.versions import check_megatron_version, megatron_version
+from mindspeed.adaptor.versions import check_megatron_version, defined, megatron_version
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import (
     Configuration,
@@ -75,13 +75,13 @@ class Session:
     """The adaptor's state in this process."""
 
     def __init__(self) -> None:
-        version = megatron_version()
-        if version is not None:
-            check_megatron_version(version)
+        self.version = megatron_version()
+        if self.version is not None:
+            check_megatron_version(self.version)
         self.device = device.current()
         self.journal = Journal()
         self.hooks = PostImportHooks()
-        self.engine = PatchEngine(self.hooks, version)
+        self.engine = PatchEngine(self.hooks, self.version)
         self.seams = Seams(self.engine)
         self.te, self.te_reason = te.choose(self.device.name)
         self.configuration: Configuration | None = None
@@ -104,11 +104,13 @@ class Session:
         eager_wandb.install(self.hooks)
         checkpoint_pickles.install(self.hooks, self.journal)
         failed_exit.install(self.journal)
+        numpy_names.install(self.journal, self.version)
         of_arguments = argument_patches(
             _add_flags, own_flags, _derive, self._configure_from_namespace
         )
         self.engine.prepare(patch.target for patch in all_patches())
-        for patch in (*repairs_for(self.device, self.te), *of_arguments):
+        repairs = repairs_for(self.device, self.te)
+        for patch in (*defined.PATCHES, *repairs, *of_arguments):
             self.engine.add(patch)
 
     def configure(

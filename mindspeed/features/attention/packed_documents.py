@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, option_of
 from mindspeed.flags import flag
 from mindspeed.ranges import MAX_SIZE, Range
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class PackedDocuments(Feature, level=2, seams=("documents",)):
+class PackedDocuments(Feature, level=2, seams=("documents",), megatron_versions=">=0.16"):
     """Documents in one row that do not see each other, at every parallelism."""
 
     fix_sub_seq_length: int = flag(
@@ -39,6 +39,14 @@ class PackedDocuments(Feature, level=2, seams=("documents",)):
         from mindspeed.attention.packed_batch import adaptive, resets
 
         return resets(megatron) or adaptive(megatron) or self.fix_sub_seq_length != -1
+
+    def asked_by(self, megatron: Megatron) -> str | None:
+        from mindspeed.attention.packed_batch import adaptive
+
+        if adaptive(megatron):
+            return f"--context-parallel-algo {megatron['context_parallel_algo']}"
+        names = ("reset_attention_mask", "reset_position_ids")
+        return next((option_of(name) for name in names if megatron.get(name)), None)
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
         from mindspeed.attention.packed_batch import adaptive, resets

@@ -27,6 +27,7 @@ _PARTS = ("layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
 class Ampipe(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("chunk",),
     conflicts=(
         "activation-plan",

@@ -29,6 +29,7 @@ _SHARDS = "weights of experts must be whole on their owner"
 class BalancedExperts(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("chunk",),
     conflicts={
         "ampipe": _LAYER,

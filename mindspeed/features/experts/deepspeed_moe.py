@@ -34,7 +34,7 @@ NAME = "--moe-model-type deepspeed_moe"
 DEEPSPEED = "deepspeed_moe"
 
 
-class DeepSpeedMoe(Feature, level=2, seams=("chunk", "step")):
+class DeepSpeedMoe(Feature, level=2, megatron_versions=">=0.16", seams=("chunk", "step")):
     """DeepSpeed's gates with capacity, padded dispatch and dropless routing."""
 
     moe_model_type: Literal["megatron_moe", "deepspeed_moe"] = flag(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class ExpertsPipeline(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("chunk",),
     conflicts={
         "moe-adaptive-recompute": "it decides for all experts of a rank together",

@@ -29,7 +29,12 @@ DEFAULT = 2.0
 
 
 class MoeAdaptiveRecompute(
-    Feature, level=2, seams=("chunk",), conflicts=CONFLICTS, excludes=EXCLUDES
+    Feature,
+    level=2,
+    megatron_versions=">=0.16",
+    seams=("chunk",),
+    conflicts=CONFLICTS,
+    excludes=EXCLUDES,
 ):
     """Ranks with too many tokens keep only the inputs of their experts."""
 

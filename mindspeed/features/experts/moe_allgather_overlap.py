@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 NAME = "--moe-allgather-overlap-comm"
 
 
-class MoeAllgatherOverlap(Feature, level=2, seams=("chunk",), after=("moe-overlap",)):
+class MoeAllgatherOverlap(
+    Feature, level=2, megatron_versions=">=0.16", seams=("chunk",), after=("moe-overlap",)
+):
     """The experts' all-gather is hidden by shared experts and weight gradients."""
 
     moe_allgather_overlap_comm: bool = flag(

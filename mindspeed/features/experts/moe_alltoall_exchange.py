@@ -31,6 +31,7 @@ EXCHANGE, HIERARCHICAL = "--moe-alltoall-exchange", "--moe-hierarchical-alltoall
 class MoeAlltoallExchange(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("chunk",),
     conflicts={
         "ampipe": "it has an exchange of its own",

@@ -35,6 +35,7 @@ _MEMORY = "it runs the parts of a layer one by one, which leaves no whole layer 
 class MoeFbOverlap(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("model_arguments", "chunk"),
     conflicts={
         "adaptive-memory": _MEMORY,

@@ -32,6 +32,7 @@ NAME, NUMBER = "--moe-zero-memory", "--moe-zero-memory-num-layers"
 class MoeZeroMemory(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("chunk",),
     conflicts=CONFLICTS,
     excludes=EXCLUDES,

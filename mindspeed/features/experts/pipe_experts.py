@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 class PipeExperts(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("chunk",),
     excludes=dict.fromkeys(
         (

@@ -41,6 +41,7 @@ _CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo")
 class TensorParallel2D(
     Feature,
     level=2,
+    megatron_versions=">=0.16",
     seams=("parallel_groups", "layer_spec", "chunk"),
     conflicts=(
         "activation-plan",

@@ -52,6 +52,7 @@ class UnalignedLinear(
         "",
     ),
     after=("noop-layers",),
+    megatron_versions=">=0.16",
 ):
     """Tensor parallelism of heads, MLP width and sequence length that do not divide."""
 
