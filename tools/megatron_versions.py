@@ -40,7 +40,19 @@ from mindspeed.adaptor.versions import is_tested
 from mindspeed.errors import MindSpeedError
 from mindspeed.testing import RankError, RankPool
 from tests.training.one_rank import OneRank, assert_same_training
-from tests.training.test_layouts import GQA, LAYOUTS, LOCAL, MLA, MOE, PP, TIED, TP, UNTIED
+from tests.training.test_layouts import (
+    GQA,
+    LAYOUTS,
+    LOCAL,
+    MLA,
+    MOE,
+    MTP,
+    MTP_TIED,
+    PP,
+    TIED,
+    TP,
+    UNTIED,
+)
 from tests.training.test_moe_dispatchers import LAYOUTS as DISPATCHERS
 
 PAGE = ROOT / "docs" / "installation.md"
@@ -125,13 +137,139 @@ BASE = {
 }
 """What a version must do to be supported."""
 
+ALGORITHM = "--micro-batch-size 2 --context-parallel-size 2 --context-parallel-algo"
+SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FUSED = (
+    "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
+    "--attention-mask-type causal"
+)
 FEATURES = {
-    name: Job(f"`{name}`", *layout, node=2 if "hierarchical" in name else 0)
-    for layouts in (LAYOUTS, DISPATCHERS)
-    for name, layout in layouts.items()
-    if layout[0] <= 4  # ranks
+    "fused": Job("fused operators", 2, GQA, f"{SP} {FUSED}"),
+    "fused-permute": Job(
+        "fused permutation", 2, MOE, f"{EP} --use-fused-moe-token-permute-and-unpermute"
+    ),
+    "alibi": Job(
+        "ALiBi", 2, f"{GQA} --position-embedding-type alibi", f"{ALGORITHM} ulysses_cp_algo"
+    ),
+    "window": Job(
+        "sliding window", 2, f"{GQA} --window-size 20,0 --window-attn-skip-freq 2", f"{CP} p2p"
+    ),
+    "documents": Job(
+        "documents that do not see each other",
+        2,
+        f"{GQA} --reset-attention-mask --reset-position-ids",
+        TP,
+    ),
+    "hybrid": Job(
+        "ring and Ulysses",
+        4,
+        GQA,
+        "--micro-batch-size 2 --context-parallel-size 4 --context-parallel-algo hybrid_cp_algo "
+        "--ulysses-degree-in-cp 2",
+    ),
+    "key-cache": Job(
+        "keys of the ring kept",
+        2,
+        GQA,
+        f"{ALGORITHM} megatron_cp_algo --use-fused-ring-attention-update "
+        "--context-parallel-kv-cache-policy full --context-parallel-cache-interval 1",
+    ),
+    "key-gather": Job(
+        "keys gathered in groups of heads",
+        2,
+        GQA,
+        f"{ALGORITHM} kvallgather_cp_algo --kvallgather-head-groups 2",
+    ),
+    "by-layer": Job("an algorithm for each layer", 2, GQA, f"{CP} p2p a2a all_gather p2p"),
+    "adaptive": Job("plans by the mask", 2, GQA, f"{ALGORITHM} adaptive_cp_algo"),
+    "coc": Job("products in parts", 2, GQA, f"{SP} --use-ascend-coc --coc-parallel-num 2"),
+    "mc2": Job("product and collective in one kernel", 2, GQA, f"{SP} --use-ascend-mc2"),
+    "tensor-2d": Job(
+        "tensor parallelism on a grid",
+        4,
+        GQA,
+        "--micro-batch-size 2 --tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2",
+    ),
+    "unaligned": Job("sizes that do not divide", *LAYOUTS["unaligned-tensor"]),
+    "mlp-fusion": Job("gate and up projection in one", 2, GQA, f"{TP} --mlp-layer-fusion"),
+    "recompute": Job("full recomputation", 2, GQA, f"{SP} {RECOMPUTE}"),
+    "recompute-communication": Job(
+        "recomputation without communication",
+        2,
+        GQA,
+        f"{SP} {RECOMPUTE} --optimize-recomp-communication-level 2",
+    ),
+    "recompute-parts": Job(
+        "norms and activations recomputed",
+        2,
+        GQA,
+        f"{TP} --recompute-norm --recompute-activation-function",
+    ),
+    "recompute-bubble": Job(
+        "recomputation in the bubble",
+        2,
+        GQA,
+        f"{VPP} --recompute-in-bubble",
+    ),
+    "recompute-advance": Job(
+        "recomputation in advance",
+        2,
+        GQA,
+        f"{VPP} --recompute-in-advance --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+    ),
+    "swap": Job("activations in host memory", 2, GQA, f"{TP} --swap-attention --swap-min-bytes 0"),
+    "uneven": Job("stages with other numbers of layers", 2, GQA, f"{PP} --num-layer-list 1,3"),
+    "noop": Job("layers that compute nothing", *LAYOUTS["uneven-virtual-pipeline-noop"]),
+    "schedule": Job("schedule by name", 2, GQA, f"{PP} --pipeline-schedule zb-h1"),
+    "v-shape": Job("schedule in a V-shape", 2, GQA, f"{PP} --schedules-method dualpipev"),
+    "nanopipe": Job("nano-pipe", 2, GQA, f"{VPP} --use-nanopipe"),
+    "fold3d": Job("Fold3D", 4, GQA, f"{VPP} --fold-mode aiao --overlap-grad-reduce"),
+    "send-recv": Job("messages of both directions", 2, GQA, f"{PP} --optimize-send-recv-comm"),
+    "several-tensors": Job(
+        "stages that send several tensors",
+        2,
+        GQA,
+        f"{PP} --use-multiparameter-pipeline-model-parallel",
+    ),
+    "lengths": Job("micro-batches of other lengths", 2, GQA, f"{PP} --variable-seq-lengths"),
+    "automated": Job(
+        "automated pipeline",
+        2,
+        GQA,
+        f"{PP} --num-layer-list 3,1 --recompute-module-list 2,1 --recompute-type 0",
+    ),
+    "whole-experts": Job(
+        "whole experts on tensor-parallel ranks", 4, MOE, f"{SP} {EP} --moe-tp-extend-ep"
+    ),
+    "gather": Job(
+        "experts: all-gather hidden",
+        2,
+        SHARED,
+        f"{EP} --moe-token-dispatcher-type allgather --moe-allgather-overlap-comm",
+    ),
+    "dedup": Job(
+        "experts: each token sent once",
+        2,
+        SHARED,
+        f"{EP} --moe-alltoall-exchange dedup --moe-alltoall-overlap-comm",
+    ),
+    "nodes": Job("experts: by nodes", *DISPATCHERS["hierarchical"], node=2),
+    "zero-memory": Job("experts keep next to nothing", 2, MOE, f"{EP} --moe-zero-memory level1"),
+    "mtp": Job("multi-token prediction", 2, MTP, TP),
+    "mtp-context": Job("multi-token prediction, context parallel", 2, MTP, f"{CP} p2p"),
+    "mtp-pipeline": Job("multi-token prediction, pipeline", 2, MTP_TIED, PP),
+    "zero-2": Job("ZeRO 2", 2, TIED, "--zero-stage 2"),
+    "zero-3": Job("ZeRO 3", 2, TIED, "--zero-stage 3"),
+    "zero-3-experts": Job("ZeRO 3 with experts", 4, MOE, f"{EP} --zero-stage 3"),
+    "instances": Job("several instances of the optimizer", *LAYOUTS["optimizer-instances-experts"]),
+    "host-optimizer": Job(
+        "optimizer states in host memory", 2, GQA, "--use-distributed-optimizer --swap-optimizer"
+    ),
+    "no-gloo": Job("no Gloo groups", 2, GQA, f"{TP} --disable-gloo-group"),
 }
-"""What our features do with it: the layouts of our tests."""
+"""What our features do with it."""
 JOBS = BASE | FEATURES
 
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -85,7 +84,7 @@ def test_a_broken_contract_is_found_without_importing(small_megatron, target, ex
     assert (found == []) if problem is None else (problem in found[0])
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.17.0", "0.17.1", "0.19.0"])
+@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.0", "0.17.1", "0.19.0"])
 def test_an_untested_megatron_version_is_refused(version, monkeypatch):
     monkeypatch.delenv("MINDSPEED_ALLOW_UNTESTED", raising=False)
     with pytest.raises(VersionError, match=rf"megatron-core {version} is not supported.*0\.16\.1"):
@@ -96,7 +95,9 @@ def test_an_untested_megatron_version_is_refused(version, monkeypatch):
 
 
 def test_the_package_requires_what_is_tested():
-    requirements = metadata.requires("mindspeed")
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    requirements = project["optional-dependencies"]["megatron"]
     (megatron,) = {
         Requirement(one).specifier for one in requirements if one.startswith("megatron-core")
     }
