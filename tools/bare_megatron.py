@@ -29,7 +29,7 @@ from spmd_types.checker import typecheck
 
 from mindspeed import device
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.repairs.scripts.absent_triton import stub_triton
+from mindspeed.adaptor.repairs.scripts import absent_triton
 from mindspeed.journal import Journal
 from mindspeed.planner import isolated
 from mindspeed.spmd import I, R, V
@@ -61,10 +61,6 @@ class LayerNorm:
     apply = forward
 
 
-_NEEDS_TRITON = (
-    "megatron.core.transformer.moe.paged_stash",  # 0.18
-    "megatron.core.transformer.moe.ops.paged_stash",
-)
 _CORE = "/megatron/core/"
 SEQUENCE, VOCABULARY = 8, 64
 
@@ -423,14 +419,11 @@ def main() -> int:
     warnings.simplefilter("ignore")
     journal = Journal()
     device.install(journal)
-    if not isinstance(torch.cuda.MemPool, type):  # main names it in an annotation
-        journal.set(torch.cuda, "MemPool", object, owner="bare-megatron")
     for name in ("apex", "apex.normalization", "apex.normalization.fused_layer_norm"):
         sys.modules[name] = ModuleType(name)
     sys.modules[name].FusedLayerNormAffineFunction = LayerNorm  # type: ignore[attr-defined]
     hooks = PostImportHooks()
-    for module in _NEEDS_TRITON:
-        hooks.around_import(module, stub_triton)
+    absent_triton.install(hooks)
     hooks.install()
     import megatron.core
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: F401

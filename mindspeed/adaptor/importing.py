@@ -17,6 +17,7 @@ from mindspeed.errors import VersionError
 
 Callback = Callable[[ModuleType], None]
 Context = Callable[[], AbstractContextManager[object]]
+ContextOfModule = Callable[[importlib.machinery.ModuleSpec], AbstractContextManager[object]]
 
 
 class PostImportHooks:
@@ -25,6 +26,7 @@ class PostImportHooks:
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callback]] = {}
         self._contexts: dict[str, list[Context]] = {}
+        self._of_packages: list[tuple[str, ContextOfModule]] = []
         self._searching: set[str] = set()
 
     def install(self) -> None:
@@ -38,10 +40,15 @@ class PostImportHooks:
             sys.meta_path.remove(self)
         self._callbacks.clear()
         self._contexts.clear()
+        self._of_packages.clear()
 
     def around_import(self, module_name: str, context: Context) -> None:
         """Execute the module's body inside ``context()``, if it is not loaded already."""
         self._contexts.setdefault(module_name, []).append(context)
+
+    def around_modules_of(self, package: str, context: ContextOfModule) -> None:
+        """Execute the body of each module below ``package`` inside ``context(its spec)``."""
+        self._of_packages.append((f"{package}.", context))
 
     def when_imported(self, module_name: str, callback: Callback) -> None:
         """Call ``callback(module)`` once, now if the module is loaded, else after its import."""
@@ -56,7 +63,10 @@ class PostImportHooks:
     ) -> importlib.machinery.ModuleSpec | None:
         """Find the module with the other finders and make its loader call us."""
         watched = name in self._callbacks or name in self._contexts
-        if not watched or name in self._searching:
+        if (
+            not (watched or any(name.startswith(prefix) for prefix, _ in self._of_packages))
+            or name in self._searching
+        ):
             return None
         self._searching.add(name)
         try:
@@ -75,6 +85,9 @@ class PostImportHooks:
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # type: ignore[union-attr]  # one module, one call
             with ExitStack() as stack:
+                for prefix, of_module in self._of_packages:
+                    if spec.name.startswith(prefix):
+                        stack.enter_context(of_module(spec))
                 for context in self._contexts.pop(spec.name, []):
                     stack.enter_context(context())
                 original(module)

@@ -81,6 +81,7 @@ def get_cpu_offload_context(
     offload_activations: bool = True,
     offload_weights: bool = False,
     double_buffering: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
 ) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """Return the context for a layer's forward and the function that ends a layer.
 
@@ -93,6 +94,7 @@ def get_cpu_offload_context(
         offload_activations: Must be true when enabled.
         offload_weights: Not available.
         double_buffering: Without effect.
+        retain_pinned_cpu_buffers: Without effect.
     """
     if not enabled:  # hooks cost time for every saved tensor, and hide those of a caller
         return contextlib.nullcontext(), lambda x: x

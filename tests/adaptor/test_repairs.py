@@ -145,28 +145,33 @@ def test_dataset_helper_is_not_compiled_when_it_is_there(monkeypatch):
 
 
 def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, monkeypatch):
-    (tmp_path / "kernels_of_triton.py").write_text(
+    package = tmp_path / "kernels_of_triton"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "optional.py").write_text("try: import triton\nexcept ImportError: HAVE = 0\n")
+    (package / "needed.py").write_text(
         "import triton\nimport triton.language as tl\n"
+        "from kernels_of_triton.optional import HAVE\n"
         "@triton.jit\ndef plain(x, N: tl.constexpr): ...\n"
         "@triton.jit(launch_metadata=None)\ndef called(x): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     before = {name: sys.modules.get(name) for name in ("triton", "triton.language")}
-    monkeypatch.setattr(absent_triton, "MODULES", ("kernels_of_triton",))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     hooks = PostImportHooks()
     hooks.install()
     try:
-        absent_triton.install(hooks)
-        import kernels_of_triton
+        absent_triton.install(hooks, "kernels_of_triton")
+        from kernels_of_triton import needed
     finally:
         hooks.uninstall()
-        sys.modules.pop("kernels_of_triton", None)
+        for name in [name for name in sys.modules if name.startswith("kernels_of_triton")]:
+            del sys.modules[name]
     assert {name: sys.modules.get(name) for name in before} == before
-    for kernel, name in ((kernels_of_triton.plain, "plain"), (kernels_of_triton.called, "called")):
+    assert needed.HAVE == 0
+    for kernel, name in ((needed.plain, "plain"), (needed.called, "called")):
         with pytest.raises(RuntimeError, match=f"kernel {name} needs Triton"):
             kernel[(1,)](torch.ones(1))
-    assert isinstance(kernels_of_triton, types.ModuleType)
 
 
 def test_a_package_that_megatron_imports_for_nothing_is_loaded_at_its_first_use(

@@ -105,6 +105,13 @@ def _cudart() -> SimpleNamespace:
     )
 
 
+class _MemPool:
+    """A class, so that it can be named in annotations; no pool can be made."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _MemPool:
+        return _unavailable("MemPool", _NO_POOL)()  # type: ignore[no-any-return]
+
+
 _NO_POOL = "Remove --use-nccl-ub and every other option that needs a CUDA memory pool."
 
 FUNCTIONS: dict[str, Any] = {
@@ -145,7 +152,7 @@ FUNCTIONS: dict[str, Any] = {
     "graph": streams.graph,
     "graph_pool_handle": streams.graph_pool_handle,
     "make_graphed_callables": streams.make_graphed_callables,
-    "MemPool": _unavailable("MemPool", _NO_POOL),
+    "MemPool": _MemPool,
     "use_mem_pool": _unavailable("use_mem_pool", _NO_POOL),
     "caching_allocator_alloc": _unavailable("caching_allocator_alloc", _NO_POOL),
     "caching_allocator_delete": _unavailable("caching_allocator_delete", _NO_POOL),
