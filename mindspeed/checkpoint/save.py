@@ -29,15 +29,16 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 import mindspeed
 from mindspeed import device
 from mindspeed.adaptor.printing import print_rank_0
+from mindspeed.adaptor.versions.checkpoints import save_options
 from mindspeed.built_model import TrainedModel
 from mindspeed.checkpoint.state import sharding_metadata, state_dict, stored_args
 from mindspeed.errors import CheckpointError, MindSpeedError
@@ -138,7 +139,7 @@ class Saver:
             iteration=iteration,
             num_floating_point_operations_so_far=self._flops * done.train_samples,
         )
-        strategy = get_default_save_sharded_strategy(args.ckpt_format)
+        strategy = TorchDistSaveShardedStrategy(args.ckpt_format, 1)
         if args.ckpt_fully_parallel_save:
             strategy = FullyParallelSaveStrategyWrapper(
                 strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -146,7 +147,12 @@ class Saver:
         errors: list[BaseException] = []
         with queue_in_this_process(), errors_kept(errors):
             request = dist_checkpointing.save(
-                state, str(path), strategy, async_sharded_save=True, content_metadata=metadata
+                state,
+                str(path),
+                strategy,
+                async_sharded_save=True,
+                content_metadata=metadata,
+                **save_options(),
             )
         return Writing(request, in_background=args.async_save, errors=errors)
 

@@ -31,6 +31,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.adaptor.versions.tokenizers import null_eod, null_library
 from mindspeed.data.hf_tokenizer import from_vocabulary, open_directory
 from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from mindspeed.data.tokenizer_types import (
@@ -219,7 +220,7 @@ class MegatronTokenizer(PlainTokenizer):
         if options.tokenizer_type == "NullTokenizer":  # Megatron's imports transformers: seconds
             if options.vocab_size is None:
                 raise ConfigError("--tokenizer-type NullTokenizer needs --vocab-size")
-            self.eod = int(options.vocab_size)
+            self.eod = null_eod(int(options.vocab_size))
             self.vocab_size = self.eod + 1
         else:
             self.eod = self._inner.eod
@@ -263,7 +264,7 @@ def _megatron_tokenizer(options: TokenizerOptions) -> Any:
     kind = options.tokenizer_type
     if kind == "NullTokenizer":
         return Factory.from_pretrained(
-            metadata_path={"library": "null"}, vocab_size=options.vocab_size
+            metadata_path={"library": null_library()}, vocab_size=options.vocab_size
         )
     path = str(required_file(options))
     try:

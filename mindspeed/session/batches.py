@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed.adaptor.current_batch import get_actual_seq_len, shard_current_batch
+from mindspeed.adaptor.versions.batches import zigzag_chunks
 from mindspeed.errors import ConfigError
 from mindspeed.session.session import install
 
@@ -23,10 +24,8 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: Documents do not fit the batch, or the model would not look at them.
     """
-    from megatron.core.utils import get_batch_on_this_cp_rank as zigzag_chunks
-
     if install().seams.documents.functions:
         return shard_current_batch(batch)
     if get_actual_seq_len() is not None:
         raise ConfigError("set_actual_seq_len needs --reset-attention-mask")
-    return zigzag_chunks(batch)  # type: ignore[no-any-return]
+    return zigzag_chunks(batch)

@@ -16,8 +16,9 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
+
+from mindspeed.adaptor.versions.checkpoints import common_state_writer
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def errors_kept(errors: list[BaseException]) -> Iterator[None]:
         return kept
 
     places: list[tuple[Any, str]] = [
-        (TorchCommonSaveStrategy, "save_common"),
+        common_state_writer(),
         (filesystem_async.FileSystemWriterAsync, "finish"),
         (serialization, "save_config"),
     ]

@@ -58,7 +58,7 @@ SPELLING: dict[str, tuple[str, str]] = {
     "overlap_p2p_comm": ("--overlap-p2p-communication", "overlap_p2p_comm"),
     "use_te_rng_tracker": ("--te-rng-tracker", "te_rng_tracker"),
     "fp4": ("--fp4-format", "fp4"),
-    "fp4_param": ("--fp4-param-gather", "fp4_param"),
+    "fp4_param": ("--fp4-param-gather", "fp4_param_gather"),
     "fp8": ("--fp8-format", "fp8"),
     "add_bias_linear": ("--disable-bias-linear", "add_bias_linear"),
     "perform_initialization": ("--no-initialization", "perform_initialization"),

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from mindspeed import session
 from mindspeed.adaptor.micro_batch import FullBatch, plan_batch, read_batch, shard_batch
+from mindspeed.adaptor.versions.batches import zigzag_chunks
 from mindspeed.attention.packed_batch import CuSeqlens, cu_seqlens_of_starts
 from mindspeed.errors import DataError
 
@@ -235,7 +235,7 @@ class MicroBatches(Iterator[MicroBatch]):
             "position_ids": read.position_ids,
         }
         if read.cu_seqlens is None:
-            return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
+            return zigzag_chunks(batch)
         part, packed_seq_params = shard_batch(
             batch,
             read.cu_seqlens,

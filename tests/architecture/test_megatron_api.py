@@ -49,16 +49,16 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "ShardedObject ShardedTensor apply_factories is_main_replica",
         "what a sharded state dict holds",
     ),
-    "megatron.core.dist_checkpointing.serialization": (
-        "get_default_save_sharded_strategy",
-        "the strategy that dist_checkpointing.save takes",
-    ),
     "megatron.core.dist_checkpointing.strategies.async_utils": (
         "AsyncRequest",
         "what dist_checkpointing.save returns",
     ),
     "megatron.core.dist_checkpointing.strategies.fully_parallel": (
         "FullyParallelSaveStrategyWrapper",
+        "the strategy that dist_checkpointing.save takes",
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": (
+        "TorchDistSaveShardedStrategy",
         "the strategy that dist_checkpointing.save takes",
     ),
     "megatron.core.distributed": (
@@ -138,7 +138,6 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "make_sharded_tensor_for_checkpoint make_tp_sharded_tensor_for_checkpoint",
         "sharded_state_dict of new modules",
     ),
-    "megatron.core.utils": ("get_batch_on_this_cp_rank", "context parallelism's part of a batch"),
 }
 pytestmark = pytest.mark.skipif(megatron_root() is None, reason="needs megatron-core")
 WITH_INTERNALS = {"adaptor", "te"}

@@ -69,6 +69,12 @@ def is_tested(version: Version) -> bool:
     return any(version in SpecifierSet(f"~={release}", prereleases=True) for release in TESTED)
 
 
+def at_least(version: str) -> bool:
+    """Whether the installed megatron-core is this release, a candidate of it, or a later one."""
+    installed = megatron_version()
+    return installed is not None and installed.release >= Version(version).release
+
+
 def check_megatron_version(version: Version) -> None:
     """Accept tested releases and refuse all others.
 

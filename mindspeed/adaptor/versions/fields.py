@@ -24,7 +24,7 @@ _CAME_WITH: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "delay_wgrad_compute": False,
             "embedding_init_method_std": None,
             "fp4": None,
-            "fp4_param": False,
+            "fp4_param_gather": False,
             "fp4_recipe": "nvfp4",
             "fused_single_qkv_rope": False,
             "glu_linear_offset": 0.0,

@@ -55,7 +55,7 @@ class Fp8(Feature, level=0):
     """
 
     def enabled(self, megatron: Megatron) -> bool:
-        names = ("fp8", "fp8_param_gather", *_NOT_EMULATED)
+        names = ("fp8", "fp4_param_gather", "fp8_param_gather", *_NOT_EMULATED)
         return any(megatron.get(name) for name in names)
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
@@ -66,6 +66,7 @@ class Fp8(Feature, level=0):
             return
         values = {
             **megatron,
+            "fp4_param": megatron.get("fp4_param") or megatron.get("fp4_param_gather"),
             "fp8_param": megatron.get("fp8_param") or megatron.get("fp8_param_gather"),
         }
         yield from [Problem(*words) for name, words in _NOT_EMULATED.items() if values.get(name)]
