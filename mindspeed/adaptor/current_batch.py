@@ -163,6 +163,11 @@ def set_position_ids(position_ids: torch.Tensor) -> None:
     _CURRENT.set(replace(current, params=replace(current.params, packed=packed)))
 
 
+def set_current_params(params: PlanPackedSeqParams) -> None:
+    """Begin a micro-batch that is sharded already."""
+    _CURRENT.set(_MicroBatch(params=params))
+
+
 def current_params() -> PlanPackedSeqParams | None:
     """The ``packed_seq_params`` of ``GPTModel.forward`` for scripts that pass none."""
     return _CURRENT.get().params

@@ -16,8 +16,9 @@ import torch
 from mindspeed.adaptor.micro_batch import read_batch, shard_batch
 from mindspeed.adaptor.packed_seq_params import model_patches
 from mindspeed.adaptor.patch import Patch
-from mindspeed.adaptor.pipeline_ends import pipeline_ends, readers_patch
+from mindspeed.adaptor.pipeline_ends import pipeline_ends, readers_patches
 from mindspeed.adaptor.seam import SeamTable, owner_of
+from mindspeed.adaptor.versions import batch_functions
 
 if TYPE_CHECKING:
     from mindspeed.attention.megatron import PlanPackedSeqParams
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
 
 OWNER = owner_of("documents")
 VERSIONS = ">=0.16"
+_BEFORE_0_18 = ">=0.16,<0.18"  # later: mindspeed.adaptor.versions.batch_functions
 
 
 def patches(seams: SeamTable) -> tuple[Patch, ...]:
     """The patches that make Megatron find documents and pass them to its layers."""
     return (
-        read_patch(seams, OWNER),
+        *read_patches(seams, OWNER),
+        batch_functions.shard_patch(OWNER),
         Patch(
             "megatron.core.utils:get_thd_batch_on_this_cp_rank",
             _shard,
@@ -38,9 +41,9 @@ def patches(seams: SeamTable) -> tuple[Patch, ...]:
             "the batch is sharded as the context-parallel algorithm needs it",
             kind="replace",
             expects="(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, cp_size, cp_rank)",
-            versions=VERSIONS,
+            versions=_BEFORE_0_18,
         ),
-        readers_patch(seams, OWNER),
+        *readers_patches(seams, OWNER),
         Patch(
             "megatron.core.datasets.gpt_dataset:_get_ltor_masks_and_position_ids",
             _without_mask,
@@ -56,15 +59,18 @@ def patches(seams: SeamTable) -> tuple[Patch, ...]:
     )
 
 
-def read_patch(seams: SeamTable, owner: str) -> Patch:
-    """The patch of Megatron-LM's batch reader: of ``documents``, ``batch``, ``pipeline_ends``."""
-    return Patch(
-        "megatron.training.utils:get_batch_on_this_tp_rank",
-        lambda original: _broadcast(original, seams),
-        owner,
-        "one broadcast: the batch, its shape and its documents",
-        expects="(data_iterator, mtp_on_this_rank)",
-        versions=VERSIONS,
+def read_patches(seams: SeamTable, owner: str) -> tuple[Patch, ...]:
+    """The patches of Megatron-LM's batch reader: of ``documents``, ``batch``, ``pipeline_ends``."""
+    return (
+        Patch(
+            "megatron.training.utils:get_batch_on_this_tp_rank",
+            lambda original: _broadcast(original, seams),
+            owner,
+            "one broadcast: the batch, its shape and its documents",
+            expects="(data_iterator, mtp_on_this_rank)",
+            versions=_BEFORE_0_18,
+        ),
+        batch_functions.broadcast_patch(seams, owner),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.seam import SeamTable
+from mindspeed.adaptor.versions import at_least
 
 
 def pipeline_ends(seams: SeamTable, vp_stage: int | None) -> tuple[bool, bool]:
@@ -33,8 +34,8 @@ def pipeline_ends(seams: SeamTable, vp_stage: int | None) -> tuple[bool, bool]:
     return seams.pipeline_ends.pipe(found, vp_stage)  # type: ignore[no-any-return]
 
 
-def readers_patch(seams: SeamTable, owner: str) -> Patch:
-    """The patch of Megatron-LM's answer to which chunks read data.
+def readers_patches(seams: SeamTable, owner: str) -> tuple[Patch, ...]:
+    """The patches of Megatron-LM's answer to which chunks read data.
 
     Shared by the seams ``documents`` (all read, because all need the documents, as those of
     ``--sft``) and ``pipeline_ends``.
@@ -42,17 +43,22 @@ def readers_patch(seams: SeamTable, owner: str) -> Patch:
 
     def make(original: Callable[..., bool]) -> Callable[..., bool]:
         def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
-            packed = getattr(script_arguments(), "sft", False)
+            # Since 0.18 the script itself reads the borders of --sft on inner stages.
+            packed = getattr(script_arguments(), "sft", False) and not at_least("0.18")
             all_read = bool(seams.documents.functions) or packed
             return all_read or any(pipeline_ends(seams, vp_stage))
 
         return is_first_or_last_pipeline_stage
 
-    return Patch(
-        "megatron.training.utils:is_first_or_last_pipeline_stage",
-        make,
-        owner,
-        "the stages that need a micro-batch read it",
-        expects="(vp_stage)",
-        versions=">=0.16",
+    places = {"": ">=0.16,<0.18", ".common_utils": ">=0.18"}
+    return tuple(
+        Patch(
+            f"megatron.training.utils{module}:is_first_or_last_pipeline_stage",
+            make,
+            owner,
+            "the stages that need a micro-batch read it",
+            expects="(vp_stage)",
+            versions=versions,
+        )
+        for module, versions in places.items()
     )

@@ -68,7 +68,7 @@ from mindspeed.adaptor import fused_functions, model_construction, packed_docume
 from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
-from mindspeed.adaptor.pipeline_ends import readers_patch
+from mindspeed.adaptor.pipeline_ends import readers_patches
 from mindspeed.adaptor.printing import print_rank_last
 from mindspeed.adaptor.seam import Seam, SeamTable, Use, owner_of
 from mindspeed.adaptor.signatures import bind
@@ -227,7 +227,7 @@ def _computing_layers(seams: SeamTable) -> tuple[Patch, ...]:
             formula,
             owner,
             "layers that do not compute are not counted",
-            expects="(args, batch_size)",
+            expects="(args, batch_size, ...)",
         ),
         Patch(
             "megatron.core.transformer.moe.moe_utils:track_moe_metrics",
@@ -356,7 +356,7 @@ def _arguments_changed(values: Mapping[str, Any]) -> Iterator[None]:
 
 def _pipeline_ends(seams: SeamTable) -> tuple[Patch, ...]:
     owner = owner_of("pipeline_ends")
-    return readers_patch(seams, owner), packed_documents.read_patch(seams, owner)
+    return *readers_patches(seams, owner), *packed_documents.read_patches(seams, owner)
 
 
 _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
@@ -369,7 +369,7 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "chunk": lambda seams: (seams.model_construction,),
     "computing_layers": _computing_layers,
     "parallel_groups": _parallel_groups,
-    "batch": lambda seams: (packed_documents.read_patch(seams, owner_of("batch")),),
+    "batch": lambda seams: packed_documents.read_patches(seams, owner_of("batch")),
     "documents": packed_documents.patches,
     "schedule": _pipe_result(
         "schedule",

@@ -7,6 +7,7 @@ Where: ``megatron.training.utils.get_batch_on_this_tp_rank``. Tensor-parallel ra
 Symptom: the next broadcast reads its length from uninitialised memory and allocates petabytes.
 Fix: Megatron broadcasts an ordinary batch; ``cu_seqlens`` and ``max_seqlen`` are sent in a separate
 broadcast of 8 + 4 * (documents + 2) bytes per micro-batch to each rank of the group.
+Versions: <0.18.
 
 Defect: packed conversations (``--sft``) of Megatron-LM: errors, lost borders, NaN.
 
@@ -20,7 +21,7 @@ Symptom: errors; silently, conversations see each other in the layers of inner s
 validation loss that is NaN because of one micro-batch without targets.
 Fix: the padding can be iterated; every stage reads the borders, ``[n]``; a loss of no targets is
 zero.
-Versions: >=0.16.
+Versions: >=0.16; the borders are right since 0.18.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ PATCHES = (
         broadcast_packing,
         "packed sequences under tensor parallelism",
         expects="(data_iterator, ...)",
+        versions="<0.18",
     ),
     repair(
         "megatron.training.datasets.sft_dataset:SFTDataset.__getitem__",
@@ -183,14 +185,14 @@ PATCHES = (
         read_on_every_stage,
         "inner pipeline stages know the borders of conversations",
         expects="(vp_stage)",
-        versions=">=0.16",
+        versions=">=0.16,<0.18",
     ),
     repair(
         "megatron.core.utils:get_thd_batch_on_this_cp_rank",
         flatten_borders,
         "borders of conversations have one dimension",
         expects="(batch, cu_seqlens, ...)",
-        versions=">=0.16",
+        versions=">=0.16,<0.18",
     ),
     repair(
         "megatron.training.training:evaluate",

@@ -14,7 +14,8 @@ Defect: FLOPs of attention with a sliding window are those of attention to all k
 Where: ``megatron.training.training.num_floating_point_operations`` (Megatron-LM PR 3280).
 Symptom: with ``--window-size`` the printed TFLOP/s are too high, the more the longer sequences are.
 Fix: what the formula counts outside of windows is subtracted. Attention that it does not count by
-pairs of queries and keys (hybrid and linear models) is left as it is.
+pairs of queries and keys (hybrid and linear models) is left as it is, and so are packed sequences,
+whose lengths the formula is given since 0.18.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def count_windows(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``num_floating_point_operations``."""
     from mindspeed.profiling.model_flops import ModelShape, model_flops
 
-    def num_floating_point_operations(args: Any, batch_size: int, *rest: Any) -> Any:
-        total = original(args, batch_size, *rest)
+    def num_floating_point_operations(args: Any, batch_size: int, *rest: Any, **kwargs: Any) -> Any:
+        total = original(args, batch_size, *rest, **kwargs)
         shape = ModelShape.from_megatron(vars(args))
-        if shape is None:
+        if shape is None or kwargs.get("seqlen_squared_sum_in_batch") is not None:
             return total
         whole = replace(shape, causal_keys=None)
         return total - model_flops(whole, batch_size) + model_flops(shape, batch_size)
@@ -76,6 +77,6 @@ PATCHES = (
         "megatron.training.training:num_floating_point_operations",
         count_windows,
         "FLOPs of attention with a sliding window",
-        expects="(args, batch_size)",
+        expects="(args, batch_size, ...)",
     ),
 )
