@@ -199,8 +199,18 @@ def distribute(chunks: Sequence[Any], *, to_optimizer: bool) -> None:
     """
     for chunk in chunks:
         if to_optimizer:
-            chunk.param_and_grad_buffer.copy_model_weights_to_main_weights()
+            _copy_to_main_weights(chunk.param_and_grad_buffer)
         chunk.start_param_sync()
+
+
+@torch.no_grad()
+def _copy_to_main_weights(buffer: Any) -> None:
+    """What Megatron did itself until 0.16."""
+    for group in buffer.parameter_groups:
+        main, model = group.main_weight_buffer, group.model_weight_buffer
+        if main is not None:
+            sharded = main.is_data_distributed
+            main.data.copy_(model.get_shard_from_local_buffer() if sharded else model.data)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -171,8 +171,9 @@ def _apply(model: BuiltModel, state: dict[str, Any], optimizer: bool, path: Path
             model.optimizer.load_state_dict(state["optimizer"])
     if sharded:
         fsdp_state.distribute(model.chunks, to_optimizer=not optimizer)
-    if not optimizer:
+    elif not optimizer:
         model.optimizer.reload_model_params()  # fp32 copies of bf16 and fp16 weights
+    if not optimizer:
         return
     try:
         model.schedule.load_state_dict(state["opt_param_scheduler"])
@@ -283,7 +284,7 @@ def load_weights(args: argparse.Namespace, model: BuiltModel) -> Path | None:
         path = _load_whole_weights(args, model, found.checkpoint)
     else:
         return None
-    if isinstance(model, TrainedModel):
+    if isinstance(model, TrainedModel) and not fsdp_state.is_sharded(model.chunks[0]):
         model.optimizer.reload_model_params()
     return path
 

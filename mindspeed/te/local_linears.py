@@ -136,15 +136,14 @@ def split(
 
     Linear layers of Megatron's own are converted (:mod:`mindspeed.te.local_linears`).
     """
-    from megatron.core.transformer.moe.experts import GroupedMLP
-
+    stacked = _stacked_experts()
     model.weight_gradients = store  # type: ignore[assignment]
     output_layer = getattr(model, "output_layer", None)
     for module in model.modules():
         if module is output_layer:
             continue
         convert(module)
-        if hasattr(type(module), "weight_gradients") or isinstance(module, GroupedMLP):
+        if hasattr(type(module), "weight_gradients") or isinstance(module, stacked):
             module.weight_gradients = store  # type: ignore[assignment]
 
 
@@ -182,11 +181,18 @@ def anchored(experts: torch.nn.Module, anchor: GradientAnchor | None) -> Iterato
 
 
 def _takers(experts: torch.nn.Module) -> Iterator[Any]:
-    from megatron.core.transformer.moe.experts import GroupedMLP
-
+    stacked = _stacked_experts()
     for module in experts.modules():
-        if hasattr(type(module), "gradient_anchor") or isinstance(module, GroupedMLP):
+        if hasattr(type(module), "gradient_anchor") or isinstance(module, stacked):
             store = getattr(module, "weight_gradients", None)
             delayed = getattr(module, "_delayed", None) is not None
             if not delayed and (store is None or not store.splitting_backward):
                 yield module
+
+
+def _stacked_experts() -> tuple[type, ...]:
+    """Megatron's experts with stacked weights; none since 0.17."""
+    from megatron.core.transformer.moe import experts
+
+    found = getattr(experts, "GroupedMLP", None)
+    return () if found is None else (found,)

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.adaptor.versions import megatron_version
+from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
 
@@ -47,7 +47,11 @@ def predicts_tokens(config: TransformerConfig, vp_stage: int | None) -> bool:
 
     here = getattr(multi_token_prediction, "mtp_on_this_rank", None)
     if here is not None:
-        return bool(here(config, ignore_virtual=vp_stage is None, vp_stage=vp_stage))
+        what: dict[str, Any] = {"config": config}
+        if at_least("0.18"):
+            layout = config.pipeline_model_parallel_layout
+            what = {"layout": layout, "mtp_num_layers": config.mtp_num_layers}
+        return bool(here(**what, ignore_virtual=vp_stage is None, vp_stage=vp_stage))
     # Before 0.16: always on the last stage.
     last = vp_stage in (None, (config.virtual_pipeline_model_parallel_size or 1) - 1)
     return bool(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,13 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
 from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
+from mindspeed.tensor_parallel.megatron_specs import class_of, submodules_of, with_submodules
 from mindspeed.tensor_parallel.two_dimensional import grid as ranks_of_grid
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid, from_grid, to_grid, token_order
 from mindspeed.tensor_parallel.two_dimensional.megatron_modules import (
@@ -157,33 +158,31 @@ def _check(config: Any, grid: Grid) -> None:
 
 def _layer(spec: ModuleSpec, layers: Layers) -> ModuleSpec:
     parts = spec.submodules
-    if get_module(spec) is not TransformerLayer or get_module(parts.mlp) is not MLP:
-        raise _unavailable(f"{get_module(spec).__name__} with {get_module(parts.mlp).__name__}")
+    if class_of(spec) is not TransformerLayer or class_of(parts.mlp) is not MLP:
+        raise _unavailable(f"{class_of(spec).__name__} with {class_of(parts.mlp).__name__}")
     for name in ("cross_attention", "pre_cross_attn_layernorm"):
         if getattr(parts, name) is not IdentityOp:
             raise _unavailable(name)
-    attention, mlp = parts.self_attention, parts.mlp
-    inner = {"linear_qkv": attention.submodules.linear_qkv,
-             "linear_proj": attention.submodules.linear_proj}  # fmt: skip
-    outer = {"linear_fc1": mlp.submodules.linear_fc1, "linear_fc2": mlp.submodules.linear_fc2}
     parts = replace(
         parts,
         input_layernorm=_module(parts.input_layernorm, layers),
         pre_mlp_layernorm=_module(parts.pre_mlp_layernorm, layers),
-        self_attention=_with(attention, inner, layers),
-        mlp=_with(mlp, outer, layers),
+        self_attention=_with(parts.self_attention, ("linear_qkv", "linear_proj"), layers),
+        mlp=_with(parts.mlp, ("linear_fc1", "linear_fc2"), layers),
     )
     params = {**spec.params, "layers": layers}
     return replace(spec, module=GridTransformerLayer, params=params, submodules=parts)
 
 
-def _with(spec: ModuleSpec, modules: Mapping[str, Any], layers: Layers) -> ModuleSpec:
-    converted = {name: _module(module, layers) for name, module in modules.items()}
-    return replace(spec, submodules=replace(spec.submodules, **converted))
+def _with(spec: Any, names: Sequence[str], layers: Layers) -> Any:
+    modules = submodules_of(spec)
+    return with_submodules(
+        spec, **{name: _module(getattr(modules, name), layers) for name in names}
+    )
 
 
 def _module(spec: Any, layers: Layers) -> Any:
-    module = get_module(spec)
+    module = class_of(spec)
     name = module.__name__
     if module is IdentityOp:
         return spec

@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 
+from mindspeed.tensor_parallel.megatron_specs import class_of, submodules_of, with_submodules
 from mindspeed.tensor_parallel.unaligned.rows import padded_index
 from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes, Share, part, parts
 
@@ -80,21 +80,17 @@ def with_uneven_linears(
         modules = {}
         for name, linears in shares.items():
             module: Any = getattr(layer.submodules, name, None)
-            submodules = getattr(module, "submodules", None)
+            submodules = submodules_of(module)
             if submodules is None:  # a layer that computes nothing
                 continue
             new = {
-                linear: uneven_linear(base(_class_of(getattr(submodules, linear))), *where)
+                linear: uneven_linear(base(class_of(getattr(submodules, linear))), *where)
                 for linear, where in linears.items()
             }
-            modules[name] = replace(module, submodules=replace(submodules, **new))
+            modules[name] = with_submodules(module, **new)
         return replace(layer, submodules=replace(layer.submodules, **modules)) if modules else layer
 
     return replace(block, layer_specs=[changed(layer) for layer in block.layer_specs])
-
-
-def _class_of(spec: Any) -> type:
-    return spec.module if isinstance(spec, ModuleSpec) else spec  # type: ignore[no-any-return]
 
 
 @functools.cache
