@@ -63,15 +63,15 @@ def mark_shard(dim: int) -> Callable[[Callable[..., None]], Callable[..., None]]
 def count_by_holders(original: Callable[..., bool]) -> Callable[..., bool]:
     """Wrap ``param_is_not_tensor_parallel_duplicate``."""
 
-    def param_is_not_tensor_parallel_duplicate(param: Any, *tp_group: Any) -> bool:
+    def param_is_not_tensor_parallel_duplicate(param: Any, *args: Any, **kwargs: Any) -> bool:
         from megatron.core import parallel_state
 
         param = getattr(param, "orig_param", param)  # a shard of Megatron-FSDP lacks some marks
         if getattr(param, "allreduce", True):
-            return original(param, *tp_group)
+            return original(param, *args, **kwargs)
         group = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
         if group is None:
-            return original(param, *tp_group)
+            return original(param, *args, **kwargs)
         return counted(param, tp_rank=0, expert_tp_rank=group.rank())
 
     return param_is_not_tensor_parallel_duplicate
@@ -127,12 +127,14 @@ def sum_by_marks(original: Callable[..., None]) -> Callable[..., None]:
     norm of latent queries is found by its name; it is marked like every other norm.
     """
 
-    def _allreduce_non_tensor_model_parallel_grads(model: Any, config: Any, *tp_group: Any) -> None:
+    def _allreduce_non_tensor_model_parallel_grads(
+        model: Any, config: Any, *args: Any, **kwargs: Any
+    ) -> None:
         by_marks = copy.copy(config)
         by_marks.sequence_parallel = True
         if getattr(config, "multi_latent_attention", False):
             by_marks.qk_layernorm = False
-        original(model, by_marks, *tp_group)
+        original(model, by_marks, *args, **kwargs)
 
     return _allreduce_non_tensor_model_parallel_grads
 
