@@ -67,6 +67,12 @@ EP = "--expert-model-parallel-size 2"
 CP = "--micro-batch-size 2 --context-parallel-size 2 --cp-comm-type"
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 SEQUENTIAL = MOE.replace("--moe-grouped-gemm", "")
+BALANCED = MOE.replace("type none", "type aux_loss") + (
+    " --moe-aux-loss-coeff 1 --moe-z-loss-coeff 0.1 --calculate-per-token-loss"
+    " --micro-batch-size 2 --lr 0"
+)
+"""Micro-batches as in the layouts: the loss is not linear. Gradients alone, without a step of Adam,
+which from a gradient of nearly zero has either sign."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,12 @@ BASE = {
     ),
     "experts-tensor": Job(
         "experts and tensor parallel", 4, MOE, f"{SP} {EP} --expert-tensor-parallel-size 2"
+    ),
+    "balanced-sequence": Job(
+        "balancing losses, loss per token, tensor and sequence parallel", 2, BALANCED, SP
+    ),
+    "balanced-context": Job(
+        "balancing losses, loss per token, context parallel", 2, BALANCED, f"{CP} p2p"
     ),
     "mla-tensor": Job("latent attention, tensor and sequence parallel", 2, MLA, SP),
     "mla-pipeline": Job("latent attention, pipeline", 2, MLA, PP),

@@ -10,7 +10,7 @@ Symptom: silent; counts above 256 are rounded and stop at 65,536, so the bias of
 wrong way. With a padding mask: an error, or other tokens are left out where both sizes are equal.
 Fix: the buffers of a router keep their dtype whatever converts the model, so nothing is rounded on
 the way either; the mask gets a dimension for the experts.
-Versions: 0.16.
+Versions: <0.17; masks came with 0.16.
 
 Defect: the log of router losses has another size on stages without experts.
 
@@ -92,7 +92,7 @@ PATCHES = (
         keep_dtype_of_buffers,
         "counts of tokens per expert stay fp32 in a bf16 model",
         kind="define",
-        versions=_VERSIONS,
+        versions="<0.17",
     ),
     repair(
         _ROUTER + "_apply_expert_bias",

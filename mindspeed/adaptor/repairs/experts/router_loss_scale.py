@@ -17,7 +17,7 @@ and choose other experts for the loss than those that get the tokens.
 Fix: losses are multiplied with the tokens of the micro-batch on all ranks that share it, without
 padding, and computed in fp32 at least; the z-loss is logged as the mean over the ranks. Cost: one
 scalar all-reduce per loss and layer, only with a padding mask.
-Versions: 0.16.
+Versions: <0.17; the faults of padding, and of the loss per sequence, came with 0.16.
 """
 
 from __future__ import annotations
@@ -130,6 +130,32 @@ def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[...,
     return attach_and_log_load_balancing_loss
 
 
+def scale_by_ranks(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap the same method before 0.16, which multiplies with the tokens of this rank itself."""
+
+    def attach_and_log_load_balancing_loss(
+        self: Any,
+        activation: torch.Tensor,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        aux_loss_name: str,
+        reduce_group: Any,
+    ) -> torch.Tensor:
+        factor = int(reduce_group.size())
+        if not self.calculate_per_token_loss:
+            factor //= self.tp_cp_group.size()
+        return original(
+            self,
+            activation,
+            aux_loss_coeff * factor,  # for the log
+            aux_loss * factor,
+            aux_loss_name,
+            reduce_group,
+        )
+
+    return attach_and_log_load_balancing_loss
+
+
 def score_in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function that computes the scores of a load-balancing loss."""
 
@@ -157,7 +183,8 @@ def apply_z_loss(
     config, ranks = self.config, self.tp_cp_group.size()
     if config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
         return logits
-    loss = moe_utils.z_loss_func(_wide(logits), 1.0, padding_mask=padding_mask)
+    left_out = {} if padding_mask is None else {"padding_mask": padding_mask}
+    loss = moe_utils.z_loss_func(_wide(logits), 1.0, **left_out)
     strength: Any = config.moe_z_loss_coeff / ranks
     if self.calculate_per_token_loss:
         own = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
@@ -218,18 +245,25 @@ PATCHES = (
         versions=_VERSIONS,
     ),
     repair(
+        _ROUTER + "attach_and_log_load_balancing_loss",
+        scale_by_ranks,
+        "the same, and with the global loss",
+        expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group)",
+        versions="<0.16",
+    ),
+    repair(
         "megatron.core.transformer.moe.moe_utils:compute_routing_scores_for_aux_loss",
         score_in_fp32,
         "scores of a load-balancing loss are not rounded",
-        expects="(logits, topk, score_function, fused, padding_mask)",
-        versions=_VERSIONS,
+        expects="(logits, topk, score_function, fused, ...)",
+        versions="<0.17",
     ),
     repair(
         _ROUTER + "apply_z_loss",
         lambda original: apply_z_loss,
         "the z-loss too, and the log has its mean over the ranks",
         kind="replace",
-        expects="(self, logits, padding_mask)",
-        versions=_VERSIONS,
+        expects={"<0.16": "(self, logits)", ">=0.16": "(self, logits, padding_mask)"},
+        versions="<0.17",
     ),
 )
