@@ -198,14 +198,14 @@ NOT_SEEN = {
         "explicit_groups"
     ),
     "which tokens a mask or a document has": (
-        "masks mtp_packed_roll packed_conversations sampler_epochs dataset_helpers"
+        "masks mtp_packed_roll packed_conversations sampler_epochs dataset_helpers dataset_tokens"
     ),
     "data parallelism is taken to sum gradients": "fsdp",
     "time: communication that nothing waits for": "overlap expert_overlap",
     "groups after training, and workers": "process_groups checkpoint_worker failed_exit",
     "what is saved, loaded or counted on one rank": (
         "checkpoint_pickles expert_shards rerun_checkpoints upcycling memory_estimate flops "
-        "log_line"
+        "log_line numpy_names"
     ),
     "the optimizer": (
         "main_params optimizer_groups optimizer_offload optimizer_resume optimizer_schedule "
