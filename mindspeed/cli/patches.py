@@ -14,7 +14,6 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
 from mindspeed.adaptor.contract import check_contracts
@@ -91,7 +90,7 @@ def _check(root: Path | None) -> int:
     broken = [finding for finding in findings if finding.problem]
     version = read_version(root)
     for feature in all_features():
-        if version not in SpecifierSet(feature.megatron_versions, prereleases=True):
+        if not feature.runs_with(version):
             needs = f"{feature.name} needs megatron-core {feature.megatron_versions}"
             console.print(f"[dim]{'refused':15}[/dim]feature {needs}")
     print(f"megatron-core {version}: {len(findings)} patches, {len(broken)} broken")

@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from typing_extensions import dataclass_transform  # in typing since Python 3.11
 
 if TYPE_CHECKING:
@@ -187,6 +189,11 @@ class Feature:
     def enabled(self, megatron: Megatron) -> bool:
         """Whether the feature is on; by default if any of its flags differs from its default."""
         return self != type(self)()
+
+    @classmethod
+    def runs_with(cls, version: Version | str) -> bool:
+        """Whether it runs with this release of megatron-core."""
+        return SpecifierSet(cls.megatron_versions, prereleases=True).contains(version)
 
     def asked_by(self, megatron: Megatron) -> str | None:
         """The flag of another feature that switches this one on, for messages."""

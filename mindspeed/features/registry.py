@@ -17,7 +17,6 @@ from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal, TypeVar
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mindspeed import plugins
@@ -438,9 +437,8 @@ def _version_problems(
 ) -> list[Problem]:
     problems = []
     for feature in enabled:
-        versions = SpecifierSet(feature.megatron_versions, prereleases=True)
-        if version is not None and version not in versions:
-            have = ", ".join(release for release in TESTED if release in versions)
+        if version is not None and not feature.runs_with(version):
+            have = ", ".join(release for release in TESTED if feature.runs_with(release))
             message = f"does not run with megatron-core {version}"
             problems.append(Problem(_shown(feature, values), message, f"it runs with {have}"))
     return problems

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -177,14 +176,6 @@ class MindSpeedPatchesManager:
         for patch in MindSpeedPatchesManager.patches_info.values():
             patch.remove_patch()
         MindSpeedPatchesManager.patches_info.clear()
-
-
-def is_megatron_training_available() -> bool:
-    """Whether there is ``megatron.training``, which the wheel of megatron-core lacks."""
-    try:
-        return importlib.util.find_spec("megatron.training") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _absent(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -75,13 +75,13 @@ class Session:
     """The adaptor's state in this process."""
 
     def __init__(self) -> None:
-        self.version = megatron_version()
-        if self.version is not None:
-            check_megatron_version(self.version)
+        version = megatron_version()
+        if version is not None:
+            check_megatron_version(version)
         self.device = device.current()
         self.journal = Journal()
         self.hooks = PostImportHooks()
-        self.engine = PatchEngine(self.hooks, self.version)
+        self.engine = PatchEngine(self.hooks, version)
         self.seams = Seams(self.engine)
         self.te, self.te_reason = te.choose(self.device.name)
         self.configuration: Configuration | None = None
@@ -104,7 +104,7 @@ class Session:
         eager_wandb.install(self.hooks)
         checkpoint_pickles.install(self.hooks, self.journal)
         failed_exit.install(self.journal)
-        numpy_names.install(self.journal, self.version)
+        numpy_names.install(self.journal)
         of_arguments = argument_patches(
             _add_flags, own_flags, _derive, self._configure_from_namespace
         )

@@ -21,9 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from packaging.version import Version
 
-from mindspeed.adaptor.versions import megatron_version
+from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.built_model import unwrap
 from mindspeed.checkpoint.fsdp_state import contents, is_sharded
 from mindspeed.errors import ConfigError
@@ -97,11 +96,10 @@ def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
                 f"{'' if given is True else f' {given}'}: Megatron-FSDP does not do both; use "
                 "--zero-stage 1"
             )
-    version = megatron_version()
-    if args.num_experts and version is not None and version < Version("0.16"):
+    if args.num_experts and not at_least("0.16"):
         yield (
-            f"{flag} with --num-experts does not run with megatron-core {version}, whose "
-            "Megatron-FSDP shards no experts; install 0.16.1, or use --zero-stage 1"
+            f"{flag} with --num-experts does not run with megatron-core {megatron_version()}, "
+            "whose Megatron-FSDP shards no experts; install 0.16.1, or use --zero-stage 1"
         )
     if args.num_experts and args.moe_grouped_gemm and args.transformer_impl == "local":
         yield (

@@ -11,10 +11,12 @@ from __future__ import annotations
 import numpy
 from packaging.version import Version
 
+from mindspeed.adaptor.versions import megatron_version
 from mindspeed.journal import Journal
 
 
-def install(journal: Journal, version: Version | None) -> None:
+def install(journal: Journal) -> None:
     """Give NumPy the old name where this Megatron asks for it."""
+    version = megatron_version()
     if version is not None and version < Version("0.16") and not hasattr(numpy, "product"):
         journal.set(numpy, "product", numpy.prod, owner="repair:numpy-names")
