@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.one_rank import column
+from tests.training.one_rank import assert_same_training, column
 from tests.training.test_layouts import DISTRIBUTED, MOE, MOE_PATTERN, PP, TP
 
 DEEPSPEED = "--moe-model-type deepspeed_moe"
@@ -63,13 +63,7 @@ LAYOUTS = {
 def test_losses_are_those_of_megatrons_model(name, one_rank):
     world_size, model, flags = LAYOUTS[name]
     reference = one_rank(model)
-    records = reference.train(world_size, flags)
-    assert column(records, "lm_loss") == pytest.approx(
-        column(reference.records, "lm_loss"), rel=1e-6
-    )
-    assert column(records, "grad_norm") == pytest.approx(
-        column(reference.records, "grad_norm"), rel=1e-4
-    )
+    assert_same_training(reference.train(world_size, flags), reference.records)
 
 
 TOP1 = (
@@ -97,7 +91,7 @@ def test_losses_with_drops_do_not_depend_on_where_experts_are(name, one_rank):
     for key, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-4), ("load_balancing_loss", 1e-5)):
         assert column(shared, key) == pytest.approx(column(whole, key), rel=tolerance)
         if key in reference.records[0]:
-            assert column(whole, key) != pytest.approx(column(reference.records, key), rel=2e-6)
+            assert column(whole, key) != pytest.approx(column(reference.records[:2], key), rel=2e-6)
 
 
 @pytest.mark.slow
@@ -129,6 +123,4 @@ def test_every_second_layer_has_experts(one_rank):
         records = reference.train(2, f"{ROOM} {EP} --expert-interval 2")
     finally:
         reference.model = MOE_PATTERN.split()
-    assert column(records, "lm_loss") == pytest.approx(
-        column(reference.records, "lm_loss"), rel=1e-6
-    )
+    assert_same_training(records, reference.records)

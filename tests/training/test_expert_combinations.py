@@ -106,7 +106,7 @@ def test_fp16(program, one_rank):
     fp16 = "--fp16 --initial-loss-scale 1024"
     expected = reference.plain(1, fp16)
     records = trained(reference, program, fp16)
-    assert column(records, "loss_scale") == column(expected, "loss_scale") == [1024] * 3
+    assert column(records, "loss_scale") == column(expected, "loss_scale") == [1024] * 2
     # Sums of another order differ by roundings of 5e-4 each, as each processor adds them.
     assert_same_training(records, expected, loss=1e-4, norm=1e-3)
 
@@ -116,8 +116,8 @@ def test_fp16(program, one_rank):
 @pytest.mark.parametrize("program", ["plain", "overlap", "extended"])
 def test_a_scale_that_overflows_skips_steps_on_all_ranks(program, one_rank):
     records = trained(one_rank(SHARED), program, "--fp16 --initial-loss-scale 4294967296")
-    assert column(records, "skipped_iterations") == [1] * 3
-    assert column(records, "loss_scale") == [2.0**32, 2.0**31, 2.0**30]
+    assert column(records, "skipped_iterations") == [1] * 2
+    assert column(records, "loss_scale") == [2.0**32, 2.0**31]
 
 
 DISTRIBUTED = "--use-distributed-optimizer"

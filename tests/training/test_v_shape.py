@@ -9,7 +9,7 @@ import torch
 
 from tests.support.trainer_job import SETUP
 from tests.training.matrix_job import dry_run
-from tests.training.one_rank import column
+from tests.training.one_rank import assert_same_training, column
 from tests.training.test_layouts import MTP_TIED
 
 SIZES = "--num-layers 8 --global-batch-size 8"
@@ -65,12 +65,7 @@ LAYOUTS = {
 def test_layout_trains_like_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]
     reference = one_rank(model)
-    records = reference.train(world_size, flags)
-    assert len(records) == 3
-    losses = [(name, 1e-6) for name in records[0] if name.endswith("_loss")]
-    for name, tolerance in (*losses, ("grad_norm", 1e-4)):
-        expected = pytest.approx(column(reference.records, name), rel=tolerance)
-        assert column(records, name) == expected
+    assert_same_training(reference.train(world_size, flags), reference.records)
 
 
 RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
