@@ -211,14 +211,14 @@ def _computing_layers(seams: SeamTable) -> tuple[Patch, ...]:
         return num_floating_point_operations
 
     def means(original: Callable[..., Any]) -> Callable[..., Any]:
-        def track_moe_metrics(*args: Any, **kwargs: Any) -> Any:
+        def report(*args: Any, **kwargs: Any) -> Any:
             given = bind(original, args, kwargs)
             if given["num_layers"] is not None:
                 layers = layers_of({**given, "num_experts": 1})
                 given["moe_layer_freq"] = [int(moe) for moe in layers]
             return original(**given)
 
-        return track_moe_metrics
+        return report
 
     owner = owner_of("computing_layers")
     return (
@@ -235,6 +235,15 @@ def _computing_layers(seams: SeamTable) -> tuple[Patch, ...]:
             owner,
             "means over layers leave out those that do not compute",
             expects="(loss_scale, iteration, ...)",
+            versions="<0.18",
+        ),
+        Patch(
+            "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+            means,
+            owner,
+            "means over layers leave out those that do not compute",
+            expects="(self, loss_scale, iteration, ...)",
+            versions=">=0.18",
         ),
     )
 

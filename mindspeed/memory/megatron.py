@@ -14,6 +14,7 @@ by path, and three kinds of computations inside modules:
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -268,13 +269,12 @@ def remember_state(modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
     are summed for the log, and attributes: a run that ends early has not cleared what modules pass
     from one of their methods to the next, and autograd's graph of it would live on there.
     """
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     modules = list(modules)
     buffers = [(x, x._version, x.clone()) for module in modules for x in _buffers(module)]
     attributes = [(vars(x), dict(vars(x))) for module in modules for x in _holders(module)]
-    logged = get_moe_layer_wise_logging_tracker()
+    logged = _losses_of_experts()
     before = {name: _copied(entry) for name, entry in logged.items()}
     predicted = _copied(MTPLossLoggingHelper.tracker)
 
@@ -311,11 +311,21 @@ def _buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     return torch.nn.Module.buffers(module)
 
 
-def _copied(entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in entry.items()
-    }
+def _losses_of_experts() -> dict[str, Any]:
+    """What is summed for the log, by name: since Megatron 0.18 objects, before dictionaries."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        return moe_utils.get_moe_metrics_tracker()._metrics  # type: ignore[no-any-return]
+    return moe_utils.get_moe_layer_wise_logging_tracker()  # type: ignore[no-any-return]
+
+
+def _copied(entry: Any) -> Any:
+    """A dictionary, or an object with the same in its attributes, with copies of its tensors."""
+    found = copy.copy(entry)
+    values = found if isinstance(found, dict) else vars(found)
+    values.update((k, v.clone()) for k, v in values.items() if isinstance(v, torch.Tensor))
+    return found
 
 
 def _environment(model: torch.nn.Module) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ Where: ``megatron.core.transformer.transformer_layer.TransformerLayer.__init__``
 which is 0-based, with ``layer_number``, which is 1-based.
 Symptom: every layer gets the algorithm of the next one; the last layer raises an IndexError.
 Fix: prepend a dummy entry to the list while a layer is built.
+Versions: <0.17.
 """
 
 from __future__ import annotations
@@ -46,5 +47,6 @@ PATCHES = (
         prepend_dummy_entry,
         "per-layer lists of --cp-comm-type are indexed by layer_number - 1",
         expects="(self, config, submodules, layer_number, ...)",
+        versions="<0.17",
     ),
 )

@@ -13,7 +13,7 @@ Where: what ``--overlap-moe-expert-parallel-comm`` (and this library's ``--moe-f
 
 Fix: the end of the backward runs for chunk 0, too; projections compute their gradients on the
 streams on which their backward ran; 0 layers are none.
-Versions: 0.16.
+Versions: since 0.16; chunk 0 <0.18, projections <0.17, no layers <0.19.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ def without_empty_prediction(original: Callable[..., None]) -> Callable[..., Non
     return __post_init__
 
 
-_VERSIONS = ">=0.16,<0.17"
 PATCHES = (
     repair(
         "megatron.core.pipeline_parallel.combined_1f1b:"
@@ -82,20 +81,20 @@ PATCHES = (
         end_backward_of_chunk_0,
         "gradients of model chunk 0 are reduced when they are complete",
         expects="(config, forward_step_func, data_iterator, model, num_microbatches, ...)",
-        versions=_VERSIONS,
+        versions=">=0.16,<0.18",
     ),
     repair(
         "megatron.core.transformer.moe.moe_layer:MoELayer.backward_dw",
         compute_latent_projections,
         "delayed weight gradients of latent projections are computed",
         expects="(self, routed_experts, shared_experts)",
-        versions=_VERSIONS,
+        versions=">=0.16,<0.17",
     ),
     repair(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         without_empty_prediction,
         "0 layers of multi-token prediction are none",
         expects="(self)",
-        versions=_VERSIONS,
+        versions=">=0.16,<0.19",
     ),
 )

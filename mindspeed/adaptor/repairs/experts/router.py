@@ -10,7 +10,7 @@ Symptom: silent; counts above 256 are rounded and stop at 65,536, so the bias of
 wrong way. With a padding mask: an error, or other tokens are left out where both sizes are equal.
 Fix: the buffers of a router keep their dtype whatever converts the model, so nothing is rounded on
 the way either; the mask gets a dimension for the experts.
-Versions: <0.17; masks came with 0.16.
+Versions: <0.19; masks came with 0.16.
 
 Defect: the log of router losses has another size on stages without experts.
 
@@ -20,6 +20,7 @@ prediction (Megatron-LM PR 3401).
 Symptom: with multi-token prediction and a pipeline stage without experts the ranks reduce tensors
 of different sizes: they wait for ever, or the report ends in an error.
 Fix: stages without experts have the values of all layers.
+Versions: <0.17.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
-_VERSIONS = ">=0.16,<0.17"
+_VERSIONS = ">=0.16,<0.19"
 
 
 def keep_dtype_of_buffers(original: None) -> Callable[..., Any]:
@@ -92,7 +93,7 @@ PATCHES = (
         keep_dtype_of_buffers,
         "counts of tokens per expert stay fp32 in a bf16 model",
         kind="define",
-        versions="<0.17",
+        versions="<0.19",
     ),
     repair(
         _ROUTER + "_apply_expert_bias",
@@ -109,5 +110,6 @@ PATCHES = (
             "(loss_scale, iteration, writer, wandb_writer, total_loss_dict, per_layer_logging, "
             "force_initialize, track_names, num_layers, moe_layer_freq, mtp_num_layers, ...)"
         ),
+        versions="<0.17",
     ),
 )

@@ -9,7 +9,8 @@ ranks before it reads them (PR 7481). The z-loss in the log is that of one rank 
 ``--moe-router-dtype`` sigmoid scores and the z-loss are computed in 16 bits (PR 2765). Each
 data-parallel rank has a part of the global loss, and the parts are averaged (issue 3672); it
 divides the counts of all micro-batches of a step by the tokens of the last one, as if all had as
-many (PR 7214).
+many (PR 7214). A layer that predicts several tokens adds its z-loss for each of them
+(``mtp_use_repeated_layer``), its other losses once.
 Symptom: silent; experts are balanced with 1 / (TP x CP), or 1 / micro-batch size, of the
 coefficient that the user gave, with the global loss 1 / DP. With a padding mask, the weight of a
 rank depends on the others, and the global loss on the order of micro-batches. Rounded scores tie,
@@ -17,7 +18,8 @@ and choose other experts for the loss than those that get the tokens.
 Fix: losses are multiplied with the tokens of the micro-batch on all ranks that share it, without
 padding, and computed in fp32 at least; the z-loss is logged as the mean over the ranks. Cost: one
 scalar all-reduce per loss and layer, only with a padding mask.
-Versions: <0.17; the faults of padding, and of the loss per sequence, came with 0.16.
+Versions: <0.19; the faults of padding, and of the loss per sequence, came with 0.16, the repeated
+layer with 0.17; since 0.17 scores are fp32.
 """
 
 from __future__ import annotations
@@ -110,21 +112,21 @@ def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[...,
         aux_loss: torch.Tensor,
         aux_loss_name: str,
         reduce_group: Any,
-        reduce_group_has_dp: bool = False,
+        *averaged: bool,
         valid_token_count: int | torch.Tensor | None = None,
+        **named: bool,
     ) -> torch.Tensor:
-        sharing = reduce_group if reduce_group_has_dp else self.tp_cp_group
         if self.calculate_per_token_loss:
             own: int | torch.Tensor = activation.shape[0]
             if valid_token_count is not None:
                 own = valid_token_count * getattr(self, _SEQUENCES, 1)
-            valid_token_count = _over_ranks(own, sharing)
+            valid_token_count = _over_ranks(own, reduce_group)
         else:
-            parts = sharing.size() // self.tp_cp_group.size()
+            parts = reduce_group.size() // self.tp_cp_group.size()
             aux_loss_coeff, aux_loss = aux_loss_coeff * parts, aux_loss * parts
         return original(
             self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group,
-            reduce_group_has_dp=reduce_group_has_dp, valid_token_count=valid_token_count,
+            *averaged, valid_token_count=valid_token_count, **named,
         )  # fmt: skip
 
     return attach_and_log_load_balancing_loss
@@ -180,11 +182,15 @@ def apply_z_loss(
     """
     from megatron.core.transformer.moe import moe_utils
 
-    config, ranks = self.config, self.tp_cp_group.size()
+    config, ranks, layer = self.config, self.tp_cp_group.size(), self.layer_number
     if config.moe_z_loss_coeff is None or not (self.training and torch.is_grad_enabled()):
         return logits
     left_out = {} if padding_mask is None else {"padding_mask": padding_mask}
     loss = moe_utils.z_loss_func(_wide(logits), 1.0, **left_out)
+    if getattr(self, "is_mtp_layer", False):  # since 0.17 counted on its own
+        layer = layer + config.num_layers
+        if config.mtp_use_repeated_layer:
+            loss = loss / config.mtp_num_layers
     strength: Any = config.moe_z_loss_coeff / ranks
     if self.calculate_per_token_loss:
         own = logits.shape[0] if padding_mask is None else (~padding_mask).sum()
@@ -192,7 +198,7 @@ def apply_z_loss(
     moe_utils.save_to_aux_losses_tracker(
         "z_loss",
         loss,
-        self.layer_number,
+        layer,
         config.num_layers + (config.mtp_num_layers or 0),
         avg_group=self.tp_dp_cp_group,
     )
@@ -213,7 +219,7 @@ def _over_ranks(tokens: int | torch.Tensor, group: Any) -> int | torch.Tensor:
 
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
-_VERSIONS = ">=0.16,<0.17"
+_VERSIONS = ">=0.16,<0.19"
 PATCHES = (
     repair(
         "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
@@ -240,8 +246,12 @@ PATCHES = (
         _ROUTER + "attach_and_log_load_balancing_loss",
         scale_by_micro_batch,
         "with a loss per token, balancing losses have the same strength under TP and CP",
-        expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, "
-        "reduce_group_has_dp, valid_token_count)",
+        expects={
+            "<0.18": "(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, "
+            "reduce_group_has_dp, valid_token_count)",
+            ">=0.18": "(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, "
+            "needs_dp_avg, valid_token_count)",
+        },
         versions=_VERSIONS,
     ),
     repair(
@@ -264,6 +274,6 @@ PATCHES = (
         "the z-loss too, and the log has its mean over the ranks",
         kind="replace",
         expects={"<0.16": "(self, logits)", ">=0.16": "(self, logits, padding_mask)"},
-        versions="<0.17",
+        versions="<0.19",
     ),
 )

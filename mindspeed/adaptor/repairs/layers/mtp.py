@@ -17,7 +17,15 @@ _checkpointed_forward`` hands all arguments of the layer to the checkpoint, whic
 (Megatron-LM PR 4593); the boundaries of documents are none.
 Symptom: a TypeError in the first forward pass.
 Fix: what is no tensor is bound to the function that runs again.
-Versions: >=0.16.
+Versions: >=0.16,<0.18.
+
+Defect: no layer of multi-token prediction can be recomputed.
+
+Where: ``MultiTokenPredictionLayer._checkpointed_forward`` does not take the padding mask, which
+``forward`` gives it.
+Symptom: a TypeError in the first forward pass.
+Fix: the mask is bound to the function that runs again.
+Versions: 0.18.
 
 Defect: tied embeddings with multi-token prediction (MTP) and pipeline parallelism.
 
@@ -41,21 +49,23 @@ number of tokens with a target, is that of one context-parallel rank's shard (Me
 The last tokens of a sequence have no target, and they are all on one rank. A micro-batch without
 any target has none (PR 3396). ``GPTModel._postprocess`` divides by no number if losses are per
 token: gradients are divided by the tokens of the main loss, which are more (PR 3159); without a
-loss mask it predicts tokens whose label is negative (Megatron-Bridge issue 6103).
+loss mask it predicts tokens whose label is negative (Megatron-Bridge issue 6103). Since 0.17
+``process_mtp_loss`` does this; per token it multiplies by the tokens of one rank's shard.
 Symptom: unless losses are per token, the mean over the ranks is not the mean over the sequence:
 loss and gradients differ from those of one rank. Per token, a document of ten tokens that count
 from the first on has nine tenths of its weight. Without targets loss and gradients are NaN. A
 framework that passes no mask trains the prediction of prompts and padding.
 Fix: the count is all-reduced over the context-parallel group and divided by its size; zero becomes
-one. If losses are per token, a rolled mask keeps the sum that it had. A mask that is not given is
-made from the labels. Cost: one scalar all-reduce per predicted token and micro-batch, two if
-losses are per token.
+one. If losses are per token, they are means times the tokens of the main loss. A mask that is not
+given is made from the labels. Cost: one scalar all-reduce per predicted token and micro-batch, two
+if losses are per token.
 Versions: >=0.15.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -100,6 +110,21 @@ def checkpoint_tensors_only(original: Callable[..., Any]) -> Callable[..., Any]:
             return forward_func(**dict(zip(tensors, values, strict=False)), **named, **others)
 
         return original(self, forward, **tensors)
+
+    return _checkpointed_forward
+
+
+def checkpoint_with_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_checkpointed_forward``, whose checkpoint runs ``_proj_and_transformer_layer``."""
+
+    def _checkpointed_forward(
+        self: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        view = copy.copy(self)
+        view._proj_and_transformer_layer = functools.partial(
+            self._proj_and_transformer_layer, padding_mask=padding_mask
+        )
+        return original(view, *args, **kwargs)
 
     return _checkpointed_forward
 
@@ -150,6 +175,26 @@ def mask_by_labels(original: Callable[..., Any]) -> Callable[..., Any]:
     return _postprocess
 
 
+def take_means_times_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``process_mtp_loss``, which computes the losses since 0.17."""
+
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Any:
+        given = bind(original, args, kwargs)
+        config, labels = given["config"], given["labels"]
+        if labels is None:
+            return original(**given)
+        if given["loss_mask"] is None:
+            given["loss_mask"] = (labels >= 0).float()
+        if config.calculate_per_token_loss:
+            tokens = mean_count(given["loss_mask"], given["cp_group"])
+            given["config"] = means = copy.copy(config)
+            means.calculate_per_token_loss = False
+            means.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * tokens
+        return original(**given)
+
+    return process_mtp_loss
+
+
 def weighed(
     rolled: torch.Tensor, before: torch.Tensor, cp_group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +243,15 @@ PATCHES = (
         checkpoint_tensors_only,
         "layers of multi-token prediction are recomputed with packed documents",
         expects="(self, forward_func, *args, **kwargs)",
-        versions=">=0.16,<0.17",
+        versions=">=0.16,<0.18",
+    ),
+    repair(
+        "megatron.core.transformer.multi_token_prediction:"
+        "MultiTokenPredictionLayer._checkpointed_forward",
+        checkpoint_with_mask,
+        "layers of multi-token prediction are recomputed",
+        expects="(self, hidden_states, decoder_input, attention_mask, context, ...)",
+        versions=">=0.18,<0.19",
     ),
     repair(
         "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
@@ -226,5 +279,16 @@ PATCHES = (
             "rotary_pos_cos, rotary_pos_sin, mtp_in_postprocess, loss_mask, ...)"
         ),
         versions=">=0.15,<0.17",
+    ),
+    repair(
+        "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+        take_means_times_tokens,
+        "the same since 0.17, and with context parallelism",
+        expects=(
+            "(hidden_states, labels, loss_mask, output_layer, output_weight, "
+            "runtime_gather_output, is_training, compute_language_model_loss, config, "
+            "cp_group, ...)"
+        ),
+        versions=">=0.17",
     ),
 )

@@ -1,13 +1,14 @@
 """Defect: printed models and process groups are wrong, or end in an error.
 
-Where: ``__repr__`` of ``ColumnParallelLinear`` and ``RowParallelLinear`` in
-``megatron.core.tensor_parallel.layers`` compares the bias with ``True`` (Megatron-LM PR 4330); that
-of ``ProcessGroupCollection`` in ``megatron.core.process_groups_config`` takes every field for one
-group, and that of hierarchical context parallelism is a list (PR 3753).
+Where: ``__repr__`` (in 0.17 ``extra_repr``) of ``ColumnParallelLinear`` and
+``RowParallelLinear`` in ``megatron.core.tensor_parallel.layers`` compares the bias with ``True``
+(Megatron-LM PR 4330); that of ``ProcessGroupCollection`` in
+``megatron.core.process_groups_config`` takes every field for one group, and that of hierarchical
+context parallelism is a list (PR 3753).
 Symptom: a printed model says ``bias=False`` for every layer; ``'list' object has no attribute
 'size'`` in a log message.
 Fix: the bias is looked at, and lists show the size of each group.
-Versions: layers <0.17, groups >=0.16.
+Versions: layers <0.18, groups >=0.16.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _LAYERS = ("ColumnParallelLinear", "RowParallelLinear")
 
 
 def with_its_bias(original: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Wrap ``__repr__`` of a linear layer."""
+    """Wrap ``__repr__`` or ``extra_repr`` of a linear layer."""
 
-    def __repr__(self: Any) -> str:
+    def described(self: Any) -> str:
         return original(self).replace("bias=False", f"bias={self.bias is not None}")
 
-    return __repr__
+    return described
 
 
 def with_every_size(original: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -50,12 +51,13 @@ def _size(group: Any) -> Any:
 PATCHES = (
     *(
         repair(
-            f"megatron.core.tensor_parallel.layers:{name}.__repr__",
+            f"megatron.core.tensor_parallel.layers:{name}.{method}",
             with_its_bias,
             "printed layers show their bias",
             expects="(self)",
-            versions="<0.17",
+            versions=versions,
         )
+        for method, versions in (("__repr__", "<0.17"), ("extra_repr", ">=0.17,<0.18"))
         for name in _LAYERS
     ),
     repair(
