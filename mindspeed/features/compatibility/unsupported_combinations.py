@@ -1,8 +1,8 @@
 """Combinations of Megatron's own flags that cannot train, refused before training begins.
 
 Megatron does not check these: they end in a wrong result, a traceback or a hang after the model has
-been built. One entry of :data:`RULES` per combination; the modules ``sizes`` and
-``fsdp`` next to this one check sizes and Megatron-FSDP.
+been built. One entry of :data:`RULES` per combination; the modules ``sizes``, ``fsdp`` and
+``releases`` next to this one check sizes, Megatron-FSDP, and what some releases have wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed import device, te
 from mindspeed.features.compatibility import fsdp
+from mindspeed.features.compatibility.releases import release_problems
 from mindspeed.features.compatibility.sizes import expert_problems, instance_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.optimizer.rules import chosen
@@ -29,7 +30,7 @@ class UnsupportedCombinations(Feature, level=0):
 
     def problems(self, megatron: Megatron) -> list[Problem]:
         found = [rule.problem for rule in RULES if rule.applies(megatron)]
-        checks = (expert_problems, fsdp.problems, instance_problems)
+        checks = (expert_problems, fsdp.problems, instance_problems, release_problems)
         return [*found, *(problem for check in checks for problem in check(megatron))]
 
 

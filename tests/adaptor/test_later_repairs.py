@@ -1,0 +1,95 @@
+"""Repairs of releases after the installed one, on small functions with the same defects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed.adaptor.repairs.layers.mtp import checkpoint_with_mask, take_means_times_tokens
+from mindspeed.errors import ConfigError
+from mindspeed.features.registry import resolve
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+MASK = torch.tensor([True, False])
+
+
+class Layer:
+    """As in 0.18: what runs again does not get the padding mask."""
+
+    def _proj_and_transformer_layer(self, hidden_states, padding_mask=None):
+        return hidden_states, padding_mask
+
+    @checkpoint_with_mask
+    def _checkpointed_forward(self, hidden_states):
+        return self._proj_and_transformer_layer(hidden_states=hidden_states)
+
+
+def test_a_recomputed_prediction_layer_has_its_padding_mask():
+    layer = Layer()
+    assert layer._checkpointed_forward(1, padding_mask=MASK) == (1, MASK)
+    assert layer._checkpointed_forward(1, padding_mask=None) == (1, None)
+    assert vars(layer) == {}
+
+
+def test_losses_per_token_are_means_times_the_tokens_of_the_main_loss():
+    """The weights of one prediction, by 0.17's own formula without tokens, and by hand."""
+
+    @take_means_times_tokens
+    def process_mtp_loss(labels, loss_mask, config, cp_group=None):
+        rolled = torch.roll(loss_mask, -1, 1)
+        rolled[:, -1] = 0
+        scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
+        assert not config.calculate_per_token_loss
+        return scale * rolled / rolled.sum().clamp(min=1)
+
+    config = SimpleNamespace(
+        calculate_per_token_loss=True, mtp_loss_scaling_factor=0.5, mtp_num_layers=1
+    )
+    labels = torch.tensor([[3, 4, -100, 5, 6]])
+    weights = process_mtp_loss(labels, None, config)
+    torch.testing.assert_close(weights, 0.5 * 4 / 3 * torch.tensor([[1.0, 0, 1, 1, 0]]))
+    assert config.calculate_per_token_loss and config.mtp_loss_scaling_factor == 0.5
+
+
+WRONG = {
+    "muon": ("0.17.1", {"optimizer": "muon"}, "--optimizer muon .*emerging_optimizers 0.2"),
+    "fused-latent": (
+        "0.18.2",
+        {"mla_down_proj_fusion": True, "tensor_model_parallel_size": 2},
+        "--mla-down-proj-fusion: with tensor parallelism",
+    ),
+    "repeated": ("0.17.1", {"mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer: .*0.18.2"),
+}
+RIGHT = {
+    "muon": ("0.16.1", {"optimizer": "muon"}),
+    "fused-latent": ("0.18.2", {"mla_down_proj_fusion": True}),
+    "repeated": ("0.18.2", {"mtp_use_repeated_layer": True}),
+}
+
+
+@pytest.fixture
+def release(monkeypatch):
+    from packaging.version import Version
+
+    from mindspeed.features.compatibility import releases
+
+    return lambda name: monkeypatch.setattr(releases, "megatron_version", lambda: Version(name))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_release_has_wrong_is_refused(case, release):
+    version, values, message = WRONG[case]
+    release(version)
+    with pytest.raises(ConfigError, match=message):
+        resolve(values, "cpu")
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_another_release_has_right_is_accepted(case, release):
+    version, values = RIGHT[case]
+    release(version)
+    resolve(values, "cpu")
