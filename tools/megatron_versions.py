@@ -231,6 +231,18 @@ FEATURES = {
         f"{VPP} --recompute-in-advance --recompute-granularity full --recompute-method block "
         "--recompute-num-layers 1",
     ),
+    "plan": Job(
+        "a plan for each activation",
+        2,
+        GQA,
+        f"{TP} --activation-plan {ROOT / 'tools' / 'megatron_versions_plan.yaml'}",
+    ),
+    "adaptive-memory": Job(
+        "activations within a memory budget",
+        2,
+        GQA,
+        f"{TP} --adaptive-memory-optimization --adaptive-recompute-profiling-step 1",
+    ),
     "swap": Job("activations in host memory", 2, GQA, f"{TP} --swap-attention --swap-min-bytes 0"),
     "uneven": Job("stages with other numbers of layers", 2, GQA, f"{PP} --num-layer-list 1,3"),
     "noop": Job("layers that compute nothing", *LAYOUTS["uneven-virtual-pipeline-noop"]),
@@ -246,6 +258,12 @@ FEATURES = {
         f"{PP} --use-multiparameter-pipeline-model-parallel",
     ),
     "lengths": Job("micro-batches of other lengths", 2, GQA, f"{PP} --variable-seq-lengths"),
+    "sizes": Job(
+        "micro-batches of other sizes",
+        2,
+        GQA,
+        f"{PP} --micro-batch-size 2 --optimized-pipeline --manual-mbs 1,3",
+    ),
     "automated": Job(
         "automated pipeline",
         2,
@@ -279,6 +297,15 @@ FEATURES = {
     "host-optimizer": Job(
         "optimizer states in host memory", 2, GQA, "--use-distributed-optimizer --swap-optimizer"
     ),
+    "average": Job(
+        "Adam with averages of weights",
+        2,
+        f"{GQA} --optimizer-selection fused_ema_adamw --ema-decay 0.9",
+        f"{TP} {OVERLAPS}",
+    ),
+    "cadam": Job("Cadam", 2, f"{GQA} --optimizer cadam --adam-beta1 0.965", TP),
+    "quantized": Job("optimizer states in fp8", 2, f"{GQA} --bf16 --quant-states fp8", PP),
+    "reused": Job("weights within the main weights", 2, f"{GQA} --bf16 --reuse-fp32-param", PP),
     "no-gloo": Job("no Gloo groups", 2, GQA, f"{TP} --disable-gloo-group"),
 }
 """What our features do with it."""
