@@ -42,7 +42,7 @@ def test_a_repair_is_owned_by_its_module():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("version", ["0.15.3", "0.17.1"])
+@pytest.mark.parametrize("version", ["0.18.2", "0.15.3", "0.17.1"])
 def test_all_contracts_hold_in_the_neighbouring_releases(version, tmp_path):
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path)]
     command += ["--only-binary=:all:", "--python-version", "3.12", f"megatron-core=={version}"]
@@ -84,7 +84,7 @@ def test_a_broken_contract_is_found_without_importing(small_megatron, target, ex
     assert (found == []) if problem is None else (problem in found[0])
 
 
-@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.0", "0.17.1", "0.19.0"])
+@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.0", "0.18.1", "0.19.0"])
 def test_an_untested_megatron_version_is_refused(version, monkeypatch):
     monkeypatch.delenv("MINDSPEED_ALLOW_UNTESTED", raising=False)
     with pytest.raises(VersionError, match=rf"megatron-core {version} is not supported.*0\.16\.1"):
@@ -116,7 +116,7 @@ def test_every_command_refuses_another_megatron_in_one_line(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise SystemExit('imported before its version is known')")
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 1\nPRE_RELEASE = ''\n")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 0\nPRE_RELEASE = ''\n")
     env = {name: value for name, value in os.environ.items() if name != "MINDSPEED_ALLOW_UNTESTED"}
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path.cwd())])
     command = [sys.executable, "-m", "mindspeed", "pretrain", "--config", "tiny", "--dry-run"]
@@ -124,4 +124,4 @@ def test_every_command_refuses_another_megatron_in_one_line(tmp_path):
     lines = [line for line in done.stderr.splitlines() if "running as root" not in line]
     assert done.returncode == 1
     assert len(lines) == 1
-    assert lines[0].startswith("mindspeed pretrain: megatron-core 0.17.1 is not supported")
+    assert lines[0].startswith("mindspeed pretrain: megatron-core 0.17.0 is not supported")
