@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 
 import pytest
@@ -129,44 +128,3 @@ def test_unknown_policy_is_named(clean_modules, monkeypatch):
     monkeypatch.setenv("MINDSPEED_TE", "maybe")
     with pytest.raises(ConfigError, match="'maybe' is not one of auto, substitute, native"):
         te.choose("cpu")
-
-
-_NEIGHBOURS = """
-import importlib.metadata
-import mindspeed.megatron_adaptor
-import megatron.core
-from megatron.core.extensions.transformer_engine import HAVE_TE
-assert HAVE_TE
-import accelerate, peft, torch, transformers
-from accelerate.utils import is_transformer_engine_available
-try:
-    importlib.metadata.version("transformer_engine")
-except importlib.metadata.PackageNotFoundError:
-    pass
-else:
-    raise AssertionError("a version of transformer_engine is visible")
-config = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    num_attention_heads=2, num_key_value_heads=2, vocab_size=32)
-model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(
-    target_modules=["q_proj"], r=2))
-accelerator = accelerate.Accelerator(cpu=True)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-tokens = torch.randint(32, (2, 8))
-loss = model(input_ids=tokens, labels=tokens).loss
-accelerator.backward(loss)
-optimizer.step()
-assert loss.device.type == "cpu" and torch.isfinite(loss)
-print("neighbours fine", is_transformer_engine_available())
-"""
-
-
-@pytest.mark.slow
-def test_transformers_accelerate_and_peft_work_in_the_same_process():
-    for name in ("transformers", "accelerate", "peft", "megatron.core"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
-    result = subprocess.run(
-        [sys.executable, "-c", _NEIGHBOURS], capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "neighbours fine" in result.stdout
