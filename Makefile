@@ -5,6 +5,7 @@
 #   make test-weekly  further rows of the large matrices, whose kind a row of make test covers
 #   make test-avx2    the tests that notice the processor, as on one without AVX-512
 #   make fresh        install what the README says into an empty environment and train there
+#   make frameworks   train inside frameworks, in environments of their own (build/frameworks)
 #   make mutants      break the code at more than 500 places and see that tests notice (weekly)
 #
 # Both install only what is missing. Settings:
@@ -35,7 +36,8 @@ OTHER_PROCESSOR := tests/ops/test_quant_gmm.py tests/training/test_parity.py \
 	tests/moe/test_deepspeed_figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-weekly test-avx2 fresh mutants lint docs clean
+.PHONY: help install quickstart test test-fast test-weekly test-avx2 fresh frameworks mutants lint docs \
+	clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -62,6 +64,9 @@ test-avx2: $(VENV)/.test
 fresh: $(VENV)/.torch
 	$(BIN)/python tools/fresh_environment.py --torch-index "$(TORCH_INDEX)"
 
+frameworks: $(VENV)/.test
+	$(BIN)/python tools/frameworks.py --torch-index "$(TORCH_INDEX)" --measure $(or $(ONLY),ms-swift)
+
 mutants: $(VENV)/.test
 	$(BIN)/python tools/mutants.py $(ARGS)
 
@@ -78,6 +83,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/migrating_page.py --check
 	$(BIN)/python tools/type_versions.py --check
 	$(BIN)/python tools/megatron_versions.py --check
+	$(BIN)/python tools/frameworks.py --check
 	$(BIN)/python tools/structure.py
 
 docs: $(VENV)/.lint

@@ -1,0 +1,14 @@
+"""Train with ms-swift where it does not import mindspeed by itself, without an Ascend NPU.
+
+torchrun --nproc_per_node 2 ms_swift.py sft --model DIR --dataset FILE ...
+"""
+
+import sys
+
+import mindspeed.megatron_adaptor  # noqa: F401 (before anything of Megatron)
+
+if __name__ == "__main__":
+    from swift.megatron import megatron_pretrain_main, megatron_rlhf_main, megatron_sft_main
+
+    commands = {"pt": megatron_pretrain_main, "sft": megatron_sft_main, "rlhf": megatron_rlhf_main}
+    commands[sys.argv.pop(1)]()
