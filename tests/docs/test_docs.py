@@ -185,6 +185,7 @@ def test_every_flag_of_an_example_exists(command: str) -> None:
 
 TOOLS = [
     *("operator_table", "pipeline_tables", "moe_tables", "upstream_page", "type_versions"),
+    "frameworks",
     "megatron_versions",
 ]
 
