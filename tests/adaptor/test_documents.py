@@ -51,7 +51,7 @@ def test_packed_documents_train_like_separate_sequences(
 def test_cu_seqlens_reach_every_tensor_parallel_rank_of_megatron_lm(ranks, megatron_lm):
     read, checkout = documents_ranks.megatron_reads, str(megatron_lm)
     with pytest.raises(RankError, match="get_batch_on_this_tp_rank"):  # lengths out of garbage
-        ranks(2, read, checkout, False, timeout=120)
+        ranks(2, read, checkout, False, timeout=30)
     batch = documents_ranks.rows(0)
     for found in ranks(2, read, checkout, True, timeout=240):
         assert found["cu_seqlens"].tolist() == [0, 5, 6, 12, 16, 26, 32]
