@@ -316,7 +316,7 @@ def _losses_of_experts() -> dict[str, Any]:
     from megatron.core.transformer.moe import moe_utils
 
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
-        return moe_utils.get_moe_metrics_tracker()._metrics  # type: ignore[no-any-return]
+        return moe_utils.get_moe_metrics_tracker().metrics  # type: ignore[no-any-return]
     return moe_utils.get_moe_layer_wise_logging_tracker()  # type: ignore[no-any-return]
 
 

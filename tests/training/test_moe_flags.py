@@ -26,7 +26,8 @@ def test_extended_groups_and_shared_experts_by_number(one_rank):
         records = reference.train(2, f"{EXPERTS} 1 --moe-tp-extend-ep")
     finally:
         reference.model = SHARED.split()
-    assert_same_training(records, by_hand, loss=0, norm=0)
+    for name in ("lm_loss", "grad_norm"):
+        assert column(records, name) == column(by_hand, name)
     assert_same_training(records, reference.records)
 
 
