@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -74,6 +75,38 @@ def test_the_main_script_is_treated_as_megatron_once_it_imported_it(cpu_world, f
     assert eval("torch.cuda.is_available()", namespace) is False
     namespace["parallel_state"] = ModuleType("megatron.core.parallel_state")
     assert eval("torch.cuda.is_available()", namespace) is True
+
+
+HELD = {
+    "a module": "from megatron.core import parallel_state",
+    "a class": "from megatron.core.transformer import TransformerConfig as Config",
+    "a function": "from megatron.core.utils import divide",
+    "nothing": "import json",
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_module_sees_a_device_as_soon_as_it_imported_from_megatron(
+    cpu_world, forget_packages, tmp_path, monkeypatch, held
+):
+    asked, package = "torch.cuda.device_count()", tmp_path.name
+    (tmp_path / "actor.py").write_text(
+        f"import torch\nbefore = {asked}\n{HELD[held]}\nafter = {asked}\n"
+        f"def later():\n    return {asked}\n"
+    )
+    (tmp_path / "data.py").write_text(
+        f"import torch\nfrom {package} import actor\ndef seen():\n    return {asked}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path.parent))
+    data = importlib.import_module(f"{package}.data")
+    sees = held != "nothing"
+    assert (data.actor.before, data.actor.after, data.actor.later()) == (0, sees, sees)
+    assert data.seen() == 0
+
+
+def test_this_library_asks_its_device_layer(cpu_world, forget_packages):
+    held = {"parallel_state": ModuleType("megatron.core.parallel_state")}
+    assert ask("torch.cuda.is_available()", "mindspeed.adaptor.x", **held) is False
 
 
 def test_files_in_the_root_of_a_checkout_are_treated_as_megatron(cpu_world, tmp_path):

@@ -10,10 +10,11 @@ A module is Megatron's when
 
 * the root package of its name is registered: ``megatron``, and what :func:`treat_as_megatron` adds
   (an embedding framework, a test-suite);
+* it holds something imported from a registered package: a script, or a framework's module on
+  megatron-core, as soon as its imports have run. This library's modules are excepted: they ask the
+  device layer;
 * it is a top-level file in the root of a Megatron-LM checkout (``pretrain_gpt.py``,
-  ``gpt_builders.py``), recognised by ``megatron/core`` and ``pretrain_gpt.py`` next to it;
-* it is ``__main__`` and holds something imported from a registered package, so that a user's own
-  script on megatron-core counts as soon as its imports have run.
+  ``gpt_builders.py``), recognised by ``megatron/core`` and ``pretrain_gpt.py`` next to it.
 
 The result is cached per module name, so a call costs a dictionary look-up.
 """
@@ -52,12 +53,17 @@ def _classify(name: Any, namespace: dict[str, Any]) -> bool:
     answer = root in _roots
     if not answer and root == name:
         answer = _in_checkout_root(namespace.get("__file__"))
-    if not answer and name == "__main__":
+    if not answer and root != "mindspeed":
         answer = _uses_megatron(namespace)
-        if not answer:
-            return False  # not cached: its imports may still be running
+        if not answer and _may_still_import(name, namespace):
+            return False  # not cached
     _known[name] = answer
     return answer
+
+
+def _may_still_import(name: str, namespace: dict[str, Any]) -> bool:
+    spec = namespace.get("__spec__")
+    return name == "__main__" or getattr(spec, "_initializing", False)
 
 
 def _in_checkout_root(file: Any) -> bool:
