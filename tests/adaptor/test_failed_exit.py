@@ -85,6 +85,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.weekly_cases("spawn")
 @pytest.mark.slow
 @pytest.mark.parametrize("started_by", ["torchrun", "spawn"])
 def test_both_ranks_of_a_framework_end(tmp_path, started_by):

@@ -27,6 +27,7 @@ ADAPTOR = "tests.support.warm"
 MEGATRON = "megatron.core.parallel_state"  # imported alone: nothing is repaired
 
 
+@pytest.mark.weekly_cases("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("repaired", [False, True])
 def test_destroy_model_parallel_leaves_only_the_world(ranks, repaired):

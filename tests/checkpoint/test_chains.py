@@ -42,6 +42,8 @@ CHAINS = {
     "experts 1 to experts 2",
     "bf16 experts 2 to tensor 2",
     "experts 2 to pipeline 2",
+    "bf16 tensor 2 to experts 2",
+    "reshardable tensor 2 to experts 2",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)

@@ -124,7 +124,7 @@ def test_round_trip_is_byte_identical(directories, tmp_path, name, implementatio
     assert ours["model_type"] == theirs["model_type"]
 
 
-@pytest.mark.weekly_cases("llama2-gqa-2-*", "qwen3-moe-1-*")
+@pytest.mark.weekly_cases("llama2-gqa-2-*", "qwen3-moe-1-*", "llama-3-flags2")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "size", "flags"),

@@ -22,6 +22,7 @@ def uninterrupted(rank_pool, tmp_path_factory):
     return whole, rank_pool.run(2, train, [*FLAGS, "--save", str(whole)], **OPTIONS)
 
 
+@pytest.mark.weekly_cases("0.35")
 @pytest.mark.parametrize("seconds", [0.35, 0.8])
 def test_a_killed_job_resumes_bit_equal_to_one_that_was_not(
     seconds, uninterrupted, ranks, tmp_path

@@ -27,6 +27,7 @@ def losses(ranks, file: Path, flags: list[str]) -> list[float]:
     return [record["lm_loss"] for record in metrics(file)]
 
 
+@pytest.mark.weekly_cases("plain")
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_continues_with_noop_layers_and_again_without(optimizer, ranks, tmp_path):

@@ -177,6 +177,9 @@ def as_megatron_writes(checkpoint, folder):
     "script-deepspeed",
     "merge-lora",
     "finetune",
+    "script-layout",
+    "merge-lora-hf",
+    "export",
 )
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("producer", [*QUICK, *(n for n in (*SAME, *TRAINED) if n not in QUICK)])

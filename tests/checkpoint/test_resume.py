@@ -34,6 +34,7 @@ def only(source: Path, iteration: int, target: Path) -> Path:
     return target
 
 
+@pytest.mark.weekly_cases("tensor-2")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "flags",
@@ -52,6 +53,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(flags, ranks, t
     assert (part / "latest_checkpointed_iteration.txt").read_text() == "4"
 
 
+@pytest.mark.weekly_cases("plain")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distributed"]
@@ -96,6 +98,7 @@ def test_a_full_disk_at_the_last_save_is_an_error_that_names_what_is_intact(rank
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
+@pytest.mark.weekly_cases("description", "digests", "tracker")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "module, name",
@@ -180,7 +183,13 @@ WEIGHTS_ONLY = {
 
 
 @pytest.mark.weekly_cases(
-    *("plain---no-load-optim", "distributed---finetune", "distributed-no optimizer *")
+    *(
+        "plain---no-load-optim",
+        "distributed---finetune",
+        "distributed-no optimizer *",
+        "plain---finetune",
+        "plain-no optimizer*",
+    )
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WEIGHTS_ONLY)

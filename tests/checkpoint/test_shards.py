@@ -79,6 +79,7 @@ def stage_1(rank_pool, tmp_path_factory):
     return folder
 
 
+@pytest.mark.weekly_cases("stage-2-dropout")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, flags",
@@ -99,6 +100,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
         assert losses(whole) == pytest.approx(losses(plain), rel=1e-6)
 
 
+@pytest.mark.weekly_cases("as-before", "tensor-2")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "world_size, flags",
@@ -150,6 +152,7 @@ def test_an_incompatible_optimizer_is_refused_naming_a_compatible_one(ranks):
         assert instead in message and "(--no-load-optim)" in message
 
 
+@pytest.mark.weekly_cases("fp32")
 @pytest.mark.parametrize("fp32", [slow(False), True], ids=["bf16", "fp32"])
 def test_loading_weights_only_updates_the_optimizer_master_weights(fp32, stage_3, ranks, tmp_path):
     """Steps that change nothing copy the optimizer's weights to the model's."""
@@ -194,7 +197,8 @@ def test_adapters_train_as_without_zero_and_resume_exactly(flags, adapters, rank
     assert all(".lora_" in key for key in stored)
 
 
-@pytest.mark.weekly_cases("in a file")  # before the rename there is a folder that is no checkpoint
+# All three leave the checkpoint before; the tracker's is the only one with a complete folder.
+@pytest.mark.weekly_cases("in a file", "before the rename")
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["in a file", "before the rename", "before the tracker"])
 def test_adapters_survive_a_kill_in_the_middle_of_a_save(moment, adapters, ranks, tmp_path):

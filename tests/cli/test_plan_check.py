@@ -89,6 +89,7 @@ def test_the_verdict_is_the_status(plan):
     assert " % of what is counted" in text
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_composed_figures_are_those_of_whole_ranks(plan):
     """Of more layers and micro-batches than the small runs have."""

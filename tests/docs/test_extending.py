@@ -100,6 +100,7 @@ def test_feature_refuses_what_it_cannot_do(ranks, site):
     assert "--acme-squared-relu: is no gated activation; remove --swiglu" in result["error"]
 
 
+@pytest.mark.weekly_cases("chunks0")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("chunks", [[], ["--num-layers-per-virtual-pipeline-stage", "1"]])
 def test_schedule_computes_what_megatrons_does(ranks, tmp_path, site, chunks):

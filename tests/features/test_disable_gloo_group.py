@@ -18,6 +18,7 @@ SETUP = "tests.support.warm"
 SLICE = 1000
 
 
+@pytest.mark.weekly_cases("4")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_files_are_the_same_to_the_byte_and_each_loads_the_others(ranks, tmp_path, size):

@@ -23,7 +23,7 @@ PRE_SOFTMAX = {"moe_router_pre_softmax": True}  # Megatron demands it of one exp
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
-@pytest.mark.weekly_cases("te-2-1", "te-8-1", "local-1-1", "local-4-2")
+@pytest.mark.weekly_cases("te-2-1", "te-8-1", "local-1-1", "local-4-2", "local-8-1")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("experts", "world_size"), [(1, 1), (2, 1), (8, 1), (4, 2)])
 @pytest.mark.parametrize("spec", ["te", "local"])

@@ -32,6 +32,7 @@ FLAGS = {
 SLOW = {"pipeline-2", "data-2-distributed-optimizer"}
 
 
+@pytest.mark.weekly_cases("pipeline-2")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FLAGS]
 )

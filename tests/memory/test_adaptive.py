@@ -24,6 +24,7 @@ ROTARY = 4 * gpt_ranks.SEQUENCE * 8
 PEAK = re.compile(r"step (\d+) needed ([\d.]+) MiB; next plan: ([\d.]+) MiB")
 
 
+@pytest.mark.weekly_cases("layernorm-gelu-bias-local")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "spec"), [("rmsnorm-swiglu-gqa", "te"), ("layernorm-gelu-bias", "local")]

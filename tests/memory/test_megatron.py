@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.weekly_cases("layernorm-gelu-bias-local-2-overrides3")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("name", "spec", "size", "overrides"), CASES)
 def test_every_plan_gives_the_same_losses_gradients_and_random_states(
@@ -106,6 +107,7 @@ def test_a_second_run_leaves_nothing_in_modules(ranks, size, overrides, dropout)
             assert (found[title]["differ"], found[title]["alive"]) == ([], []), title
 
 
+@pytest.mark.weekly_cases("mla-te-1-overrides2", "rmsnorm-swiglu-gqa-local-1-overrides0")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "spec", "size", "overrides"), [CASES[1], CASES[2], CASES[4], CASES[5], CASES[6]]

@@ -69,7 +69,13 @@ CASES = {
 QUICK = ("sequence parallel, dropout",)
 
 
-@pytest.mark.weekly_cases("virtual pipeline", "pipeline, local spec", "experts")
+@pytest.mark.weekly_cases(
+    "virtual pipeline",
+    "pipeline, local spec",
+    "experts",
+    "norms computed again",
+    "packed documents, distributed optimizer",
+)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )

@@ -57,7 +57,12 @@ CASES = {
 }
 
 
-@pytest.mark.weekly_cases("packed documents, *", "latent attention, *")
+@pytest.mark.weekly_cases(
+    "packed documents, *",
+    "latent attention, *",
+    "local spec, gradients reduced during backward",
+    "layers of a rank",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_after_training_are_those_without_a_plan(ranks, case):
@@ -109,7 +114,15 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.weekly_cases("zero 2", "ulysses", "hybrid", "different lengths")
+@pytest.mark.weekly_cases(
+    "zero 2",
+    "ulysses",
+    "hybrid",
+    "different lengths",
+    "adaptive",
+    "all-gather",
+    "experts of the local spec",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_end_alike_with_a_plan_in_a_file(ranks, tmp_path, layout):

@@ -34,6 +34,7 @@ def check(results, tolerance=1e-5):
             torch.testing.assert_close(result.extra[name], loss, msg=name)
 
 
+@pytest.mark.weekly_cases("tp2-ep2-etp2-local")
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)

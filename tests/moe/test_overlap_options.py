@@ -62,6 +62,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.weekly_cases("local")
 @pytest.mark.parametrize("spec", ["te", pytest.param("local", marks=pytest.mark.slow)])
 def test_options_of_the_layer(ranks, spec):
     cases = list(LAYERS.values())

@@ -51,6 +51,7 @@ def test_exposed_collectives(ranks, slices):
         ]
 
 
+@pytest.mark.weekly_cases("local")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_expert_tensor_parallelism(ranks, spec):

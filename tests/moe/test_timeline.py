@@ -57,6 +57,7 @@ SAVED = [
 SLICED = {"expert": 2, "expert_tensor": 2, "tensor": 2}
 
 
+@pytest.mark.weekly_cases("layout2-0")
 @pytest.mark.parametrize(
     ("layout", "shared"),
     [({"expert": 2}, 0), ({"expert": 2}, SHARED), pytest.param(SLICED, 0, marks=pytest.mark.slow)],
@@ -101,6 +102,7 @@ def test_experts_in_groups(ranks, layout):
     compare(ranks, world, "alltoall", layout, 0, variants=GROUPED)
 
 
+@pytest.mark.weekly_cases("layout1-*", "layout2-allgather", "layout3-alltoall")
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", COSTS)
 @pytest.mark.parametrize(

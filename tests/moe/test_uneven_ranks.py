@@ -123,6 +123,7 @@ def check_truth(found, first, topk=2):
                 close(found_here.double(), weight.grad, 1e-5, name)
 
 
+@pytest.mark.weekly_cases("rank 1-alltoall")
 @pytest.mark.parametrize("dispatcher", PROGRAMS)
 @pytest.mark.parametrize("first", [0, 4], ids=["rank 0", "rank 1"])
 def test_all_tokens_on_one_rank(ranks, dispatcher, first):
@@ -148,6 +149,7 @@ def test_all_tokens_on_one_rank_with_fused_permutation(ranks, dispatcher):
     check(found, ["Megatron's", *PROGRAMS[dispatcher]])
 
 
+@pytest.mark.weekly_cases("tp2-ep2-etp2-rank 0")
 @pytest.mark.parametrize("first", [0, 4], ids=["rank 0", "rank 1"])
 @pytest.mark.parametrize(
     ("layout", "attached"),

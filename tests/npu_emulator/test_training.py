@@ -139,6 +139,11 @@ def on_the_cpu(rank_pool, weights, tmp_path_factory):
 @pytest.mark.weekly_cases(
     *("one-rank", "tensor-parallel", "hidden-experts", "fused", "fused-tensor-parallel"),
     "fused-experts",
+    "experts",
+    "fused-bf16",
+    "ulysses-fused",
+    "swapped",
+    "adaptive-documents",
 )
 @pytest.mark.slow
 @pytest.mark.timeout(900)

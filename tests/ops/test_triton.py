@@ -22,6 +22,7 @@ WITH_KERNEL = [
 WITH_WORKLOAD = [one.name for one in WITH_KERNEL if one.workload is not None]
 
 
+@pytest.mark.weekly_cases("moe_unpermute")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
 def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):

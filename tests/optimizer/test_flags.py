@@ -135,7 +135,7 @@ HALF = f"--fp16 --initial-loss-scale 65536 {SHARDED}"
 LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
 
 
-@pytest.mark.weekly_cases("plain", "sharded")
+@pytest.mark.weekly_cases("plain", "sharded", "megatron's flags")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -175,7 +175,7 @@ PAIRS = (
 )
 
 
-@pytest.mark.weekly_cases("tensor-exact", "overlap-exact")
+@pytest.mark.weekly_cases("tensor-exact", "overlap-exact", "overlap-release")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout, kind", PAIRS)
 def test_layouts_train_to_the_same_bits(rank_pool, layout, kind):
@@ -198,6 +198,7 @@ BUCKETS = {
 }
 
 
+@pytest.mark.weekly_cases("tied")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BUCKETS)
 def test_states_in_several_buckets_resume_bit_for_bit(rank_pool, tmp_path, case):

@@ -36,6 +36,7 @@ def run(rank_pool, world_size, function, *args):
     return rank_pool.run(world_size, function, *args, setup=SETUP, timeout=240)
 
 
+@pytest.mark.weekly_cases("plain")
 @KINDS
 def test_exact_remainders_train_to_the_same_bits(rank_pool, distributed):
     cases = {
@@ -62,7 +63,7 @@ FORMATS = [
 ]
 
 
-@pytest.mark.weekly_cases("torch-2-2", "fully_reshardable-2-1")
+@pytest.mark.weekly_cases("torch-2-2", "fully_reshardable-2-1", "fully_reshardable-1-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(("format_", "before", "after"), FORMATS)
 def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, before, after):
@@ -87,7 +88,7 @@ def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, 
             assert outcome.digests == result[f"plain-{kind}", f"plain-{kind}"].digests
 
 
-@pytest.mark.weekly_cases("fully_reshardable")
+@pytest.mark.weekly_cases("fully_reshardable", "torch")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format_", ["dp_reshardable", "fully_reshardable", "torch"])
 def test_fp8_moments_resume_to_the_bits_of_the_uninterrupted_run(rank_pool, tmp_path, format_):
@@ -111,7 +112,7 @@ def assert_continued(results):
             assert resumed.norms == at_once.norms and resumed.losses == at_once.losses, name
 
 
-@pytest.mark.weekly_cases("torch")
+@pytest.mark.weekly_cases("torch", "fully_reshardable")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
 def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, format_):
@@ -128,7 +129,7 @@ def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, 
     assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
 
 
-@pytest.mark.weekly_cases("torch")
+@pytest.mark.weekly_cases("torch", "dp_reshardable")
 @pytest.mark.slow
 @pytest.mark.parametrize("format_", ["fully_reshardable", "dp_reshardable", "torch"])
 def test_states_in_padded_buckets_resume_to_the_same_bits(rank_pool, tmp_path, format_):
@@ -145,6 +146,7 @@ def test_states_in_padded_buckets_resume_to_the_same_bits(rank_pool, tmp_path, f
     assert_continued(run(rank_pool, 2, continued, runs, str(tmp_path), format_))
 
 
+@pytest.mark.weekly_cases("fully_reshardable")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
 def test_states_of_another_rule_are_refused_where_they_are_loaded(rank_pool, tmp_path, format_):
@@ -247,6 +249,7 @@ def test_weights_that_a_job_replaces_are_trained_on(rank_pool, distributed):
                 torch.testing.assert_close(weight, expected, rtol=0, atol=near, msg=name)
 
 
+@pytest.mark.weekly_cases("1")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_main_params_of_a_checkpoint_reach_every_optimizer(rank_pool, chunks):
@@ -304,6 +307,8 @@ def test_narrow_gradients_are_not_rounded_again(rank_pool, kind):
     "fp16-experts-plain",
     "fp16-distributed",
     "bf16-plain",
+    "fp16-plain",
+    "fp16-constant-scale-distributed",
 )
 @pytest.mark.quick_cases(1)
 @KINDS

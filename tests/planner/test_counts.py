@@ -87,6 +87,14 @@ CASES = {
     "cadam",
     "mapped states",
     "latent attention, more tokens",
+    "overlapped, interleaved",
+    "muon by layers",
+    "quantised states, gradients",
+    "states on the host",
+    "parts of both weights",
+    "tied embeddings",
+    "sequence parallel",
+    "outputs of latent attention again",
 )
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)

@@ -51,6 +51,9 @@ CASES = {
     "uneven heads",
     "products in parts",
     "documents of 12",
+    "ulysses, slopes",
+    "cached keys",
+    "fused products",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)

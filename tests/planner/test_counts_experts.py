@@ -69,6 +69,10 @@ CASES = {
     "behind attention",
     "adapters",
     "spread over*",
+    "groups, bias",
+    "adaptive",
+    "pipe experts",
+    "windows",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)

@@ -42,6 +42,9 @@ CASES = {
     "no-op layers",
     "recomputed in the bubble",
     "uneven layers",
+    "fold3d",
+    "sends",
+    "eight ranks",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)

@@ -185,6 +185,7 @@ OVERLAP = {
 }
 
 
+@pytest.mark.weekly_cases("local")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_megatrons_vocabulary(ranks, spec):

@@ -46,6 +46,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.weekly_cases("bias, dropout, TP", "fp32 residuals")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_those_without_recomputation_to_the_bit(ranks, case):
@@ -192,7 +193,14 @@ TRAININGS = {
 }  # fmt: skip
 
 
-@pytest.mark.weekly_cases("local spec, *", "mlp and *", "experts")
+@pytest.mark.weekly_cases(
+    "local spec, *",
+    "mlp and *",
+    "experts",
+    "norms",
+    "zero 3",
+    "latent attention, multi-token prediction, CP",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAININGS)
 def test_parameters_after_training_are_those_without_recomputation(ranks, case):

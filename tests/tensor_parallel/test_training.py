@@ -71,6 +71,10 @@ def plain_runs() -> dict[tuple[int, str], Run]:
     "tensor parallel, local spec, recomputed",
     "recomputed without all-reduces, local spec",
     "Megatron's flag, local spec",
+    "sequence parallel, local spec, bf16",
+    "latent attention, multi-token prediction",
+    "mc2, bf16",
+    "stages, gathered output",
 )
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]

@@ -55,7 +55,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.weekly_cases("context-parallel", "context-parallel-core-attention")
+@pytest.mark.weekly_cases(
+    "context-parallel",
+    "context-parallel-core-attention",
+    "overlap",
+    "whole-experts-full-recompute",
+    "local-virtual-pipeline",
+    "divided-backward",
+    "flash-alternating",
+    "mtp-core-attention",
+    "context-parallel-local-recompute",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):

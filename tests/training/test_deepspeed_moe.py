@@ -57,6 +57,14 @@ LAYOUTS = {
     "window-pipeline",
     "exact-recompute",
     "padded-zero-memory",
+    "padded",
+    "exact-local",
+    "window-zero-memory",
+    "window-adaptive",
+    "room-in-pieces",
+    "window-mtp",
+    "window-context",
+    "exact-extended-async",
 )
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -80,7 +88,7 @@ DROPS = {
 }
 
 
-@pytest.mark.weekly_cases("rsample", "pieces")
+@pytest.mark.weekly_cases("rsample", "pieces", "jitter", "lora", "top-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DROPS)
 def test_losses_with_drops_do_not_depend_on_where_experts_are(name, one_rank):
@@ -94,6 +102,7 @@ def test_losses_with_drops_do_not_depend_on_where_experts_are(name, one_rank):
             assert column(whole, key) != pytest.approx(column(reference.records[:2], key), rel=2e-6)
 
 
+@pytest.mark.weekly_cases("loaded")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["saved", "loaded"])
 def test_checkpoints_are_those_of_megatrons_model(first, one_rank):

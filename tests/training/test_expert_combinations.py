@@ -58,7 +58,17 @@ def trained(reference, program, more):
     return reference.train(size, f"{flags} {more}", nodes)
 
 
-@pytest.mark.weekly_cases("plain-*", "ampipe-*", "groups-*", "saving-*", "overlap-*block*")
+@pytest.mark.weekly_cases(
+    "plain-*",
+    "ampipe-*",
+    "groups-*",
+    "saving-*",
+    "overlap-*block*",
+    "overlap---*",
+    "dedup---*",
+    "pieces---*",
+    "gather---*",
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("program", "recompute"), ADAPTERS)
 def test_adapters_of_experts_with_recomputation(program, recompute, one_rank):
@@ -84,7 +94,17 @@ DROPPED = [
 
 
 @pytest.mark.weekly_cases(
-    *("plain-*", "dedup-*", "hierarchical-*", "gather-*", "pieces-*", "groups-*", "extended-*")
+    *(
+        "plain-*",
+        "dedup-*",
+        "hierarchical-*",
+        "gather-*",
+        "pieces-*",
+        "groups-*",
+        "extended-*",
+        "overlap---*",
+        "saving---*",
+    )
 )
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("program", "recompute"), DROPPED)
@@ -97,7 +117,17 @@ def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
 
 
 @pytest.mark.weekly_cases(
-    *("overlap", "dedup", "hierarchical", "gather", "ampipe", "groups", "extended", "saving")
+    *(
+        "overlap",
+        "dedup",
+        "hierarchical",
+        "gather",
+        "ampipe",
+        "groups",
+        "extended",
+        "saving",
+        "pieces",
+    )
 )
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("program", list(PROGRAMS))
@@ -111,7 +141,7 @@ def test_fp16(program, one_rank):
     assert_same_training(records, expected, loss=1e-4, norm=1e-3)
 
 
-@pytest.mark.weekly_cases("overlap")
+@pytest.mark.weekly_cases("overlap", "plain")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["plain", "overlap", "extended"])
 def test_a_scale_that_overflows_skips_steps_on_all_ranks(program, one_rank):
@@ -136,7 +166,14 @@ RESUMED = {  # (ranks, flags) before and after, the optimizer
 
 
 @pytest.mark.weekly_cases(
-    *("to-one-rank", "to-more-tensor-ranks", "to-slices", "from-a-pipeline", "from-replicas")
+    *(
+        "to-one-rank",
+        "to-more-tensor-ranks",
+        "to-slices",
+        "from-a-pipeline",
+        "from-replicas",
+        "to-expert-ranks",
+    )
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("change", RESUMED)

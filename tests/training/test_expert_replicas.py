@@ -34,7 +34,7 @@ ROWS = {
 }
 
 
-@pytest.mark.weekly_cases("chunks", "overlap", "once to each rank")
+@pytest.mark.weekly_cases("chunks", "overlap", "once to each rank", "zero memory", "one by one")
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_losses_are_those_of_one_rank(row, one_rank):

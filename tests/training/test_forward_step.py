@@ -48,6 +48,7 @@ def column(records, name):
     return [record[name] for record in records if name in record]
 
 
+@pytest.mark.weekly_cases("lora")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("model", "flags"), [(MTP, ""), ("", LORA)], ids=["mtp", "lora"])
 def test_a_user_step_equal_to_the_default_gives_equal_losses(run, model, flags):

@@ -28,6 +28,7 @@ def test_one_launch_serves_all_experts_of_a_rank(precision, rank_pool):
         assert found["matmul_add"] == dense
 
 
+@pytest.mark.weekly_cases("loaded")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["saved", "loaded"])
 def test_states_of_experts_are_found_without_the_feature(first, one_rank):

@@ -57,6 +57,7 @@ def one_rank(run) -> list[dict]:
     return run(1)
 
 
+@pytest.mark.weekly_cases("4---tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags"),
@@ -107,6 +108,7 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_of_the_batch(
     assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.weekly_cases("*variable-seq-lengths --length-grouped")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("flags", ["", f"{VARIABLE} --length-grouped", "--pack-sequences"])
 def test_a_resumed_run_goes_on_with_the_next_samples(rank_pool, prefix, tmp_path, flags):

@@ -187,7 +187,10 @@ WEEKLY = {
     *("tensor-2d-context", "tensor-2d-2-by-4", "tensor-8-shared-keys", "tensor-8-latent"),
     *("mla-pipeline", "optimizer-instances-pipeline", "distributed-optimizer"),
     *("overlap-grad-reduce", "tensor-pipeline-sequence", "local-sequence-parallel"),
-    "mtp-context-pipeline",
+    *("mtp-context-pipeline", "mtp-tied-tensor-pipeline", "uneven-virtual-pipeline-noop"),
+    *("zero-2-tensor-sequence", "tensor-2d-pipeline", "unaligned-tensor"),
+    *("local-unaligned-sequence-recompute", "context-tensor-sequence"),
+    "local-context-hybrid-adaptive",  # counted rank by rank in planner/test_counts_context.py
 }
 
 
@@ -231,6 +234,7 @@ def test_layout_trains_like_one_rank(layout, one_rank):
     assert_same_training(reference.train(world_size, flags), reference.records)
 
 
+@pytest.mark.weekly_cases("False")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_continues_with_other_layers_on_each_stage(first, one_rank, tmp_path):
@@ -257,7 +261,7 @@ OVERLAPPED = {
 }
 
 
-@pytest.mark.weekly_cases("delayed-unfused")
+@pytest.mark.weekly_cases("delayed-unfused", "delayed")
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", OVERLAPPED.values(), ids=OVERLAPPED)
 def test_overlapped_moe_micro_batches_train_like_sequential_ones(flags, one_rank):
@@ -289,6 +293,7 @@ def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):
     assert found == pytest.approx(plain, rel=1e-2) and found != pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.weekly_cases("delayed")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_fp8_across_tensor_parallel_ranks_follows_fp32(recipe, one_rank):

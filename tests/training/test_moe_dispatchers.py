@@ -65,6 +65,14 @@ LAYOUTS = {
     "gather-context",
     "gather-local",
     "dedup",
+    "gather-slices",
+    "gather-extended",
+    "dedup-recompute",
+    "dedup-virtual-pipeline",
+    "hierarchical-by-name",
+    "dedup-zero-memory",
+    "dedup-context",
+    "hierarchical-mtp",
 )
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)

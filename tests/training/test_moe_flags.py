@@ -31,6 +31,7 @@ def test_extended_groups_and_shared_experts_by_number(one_rank):
     assert_same_training(records, reference.records)
 
 
+@pytest.mark.weekly_cases("loaded")
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["saved", "loaded"])
 def test_checkpoints_are_those_of_sliced_experts(first, one_rank):
@@ -117,7 +118,9 @@ VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 
 LORA = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2"
 
 
-@pytest.mark.weekly_cases("distributed-optimizer", "local", "extended", "lora")
+@pytest.mark.weekly_cases(
+    "distributed-optimizer", "local", "extended", "lora", "virtual-pipeline", "sequential-recompute"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),
@@ -160,7 +163,7 @@ SLICED = f"{TP} --sequence-parallel --expert-tensor-parallel-size 2 --moe-expert
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
-@pytest.mark.weekly_cases("local", "virtual-pipeline", "mtp")
+@pytest.mark.weekly_cases("local", "virtual-pipeline", "mtp", "recompute")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),
@@ -192,7 +195,7 @@ def test_experts_in_groups_train_adapters_as_together(one_rank):
 BALANCED = "--balanced-moe-experts --balanced-moe-hot-expert-num 1"
 
 
-@pytest.mark.weekly_cases("distributed-overlap", "mtp")
+@pytest.mark.weekly_cases("distributed-overlap", "mtp", "extended-recompute", "unfused")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "flags"),

@@ -65,6 +65,11 @@ LAYOUTS = {
 @pytest.mark.weekly_cases(
     *("distributed-optimizer", "sequence", "sequential", "local", "pipeline"),
     *("virtual-pipeline-recompute", "mtp", "context", "lora", "zero-2", "fp8-recompute"),
+    "local-sequential",
+    "zero-3",
+    "divided-backward",
+    "mxfp8",
+    "aux-loss-evaluation",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -68,6 +68,11 @@ def losses(one_rank, row, program=""):
 @pytest.mark.weekly_cases(
     *("distributed-optimizer", "adaptive", "sequence", "recompute-norm", "fused-permutation"),
     *("context", "tp-extends-ep", "lora"),
+    "virtual-pipeline",
+    "mtp",
+    "local",
+    "recompute-core",
+    "bf16",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -41,6 +41,7 @@ def run(pool, world, flags):
     return [result["digest"] for result in results]
 
 
+@pytest.mark.weekly_cases("recompute", "activations on the host", "variable lengths")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_are_those_of_megatrons_schedule(rank_pool, tmp_path, weights, case):
     found, plan = [], tmp_path / "plan.csv"

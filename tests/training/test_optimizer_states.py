@@ -62,7 +62,9 @@ def quick(*fast):
     return [pytest.param(m, marks=[pytest.mark.slow] * (m not in fast)) for m in MODES]
 
 
-@pytest.mark.weekly_cases("cadam-fp32", "cadam-sharded", "ema-bf16", "ema-sharded-fp32")
+@pytest.mark.weekly_cases(
+    "cadam-fp32", "cadam-sharded", "ema-bf16", "ema-sharded-fp32", "cadam-sharded-fp32", "ema-fp32"
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", quick("sharded"))
 @pytest.mark.parametrize("optimizer", [CADAM, EMA], ids=["cadam", "ema"])
@@ -77,7 +79,7 @@ def test_training_resumes_bit_for_bit(run, tmp_path, optimizer, mode):
     assert whole[-1][0] < whole[0][0]
 
 
-@pytest.mark.weekly_cases("2-1-cadam", "1-2-ema")
+@pytest.mark.weekly_cases("2-1-cadam", "1-2-ema", "2-1-ema")
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [CADAM, EMA], ids=["cadam", "ema"])
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
@@ -128,7 +130,7 @@ def test_swapped_states_train_and_resume_as_on_the_device(run, plain_run, tmp_pa
         same_weights(again, expected)
 
 
-@pytest.mark.weekly_cases("fp32")
+@pytest.mark.weekly_cases("fp32", "bf16")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", quick("bf16")[:3])
 def test_virtual_states_train_and_resume_as_on_the_device(run, plain_run, tmp_path, mode):

@@ -42,6 +42,7 @@ def curve(records):
     return [(record["lm_loss"], record["grad_norm"]) for record in records]
 
 
+@pytest.mark.weekly_cases("blockwise")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["blockwise", "distributed"])
 def test_muon_equals_megatrons_own_function(run, mode):
@@ -73,6 +74,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.weekly_cases("bf16-gradients")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_states_of_other_dtypes_resume_bit_for_bit(run, tmp_path, dtypes):
@@ -84,6 +86,7 @@ def test_states_of_other_dtypes_resume_bit_for_bit(run, tmp_path, dtypes):
     assert curve(whole)[-1][0] < curve(whole)[0][0]
 
 
+@pytest.mark.weekly_cases("fp32")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("flags", ["", SHARDED], ids=["fp32", "distributed"])
 def test_a_custom_update_rule_state_storage_and_wrapper(ranks, tmp_path, flags):

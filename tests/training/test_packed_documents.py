@@ -58,7 +58,11 @@ def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, 
         )
 
 
-@pytest.mark.weekly_cases("4-*ulysses_cp_algo")
+@pytest.mark.weekly_cases(
+    "4-*ulysses_cp_algo",
+    "2-*--context-parallel-algo megatron_cp_algo",
+    "4---pipeline-model-parallel-size 4",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags"),

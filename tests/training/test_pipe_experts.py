@@ -40,7 +40,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.weekly_cases("deepspeed-padded")  # in test_deepspeed_moe.py
+@pytest.mark.weekly_cases(
+    "deepspeed-padded", "one-expert-full-recompute", "divided-backward", "mtp-recompute"
+)  # in test_deepspeed_moe.py
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):

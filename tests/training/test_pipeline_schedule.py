@@ -53,6 +53,9 @@ def records(ranks, folder, flags, world_size=2):
     return figures, [result["digest"] for result in results]
 
 
+@pytest.mark.weekly_cases(
+    "evaluation", "loss per token", "bf16", "frozen first stage", "recomputation"
+)
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("case", CASES)
 def test_schedule_trains_like_megatrons(case, ranks, tmp_path):

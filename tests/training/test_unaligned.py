@@ -36,6 +36,7 @@ def uninterrupted(rank_pool, tmp_path_factory):
     return run(rank_pool.run, 1, tmp_path_factory.mktemp("whole"), "--use-cpu-initialization")
 
 
+@pytest.mark.weekly_cases("two ranks to one", "one rank to two")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RESUMES)
 def test_a_resumed_run_continues_like_one_rank(case, ranks, uninterrupted, tmp_path):

@@ -59,6 +59,11 @@ LAYOUTS = {
 @pytest.mark.weekly_cases(
     *("zb-v, two ranks", "zb-v, four ranks", "zb-v, mtp", "local spec", "tied"),
     *("tensor, sequence", "data, overlap", "context"),
+    "zb-v, local spec",
+    "zb-v, tensor, sequence",
+    "zb-v, data, overlap",
+    "experts",
+    "four ranks",
 )
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -84,7 +89,15 @@ RESUMED = {
 
 
 @pytest.mark.weekly_cases(
-    *("tied-from one rank", "tied-to four ranks", "experts-to one rank", "experts-to the loop")
+    *(
+        "tied-from one rank",
+        "tied-to four ranks",
+        "experts-to one rank",
+        "experts-to the loop",
+        "tied-to the loop",
+        "experts-to four ranks",
+        "tied-to one rank",
+    )
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("change", RESUMED)

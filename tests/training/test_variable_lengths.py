@@ -41,6 +41,7 @@ def whole(run):
     return records
 
 
+@pytest.mark.weekly_cases("2---pipeline-model-parallel-size 2 --num-layers-per-virtual*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags", "boundaries", "multiple"),
@@ -73,6 +74,7 @@ def test_losses_equal_those_of_full_length_sequences(
     assert sent == 2 * boundaries * groups * MICRO_BATCHES * len(ours)
 
 
+@pytest.mark.weekly_cases("4---pipeline-model-parallel-size 2 --tensor*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags"),

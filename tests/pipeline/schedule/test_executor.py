@@ -93,7 +93,9 @@ def test_groups_of_the_caller_are_used_and_made_once(ranks):
     assert results == [([], 0, 123.0)] * 2
 
 
-@pytest.mark.weekly_cases("distributed optimizer")  # is in "parameter gather"
+@pytest.mark.weekly_cases(
+    "distributed optimizer", "pipeline of four", "data parallel*", "context parallel"
+)  # is in "parameter gather"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_plans_equal_megatrons_schedules_on_four_ranks(name, ranks):

@@ -32,6 +32,7 @@ CASES = {
 }
 
 
+@pytest.mark.weekly_cases("4")
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_stages_train_as_one_rank(ranks, count):

@@ -114,6 +114,7 @@ def slow_if(condition, value):
     return pytest.param(value, marks=pytest.mark.slow) if condition else value
 
 
+@pytest.mark.weekly_cases("nano v=4")
 @pytest.mark.parametrize("name", [slow_if("v=4" in name, name) for name in TABLE_A])
 def test_table_without_latency(name):
     v, build = SCHEDULES[name]
@@ -124,6 +125,7 @@ def test_table_without_latency(name):
         assert max(found.peak_memory) == pytest.approx(memory, abs=0.0501), (p, m)
 
 
+@pytest.mark.weekly_cases("nano v=4")
 @pytest.mark.parametrize("name", [slow_if("v=4" in name, name) for name in TABLE_B])
 def test_table_with_latency(name):
     v, build = SCHEDULES[name]

@@ -39,6 +39,7 @@ def plans_of(ranks):
     return found
 
 
+@pytest.mark.weekly_cases("8")
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_executed_plans_take_the_simulated_time_and_memory(ranks, world_size):
