@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, Literal
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from mindspeed.adaptor.holders import Place, other_holders, replace_in_modules
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.signatures import check_signature
+from mindspeed.adaptor.versions import in_range
 from mindspeed.errors import PatchConflict, PatchTargetMissing, PatchTooLate
 
 Kind = Literal["wrap", "replace", "define"]
@@ -77,13 +77,13 @@ class Patch:
         if self.expects is None or isinstance(self.expects, str):
             return self.expects
         for versions, signature in self.expects.items():
-            if version is None or SpecifierSet(versions, prereleases=True).contains(version):
+            if version is None or in_range(version, versions):
                 return signature
         return None
 
     def applies_to(self, version: Version | None) -> bool:
         """Whether the target is claimed to exist in this megatron-core version."""
-        return version is None or SpecifierSet(self.versions, prereleases=True).contains(version)
+        return version is None or in_range(version, self.versions)
 
 
 def repair(target: str, make: Callable[[Any], Any], why: str, **options: Any) -> Patch:

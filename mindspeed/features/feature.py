@@ -23,9 +23,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from typing_extensions import dataclass_transform  # in typing since Python 3.11
+
+from mindspeed.adaptor.versions import in_range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -193,7 +194,7 @@ class Feature:
     @classmethod
     def runs_with(cls, version: Version | str) -> bool:
         """Whether it runs with this release of megatron-core."""
-        return SpecifierSet(cls.megatron_versions, prereleases=True).contains(version)
+        return in_range(version, cls.megatron_versions)
 
     def asked_by(self, megatron: Megatron) -> str | None:
         """The flag of another feature that switches this one on, for messages."""

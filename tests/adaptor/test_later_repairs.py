@@ -75,9 +75,9 @@ RIGHT = {
 def release(monkeypatch):
     from packaging.version import Version
 
-    from mindspeed.features.compatibility import releases
+    from mindspeed.features.compatibility import rule
 
-    return lambda name: monkeypatch.setattr(releases, "megatron_version", lambda: Version(name))
+    return lambda name: monkeypatch.setattr(rule, "megatron_version", lambda: Version(name))
 
 
 @pytest.mark.parametrize("case", WRONG)

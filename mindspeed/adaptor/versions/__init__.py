@@ -64,9 +64,14 @@ def megatron_version() -> Version | None:
     return read_version(root) if root else None
 
 
+def in_range(version: Version | str, versions: str) -> bool:
+    """Whether a version is in a range such as ``>=0.16,<0.18``, candidates too; ``""`` has all."""
+    return SpecifierSet(versions, prereleases=True).contains(version)
+
+
 def is_tested(version: Version) -> bool:
     """Whether it is a tested release, or a later patch of one."""
-    return any(version in SpecifierSet(f"~={release}", prereleases=True) for release in TESTED)
+    return any(in_range(version, f"~={release}") for release in TESTED)
 
 
 def at_least(version: str) -> bool:
