@@ -45,6 +45,7 @@ def residual_streams(repaired: bool, cases: list[tuple[str, str, bool]]) -> list
 
 def _residual_stream(name: str, spec: str, fused: bool) -> tuple[str, list[list[torch.Tensor]]]:
     from tests.support import gpt_ranks
+    from tests.support.release import prediction_layer
 
     config = gpt_ranks.config(
         name, fp32_residual_connection=True, bf16=True, params_dtype=torch.bfloat16,
@@ -52,7 +53,7 @@ def _residual_stream(name: str, spec: str, fused: bool) -> tuple[str, list[list[
     )  # fmt: skip
     model = gpt_ranks.build(config, spec).bfloat16()
     streams: list[list[torch.Tensor]] = []
-    for layer in (*model.decoder.layers, model.mtp.layers[0].transformer_layer):
+    for layer in (*model.decoder.layers, prediction_layer(model.mtp.layers[0])):
         streams.append([])
         _watch(layer, streams[-1])
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -277,6 +278,7 @@ def activation_classes(repaired: bool) -> list[str]:
 
     from mindspeed.adaptor.repairs.layers import te_activation
     from tests.support import gpt_ranks
+    from tests.support.release import submodules_of
 
     flag = {"use_te_activation_func": True}
     configured(te_activation, flag, repaired)
@@ -284,7 +286,7 @@ def activation_classes(repaired: bool) -> list[str]:
     layer = specs.get_gpt_layer_with_transformer_engine_spec()
     found = []
     for name in ("rmsnorm-swiglu-gqa", "layernorm-gelu-bias"):
-        built = layer.submodules.mlp.submodules.activation_func
+        built = submodules_of(layer.submodules.mlp).activation_func
         config = gpt_ranks.config(name, **flag)
         found.append("none" if built is None else type(built(config)).__name__)
     return found

@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from mindspeed.adaptor.repairs.data import packed_conversations
 from mindspeed.adaptor.repairs.parallel import process_groups
+from mindspeed.adaptor.versions import at_least
 from mindspeed.journal import Journal
 from tests.support.enumerations import Attribute
 from tests.support.installed_repair import with_repair
+from tests.support.release import stand_in_for_triton
 
 
 def loaded_with_megatron(name: str) -> bool:
@@ -53,7 +55,7 @@ def broadcast_of_packed_documents() -> dict[str, torch.Tensor]:
         tokens = torch.zeros(1, 8, dtype=torch.int64)
         if dist.get_rank() == 0:
             data = next(data_iterator)
-            assert "cu_seqlens" not in data
+            assert ("cu_seqlens" in data) is at_least("0.17")  # which broadcasts them
             tokens = data["tokens"]
         dist.broadcast(tokens, 0)
         return {"tokens": tokens, "cu_seqlens": None, "max_seqlen": None}
@@ -99,12 +101,13 @@ def megatron_broadcast_of_packed_documents(
     return {name: value for name, value in batch.items() if value is not None}
 
 
-def yarn_frequencies() -> tuple[str, torch.Tensor]:
+def yarn_frequencies() -> tuple[str, list[float]]:
     """Megatron's error, and frequencies, of a YaRN embedding on the CPU."""
     from mindspeed import device, te
 
     device.install(Journal())
     te.install(Journal())
+    stand_in_for_triton()
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 
     from mindspeed.adaptor.repairs.attention import yarn
@@ -116,7 +119,7 @@ def yarn_frequencies() -> tuple[str, torch.Tensor]:
     except Exception as raised:
         error = str(raised)
     embedding.__init__ = yarn.rotate_a_part(embedding.__init__)
-    return error, embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra
+    return error, embedding(16, rotary_base=10000, scaling_factor=4.0).inv_freq_extra.tolist()
 
 
 def partial_yarn(repaired: bool) -> torch.Tensor:
@@ -396,14 +399,31 @@ def counted_tokens(repaired: bool) -> list[float]:
 
     if repaired:
         session.current().configure({"context_parallel_size": 2, "mtp_num_layers": 2})
-    from megatron.core.models.gpt import gpt_model
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     group, mask, counts = parallel_state.get_context_parallel_group(), torch.ones(1, 4), []
     for _ in range(2):
-        mask, count = gpt_model.roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
+        mask, count = roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
         counts.append(float(count))
     return counts
+
+
+def weights_of_one_target() -> float:
+    """The same sequence with one token that counts: the weight of the losses on this rank."""
+    from megatron.core import parallel_state
+
+    from mindspeed import session
+
+    session.current().configure({"context_parallel_size": 2, "mtp_num_layers": 1})
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    mask = torch.zeros(1, 4)
+    mask[0, 1] = float(dist.get_rank() == 1)
+    group = parallel_state.get_context_parallel_group()
+    rolled, count = roll_tensor(mask, shifts=-1, dims=-1, cp_group=group)
+    return float((rolled / count.clamp(min=1)).sum())  # as Megatron divides
 
 
 def checkpointed_bias(repaired: bool) -> tuple[bool, list[torch.Tensor]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mindspeed.adaptor.versions import at_least
 from tests.pipeline.schedule import step_ranks
 
 
@@ -99,6 +101,7 @@ def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
     if not repaired:
         session.current().engine.remove(expert_overlap.PATCHES[0].owner)
     combined_1f1b.combined_forward_backward_step = lambda *_, **__: (None, None, torch.ones(1))
+    config = SimpleNamespace(high_priority_a2a_comm_stream=False)
     begun: list[int] = []
     ended: list[int] = []
 
@@ -108,7 +111,7 @@ def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
 
     for number in (0, 1):
         schedules.combined_1f1b_schedule_for_interleaved_pipelining(
-            None, None, [None] * 2, [None] * 2, 1, [], None, None, begin, ended.append, None,
+            config, None, [None] * 2, [None] * 2, 1, [], None, None, begin, ended.append, None,
             lambda n, forward: 1 - n, lambda first: first, None, False,
             b_virtual_microbatch_id=number,
         )  # fmt: skip
@@ -128,7 +131,8 @@ def rows_of_one_expert(repaired: bool) -> tuple[bool, list[torch.Tensor | None]]
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(6, 2, 16, generator=generator)
     rows, probs = layer.dispatch(*layer.preprocess(hidden, *layer.route(hidden)))
-    frees = fine_grained_callables.should_free_input("mlp", True, layer.config)
+    experts = {"num_local_experts": 1} if at_least("0.17") else {}
+    frees = fine_grained_callables.should_free_input("mlp", True, layer.config, **experts)
     sent = rows.detach().clone()  # as all-to-all receives it
     output, _ = layer.routed_experts_compute(sent, probs.detach())
     if frees:
@@ -165,7 +169,8 @@ def _expert_layer(delay: bool, num_experts: int = 4) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.spec_utils import build_module
+
+    from tests.support.release import build
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
@@ -178,10 +183,11 @@ def _expert_layer(delay: bool, num_experts: int = 4) -> Any:
         moe_token_dispatcher_type="alltoall", gated_linear_unit=True,
         gradient_accumulation_fusion=False,
     )  # fmt: skip
-    config.delay_wgrad_compute = delay  # Megatron has it with several expert-parallel ranks only
+    # Megatron has these with several expert-parallel ranks only.
+    config.delay_wgrad_compute = config.overlap_moe_expert_parallel_comm = delay
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=True)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer = build_module(spec.submodules.mlp, config=config, layer_number=1, pg_collection=groups)
+    layer = build(spec.submodules.mlp, config=config, layer_number=1, pg_collection=groups)
     generator = torch.Generator().manual_seed(4)
     for _, weight in sorted(layer.named_parameters()):
         weight.data.normal_(0, 0.3, generator=generator)
@@ -206,8 +212,6 @@ def no_prediction(repaired: bool) -> int | None:
 
 def streams_of_a_reduction(repaired: bool) -> tuple[bool, bool]:
     """Gradients on a stream of their own: whether either stream waits for the other."""
-    from types import SimpleNamespace
-
     from megatron.core.distributed import DistributedDataParallelConfig, param_and_grad_buffer
 
     from mindspeed import session
@@ -228,6 +232,8 @@ def streams_of_a_reduction(repaired: bool) -> tuple[bool, bool]:
     group = SimpleNamespace(
         ddp_config=options, buckets=[], communication_stream=reducing, grad_reduce_handle=None,
         data_parallel_group=dist.group.WORLD, is_first_batch=False,
+        previous_grad_reduce_bucket_group=None, _copy_back_extra_main_grads=lambda: None,
+        grad_reduce_finished=False,
     )  # fmt: skip
     kind = param_and_grad_buffer._ParamAndGradBucketGroup
     with torch.cuda.stream(computing):

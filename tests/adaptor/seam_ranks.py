@@ -13,6 +13,7 @@ def around_construction() -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from mindspeed import session
+    from tests.support.release import prediction_layer
 
     active = session.current()
     active.configure({})
@@ -31,7 +32,7 @@ def around_construction() -> dict[str, Any]:
 
     def chunk(model: Any, config: Any, vp_stage: int | None) -> None:
         calls.append(("chunk", (len(model.decoder.layers), len(model.mtp.layers), vp_stage)))
-        for layer in (*model.decoder.layers, model.mtp.layers[0].transformer_layer):
+        for layer in (*model.decoder.layers, prediction_layer(model.mtp.layers[0])):
             layer.mlp.seen_by_feature = True
 
     # Another order than that of the calls: the seams decide, not the features.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.adaptor.repairs.attention import output_gate
+from mindspeed.adaptor.repairs.layers import fp32_residual
 from mindspeed.testing import RankError
 from tests.adaptor import layer_repair_ranks
 from tests.support.lazy import needs
+from tests.support.release import has_defect
 
 needs("megatron.core")
 
@@ -34,7 +37,7 @@ def test_fp32_residuals_stay_in_fp32(ranks):
 def test_fp32_residuals_are_rounded_without_the_repair(ranks):
     function = layer_repair_ranks.residual_streams
     ((_, streams),) = ranks(1, function, False, RESIDUALS[:1], setup=ADAPTOR, timeout=120)[0]
-    assert streams[0][3].dtype == torch.bfloat16
+    assert (streams[0][3].dtype == torch.bfloat16) is has_defect(fp32_residual)
 
 
 @pytest.mark.parametrize("spec", ["te", "local"])
@@ -44,8 +47,9 @@ def test_a_rank_gates_its_heads(ranks, spec):
     for found in ranks(2, function, spec, True, setup=ADAPTOR, timeout=120):
         for name, value in truth.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
-    with pytest.raises(RankError, match="invalid for input of size"):
-        ranks(2, function, spec, False, setup=ADAPTOR, timeout=120)
+    if has_defect(output_gate, "get_query_key_value_tensors"):
+        with pytest.raises(RankError, match="invalid for input of size"):
+            ranks(2, function, spec, False, setup=ADAPTOR, timeout=120)
 
 
 def test_padding_masks_are_sharded_like_hidden_states(ranks):
@@ -76,6 +80,8 @@ def test_cross_attention_that_ignores_the_group_of_its_model_is_refused(ranks):
 
 def test_muon_splits_off_the_gate(ranks):
     """Queries, gate, keys and values of each group, as attention splits them."""
+    if not has_defect(output_gate, "get_megatron_muon_optimizer"):
+        pytest.skip("Muon is refused with this Megatron")
     ((rows, groups),) = ranks(1, layer_repair_ranks.split_of_muon, True, setup=ADAPTOR)
     heads, size = 2, 8
     group = [1.0] * heads * size + [2.0] * heads * size + [3.0] * size + [4.0] * size
@@ -122,7 +128,7 @@ def test_patches_of_an_image_see_each_other(ranks):
 def test_chunks_of_a_dense_model_are_turned_into_experts(ranks):
     (found,) = ranks(1, layer_repair_ranks.upcycled, True, setup=ADAPTOR)
     assert max(found) < 1e-5
-    with pytest.raises(RankError, match="moe_ffn_hidden_size must be None"):
+    with pytest.raises(RankError, match=r"moe_ffn_hidden_size (must be None|is set but)"):
         ranks(1, layer_repair_ranks.upcycled, False, setup=ADAPTOR)
 
 

@@ -15,16 +15,19 @@ import pytest
 import torch
 
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.repairs.data import dataset_helpers
+from mindspeed.adaptor.repairs.attention import layer_comm_types
+from mindspeed.adaptor.repairs.data import dataset_helpers, packed_conversations
 from mindspeed.adaptor.repairs.scripts import absent_triton, eager_wandb, log_line
+from mindspeed.adaptor.versions import at_least
 from mindspeed.errors import DataError
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
 from tests.support.installed_repair import with_repair
 from tests.support.lazy import needs
+from tests.support.release import has_defect
 
 ADAPTOR = "tests.support.warm"
-MEGATRON = "megatron.core.parallel_state"  # imported alone: nothing is repaired
+MEGATRON = "tests.support.bare_megatron"  # nothing is repaired
 
 
 @pytest.mark.weekly_cases("False")
@@ -42,7 +45,7 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     ((error, frequencies),) = ranks(1, repair_ranks.yarn_frequencies, timeout=120)
     assert "accelerator device" in error
     expected = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
-    assert torch.allclose(frequencies, expected, rtol=1e-6)
+    assert torch.allclose(torch.tensor(frequencies), expected, rtol=1e-6)
 
 
 def test_yarn_rotates_a_share_of_the_channels(ranks):
@@ -88,10 +91,13 @@ def test_packed_documents_reach_every_tensor_parallel_rank(ranks):
 @pytest.mark.slow
 def test_packed_documents_through_megatron_lm(ranks, megatron_lm):
     function = repair_ranks.megatron_broadcast_of_packed_documents
+    if not has_defect(packed_conversations, "get_batch_on_this_tp_rank"):
+        pytest.skip("megatron.core broadcasts them")
     adaptor = {"setup": "mindspeed.megatron_adaptor"}  # its own repair waits for flags of a script
-    with pytest.raises(RankError) as raised:
-        ranks(2, function, False, str(megatron_lm), timeout=60, **adaptor)
-    assert "in get_batch_on_this_tp_rank" in str(raised.value)
+    if not at_least("0.17"):  # which lacks them on the last stage only
+        with pytest.raises(RankError) as raised:
+            ranks(2, function, False, str(megatron_lm), timeout=60, **adaptor)
+        assert "in get_batch_on_this_tp_rank" in str(raised.value)
     for batch in ranks(2, function, True, str(megatron_lm), timeout=120, **adaptor):
         check_packed(batch)
         assert batch["labels"].tolist() == [list(range(1, 9))]
@@ -216,6 +222,13 @@ WITHOUT_TRITON = {
     "inference/contexts/attention_context/triton/tensor_ops.py": "kernels of Mamba's inference",
     "inference/contexts/fused_kv_append_kernel.py": "Megatron's plain way",
     "inference/communication/torch_symm_triton/": "asked for by utils.py where it is there",
+    "inference/moe/": "of NVIDIA's inference, says whether Triton is there",
+    "inference/quantization/mxfp8_quantize.py": "of NVIDIA's inference, says so too",
+    "inference/symmetric_memory.py": "of NVIDIA's inference, says so too",
+    "inference/text_generation_controllers/mtp_utils_triton.py": "Megatron's plain way",
+    "ssm/ops/": "kernels of Mamba, which refuse to run",
+    "transformer/moe/moe_layer.py": "says whether Triton is there",
+    "transformer/moe/paged_stash.py": "kernels of --moe-paged-stash, which refuse to run",
     "ssm/triton_cache_manager.py": "of mamba_ssm, which needs CUDA",
     "utils.py": "says whether Triton is there",
 }
@@ -242,7 +255,8 @@ def test_fused_padding_of_the_routing_map_pads_without_triton(ranks):
     for before, after in zip(routing_map.T, padded.T, strict=True):
         added = (after & ~before).nonzero().flatten().tolist()
         assert added == (~before).nonzero().flatten()[: len(added)].tolist()
-    assert kernel is None  # of appending to the KV cache: Megatron's plain way runs
+    # Of appending to the KV cache: the plain way runs; since 0.17 one that refuses the CPU.
+    assert kernel is None or at_least("0.17")
 
 
 @pytest.mark.quick_cases(1)
@@ -261,8 +275,9 @@ def test_mla_gradients_are_reduced_under_tensor_parallelism(ranks, impl, sequenc
 
 
 def test_per_layer_comm_types_are_not_off_by_one(ranks):
-    with pytest.raises(RankError, match="IndexError"):
-        ranks(2, repair_ranks.comm_types_of_layers, False, setup=ADAPTOR, timeout=240)
+    if has_defect(layer_comm_types):
+        with pytest.raises(RankError, match="IndexError"):
+            ranks(2, repair_ranks.comm_types_of_layers, False, setup=ADAPTOR, timeout=240)
     for specs in ranks(2, repair_ranks.comm_types_of_layers, True, setup=ADAPTOR, timeout=240):
         assert specs == [["p2p", "all_gather", "a2a"]] * 2
 
@@ -317,6 +332,12 @@ def test_mtp_loss_is_averaged_over_the_whole_sequence(ranks):
     # Rank 0 of the zigzag holds the two ends of the sequence.
     assert ranks(2, count, False, setup=ADAPTOR, timeout=120) == [[3.0, 2.0], [4.0, 4.0]]
     assert ranks(2, count, True, setup=ADAPTOR, timeout=120) == [[3.5, 3.0]] * 2
+
+
+def test_the_only_target_of_a_sequence_has_the_whole_mtp_loss(ranks):
+    """Data parallelism averages over the two ranks."""
+    weights = ranks(2, repair_ranks.weights_of_one_target, setup=ADAPTOR, timeout=120)
+    assert sorted(weights) == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -503,7 +524,8 @@ def test_a_job_continues_after_a_transient_fault(ranks):
     with pytest.raises(RankError, match="TypeError"):
         ranks(1, function, False, False, setup=MEGATRON, timeout=120)
     for repaired in ((True, False), (False, True)):
-        assert ranks(1, function, *repaired, setup=MEGATRON, timeout=120) == [(True, 1)]
+        (found,) = ranks(1, function, *repaired, setup=MEGATRON, timeout=120)
+        assert found == (not at_least("0.18"), 1)  # which does not save it
 
 
 def test_a_checkpoint_of_a_step_to_run_again_is_complete(ranks, tmp_path):

@@ -204,10 +204,10 @@ def batches(count: int) -> list[torch.Tensor]:
 
 def forward_step(reader: Any, model: Any) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func``."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    from mindspeed.adaptor.versions.batches import zigzag_chunks
 
     tokens = next(reader)
-    batch = get_batch_on_this_cp_rank(
+    batch = zigzag_chunks(
         {
             "tokens": tokens,
             "labels": tokens.roll(-1, 1),

@@ -7,7 +7,7 @@ key/value groups than tensor-parallel ranks a rank assembles the queries and gat
 takes its own heads of the queries only (Megatron-LM PR 3575).
 Symptom: an error in ``view`` in the first forward pass.
 Fix: the same heads of the gate.
-Versions: >=0.16.
+Versions: 0.16.
 
 Defect: Muon splits the weight of queries, keys and values as if attention had no output gate.
 
@@ -16,7 +16,7 @@ Where: ``megatron.core.optimizer.muon.get_megatron_muon_optimizer`` takes three 
 Symptom: the wrong rows are made orthogonal together, silently where the number of rows can be
 divided by three parts, else an error in ``view``.
 Fix: four parts.
-Versions: >=0.16.
+Versions: 0.16 (Muon of newer releases is refused).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PATCHES = (
         take_heads_of_gate,
         "a rank gates the heads that it has",
         expects="(self, hidden_states, key_value_states, output_gate, ...)",
-        versions=">=0.16",
+        versions=">=0.16,<0.17",
     ),
     repair(
         "megatron.core.optimizer.muon:get_megatron_muon_optimizer",

@@ -3,8 +3,10 @@
 Defect: packed sequences (``--sft``) break the batch broadcast under tensor parallelism.
 
 Where: ``megatron.training.utils.get_batch_on_this_tp_rank``. Tensor-parallel rank 0 broadcasts
-``max_seqlen``, which the other ranks do not receive.
-Symptom: the next broadcast reads its length from uninitialised memory and allocates petabytes.
+``max_seqlen``, which the other ranks do not receive; in 0.17 they do, except on stages that need
+no tokens.
+Symptom: the next broadcast reads its length from uninitialised memory and allocates petabytes; in
+0.17 conversations see each other on these stages.
 Fix: Megatron broadcasts an ordinary batch; ``cu_seqlens`` and ``max_seqlen`` are sent in a separate
 broadcast of 8 + 4 * (documents + 2) bytes per micro-batch to each rank of the group.
 Versions: <0.18.
@@ -36,6 +38,7 @@ import torch.distributed as dist
 
 from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
+from mindspeed.adaptor.versions import at_least
 
 NEEDED_WITH = ("sft",)
 
@@ -57,7 +60,9 @@ def broadcast_packing(original: Callable[..., dict[str, Any]]) -> Callable[..., 
         if group.rank() == 0:
             assert data_iterator is not None
             data = dict(next(data_iterator))
-            packing = torch.cat([data.pop("max_seqlen").view(1), data.pop("cu_seqlens").view(-1)])
+            packing = torch.cat([data["max_seqlen"].view(1), data["cu_seqlens"].view(-1)])
+            if not at_least("0.17"):
+                del data["max_seqlen"], data["cu_seqlens"]
             data_iterator = iter([data])
         batch = original(data_iterator, **given)
         packing = _broadcast_int32(packing, group, batch_device(batch))

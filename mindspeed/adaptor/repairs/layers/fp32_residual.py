@@ -8,6 +8,7 @@ effect. The local layer spec stops at the first linear layer, as its norm keeps 
 Fix: the output is added in the dtype of the residual, a layer starts from an fp32 residual
 (multi-token prediction would not) and stages exchange fp32. The norms of
 :mod:`mindspeed.te` return the dtype of their weight, as the native ones do.
+Versions: <0.17.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from mindspeed.adaptor.patch import repair
 
 NEEDED_WITH = ("fp32_residual_connection",)
+_VERSIONS = "<0.17"
 
 
 def add_in_dtype_of_residual(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,17 +65,20 @@ PATCHES = (
         add_in_dtype_of_residual,
         "an fp32 residual stays in fp32",
         expects="(x_with_bias, residual, prob, training)",
+        versions=_VERSIONS,
     ),
     repair(
         "megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention",
         start_from_fp32,
         "each layer starts from an fp32 residual",
         expects="(self, hidden_states, ...)",
+        versions=_VERSIONS,
     ),
     repair(
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
         exchange_fp32,
         "pipeline stages exchange fp32 residuals",
         expects="(self)",
+        versions=_VERSIONS,
     ),
 )

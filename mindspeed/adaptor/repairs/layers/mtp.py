@@ -56,9 +56,9 @@ loss and gradients differ from those of one rank. Per token, a document of ten t
 from the first on has nine tenths of its weight. Without targets loss and gradients are NaN. A
 framework that passes no mask trains the prediction of prompts and padding.
 Fix: the count is all-reduced over the context-parallel group and divided by its size; zero becomes
-one. If losses are per token, they are means times the tokens of the main loss. A mask that is not
-given is made from the labels. Cost: one scalar all-reduce per predicted token and micro-batch, two
-if losses are per token.
+one, and with fewer targets than ranks each weighs more. If losses are per token, they are means
+times the tokens of the main loss. A mask that is not given is made from the labels. Cost: one
+scalar all-reduce per predicted token and micro-batch, two if losses are per token.
 Versions: >=0.15.
 """
 
@@ -206,8 +206,11 @@ def weighed(
         cp_group: The ranks that share the sequence; None for one rank.
     """
     count = mean_count(rolled, cp_group)
-    if not (_per_token.get() and rolled.is_floating_point()):
+    if not rolled.is_floating_point():
         return rolled, count
+    if not _per_token.get():  # since 0.17 Megatron divides by 1 at least: fewer weigh more instead
+        divisor = count.clamp(min=1)
+        return rolled * (divisor / count), divisor
     whole = mean_count(before, cp_group)
     return rolled * (whole / count), whole
 

@@ -5,7 +5,7 @@ Where: ``gpt_builders.py`` of Megatron-LM does not hand ``--use-te-activation-fu
 ``TEActivationOp`` builds ReLU for SiLU without a gate.
 Symptom: silent.
 Fix: the flag is the default of the layer spec; SiLU without a gate is refused.
-Versions: >=0.16.
+Versions: >=0.16 (Megatron-LM passes the flag on since 0.17, other callers need not).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NEEDED_WITH = ("use_te_activation_func",)
 
 
 def use_by_default(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_gpt_layer_with_transformer_engine_spec``."""
+    """Wrap what makes the spec of a layer; since 0.17 its submodules are made by a function."""
 
-    def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> Any:
+    def spec(*args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("use_te_activation_func", True)
         return original(*args, **kwargs)
 
-    return get_gpt_layer_with_transformer_engine_spec
+    return spec
 
 
 def refuse_another_activation(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,6 +52,13 @@ PATCHES = (
         "--use-te-activation-func counts without experts, too",
         expects="(num_experts, ...)",
         versions=">=0.16,<0.17",
+    ),
+    repair(
+        "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules",
+        use_by_default,
+        "the same since 0.17",
+        expects="(num_experts, ...)",
+        versions=">=0.17",
     ),
     repair(
         "megatron.core.extensions.transformer_engine:TEActivationOp.__new__",

@@ -12,7 +12,7 @@ Symptom: silent; the next stage may receive other values. Seldom, as it depends 
 Fix: what is sent are aliases, kept until the request was waited for, so that nothing waits earlier
 than before; a step ends when its sends have ended. Cost: one output of a stage, for the time of a
 send.
-Versions: >=0.15.
+Versions: 0.15 to 0.17.
 
 Defect: gradients may be reduced before they are computed, on several streams.
 
@@ -121,13 +121,13 @@ PATCHES = (
             "(tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, "
             "prev_pipeline_rank, next_pipeline_rank)"
         ),
-        versions=">=0.15",
+        versions=">=0.15,<0.18",
     ),
     repair(
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
         end_sends,
         "a step ends when its sends have ended",
-        versions=">=0.15",
+        versions=">=0.15,<0.18",
     ),
     repair(
         _GROUP + "start_grad_sync",

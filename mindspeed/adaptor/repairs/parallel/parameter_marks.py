@@ -187,6 +187,7 @@ PATCHES = (
         mark_copy_of_embedding,
         "optimizers know every copy of the embedding as one",
         expects="(self)",
+        versions="<0.18",
     ),
     repair(
         f"{_CORE}.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
