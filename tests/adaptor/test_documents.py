@@ -18,7 +18,7 @@ def alone(rank_pool):
     return found
 
 
-@pytest.mark.weekly_cases("te-2-None-names1-False")
+@pytest.mark.weekly_cases("te-2-None-names1-False", "local-1-None-names0-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "ranks_of_group", "algorithm", "names", "script"),

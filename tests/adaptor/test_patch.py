@@ -94,6 +94,7 @@ def test_a_function_taken_before_its_patch_is_patched(tmp_path, monkeypatch, eng
     del sys.modules["prepared_library"]
 
 
+@pytest.mark.slow
 def test_another_engine_reaches_those_who_hold_the_dispatcher_of_the_first(library, engine):
     lib, _ = library
     engine.prepare(["lib:scale"])
@@ -109,6 +110,7 @@ class _Holder:
     """Takes a function as a framework's class may."""
 
 
+@pytest.mark.slow
 def test_a_function_held_where_no_name_can_be_changed_is_refused_with_the_holder(library, engine):
     lib, user = library
     user.call = (lambda f: lambda x: f(x))(lib.scale)

@@ -48,6 +48,7 @@ def test_yarn_embeddings_are_made_on_the_cpu(ranks):
     assert torch.allclose(torch.tensor(frequencies), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_yarn_rotates_a_share_of_the_channels(ranks):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

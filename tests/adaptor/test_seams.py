@@ -94,6 +94,7 @@ def _shared_code(module):
         text += "".join(called.values())
 
 
+@pytest.mark.slow
 def test_every_feature_uses_what_it_declares_and_declares_what_exists():
     methods = {"use_kernels": "kernels", "while_training": "train"}
     for feature in all_features():

@@ -149,6 +149,7 @@ def test_pretraining_documents(size, ranks, cap, most) -> None:
     assert mean <= most[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "ranks", "cap"),
     [(128 * K, 8, None), (256 * K, 16, 64 * K), (256 * K, 16, None)],
@@ -179,6 +180,7 @@ def test_pretraining_documents_compared_with_other_planners(size, ranks, cap) ->
     assert 1.5 * ours[2] < min(magi[2], torch_[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 16])
 def test_adaptive_plans_equal_the_single_process_reference_and_their_predicted_bytes(
     ranks: int,

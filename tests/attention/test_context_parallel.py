@@ -26,6 +26,7 @@ from tests.attention import gloo_ranks as jobs
 EXACT = 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("documents", [(0, 48), (0, 1, 20, 48)])
 def test_algorithms(ranks, size: int, documents: tuple[int, ...]) -> None:
@@ -33,6 +34,7 @@ def test_algorithms(ranks, size: int, documents: tuple[int, ...]) -> None:
         assert all(error < EXACT and counted for error, counted in found.values()), found
 
 
+@pytest.mark.slow
 def test_ulysses_of_any_length_and_number_of_heads(ranks) -> None:
     for found in ranks(4, jobs.every_ulysses, timeout=120):
         assert max(found.values()) < EXACT, found

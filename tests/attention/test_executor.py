@@ -130,9 +130,11 @@ def assert_counted(plan: Plan, sizes: Sizes, traffic: list[executor.Traffic]) ->
 
 
 @pytest.mark.weekly_cases(
-    *(f"{mask}-16" for mask in ("full", "every token *", "two-sided *", "window", "prefix"))
+    *(f"{mask}-16" for mask in ("full", "every token *", "two-sided *", "window", "prefix")),
+    *("full-8", "documents-8", "batch-8", "prefix-8", "two-sided window-8", "window-8"),
+    "documents-16",
 )
-@pytest.mark.quick_cases(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("name", MASKS)
 def test_every_algorithm_equals_the_single_process_reference(name: str, ranks: int) -> None:
@@ -166,6 +168,7 @@ class TestCache:
     mask = Mask.documents((0, 30, 31, ALIGNED))
     sizes = Sizes(4, 2, 8, 6, itemsize=8)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("ranks", [2, 4, 8])
     def test_gradients_are_the_same_bit_for_bit_and_bytes_are_as_counted(self, ranks: int) -> None:
         qkv, dout = truth.tensors(ALIGNED)[:3], truth.tensors(ALIGNED)[3]
@@ -283,6 +286,7 @@ class TestFewCalls:
                         assert len(rows) == len(set(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["documents", "two-sided window", "prefix"])
 def test_alibi_uses_positions_of_the_whole_sequence(name: str) -> None:
     *qkv, dout = truth.tensors(SIZE)
@@ -314,6 +318,7 @@ def error_of_key_gradients(algorithm, ranks: int) -> float:
     return float((results[2].double() - exact[2]).norm() / exact[2].norm())
 
 
+@pytest.mark.slow
 def test_gradients_sent_to_their_owner_are_more_precise_than_those_of_a_ring() -> None:
     direct = [error_of_key_gradients(planners.needed_only, ranks) for ranks in (4, 16)]
     in_a_ring = [error_of_key_gradients(planners.ring, ranks) for ranks in (4, 16)]

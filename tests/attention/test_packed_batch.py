@@ -72,6 +72,7 @@ def possible(strategy: Strategy, ranks: int) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_every_algorithm_equals_the_block_diagonal_mask(name, documents):

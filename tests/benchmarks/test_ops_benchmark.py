@@ -72,6 +72,7 @@ def test_reported_rates_follow_from_bytes_flops_and_times(tmp_path):
         assert row["gigabytes_per_second"] == pytest.approx(moved / seconds / 1e9)
 
 
+@pytest.mark.slow
 def test_an_operator_without_workload_is_refused():
     done = run("--operator", "mm_all_reduce")
     assert done.returncode == 2
@@ -116,6 +117,7 @@ CONSISTENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_a_baseline_computes_what_its_operator_computes(name):
     generator = torch.Generator().manual_seed(0)

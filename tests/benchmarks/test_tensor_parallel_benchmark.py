@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tensor_parallel.py"
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path / "tp")]

@@ -44,6 +44,7 @@ CHAINS = {
     "experts 2 to pipeline 2",
     "bf16 tensor 2 to experts 2",
     "reshardable tensor 2 to experts 2",
+    "experts 2 to tensor 2",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)

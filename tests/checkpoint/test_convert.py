@@ -74,6 +74,7 @@ def chain(source, folder, *targets):
     return source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama2-gqa", "bloom", "qwen3-moe", "deepseek-v3"])
 def test_round_trip_through_all_formats_and_layouts(directories, tmp_path, name):
     """Hugging Face -> legacy TP2 PP2 VPP2 -> safetensors -> legacy PP4 -> torch_dist -> DeepSpeed's
@@ -138,6 +139,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_rank_files_are_megatrons_own_state_dicts(directories, ranks, tmp_path, case):
     """Each rank's file holds what the model of that rank says it has, name by name."""
@@ -326,6 +328,7 @@ def test_parameters_without_rule_are_named(directories, tmp_path):
     assert open_weights(tmp_path).unused == ["decoder.layers.0.adapter.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [("torch_dist", "hf"), ("safetensors", "torch_dist"), ("hf", "hf")]
 )
@@ -376,6 +379,7 @@ for size in ("small", "large"):  # the small one imports what writing needs
 """
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_large_model_is_never_fully_in_memory(tmp_path):
     """What the kernel says of a process that writes 218 MB in every format: at most 48 MB."""

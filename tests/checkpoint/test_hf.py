@@ -103,6 +103,7 @@ def same(ours, theirs):
         assert torch.equal(ours[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
 @pytest.mark.parametrize(
     "name", ["llama2-gqa", "internlm", "baichuan2-13b", "bloom", "qwen3", "mixtral", "deepseek-v3"]

@@ -180,8 +180,10 @@ def as_megatron_writes(checkpoint, folder):
     "script-layout",
     "merge-lora-hf",
     "export",
+    "convert",
+    "megatron-dist",
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("producer", [*QUICK, *(n for n in (*SAME, *TRAINED) if n not in QUICK)])
 def test_every_consumer_reads_what_every_producer_writes(producer, runner, tmp_path):
     folder = str(runner.root / producer)
@@ -219,6 +221,7 @@ def helped(message, words, runner, tmp_path):
     return [f"{w.partition('=')[0]}={merged}" if w.startswith(flags) else w for w in words]
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("finetune", "chat", "verify")
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_a_refusal_names_a_command_that_runs(consumer, runner, tmp_path):
@@ -239,6 +242,7 @@ def test_a_refusal_names_a_command_that_runs(consumer, runner, tmp_path):
         assert status == 0, (producer, errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("producer", ["script", "script-deepspeed", "script-layout"])
 def test_the_original_suites_scripts_run_on_their_converters_output(producer, runner):
     model = [f"--load={runner.root / producer}", f"--tokenizer-model={runner.root / 'hf'}"]
@@ -260,6 +264,7 @@ def test_a_hugging_face_models_tokenizer_is_the_default_everywhere(runner):
         assert (args.tokenizer_type, args.tokenizer_model) == ("HuggingFaceTokenizer", str(hf))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_larger_than_the_embedding_is_refused(runner, tmp_path):
     from mindspeed.data.tokenizer import save_tokenizer, train_bpe
 
@@ -274,6 +279,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(runner, tmp_path):
             assert status == 1 and re.search(r"embedding of .* own tokenizer", errors), errors
 
 
+@pytest.mark.slow
 def test_an_export_has_no_padding_of_the_vocabulary(runner, tmp_path):
     """A trained model's, and one of Megatron-LM that knows the padded size only."""
     hf, text = runner.root / "hf", f"--input={runner.root / 'text.jsonl'}"
@@ -290,6 +296,7 @@ def test_an_export_has_no_padding_of_the_vocabulary(runner, tmp_path):
         runner.made(["verify", load, f"--hf={output}", text])
 
 
+@pytest.mark.slow
 def test_llama3_rope_scaling_survives_every_format(runner, tmp_path):
     hf, text = tmp_path / "hf", f"--input={runner.root / 'text.jsonl'}"
     shutil.copytree(runner.root / "hf", hf)

@@ -35,7 +35,7 @@ def only(source: Path, iteration: int, target: Path) -> Path:
 
 
 @pytest.mark.weekly_cases("tensor-2")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [[*TP2, *DROPOUT], ["--use-distributed-optimizer", *DROPOUT, "--dataloader-type", "cyclic"]],
@@ -83,6 +83,7 @@ def test_background_saves_and_a_full_disk_lose_nothing(ranks, tmp_path):
 OVERRIDE = ["--override-opt-param-scheduler"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_last_save_is_an_error_that_names_what_is_intact(ranks, tmp_path):
     flags = ["--save", str(tmp_path), "--save-interval", "1", "--train-iters", "2", *TP2]
     results = ranks(
@@ -98,8 +99,8 @@ def test_a_full_disk_at_the_last_save_is_an_error_that_names_what_is_intact(rank
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
-@pytest.mark.weekly_cases("description", "digests", "tracker")
-@pytest.mark.quick_cases(1)
+@pytest.mark.weekly_cases("description", "digests", "tracker", "index")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, name",
     [
@@ -120,6 +121,7 @@ def test_a_full_disk_for_rank_0_files_does_not_stop_training(module, name, ranks
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_falls_back_to_the_previous_one(ranks, tmp_path):
     save = tmp_path / "c"
     flags, whole = [*TP2, "--save", str(save), "--save-interval", "1"], tmp_path / "whole.jsonl"
@@ -160,6 +162,7 @@ def test_another_model_is_refused_with_the_fields_that_differ(ranks, tmp_path):
     assert "--normalization LayerNorm contradicts the checkpoint" in result["error"]
 
 
+@pytest.mark.slow
 def test_given_flags_win_over_the_checkpoint_architecture(ranks, tmp_path):
     """Without a flag for the shape it is the checkpoint's; the recipe says what is trained."""
     first, second = tmp_path / "first", tmp_path / "second"

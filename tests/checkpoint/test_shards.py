@@ -101,7 +101,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
 
 
 @pytest.mark.weekly_cases("as-before", "tensor-2")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, flags",
     [
@@ -119,6 +119,7 @@ def test_a_run_resumes_in_another_layout(world_size, flags, stage_3, ranks, tmp_
     assert losses(tmp_path / "part") == pytest.approx(second_half(stage_3), rel=tolerance)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_zero_stage_3_resumes_from_stage_1(stage_1, ranks, tmp_path):
     run(ranks, 2, ["--zero-stage", "3", *only(stage_1, 2, tmp_path / "part")])
@@ -152,6 +153,7 @@ def test_an_incompatible_optimizer_is_refused_naming_a_compatible_one(ranks):
         assert instead in message and "(--no-load-optim)" in message
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("fp32")
 @pytest.mark.parametrize("fp32", [slow(False), True], ids=["bf16", "fp32"])
 def test_loading_weights_only_updates_the_optimizer_master_weights(fp32, stage_3, ranks, tmp_path):
@@ -176,6 +178,7 @@ def adapters(stage_3, rank_pool, tmp_path_factory):
     return losses(folder), flags
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("stage-2-tensor-2")
 @pytest.mark.parametrize(
     "flags",

@@ -37,6 +37,7 @@ def run(ranks, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_figures_picture_and_trace_of_a_step(run, tmp_path):
     words = ["--cluster", "slow.json", "--plot", "step.svg", "--trace", "step.json"]
     status, text, errors = run(*words)
@@ -63,6 +64,7 @@ def test_figures_picture_and_trace_of_a_step(run, tmp_path):
     assert text.endswith("wrote step.svg\nwrote step.json\n")
 
 
+@pytest.mark.slow
 def test_the_earlier_name_runs_the_same_and_says_so(run):
     status, text, errors = run("--modelled", command=("profile",))
     assert status == 0, errors

@@ -39,6 +39,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_every_command_has_help():
     env = {**os.environ, "MINDSPEED_DEVICE": "cpu"}
     done = subprocess.run(

@@ -41,6 +41,7 @@ BAD_JSON = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD_YAML)
 def test_yaml_that_would_be_read_as_something_else_is_refused(case):
     text, said = BAD_YAML[case]

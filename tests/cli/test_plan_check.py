@@ -45,6 +45,7 @@ def whole(plan):
     return json.loads(text)
 
 
+@pytest.mark.slow
 def test_bytes_and_messages_of_both_ranks(whole, folder):
     assert whole["layout"] == "4 ranks: tensor 2, pipeline 2, data 1"
     assert (whole["micro_batches"], whole["fits"]) == (4, True)

@@ -38,6 +38,7 @@ def run_plot(*argv):
     return plot.run(parser.parse_args([str(word) for word in argv]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "magic"), [("loss.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.pdf", b"%PDF")]
 )
@@ -78,6 +79,7 @@ def test_two_runs_are_named_in_the_legend_with_their_last_losses(monkeypatch, tm
     assert titles == ["loss", "loss, difference to a [%]", *plot.PANELS]
 
 
+@pytest.mark.slow
 def test_the_relative_error_to_the_first_run_is_drawn_and_printed(monkeypatch, tmp_path, capsys):
     a, b = write_run(tmp_path / "a"), tmp_path / "b"
     b.mkdir()

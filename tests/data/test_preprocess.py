@@ -122,6 +122,7 @@ def test_gpt_dataset_cuts_the_documents_into_training_samples(options, tokenizer
     assert sample["tokens"][1:].tolist() == sample["labels"][:-1].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 5])
 def test_output_is_byte_identical_for_any_number_of_workers(options, workers, monkeypatch):
     monkeypatch.setattr(file_formats, "BLOCK_BYTES", 700)  # many blocks
@@ -311,6 +312,7 @@ def test_conversations_become_three_aligned_data_sets(conversations):
     assert report.totals.trained == sum(int((x != -100).sum()) for x in labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_conversations_are_byte_identical_for_any_number_of_workers(
     conversations, workers, monkeypatch

@@ -169,6 +169,7 @@ def test_compilation_is_left_to_other_libraries(cpu_world):
     assert torch.equal(compiled(torch.ones(3)), body(torch.ones(3)))
 
 
+@pytest.mark.slow
 def test_installing_imports_neither_megatron_nor_the_compiler():
     script = (
         "import sys, torch\n"

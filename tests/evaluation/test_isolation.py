@@ -173,6 +173,7 @@ def test_without_isolation_the_attacks_succeed(succeeded):
     assert set(ATTACKS) - found <= NOT_EVERYWHERE
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_attack_fails(mode, attack, succeeded, target):
@@ -230,6 +231,7 @@ FILES = "import time\nfor n in range(2000): open(str(n), 'w').close()\ntime.slee
 DISK = "import time\nfor n in range(90): open(str(n), 'w').write('x' * (1 << 20))\ntime.sleep(20)"
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("mode", [*MODES, "nothing"])
 @pytest.mark.parametrize(
     ("program", "said"),

@@ -27,7 +27,7 @@ def truth(folders, rank_pool):
     return rank_pool.run(1, lm_eval_ranks.by_the_harness, *folders, setup=SETUP, timeout=200)[0]
 
 
-@pytest.mark.weekly_cases("2-1-1")
+@pytest.mark.weekly_cases("2-1-1", "1-1-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_scores_and_log_probabilities_equal_those_of_the_harness(ranks, folders, truth, tp, pp, dp):

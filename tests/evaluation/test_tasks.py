@@ -71,6 +71,7 @@ def mark_of(question):
     return question.body.rpartition("[")[2].partition("]")[0]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("wrong", [0, 3])
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_the_score_is_the_fraction_of_right_answers(tmp_path, name, mode, wrong):

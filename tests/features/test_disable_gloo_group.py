@@ -19,7 +19,7 @@ SLICE = 1000
 
 
 @pytest.mark.weekly_cases("4")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_files_are_the_same_to_the_byte_and_each_loads_the_others(ranks, tmp_path, size):
     results = ranks(size, gloo_ranks.saved_and_loaded, str(tmp_path), SLICE, setup=SETUP)
@@ -48,6 +48,7 @@ def test_a_slice_larger_than_every_shard_is_cut_with_a_warning(ranks):
 FLAGS = "--use-distributed-optimizer --train-iters 2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [FLAGS, f"{FLAGS} --disable-gloo-group --hccl-slice-size 5000"])
 def test_our_trainer_creates_gloo_groups_only_without_it(ranks, tmp_path: Path, flags):
     words = [*flags.split(), "--save", str(tmp_path / "c")]

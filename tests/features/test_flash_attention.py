@@ -24,6 +24,9 @@ MODELS = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "gqa-te-tp-sp", "mla-local-tp-sp", "window-te-tp-sp", "off-by-one-te-tp-sp", "*-local-one-rank"
+)
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["one-rank", "tp-sp"])
 @pytest.mark.parametrize("spec", ["te", "local"])

@@ -28,6 +28,7 @@ DISPATCHERS = {
 }
 
 
+@pytest.mark.weekly_cases("*-one-rank")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["one-rank", "ep"])
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)

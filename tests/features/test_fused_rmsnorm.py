@@ -21,6 +21,9 @@ MODELS = {
 }
 
 
+@pytest.mark.weekly_cases(
+    "blocks-local-tp-sp", "queries-and-keys-te-tp-sp", "zero-centered-local-tp-sp"
+)
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["one-rank", "tp-sp"])
 @pytest.mark.parametrize("spec", ["te", "local"])

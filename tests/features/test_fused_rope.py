@@ -19,6 +19,8 @@ FUSION, UNFUSED = {"apply_rope_fusion": True}, {"apply_rope_fusion": False}
 OP = "mindspeed::rotary_position_embedding"
 
 
+@pytest.mark.weekly_cases("halves-local-*", "pairs-te-tp-sp")
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["one-rank", "tp-sp"])
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("rotary", [{}, {"rotary_interleaved": True}], ids=["halves", "pairs"])

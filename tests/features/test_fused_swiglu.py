@@ -28,6 +28,7 @@ MODELS = {
 }
 
 
+@pytest.mark.weekly_cases("dense-local-tp-sp", "bias-te-tp-sp", "experts-te-one-rank")
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("world_size", [1, 2], ids=["one-rank", "tp-sp"])
 @pytest.mark.parametrize("spec", ["te", "local"])

@@ -23,7 +23,7 @@ PRE_SOFTMAX = {"moe_router_pre_softmax": True}  # Megatron demands it of one exp
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 
 
-@pytest.mark.weekly_cases("te-2-1", "te-8-1", "local-1-1", "local-4-2", "local-8-1")
+@pytest.mark.weekly_cases("te-2-1", "te-8-1", "local-1-1", "local-4-2", "local-8-1", "local-2-1")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("experts", "world_size"), [(1, 1), (2, 1), (8, 1), (4, 2)])
 @pytest.mark.parametrize("spec", ["te", "local"])
@@ -42,6 +42,7 @@ def test_twenty_steps_equal_those_of_sequential_experts(ranks, spec, experts, wo
         assert not sequential.ops["mindspeed::grouped_matmul"]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("sizes", [[3, 0, 5], [9], [0, 0], [1, 2, 3, 4, 0, 5, 6, 7]])
 @pytest.mark.parametrize("options", [{}, SWIGLU], ids=["gelu", "swiglu"])
 @pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["keep", "recompute"])
@@ -54,6 +55,7 @@ def test_experts_of_the_local_spec_in_fp32(ranks, sizes, options, recompute):
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
@@ -74,6 +76,7 @@ def test_weight_gradients_are_added_to_main_grad(ranks, grouped, spec, dtype):
     assert fused.ops["mindspeed::groupmatmul_add"] == (2 * 2 if grouped and spec == "local" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_weight_gradients_with_tensor_and_sequence_parallelism(ranks, spec):
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

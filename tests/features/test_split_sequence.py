@@ -24,6 +24,7 @@ def test_overlap_groups_are_made_once_and_destroyed(ranks):
         assert (more, left) == (1, 0)
 
 
+@pytest.mark.slow
 def test_all_gather_in_chunks_receives_the_same_and_holds_less(ranks):
     """Keys and values of 4 ranks with 8 heads of 64 numbers for 128 tokens: 2 MiB."""
     held = {}

@@ -14,6 +14,7 @@ from tests.fuzz.run_bad_inputs import run
 OPTIONS = {"setup": "tests.support.warm", "backend": None}
 
 
+@pytest.mark.slow
 def test_a_few_known_bad_inputs(ranks, tmp_path):
     (result,) = ranks(1, run, 0, 24, str(tmp_path), timeout=240, **OPTIONS)
     assert result["ran"] >= 24

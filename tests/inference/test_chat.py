@@ -42,6 +42,7 @@ def test_history_grows_is_cleared_and_is_saved(ranks, folder, tmp_path):
     assert f"saved {file}" in out and second in out
 
 
+@pytest.mark.slow
 def test_all_ranks_follow_the_same_conversation(ranks, folder):
     lines = ["hello", "/params top_p=0.5 greedy=false", "birds?", "new", "again"]
     alone = ranks(1, chat_ranks.talk, str(folder), (1, 1), lines, setup=SETUP)[0]

@@ -139,8 +139,8 @@ def test_penalties_and_limits_mean_what_they_mean_in_transformers(oracle, ranks)
     assert len({str(value) for value in expected.values()}) > 5  # the variants do differ
 
 
-@pytest.mark.weekly_cases("llama2-gqa-2-2")
-@pytest.mark.quick_cases(1)
+@pytest.mark.weekly_cases("llama2-gqa-2-2", "llama2-gqa-2-1", "baichuan2-13b-2-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     [

@@ -47,6 +47,7 @@ def truth(rank_pool):
     return output
 
 
+@pytest.mark.weekly_cases("1-2-local", "2-2-transformer_engine", "1-4-local")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
@@ -68,6 +69,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(ranks, truth):
         assert ranks(1, generated, 1, 1, "local", [prompt], options, setup=SETUP)[0] == [expected]
 
 
+@pytest.mark.slow
 def test_sampled_text_depends_on_the_seed_and_not_on_the_layout(ranks):
     def run(tp, pp, seed):
         options = SamplingOptions(NEW_TOKENS, temperature=0.9, top_k=40, top_p=0.95, seed=seed)

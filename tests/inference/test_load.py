@@ -63,6 +63,7 @@ def checkpoints(rank_pool, tmp_path_factory):
     return folder / "ck"
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_greedy_text_is_the_same_in_every_layout(checkpoints, rank_pool):

@@ -51,6 +51,7 @@ def truth(rank_pool):
     return rank_pool.run(1, scores_by_definition, PAIRS, setup=SETUP)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "pp", "implementation"),
     [

@@ -120,6 +120,7 @@ def counted(rank_pool):
     return {name: (total - again, again) for name, (total, again) in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_counted_flops_equal_the_formula(name, counted):
     assert counted[name] == CASES[name][1]

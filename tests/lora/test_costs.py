@@ -17,6 +17,7 @@ def base(tmp_path_factory):
     return oracle.save_base(tmp_path_factory.mktemp("figures") / "base")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec, sp",
     [

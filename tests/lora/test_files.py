@@ -91,6 +91,7 @@ def test_merged_model_computes_the_same(trained, tmp_path, ranks):
     torch.testing.assert_close(peft_base_logits(out), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_resumed_adapter_training_is_exact(trained, tmp_path, ranks):
     base, adapter, flags = trained
     again = [*flags, f"--save={tmp_path / 'again'}", f"--lora-load={adapter / 'iter_0000002'}"]

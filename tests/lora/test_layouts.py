@@ -38,6 +38,14 @@ def base(tmp_path_factory):
     return folder, root / "adapter", *oracle.truth(model)
 
 
+@pytest.mark.weekly_cases(
+    "tp4-sp",
+    "tp2",
+    "recompute-block",
+    "tp2-sp-local",
+    "tp2-sp-recompute-selective",
+    "pp2-vpp2-recompute-full",
+)
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     "size, flags",
@@ -63,6 +71,7 @@ def test_adapter_gradients_equal_pefts(size, flags, base, ranks, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_modules_to_save_are_fully_trained_and_saved(ranks, tmp_path):
     """A grown vocabulary: embedding and output layer, on two pipeline stages of two ranks each."""
     folder, saved = oracle.save_base(tmp_path / "base"), ("embed_tokens", "lm_head")

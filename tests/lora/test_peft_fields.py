@@ -109,6 +109,7 @@ def test_every_field_of_the_class_is_accounted_for():
             assert field.allowed.problem(plain[name]) is None, name
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("case", [*PATTERNS, *MERGED])
 def test_merges_equal_pefts(case, tmp_path):
     base, adapter, model = made(tmp_path, *(PATTERNS | MERGED)[case])
@@ -133,6 +134,7 @@ def test_a_tied_model_is_tied_no_more_where_peft_unties_it(case, tmp_path):
     assert found.config.tie_word_embeddings == (case == "both-as-one")
 
 
+@pytest.mark.slow
 def test_adapters_on_the_fly_equal_pefts_or_are_merged_first(tmp_path, ranks):
     """generate, chat, serve and evaluate; finetune starts only from what trains the same."""
     for case in ("ranks", "scales", "layers"):

@@ -25,7 +25,7 @@ PEAK = re.compile(r"step (\d+) needed ([\d.]+) MiB; next plan: ([\d.]+) MiB")
 
 
 @pytest.mark.weekly_cases("layernorm-gelu-bias-local")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spec"), [("rmsnorm-swiglu-gqa", "te"), ("layernorm-gelu-bias", "local")]
 )
@@ -128,9 +128,9 @@ def test_the_suites_spelling_is_the_same_feature(train, plain):
 @pytest.mark.slow
 def test_ranks_with_different_clocks_agree(train):
     tensor = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
-    flags = [*tensor, "--pipeline-model-parallel-size", "2", "--global-batch-size", "4"]
-    expected, _ = train(4, flags)
-    results, printed = train(4, [*flags, SIZE, "6", *STEPS], jobs.different_clocks)
+    flags = [*tensor, "--global-batch-size", "4"]
+    expected, _ = train(2, flags)
+    results, printed = train(2, [*flags, SIZE, "6", *STEPS], jobs.different_clocks)
     assert results == expected
     assert len(PEAK.findall(printed)) == 4
 
@@ -153,6 +153,7 @@ def test_out_of_memory_is_survived_by_swapping(train, plain):
     assert printed.count("is repeated: pretended") == 1
 
 
+@pytest.mark.slow
 def test_a_repeated_step_counts_tokens_and_losses_once(ranks):
     function = jobs.counted_in_a_repeated_step
     setup = "tests.support.warm"
@@ -164,6 +165,7 @@ def test_a_repeated_step_counts_tokens_and_losses_once(ranks):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_out_of_memory_after_the_choice_takes_a_smaller_budget(train, plain):
     results, printed = train(1, [SIZE, "7", *STEPS], jobs.out_of_memory, 4, 6)
@@ -172,6 +174,7 @@ def test_out_of_memory_after_the_choice_takes_a_smaller_budget(train, plain):
     assert printed.count("memory is exhausted; next plan") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "hint"),
     [

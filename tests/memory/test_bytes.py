@@ -66,6 +66,7 @@ def test_bytes_of_a_layer_and_what_flags_free(ranks, world, spec):
     assert found["dropped"] == freed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "spec"), [(1, "te"), (1, "local"), (2, "te")])
 def test_bytes_of_a_layer_on_the_device_and_on_the_host(ranks, world, spec):
     s, b, h, f, a, g = (SIZES[name] for name in ("s", "b", "h", "F", "a", "g"))

@@ -14,7 +14,7 @@ from tests.support.trainer_job import SETUP
 
 
 @pytest.mark.weekly_cases("layernorm-gelu-bias-local")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spec"), [("rmsnorm-swiglu-gqa", "te"), ("layernorm-gelu-bias", "local")]
 )

@@ -41,6 +41,7 @@ def traces(rank_pool):
     return {name: simulate(events) for name, events in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "fragmentation"),
     [
@@ -66,6 +67,7 @@ def test_pools_win_where_a_state_takes_the_place_of_an_activation():
     assert table(peaks).splitlines()[-1] == "least is reserved with --memory-fragmentation pools"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--memory-fragmentation", "auto"], []])
 def test_training_prints_the_table_once_and_its_losses_are_the_same(ranks, flags):
     env = {} if flags else {"MEMORY_FRAGMENTATION": "1"}

@@ -107,7 +107,11 @@ def test_a_second_run_leaves_nothing_in_modules(ranks, size, overrides, dropout)
             assert (found[title]["differ"], found[title]["alive"]) == ([], []), title
 
 
-@pytest.mark.weekly_cases("mla-te-1-overrides2", "rmsnorm-swiglu-gqa-local-1-overrides0")
+@pytest.mark.weekly_cases(
+    "mla-te-1-overrides2",
+    "rmsnorm-swiglu-gqa-local-1-overrides0",
+    "moe-sequential-local-1-overrides4",
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "spec", "size", "overrides"), [CASES[1], CASES[2], CASES[4], CASES[5], CASES[6]]

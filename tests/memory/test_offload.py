@@ -363,6 +363,7 @@ def test_the_order_of_a_pipeline_schedule_is_learned(log):
         assert run() == [*one, "1", *ahead, "1", *ahead]
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_dropped_leaves_nothing():
     layers, runtime = swapped(FakeDevice())
     forward(layers)

@@ -25,6 +25,7 @@ PLANS = st.dictionaries(
 ).map(ChunkPlan)
 
 
+@pytest.mark.slow
 @given(PLANS)
 def test_a_plan_is_what_its_json_says(plan):
     again = ChunkPlan.from_json(plan.to_json())

@@ -75,6 +75,7 @@ QUICK = ("sequence parallel, dropout",)
     "experts",
     "norms computed again",
     "packed documents, distributed optimizer",
+    "latent attention, multi-token prediction, context parallel",
 )
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
@@ -90,6 +91,7 @@ def test_parameters_after_training_are_those_without_swapping(ranks, case):
         ]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_adapters(ranks, tmp_path):
     save = f"{TP} --save {tmp_path} --train-iters 1"

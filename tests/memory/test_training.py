@@ -62,6 +62,7 @@ CASES = {
     "latent attention, *",
     "local spec, gradients reduced during backward",
     "layers of a rank",
+    "virtual pipeline, local spec",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
@@ -122,6 +123,8 @@ LAYOUTS = {
     "adaptive",
     "all-gather",
     "experts of the local spec",
+    "ring with cached keys and values",
+    "zero 3",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)

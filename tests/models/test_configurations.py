@@ -179,7 +179,7 @@ def computed(rank_pool, tmp_path_factory):
     return {name: (mine, truth(folders[name])) for name, mine in zip(folders, ours, strict=True)}
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_logits_equal_those_of_transformers(computed, name):
     ours, expected = computed[name]

@@ -75,6 +75,7 @@ def compare(oracle, ranks, name, size, flags):
         assert gradient.abs().max() > 0, key
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_hugging_face(oracle, ranks, name):
     folder, truth = oracle(name)
@@ -82,6 +83,7 @@ def test_logits_equal_hugging_face(oracle, ranks, name):
     torch.testing.assert_close(ours, truth["logits"], **TOLERANCE)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_equal_hugging_face(oracle, ranks, name):
     compare(oracle, ranks, name, 1, ())
@@ -117,6 +119,7 @@ MORE_LAYOUTS = [
 ]
 
 
+@pytest.mark.weekly_cases("aquila-*", "internlm-2-pipeline*", "baichuan-7b-2-tensor*")
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("name", "size", "flags"),

@@ -85,6 +85,7 @@ def test_programs_equal_megatrons_dispatcher(ranks, cases):
             assert one.gradients <= 1e-6, one
 
 
+@pytest.mark.slow
 def test_programs_equal_megatrons_dispatcher_on_four_ranks(ranks):
     cases = [
         case("tp 2, ep 4, shared", TP_EP, **SHARED),
@@ -149,6 +150,7 @@ def test_what_hides_the_gathers(ranks):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_bytes_by_the_ledger(ranks, size):
     tokens, k = 12, 2

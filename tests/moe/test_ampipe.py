@@ -35,7 +35,7 @@ def check(results, tolerance=1e-5):
 
 
 @pytest.mark.weekly_cases("tp2-ep2-etp2-local")
-@pytest.mark.quick_cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chunks_equal_megatrons_layer(ranks, spec, layout):
@@ -99,7 +99,15 @@ OTHERS = {
 }
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.weekly_cases(
+    "full-recompute-local",
+    "core-attention-te",
+    "qk-norm-gate-local",
+    "sequential-top-1-te",
+    "softmax-offset-local",
+    "window-te",
+)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_layers(ranks, spec, other):
@@ -138,6 +146,7 @@ def test_attention_of_the_next_chunk_hides_the_dispatch(ranks):
         assert len([event for event in backward if "rows" in event.name]) == 2 * degree
 
 
+@pytest.mark.slow
 def test_collectives_of_sliced_experts_are_hidden_too(ranks):
     attached = {"tensor_overlap": True}
     arguments = ("te", LAYOUTS["tp2-ep2-etp2"], SHARED, [4], {})

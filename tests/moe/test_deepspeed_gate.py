@@ -35,6 +35,7 @@ def _by_rows(leaves, topk, capacity, priority):
     return output, balance_loss(gates, routing.first), routing
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.7, 40.0])
 @pytest.mark.parametrize(("tokens", "experts"), [(30, 4), (7, 5), (1, 3), (24, 24), (9, 2)])

@@ -23,6 +23,7 @@ EP2, EP2_TP2 = {"expert": 2}, {"expert": 2, "tensor": 2, "expert_tensor": 1}
 SEQUENTIAL = {"moe_grouped_gemm": False}
 
 
+@pytest.mark.weekly_cases("ep-local-2", "ep-tp-1", "ep4-2")
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize(
     ("ranks_", "spec", "layout", "overrides"),

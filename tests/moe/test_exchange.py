@@ -82,6 +82,7 @@ def groups(cases):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", groups(TWO))
 def test_equal_to_megatrons_dispatcher(ranks, cases):
     for figures in ranks(2, jobs.compare_all, cases, setup=ADAPTOR):
@@ -111,6 +112,7 @@ FOUR_RANKS = [
 ]
 
 
+@pytest.mark.weekly_cases("others")
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", groups(FOUR_RANKS))
 def test_two_nodes_of_two_ranks_equal_megatrons_dispatcher(ranks, cases):
@@ -126,6 +128,7 @@ def test_too_many_experts_of_one_token_are_refused_on_all_ranks(ranks, dispatche
         assert said.startswith("a token has more than 2 experts")
 
 
+@pytest.mark.slow
 def test_what_hides_the_levels(ranks):
     cases = [case(name, FOUR, BOTH, **more) for name, more in (("routed", {}), ("shared", SHARED))]
     for figures in ranks(4, jobs.compare_all, cases, setup=ADAPTOR):
@@ -178,6 +181,7 @@ def test_sums_are_rounded_once_for_each_hop(ranks):
         assert errors["hierarchical"] <= 4 * 2**-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [6, 2])
 def test_bytes_are_those_of_the_routing(ranks, topk):
     """Every call of the ledger sends what the map of this run says, to the byte."""

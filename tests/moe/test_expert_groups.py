@@ -39,6 +39,7 @@ def test_groups_compute_the_same_bits(ranks, spec, layout):
         check(results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_all_but_the_first_gather_and_the_last_sum_are_hidden(ranks, count):
     variants = [{"expert_groups": count}]
@@ -59,7 +60,7 @@ def test_all_but_the_first_gather_and_the_last_sum_are_hidden(ranks, count):
             assert [one for one in exposed if one in {(e.name, e.chunk) for e in ours}] == alone
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [

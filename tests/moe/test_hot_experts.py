@@ -75,6 +75,7 @@ def test_hot_experts_equal_megatrons_layer(ranks, shared):
         assert all(gradient.equal(first[name]) for name, gradient in again.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [

@@ -83,7 +83,7 @@ def replayed(recorded, scale):
     return round(float(kept.max()) / balanced, 2), round(share, 2)
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "peak", "recomputed"),
     [(1e9, 1.64, 0.0), (2.0, 1.59, 0.19), (1.5, 1.14, 0.48), (1.25, 0.93, 0.63)],

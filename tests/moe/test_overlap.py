@@ -15,6 +15,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 20}
 VARIANTS = [{}, {"async_permutation": True}, {"overlap": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("shared", [{}, SHARED], ids=["routed", "shared"])
 def test_programs_equal_megatrons_layer(ranks, spec, shared):
@@ -79,7 +80,15 @@ SEQUENTIAL = {"moe_grouped_gemm": False}
 """Experts one by one."""
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.weekly_cases(
+    "trained-grouped-local",
+    "trained-sequential-te",
+    "partly-grouped-te",
+    "partly-sequential-local",
+    "frozen-grouped-local",
+    "frozen-sequential-te",
+)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 @pytest.mark.parametrize("experts", [{}, SEQUENTIAL], ids=["grouped", "sequential"])
 @pytest.mark.parametrize(

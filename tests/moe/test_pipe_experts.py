@@ -52,7 +52,7 @@ def test_exposed_collectives(ranks, slices):
 
 
 @pytest.mark.weekly_cases("local")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_expert_tensor_parallelism(ranks, spec):
     layout = {"expert": 2, "tensor": 2, "expert_tensor": 2}
@@ -75,7 +75,7 @@ def test_collectives_of_both_groups_are_hidden_and_chained(ranks):
         ]  # fmt: skip
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "overrides", "options"),
     [

@@ -15,6 +15,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS)
 def test_gradients_of_the_router_equal_those_of_one_rank(ranks, parallel):
     """Without and with ``--calculate-per-token-loss``, without and with padding."""

@@ -45,7 +45,8 @@ EXPOSED = {
 }
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.weekly_cases("*-20")
+@pytest.mark.slow
 @pytest.mark.parametrize(("dispatcher", "shared"), EXPOSED)
 def test_one_expert_group(ranks, dispatcher, shared):
     compare(ranks, 2, dispatcher, {"expert": 2}, shared, EXPOSED[dispatcher, shared])
@@ -83,7 +84,8 @@ GROUPED = [
 ]
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.weekly_cases("pieces-0", "dedup-20", "padded-0", "hot-20")
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [0, SHARED])
 @pytest.mark.parametrize(
     "variants", [PARTS, ONCE, ROOM, HOT], ids=["pieces", "dedup", "padded", "hot"]
@@ -92,6 +94,7 @@ def test_experts_in_pieces_and_tokens_sent_once(ranks, variants, shared):
     compare(ranks, 2, "alltoall", {"expert": 2}, shared, variants=variants)
 
 
+@pytest.mark.weekly_cases("layout0")
 @pytest.mark.parametrize(
     "layout",
     [{"expert": 1, "expert_tensor": 2, "tensor": 2}, pytest.param(SLICED, marks=pytest.mark.slow)],
@@ -102,7 +105,7 @@ def test_experts_in_groups(ranks, layout):
     compare(ranks, world, "alltoall", layout, 0, variants=GROUPED)
 
 
-@pytest.mark.weekly_cases("layout1-*", "layout2-allgather", "layout3-alltoall")
+@pytest.mark.weekly_cases("layout1-*", "layout2-allgather", "layout3-alltoall", "layout3-alltoall")
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", COSTS)
 @pytest.mark.parametrize(

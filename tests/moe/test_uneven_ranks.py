@@ -123,6 +123,7 @@ def check_truth(found, first, topk=2):
                 close(found_here.double(), weight.grad, 1e-5, name)
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("rank 1-alltoall")
 @pytest.mark.parametrize("dispatcher", PROGRAMS)
 @pytest.mark.parametrize("first", [0, 4], ids=["rank 0", "rank 1"])
@@ -141,6 +142,7 @@ def test_all_tokens_on_the_single_expert_of_a_rank(ranks, first):
     check(ranks(2, jobs.crowded_single, first, setup=ADAPTOR), ["rows of its own"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", PROGRAMS)
 def test_all_tokens_on_one_rank_with_fused_permutation(ranks, dispatcher):
     overrides = {"moe_token_dispatcher_type": dispatcher, **SHARED}
@@ -196,6 +198,7 @@ def test_all_tokens_on_one_rank_of_sliced_experts(ranks, dispatcher):
     check(ranks(4, jobs.crowded, layout, overrides, programs, 0, setup=ADAPTOR), programs)
 
 
+@pytest.mark.slow
 def test_one_token_against_many(ranks):
     """Megatron's router takes one token at least; it goes to the other rank, as all do."""
     options, programs = {"tokens": (1, 7)}, PROGRAMS["alltoall"]

@@ -9,6 +9,7 @@ from tests.npu_emulator import allocator_jobs as jobs
 MIB = 2**20
 
 
+@pytest.mark.slow
 def test_long_lived_tensors_have_their_own_segments(npu):
     """3 MiB of states, 8 MiB of activations: once these are freed, so is their segment.
 

@@ -58,6 +58,7 @@ def test_the_names_of_torch_cuda_mean_the_npu(npu):
     }
 
 
+@pytest.mark.slow
 def test_sums_in_float64(npu_ranks):
     assert (
         npu_ranks(2, jobs.sums_in_float64, setup=SETUP, backend=None)
@@ -65,6 +66,7 @@ def test_sums_in_float64(npu_ranks):
     )
 
 
+@pytest.mark.slow
 def test_groups_with_options(npu_ranks):
     config = {"group_name": "tp", "hccl_buffer_size": 200}
     assert (

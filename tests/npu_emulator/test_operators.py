@@ -19,6 +19,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_into_torch_npu_give_what_the_definition_gives(npu, name):
     results = npu(jobs.verify, name, timeout=200)
@@ -28,7 +29,7 @@ def test_calls_into_torch_npu_give_what_the_definition_gives(npu, name):
         assert result.passed, result
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_into_torch_npu_have_the_shapes_and_dtypes_of_the_operator(npu, name):
     assert npu(jobs.contract, name, timeout=200) > 0

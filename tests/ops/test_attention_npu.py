@@ -31,6 +31,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_the_cpus(npu, name):
     options, queries, keys, *_ = CASES[name]
@@ -39,6 +40,7 @@ def test_values_are_the_cpus(npu, name):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_mask_rules_become_sparse_modes_with_the_compressed_mask(npu, name):
     options, queries, keys, version, mode, mask = CASES[name]
@@ -56,6 +58,7 @@ RECTANGLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECTANGLES)
 def test_alibi_of_rectangles_is_split_into_squares(npu, name):
     options, queries, keys, modes = RECTANGLES[name]

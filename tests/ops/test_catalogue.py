@@ -29,6 +29,7 @@ def tensors_with_grad(operator, sample):
     return tuple(fresh(value) for value in sample)
 
 
+@pytest.mark.quick_cases(4)
 @every_operator
 def test_every_sample_agrees_with_the_definition_in_float64(operator):
     for dtype in operator.dtypes:
@@ -36,7 +37,7 @@ def test_every_sample_agrees_with_the_definition_in_float64(operator):
         assert result.passed, result
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.slow
 @every_operator
 def test_opcheck(operator):
     """Schema, autograd registration, fake kernel, and AOT tracing with dynamic shapes."""
@@ -46,6 +47,7 @@ def test_opcheck(operator):
             torch.library.opcheck(operator.overload, tensors_with_grad(operator, sample))
 
 
+@pytest.mark.quick_cases(4)
 @every_operator
 def test_compiles_as_one_graph(operator):
     torch.compiler.reset()  # torch counts recompilations per line of code, and this is one line

@@ -26,6 +26,7 @@ def test_only_operators_that_gain_are_compiled() -> None:
     assert names == {"rms_norm", "swiglu", "rotary_position_embedding"}
 
 
+@pytest.mark.weekly_cases("swiglu_backward")
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu_backward", "rotary_position_embedding"])

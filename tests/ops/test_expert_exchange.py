@@ -128,6 +128,7 @@ def counts(ep, tp, first):
     return [("forward", *e) for e in forward] + [("backward", *e) for e in backward]
 
 
+@pytest.mark.quick_cases(4)
 @GRIDS
 @SHARDS
 def test_first_product_equals_one_process(ranks, ep, tp, shard_type):
@@ -139,6 +140,7 @@ def test_activations(ranks, act_type):
     check_first(ranks, 2, 1, 0, act_type)
 
 
+@pytest.mark.quick_cases(4)
 @GRIDS
 @SHARDS
 def test_second_product_equals_one_process(ranks, ep, tp, shard_type):
@@ -189,6 +191,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(("which", "change", "message"), REFUSED)
 def test_refuses(ranks, which, change, message):
     for text in ranks(4, jobs.refusal, which, change):

@@ -91,6 +91,7 @@ def test_modes_and_layouts(name, layout, sizes):
     assert_equal(with_gradients(ours, (q, k, v)), expected)
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("groups", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"mode": 2}, {"mode": 4, "pre": 300, "next": 5}], ids=str)
@@ -388,6 +389,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPARSE)
 def test_no_tensor_of_score_matrix_size_is_allocated(name):
     """Not even for a moment, within the kernels; s x s elements per head would be one each."""

@@ -42,6 +42,7 @@ def problem(p, split_item, bias):
     return arguments, [torch.cat(results)] if split_item in (2, 3) else results
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("split_item", [0, 1, 2, 3])
 def test_equals_one_process_with_one_collective(ranks, p, split_item):

@@ -31,6 +31,7 @@ def test_fused_kernels_are_chosen_where_torch_npu_has_them(npu_ranks):
         assert name_of_hccl_resolves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["fused", "chunks"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_coc_ops(npu_ranks, dtype, transposed):
@@ -133,6 +134,7 @@ def test_grouped_mat_mul_all_reduce(npu_ranks):
         assert sent == [("all_reduce", (3 * 5 + 2 * 4) * 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_exchanges_of_experts_equal_the_cpu(npu_ranks, ranks, which):
     shapes = {"first": ((4, 2, 3), (2, 6, 5), (2, 5)), "second": ((2, 4, 5), (2, 5, 6), (2, 3))}

@@ -53,6 +53,7 @@ SENT = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("p", [2, 4])
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("method", SENT)
@@ -159,6 +160,7 @@ def test_coc_ops_work_on_the_tensor_parallel_group_of_megatron(ranks):
         assert torch.equal(output, 2 * (a @ b))
 
 
+@pytest.mark.slow
 def test_opcheck(ranks):
     assert all(ranks(2, coc_ranks.coc_opcheck, torch.ones(4, 3), torch.ones(3, 2), timeout=180))
 

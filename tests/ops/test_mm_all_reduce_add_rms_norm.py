@@ -40,6 +40,7 @@ def _clone(value):
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
 @pytest.mark.parametrize("lead", [(M,), (2, 3)], ids=["2-D", "3-D"])

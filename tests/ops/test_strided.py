@@ -34,7 +34,7 @@ def samples(operator, *, first, dtype=None):
     return list(itertools.islice(operator.samples(dtype or operator.dtypes[0]), first))
 
 
-@pytest.mark.quick_cases(3)
+@pytest.mark.slow
 @every_operator
 def test_on_the_cpu(operator):
     """The first samples with each argument in turn, all samples with all arguments at once."""
@@ -84,6 +84,7 @@ def test_on_the_emulated_npu(name, npu):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_operators_that_communicate(ranks):
     assert_nothing_found(ranks(2, jobs.on_two_ranks, timeout=240))
 
@@ -178,6 +179,7 @@ PUBLIC = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_documented_functions(name):
     function, arguments = PUBLIC[name]
@@ -194,6 +196,7 @@ def exact_attention(q, k, v, scale):
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "length"), [(torch.float32, 40), (torch.bfloat16, 40), (torch.bfloat16, 2048)]
 )
@@ -220,6 +223,7 @@ def test_attention_in_slices_of_one_projection(through, dtype, length):
     torch.testing.assert_close(ours.double(), gradient, rtol=tolerance, atol=tolerance * largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ring", "all_gather", "adaptive"])
 def test_attention_over_two_ranks(algorithm, ranks):
     for found in ranks(2, jobs.context_parallel, algorithm, timeout=240):

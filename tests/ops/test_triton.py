@@ -23,7 +23,7 @@ WITH_WORKLOAD = [one.name for one in WITH_KERNEL if one.workload is not None]
 
 
 @pytest.mark.weekly_cases("moe_unpermute")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
 def test_interpreted_kernels_agree_with_the_definition(operator, ranks, triton):
     """Each sample in one dtype: what is computed is independent of how it is loaded and stored."""
@@ -45,7 +45,7 @@ def assert_close(operator, ranks, triton, *, every_pair):
         assert error <= (2.0 if dtype == torch.bfloat16 else 1.0), dtype
 
 
-@pytest.mark.weekly_cases("*-4096")
+@pytest.mark.weekly_cases("*-4096", "*-16384")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "hidden",
@@ -84,6 +84,9 @@ NARROW = [
 ]
 
 
+@pytest.mark.weekly_cases(
+    "rms_norm-128", "rms_norm-192", "rms_norm_backward-128", "rms_norm_backward-192"
+)
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("name", "hidden"), NARROW)
 def test_several_narrow_rows_share_a_program(name, hidden, ranks, triton):
@@ -113,6 +116,7 @@ def test_expected_bandwidth_of_the_documentation(ranks, triton):
     assert found in page, "write the table anew: python benchmarks/triton_bandwidth.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns"), [(30, 200), (2000, 3), (3, 5001)])
 def test_backward_of_dropout_draws_the_mask_of_the_forward_again(rows, columns, ranks, triton):
     ((rate, same, repeated),) = ranks(

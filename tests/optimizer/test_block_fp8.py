@@ -73,6 +73,7 @@ def test_small_changes_add_up():
     assert second.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.95)], ids=str)
 @pytest.mark.parametrize("period", [1, 50])
 def test_moments_follow_fp32_ones_where_gradients_are_rare(betas, period):

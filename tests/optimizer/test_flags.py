@@ -135,7 +135,7 @@ HALF = f"--fp16 --initial-loss-scale 65536 {SHARDED}"
 LOW = "--bf16 --quant-states fp8 --quant-grads --reuse-fp32-param"
 
 
-@pytest.mark.weekly_cases("plain", "sharded", "megatron's flags")
+@pytest.mark.weekly_cases("plain", "sharded", "megatron's flags", "fp16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -175,7 +175,7 @@ PAIRS = (
 )
 
 
-@pytest.mark.weekly_cases("tensor-exact", "overlap-exact", "overlap-release")
+@pytest.mark.weekly_cases("tensor-exact", "overlap-exact", "overlap-release", "pipeline-release")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout, kind", PAIRS)
 def test_layouts_train_to_the_same_bits(rank_pool, layout, kind):

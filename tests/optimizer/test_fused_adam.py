@@ -191,6 +191,7 @@ def zipf_training(mark, exempt, **options):
     return moved[:64].mean().item(), moved[64:].mean().item(), sum(losses[-50:]) / 50, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exempt", [True, False], ids=["exempt", "all"])
 def test_rare_tokens_train_as_with_fp32_states(exempt):
     expected = zipf_training(True, exempt)

@@ -36,6 +36,7 @@ def run(rank_pool, world_size, function, *args):
     return rank_pool.run(world_size, function, *args, setup=SETUP, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("plain")
 @KINDS
 def test_exact_remainders_train_to_the_same_bits(rank_pool, distributed):
@@ -89,7 +90,7 @@ def test_checkpoints_are_those_of_runs_without_it(rank_pool, tmp_path, format_, 
 
 
 @pytest.mark.weekly_cases("fully_reshardable", "torch")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", ["dp_reshardable", "fully_reshardable", "torch"])
 def test_fp8_moments_resume_to_the_bits_of_the_uninterrupted_run(rank_pool, tmp_path, format_):
     """The random rounding of step 3 is that of step 3, whoever wrote the checkpoint."""
@@ -113,7 +114,7 @@ def assert_continued(results):
 
 
 @pytest.mark.weekly_cases("torch", "fully_reshardable")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
 def test_an_optimizer_on_the_host_resumes_to_the_same_bits(rank_pool, tmp_path, format_):
     """Its step count, master weights and the model's weights are those that were saved."""
@@ -147,7 +148,7 @@ def test_states_in_padded_buckets_resume_to_the_same_bits(rank_pool, tmp_path, f
 
 
 @pytest.mark.weekly_cases("fully_reshardable")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", ["dp_reshardable", "torch", "fully_reshardable"])
 def test_states_of_another_rule_are_refused_where_they_are_loaded(rank_pool, tmp_path, format_):
     """Megatron's checkpoints hold both moments whatever the rule has: zeros would be divided by."""
@@ -222,6 +223,7 @@ def test_the_first_step_of_a_resumed_run_decays_like_the_saved_one(rank_pool):
     assert resumed == saved
 
 
+@pytest.mark.slow
 @KINDS
 def test_weights_that_a_job_replaces_are_trained_on(rank_pool, distributed):
     """``reload_model_params`` reaches the masters, wherever and however they are stored."""
@@ -250,7 +252,7 @@ def test_weights_that_a_job_replaces_are_trained_on(rank_pool, distributed):
 
 
 @pytest.mark.weekly_cases("1")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_main_params_of_a_checkpoint_reach_every_optimizer(rank_pool, chunks):
     """Those of experts and of every chunk, wherever they are stored."""
@@ -310,7 +312,7 @@ def test_narrow_gradients_are_not_rounded_again(rank_pool, kind):
     "fp16-plain",
     "fp16-constant-scale-distributed",
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_without_copies_of_gradients_the_weights_are_the_same_bits(rank_pool, distributed, kind):

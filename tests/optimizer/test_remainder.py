@@ -18,6 +18,7 @@ def stored(value: torch.Tensor, codec: Remainder) -> tuple[torch.Tensor, torch.T
     return param, codec.decode(rest, extra, param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_all_low_patterns_of_many_upper_halves(exact):
     """2 ** 17 patterns around 256 bf16 values of both signs, from subnormal numbers to infinity."""

@@ -19,6 +19,7 @@ GROUP = SimpleNamespace(size=lambda: 2)
 QKV = [torch.zeros(4, 1, 16)] * 3
 
 
+@pytest.mark.slow
 def test_every_call_signature(ranks):
     for found in ranks(4, context_ranks.errors, timeout=240):
         for way, error in found.items():

@@ -78,6 +78,7 @@ def test_the_data_handlers_are_found_by_their_names():
         data_handler.NoSuchHandler  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_script_trains_the_model_of_its_provider_with_its_forward_step(trained):
     results, checkpoint = trained
     assert {result["passes"] > 0 for result in results} == {True}
@@ -148,6 +149,7 @@ def test_a_wrong_flag_of_a_task_script_is_named(ranks):
     )
 
 
+@pytest.mark.slow
 def test_the_training_scripts_of_the_root_run(ranks):
     text = {path.read_text().split(chr(10), 2)[2] for path in ROOT.glob("pretrain_*.py")}
     assert len(text) == 1  # one of them is all of them, but for the first line

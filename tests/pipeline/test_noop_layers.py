@@ -70,7 +70,7 @@ def steps(rank_pool):
     return {name: (found[name], found[f"smaller {name}"]) for name in CASES}
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_equal_those_of_the_smaller_model(name, steps):
     step, expected = steps[name]

@@ -43,6 +43,7 @@ def built(rank_pool):
     return {name: (found[name], one[name]) for name in BUILT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT)
 def test_every_parameter_is_on_one_rank(name, built):
     ranks, alone = built[name]
@@ -149,6 +150,7 @@ def steps(rank_pool):
     return {name: (found[name], one[name]) for name in STEPS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_losses_on_the_last_rank_and_gradients_equal_those_of_one_rank(name, steps):
     *others, last = steps[name][0]

@@ -68,6 +68,7 @@ def test_what_only_measurement_tells_is_refused(ranks):
     assert "--adaptive-recompute-device-size" in text
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_the_command_writes_the_file(ranks, tmp_path):
     from tests.support import commands_job

@@ -73,6 +73,7 @@ CASES = {
     "adaptive",
     "pipe experts",
     "windows",
+    "dropped, unbalanced",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)

@@ -45,6 +45,7 @@ CASES = {
     "fold3d",
     "sends",
     "eight ranks",
+    "lengths",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)

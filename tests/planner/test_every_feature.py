@@ -9,7 +9,7 @@ from mindspeed.features.registry import all_features
 from mindspeed.flags import flags_of
 from tests.planner import test_counts, test_counts_context, test_counts_experts
 from tests.planner import test_counts_pipeline as pipeline
-from tests.planner.tried_flags import NOT_COUNTED, TRIED, outcomes
+from tests.planner.tried_flags import NOT_COUNTED, TRIED, WEEKLY, outcomes
 from tests.support.trainer_job import SETUP
 
 assert mindspeed.megatron_adaptor
@@ -35,10 +35,17 @@ def test_every_flag_is_compared_or_tried():
 
 
 @pytest.mark.slow
-def test_what_is_tried_is_counted_or_refused_by_name(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(sorted(TRIED.keys() - WEEKLY), id="each feature"),
+        pytest.param(sorted(WEEKLY), id="others", marks=pytest.mark.weekly),
+    ],
+)
+def test_what_is_tried_is_counted_or_refused_by_name(ranks, tmp_path, names):
     env = {"LOCAL_WORLD_SIZE": "2"}
     options = {"setup": SETUP, "backend": None, "timeout": 300, "env": env}
-    (found,) = ranks(1, outcomes, str(tmp_path), **options)
+    (found,) = ranks(1, outcomes, str(tmp_path), names, **options)
     assert not {
         name: said
         for name, said in found.items()

@@ -192,6 +192,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_an_interrupted_launch(tmp_path):
     """Ranks of torchrun are in sessions of their own, so killing its group is not enough."""
     program = tmp_path / "program.py"

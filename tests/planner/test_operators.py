@@ -100,6 +100,7 @@ def test_every_operator_has_a_fake_kernel():
     assert all(has_fake_kernel(f"mindspeed::{name}") for name in defined)
 
 
+@pytest.mark.slow
 def test_operators_are_defined_in_the_files_of_the_catalogue_and_nowhere_else():
     """So the tests above see every operator of the package, whatever its namespace."""
     list(operators())  # imports the catalogue

@@ -121,6 +121,7 @@ def run(toy: Toy, limit: float, top: int = 5) -> tuple[Outcome, int]:
 parts = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.just(1))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     noise=st.lists(st.floats(0, 0.6), min_size=1, max_size=40),

@@ -156,7 +156,7 @@ def test_composed_seconds_are_those_of_the_whole_job(runs):
     assert [chunk[name] for name in names] == pytest.approx([forward, backward], rel=0.01)
 
 
-@pytest.mark.weekly_cases("zb-h1", "context, *")
+@pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_composed_figures_are_those_of_the_whole_job(name, runs):
@@ -175,6 +175,7 @@ def test_composed_figures_are_those_of_the_whole_job(name, runs):
         assert not far
 
 
+@pytest.mark.slow
 def test_megatrons_index_helpers_need_not_be_built(ranks: Any) -> None:
     """A fresh checkout of Megatron-LM builds them when it trains."""
     assert ranks(1, planner_doors.without_helpers, backend=None) == [True]

@@ -13,6 +13,7 @@ OPTIONS = {"setup": SETUP, "backend": None, "timeout": 240}
 TP2 = "--tensor-model-parallel-size 2 --bf16 --transformer-impl transformer_engine "
 
 
+@pytest.mark.slow
 def test_one_mode_counts_what_nested_instruments_count(ranks) -> None:
     (found,) = ranks(1, twice, **OPTIONS)
     for name, (one, other) in found.items():
@@ -21,6 +22,7 @@ def test_one_mode_counts_what_nested_instruments_count(ranks) -> None:
     assert len(found["communications"][0]) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "divided", "gradients", "host"),
     [
@@ -53,6 +55,7 @@ def test_kinds_have_their_closed_forms(
     assert on_host == pytest.approx(host * each, abs=tolerance)
 
 
+@pytest.mark.slow
 def test_messages_have_their_closed_forms(ranks) -> None:
     """A layer with sequence parallelism: ``t`` bytes of activations on ``tp`` ranks.
 

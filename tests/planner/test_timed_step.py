@@ -41,6 +41,7 @@ def steps(rank_pool: Any) -> Any:
     return dict(zip(JOBS, found, strict=True))
 
 
+@pytest.mark.slow
 def test_counted_bytes_are_the_closed_forms(ranks: Any) -> None:
     """A layer with tensor and sequence parallelism; gradients and parameters over data."""
     tp = f"{BASE} --global-batch-size 4"
@@ -69,6 +70,7 @@ def test_counted_bytes_are_the_closed_forms(ranks: Any) -> None:
     assert gathered["all_gather", DATA, "forward"] == 2 * padded // 4
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_step_are_its_seconds(steps: Any) -> None:
     plain, again, more = (steps[name] for name in ("plain", "recomputed", "longer"))
     assert plain.micro_batches == 2

@@ -63,6 +63,7 @@ def _layers(found, case):
     return {name: costs for name, costs in found[case]["layers"].items() if ", " in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "units"),
     [

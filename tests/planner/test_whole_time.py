@@ -49,7 +49,7 @@ def job(request):
     return request.param, *isolated.call(predicted, JOBS[request.param])
 
 
-@pytest.mark.weekly_cases("no pipeline")  # the row of gathered weights has none either
+@pytest.mark.weekly_cases("no pipeline", "pipeline")  # the row of gathered weights has none either
 @pytest.mark.slow
 def test_a_step_takes_what_its_ranks_take_in_the_schedule(job):
     name, whole, composed, step = job

@@ -93,11 +93,13 @@ def test_the_scripts_match_their_table():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_a_valid_command(name, problems):
     assert problems[name] is None
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_without_paths_names_the_missing_variable(name, tmp_path):
     words, errors = run_script(name, tmp_path)
@@ -115,6 +117,7 @@ def test_additional_arguments_reach_the_command_and_weighted_prefixes_stay_separ
     assert words[-2:] == ["--train-iters", "7"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, parallel",
     [

@@ -53,7 +53,7 @@ def test_every_model_has_a_recipe_of_its_name():
     assert set(presets()) <= set(recipes.table())
 
 
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", recipes.table())
 def test_a_recipe_resolves_for_its_devices(name, resolved):
     assert resolved[name]["error"] is None

@@ -18,6 +18,7 @@ NULL = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "500
 HEADS = ["--num-query-groups", "2", "--tensor-model-parallel-size", "2"]
 
 
+@pytest.mark.slow
 def test_the_recipe_beside_a_checkpoint_repeats_the_run(ranks, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     given = ["--config", "llama2-70b", *SMALL, *HEADS, *NULL]
@@ -31,6 +32,7 @@ def test_the_recipe_beside_a_checkpoint_repeats_the_run(ranks, tmp_path):
     assert len(losses[0]) == 2
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_an_example_script_trains_under_torchrun(tmp_path):
     from mindspeed.data.preprocess import PreprocessOptions, preprocess

@@ -7,7 +7,8 @@ reason, and an exception that is not needed any more fails, too.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,13 +94,14 @@ RULES: dict[str, tuple[Rule, dict[str, str]]] = {
 }
 
 
-def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            yield node, ast.unparse(node.func)
+@cache
+def calls(path: Path) -> list[tuple[ast.Call, str]]:
+    """The calls of a module, with the source of what they call."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [(node, ast.unparse(node.func)) for node in nodes if isinstance(node, ast.Call)]
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_every_module_keeps_the_rule(name: str) -> None:
     breaks, exceptions = RULES[name]

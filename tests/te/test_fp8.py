@@ -90,6 +90,7 @@ def run(module, x, dy, recipe, **more):
     return out.detach(), x.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("recipe", STATELESS)
 def test_linear_multiplies_quantised_operands(recipe, format_):
@@ -134,6 +135,7 @@ def test_norm_and_bias_stay_outside(recipe):
     torch.testing.assert_close(layer.bias.grad, dy.sum(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", STATELESS)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "main_grad"])
 def test_experts_are_quantised_one_by_one(recipe, fused):

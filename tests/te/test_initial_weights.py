@@ -20,6 +20,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_start_from_the_weights_of_one(ranks, case):
     name, spec, size = CASES[case]

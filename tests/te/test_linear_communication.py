@@ -60,6 +60,7 @@ def joined(case: Case, parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_sharded_layers_equal_the_whole_layer(size, ranks):
     found = ranks(size, linear_ranks.steps, torch.float64, setup=SETUP)
@@ -96,6 +97,7 @@ def test_a_gathered_input_may_be_saved_instead_of_gathered_again(ranks):
     assert (calls, saved) == (1, 2 * of_x)
 
 
+@pytest.mark.slow
 def test_replaced_kernels_serve_all_linear_layers_in_both_directions(ranks):
     found = ranks(2, linear_ranks.with_replaced_kernels, 2, setup=SETUP)[0]
     for case in linear_ranks.cases(2):

@@ -29,6 +29,7 @@ def test_gpt_with_the_te_spec_equals_plain_modules(ranks, name):
     assert_equal(te, reference, 4e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layernorm-gelu-bias", "rmsnorm-swiglu-gqa", "moe-grouped"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_tensor_parallel_equals_one_rank(ranks, name, sequence_parallel):

@@ -35,6 +35,7 @@ LAYOUTS += [model._replace(**sizes) for model in EXPERTS for sizes in EXPERT_LAY
 LAYOUTS += [model._replace(**sizes) for model in BIASES for sizes in EXPERT_LAYOUTS[:2]]
 
 
+@pytest.mark.slow
 def test_the_norm_counts_each_parameter_once(ranks):
     models = list({layout.model for layout in LAYOUTS})
     (truth,) = ranks(1, marks_ranks.counted, models, {}, setup=SETUP, timeout=300)

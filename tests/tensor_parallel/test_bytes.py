@@ -55,7 +55,7 @@ def test_bytes_of_a_layer(ranks, spec):
     }
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_bytes_of_a_layer_with_sequence_parallelism(ranks, spec):
     assert sent(costs(ranks, 2, SP, spec)) == {
@@ -99,6 +99,7 @@ def test_flops_of_recomputation_and_the_inputs_it_keeps(ranks, size, overrides):
     assert saved["mlp 0"] == saved["mlp 1"] == saved["mlp 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "modelled"),
     [

@@ -53,7 +53,8 @@ def assert_divided(case: Case, events, plain_events, parts: int, column_backward
     assert calls == expected, case
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.weekly_cases("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_layers_equal_to_the_bit_with_the_same_bytes(ranks, size):
     """Transformer Engine's, a sequence of its operations, the local spec's; frozen, with LoRA."""
@@ -73,6 +74,7 @@ def assert_equal(actual, expected, case) -> None:
         assert torch.equal(actual[name], value), (case, name)
 
 
+@pytest.mark.slow
 def test_settings_reach_the_layers(ranks, tmp_path):
     """The column layer's input gradient, too; row layers of this shape in 8 parts, of that in 1."""
     rows = coc_ranks.ROWS * coc_ranks.BATCH

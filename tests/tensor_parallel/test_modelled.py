@@ -49,6 +49,7 @@ EXPOSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_layer(ranks, tmp_path):
     """qkv, proj, fc1 and fc2, forward and backward; the table of docs/tensor-parallel.md."""
     file = tmp_path / "coc.json"

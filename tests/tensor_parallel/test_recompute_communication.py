@@ -73,6 +73,7 @@ def test_results_are_those_without_recomputation_to_the_bit(ranks, case):
             assert [again[title][1] for title in WAYS] == [passes * n for n in expected]
 
 
+@pytest.mark.slow
 def test_experts_are_recomputed_and_attention_is_not_reduced_again(ranks):
     ways = {"full 1": flags(FULL, 1), "full 2": flags(FULL, 2)}
     overrides = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss", **SP}
@@ -84,6 +85,7 @@ def test_experts_are_recomputed_and_attention_is_not_reduced_again(ranks):
         assert one["recompute", "reduce_scatter"] - two["recompute", "reduce_scatter"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["hook", "norm after the sublayer", "class"])
 def test_what_may_be_read_is_computed(ranks, what):
     """A layer whose closing output something else reads has the gradients of no recomputation."""
@@ -92,6 +94,7 @@ def test_what_may_be_read_is_computed(ranks, what):
         assert found["reduced again"] == 4 - 2 * (what == "hook")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [SP, SP | DROPOUT], ids=["plain", "dropout"])
 def test_with_overlapped_products(ranks, overrides):
     """CoC gathers in parts: nothing runs ahead, and nothing is gathered or reduced in addition."""
@@ -200,6 +203,7 @@ TRAININGS = {
     "norms",
     "zero 3",
     "latent attention, multi-token prediction, CP",
+    "virtual pipeline",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TRAININGS)

@@ -75,6 +75,8 @@ def plain_runs() -> dict[tuple[int, str], Run]:
     "latent attention, multi-token prediction",
     "mc2, bf16",
     "stages, gathered output",
+    "Megatron's flag",
+    "sequence parallel",
 )
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]

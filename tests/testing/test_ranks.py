@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.testing import RankError, RankPool
-from mindspeed.testing.ranks import MOST_SERVERS
 
 
 def all_sum(value: float) -> tuple[int, int, float]:
@@ -193,10 +192,10 @@ def test_nothing_is_left_after_ctrl_c(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pool_keeps_the_servers_used_most_recently():
+def test_a_pool_keeps_the_servers_used_most_recently(monkeypatch):
+    monkeypatch.setattr("mindspeed.testing.ranks.MOST_SERVERS", 2)
     with RankPool() as pool:
-        setups = ["", "json", "csv", "ast", "bz2"]
-        assert len(setups) == MOST_SERVERS + 1
+        setups = ["", "json", "csv"]
         for setup in setups[:-1]:
             pool.run(1, own_environment, setup=setup)
         pool.run(1, own_environment, setup=setups[0])
@@ -207,6 +206,7 @@ def test_a_pool_keeps_the_servers_used_most_recently():
         assert all(server.alive() for server in pool._servers.values())
 
 
+@pytest.mark.slow
 def test_a_pool_closes_its_servers():
     with RankPool() as pool:
         pool.run(1, own_environment)

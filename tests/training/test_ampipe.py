@@ -88,6 +88,7 @@ def test_load_balancing_loss_is_that_of_the_layer_in_one_piece(one_rank):
     assert column(records, "lm_loss") == pytest.approx(column(expected, "lm_loss"), rel=1e-6)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_adapters_of_experts(one_rank):
     lora = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 --lr 0.05"

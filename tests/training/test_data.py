@@ -159,6 +159,7 @@ def test_a_pipeline_edge_gets_only_what_it_needs(corpus, ranks):
     assert last["tokens"] is None and last["labels"][:, :-1].equal(first["tokens"][:, 1:])
 
 
+@pytest.mark.slow
 def test_training_on_files_learns_and_caches_the_index(corpus, ranks, tmp_path):
     cache, file = tmp_path / "cache", tmp_path / "metrics.jsonl"
     flags = ["--data-cache-path", str(cache), "--metrics-file", str(file), "--lr", "1e-2"]

@@ -65,8 +65,9 @@ LAYOUTS = {
     "window-mtp",
     "window-context",
     "exact-extended-async",
+    "padded-expert-tensor-pipeline",
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_are_those_of_megatrons_model(name, one_rank):
     world_size, model, flags = LAYOUTS[name]

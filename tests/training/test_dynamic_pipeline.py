@@ -47,7 +47,10 @@ def check(found: list[dict], expected: list[dict]) -> None:
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.weekly_cases("4---pipeline-model-parallel-size 2 --global-batch-size 8 *")
+@pytest.mark.weekly_cases(
+    "4---pipeline-model-parallel-size 2 --global-batch-size 8 *",
+    "4---pipeline-model-parallel-size 4 *",
+)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags"),

@@ -68,8 +68,9 @@ def trained(reference, program, more):
     "dedup---*",
     "pieces---*",
     "gather---*",
+    "hierarchical---*",
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "recompute"), ADAPTERS)
 def test_adapters_of_experts_with_recomputation(program, recompute, one_rank):
     reference = one_rank(SHARED)
@@ -78,6 +79,7 @@ def test_adapters_of_experts_with_recomputation(program, recompute, one_rank):
     assert_same_training(records, expected, norm=1e-5)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_adapters_of_experts_beside_another_micro_batch(one_rank):
     reference = one_rank(SHARED)
@@ -106,7 +108,7 @@ DROPPED = [
         "saving---*",
     )
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "recompute"), DROPPED)
 def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
     """The same random numbers, so the same digits; other ones without dropout."""
@@ -129,7 +131,7 @@ def test_recomputation_drops_what_was_dropped(program, recompute, one_rank):
         "pieces",
     )
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_fp16(program, one_rank):
     reference = one_rank(SHARED)

@@ -108,6 +108,7 @@ def test_skipped_steps_are_limited(steps, said):
     assert (error is None) == (said is None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", ["--train-iters", "--train-samples"])
 def test_a_finished_job_that_is_started_again_is_a_success_in_one_line(length, ranks, tmp_path):
     """Also when its data are gone: nothing is read, built, trained, evaluated or saved."""
@@ -130,6 +131,7 @@ def test_a_finished_job_that_is_started_again_is_a_success_in_one_line(length, r
     assert [path.name for path in (tmp_path / "c").glob("events*")] == []
 
 
+@pytest.mark.slow
 def test_a_finished_job_whose_last_checkpoint_is_damaged_trains_it_again(ranks, tmp_path):
     flags = [*PP2, "--save", str(tmp_path), "--save-interval", "1", "--train-iters", "2"]
     run(ranks, flags)

@@ -24,7 +24,7 @@ def expected(run):
     return run(4, LAYOUT)
 
 
-@pytest.mark.weekly_cases("--fold-mode aiao")
+@pytest.mark.weekly_cases("--fold-mode aiao", "--fold-mode fifo")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", ["--fold-mode aiao", "--foldx-mode aiao --fold-order strict", "--fold-mode fifo"]

@@ -49,7 +49,7 @@ def column(records, name):
 
 
 @pytest.mark.weekly_cases("lora")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "flags"), [(MTP, ""), ("", LORA)], ids=["mtp", "lora"])
 def test_a_user_step_equal_to_the_default_gives_equal_losses(run, model, flags):
     default, own = (run(2, step, f"{PP} {flags}", model) for step in (None, "sum"))

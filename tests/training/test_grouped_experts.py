@@ -14,6 +14,7 @@ SHORT = f"{MOE} --num-experts 16 --moe-ffn-hidden-size 512 --seq-length 8"
 EXPERTS = f"{DISTRIBUTED} --expert-model-parallel-size 2"
 
 
+@pytest.mark.weekly_cases("fp32")
 @pytest.mark.parametrize(
     "precision", ["", pytest.param("--bf16", marks=pytest.mark.slow)], ids=["fp32", "bf16"]
 )

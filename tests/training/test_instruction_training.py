@@ -58,7 +58,7 @@ def one_rank(run) -> list[dict]:
 
 
 @pytest.mark.weekly_cases("4---tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -82,6 +82,7 @@ def by_transformers(rank_pool, prefix, tmp_path_factory) -> tuple[Path, float, f
     return folder, loss, norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
@@ -109,7 +110,7 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_of_the_batch(
 
 
 @pytest.mark.weekly_cases("*variable-seq-lengths --length-grouped")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", f"{VARIABLE} --length-grouped", "--pack-sequences"])
 def test_a_resumed_run_goes_on_with_the_next_samples(rank_pool, prefix, tmp_path, flags):
     """10 iterations of 16 samples are two and a half epochs of 64; 5 end in the second."""
@@ -126,6 +127,7 @@ def test_a_resumed_run_goes_on_with_the_next_samples(rank_pool, prefix, tmp_path
     assert len(whole) == 10 and resumed == whole[5:]
 
 
+@pytest.mark.slow
 def test_only_tokens_of_samples_count_as_throughput(run, prefix):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -151,6 +153,7 @@ def one_rank_packed(run) -> list[dict]:
     return run(1, f"--pack-sequences {ENGINE}")
 
 
+@pytest.mark.weekly_cases("4---context-parallel-size 2 *")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags"),

@@ -189,7 +189,8 @@ WEEKLY = {
     *("overlap-grad-reduce", "tensor-pipeline-sequence", "local-sequence-parallel"),
     *("mtp-context-pipeline", "mtp-tied-tensor-pipeline", "uneven-virtual-pipeline-noop"),
     *("zero-2-tensor-sequence", "tensor-2d-pipeline", "unaligned-tensor"),
-    *("local-unaligned-sequence-recompute", "context-tensor-sequence"),
+    *("local-unaligned-sequence-recompute", "context-tensor-sequence", "virtual-pipeline"),
+    *("tensor-parallel", "uneven-pipeline", "local-context-double-ring"),
     "local-context-hybrid-adaptive",  # counted rank by rank in planner/test_counts_context.py
 }
 
@@ -271,6 +272,7 @@ def test_overlapped_moe_micro_batches_train_like_sequential_ones(flags, one_rank
     assert_same_training(reference.train(2, f"{experts} {flags}"), plain, loss=1e-5, norm=1e-3)
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(one_rank):
     reference = one_rank(GQA)
     records = reference.train(2, f"--bf16 {TP} --sequence-parallel")
@@ -278,7 +280,9 @@ def test_bf16_follows_fp32(one_rank):
     assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.weekly_cases("tensorwise-pipeline-recompute", "delayed-recompute")
+@pytest.mark.weekly_cases(
+    "tensorwise-pipeline-recompute", "delayed-recompute", "blockwise-distributed-optimizer"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FP8_LAYOUTS)
 def test_fp8_trains_like_one_rank_and_close_to_fp32(layout, one_rank):

@@ -73,8 +73,9 @@ LAYOUTS = {
     "dedup-zero-memory",
     "dedup-context",
     "hierarchical-mtp",
+    "gather",
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]

@@ -151,6 +151,7 @@ def test_overlapped_micro_batches_train_to_the_same_bits(model, ranks, flags, on
         assert column(records, name) == column(plain, name)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_with_shared_experts_gradients_are_summed_in_another_order(one_rank):
     reference = one_rank(SHARED)
@@ -182,6 +183,7 @@ def test_experts_in_groups_train_like_one_rank(model, ranks, flags, one_rank):
     assert_same_training(records, reference.records)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_experts_in_groups_train_adapters_as_together(one_rank):
     reference = one_rank(MOE)

@@ -90,6 +90,7 @@ def test_in_16_bits_losses_differ_by_rounding(one_rank):
     assert column(hidden, "lm_loss")[0] == column(plain, "lm_loss")[0]
 
 
+@pytest.mark.slow
 def test_every_layer_executes_the_program(rank_pool):
     """4 layers, of which the last is that of multi-token prediction, and 2 micro-batches."""
     model = f"{SHARED} --num-layers 3 --mtp-num-layers 1 {EP}".split()

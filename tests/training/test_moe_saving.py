@@ -82,6 +82,7 @@ def test_digits_are_those_without_the_flags(row, one_rank):
         assert column(saving, name) == column(plain, name)
 
 
+@pytest.mark.weekly_cases("all-gather")
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SERIAL.values(), ids=SERIAL)
 def test_digits_are_nearly_those_of_megatrons_layer(row, one_rank):

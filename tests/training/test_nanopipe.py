@@ -41,7 +41,9 @@ def run(pool, world, flags):
     return [result["digest"] for result in results]
 
 
-@pytest.mark.weekly_cases("recompute", "activations on the host", "variable lengths")
+@pytest.mark.weekly_cases(
+    "recompute", "activations on the host", "variable lengths", "packed documents", "LoRA"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_weights_are_those_of_megatrons_schedule(rank_pool, tmp_path, weights, case):
     found, plan = [], tmp_path / "plan.csv"
@@ -55,6 +57,7 @@ def test_losses_and_weights_are_those_of_megatrons_schedule(rank_pool, tmp_path,
     assert plan.read_text().count("W") == plan.read_text().count("I") > 0
 
 
+@pytest.mark.weekly
 def test_with_swap_only_the_rounding_of_sums_differs(rank_pool, tmp_path):
     found, plan = [], tmp_path / "plan.csv"
     for flags in ("", f"--use-nanopipe --use-nanopipe-swap --pipeline-schedule-dump {plan}"):

@@ -30,9 +30,19 @@ CASES = {
 
 # In tests/planner/test_counts.py with all else that ranks keep.
 @pytest.mark.weekly_cases(
-    "swap", "muon-by-layer", "bf16-exact-sharded", "bf16-all-fp8", "instances", "virtual", "sgd"
+    "swap",
+    "muon-by-layer",
+    "bf16-exact-sharded",
+    "bf16-all-fp8",
+    "instances",
+    "virtual",
+    "sgd",
+    "fp32",
+    "ema",
+    "offload",
+    "bf16-moments",
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_planner_counts_what_the_optimizer_keeps(rank_pool, case):
     words = [*CASES[case].split(), "--train-iters", "1"]

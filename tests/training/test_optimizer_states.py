@@ -63,7 +63,13 @@ def quick(*fast):
 
 
 @pytest.mark.weekly_cases(
-    "cadam-fp32", "cadam-sharded", "ema-bf16", "ema-sharded-fp32", "cadam-sharded-fp32", "ema-fp32"
+    "cadam-fp32",
+    "cadam-sharded",
+    "ema-bf16",
+    "ema-sharded-fp32",
+    "cadam-sharded-fp32",
+    "ema-fp32",
+    "ema-sharded",
 )
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("mode", quick("sharded"))
@@ -96,6 +102,7 @@ def test_cadam_keeps_6_bytes_per_weight_and_4_per_row(run):
         assert each["device"] == 2 * each["numel"] + 4 * each["rows"]
 
 
+@pytest.mark.slow
 def test_averages_are_those_of_one_rank(run, tmp_path, ranks):
     averages = []
     for world in (1, 2):

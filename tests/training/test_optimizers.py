@@ -87,7 +87,7 @@ def test_states_of_other_dtypes_resume_bit_for_bit(run, tmp_path, dtypes):
 
 
 @pytest.mark.weekly_cases("fp32")
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", SHARDED], ids=["fp32", "distributed"])
 def test_a_custom_update_rule_state_storage_and_wrapper(ranks, tmp_path, flags):
     save = tmp_path / "save"
@@ -105,6 +105,7 @@ def test_a_custom_update_rule_state_storage_and_wrapper(ranks, tmp_path, flags):
     assert {r["steps"] for r in second} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "dist_muon"])
 def test_features_get_the_whole_of_muon_once(ranks, name):
     words = f"--optimizer {name} {MUON} --train-iters 2".split()

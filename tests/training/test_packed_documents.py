@@ -62,6 +62,8 @@ def test_one_rank_has_the_losses_and_gradients_of_the_dense_mask(prefix, ranks, 
     "4-*ulysses_cp_algo",
     "2-*--context-parallel-algo megatron_cp_algo",
     "4---pipeline-model-parallel-size 4",
+    "4---context-parallel-size 2 --pipeline*",
+    "2---pipeline-model-parallel-size 2 --schedules-method dualpipev",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -94,6 +96,7 @@ def test_the_comparison_can_fail_without_resets_losses_differ(run, one_rank):
     assert ours[0]["lm_loss"] != pytest.approx(one_rank[0]["lm_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_thread_plans_the_next_micro_batch_while_one_is_trained(prefix, ranks):
     flags = flags_for(
         prefix, RESETS, "--calculate-per-token-loss --train-iters 2", CP,

@@ -41,9 +41,9 @@ LAYOUTS = {
 
 
 @pytest.mark.weekly_cases(
-    "deepspeed-padded", "one-expert-full-recompute", "divided-backward", "mtp-recompute"
+    "deepspeed-padded", "one-expert-full-recompute", "divided-backward", "mtp-recompute", "overlap"
 )  # in test_deepspeed_moe.py
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]
@@ -52,6 +52,7 @@ def test_losses_are_those_of_one_rank(layout, one_rank):
     assert_same_training(records, reference.records)
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_adapters_of_experts(one_rank):
     lora = "--lora-r 4 --lora-target-modules linear_qkv experts.linear_fc1 --lr 0.05"

@@ -54,9 +54,9 @@ def records(ranks, folder, flags, world_size=2):
 
 
 @pytest.mark.weekly_cases(
-    "evaluation", "loss per token", "bf16", "frozen first stage", "recomputation"
+    "evaluation", "loss per token", "bf16", "frozen first stage", "recomputation", "loss scale"
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_schedule_trains_like_megatrons(case, ranks, tmp_path):
     flags, schedule = CASES[case]

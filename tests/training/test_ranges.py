@@ -95,6 +95,7 @@ def report(rank_pool):
     return found
 
 
+@pytest.mark.slow
 def test_every_number_of_the_trainer_has_a_range_that_holds_its_default(report):
     assert report["undeclared"] == []
     assert report["stale"] == []

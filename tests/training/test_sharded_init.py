@@ -19,7 +19,7 @@ MODELS = {
 }
 
 
-@pytest.mark.weekly_cases("2-experts", "3-engine", "3-dense", "2-dense")
+@pytest.mark.weekly_cases("2-experts", "3-engine", "3-dense", "2-dense", "2-engine")
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [2, 3])

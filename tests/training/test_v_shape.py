@@ -64,8 +64,10 @@ LAYOUTS = {
     "zb-v, data, overlap",
     "experts",
     "four ranks",
+    "two ranks",
+    "mtp",
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_trains_like_one_rank(layout, one_rank):
     world_size, model, flags = LAYOUTS[layout]

@@ -24,6 +24,7 @@ def unsharded(base, rank_pool):
     return rank_pool.run(RANKS, lora_ranks.steps, str(base), ["--zero-stage=0"], setup=SETUP)
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_stage_equals_stage_0_with_less_on_each_rank(stage, base, unsharded, ranks):

@@ -279,7 +279,16 @@ def _cases() -> dict[str, tuple]:
     return cases
 
 
-@pytest.mark.quick_cases(12)
+# Weekly: layouts that another row has with more beside, or with a fault or a repair.
+@pytest.mark.weekly_cases(
+    *("tp-of-64", "sp-local", "tp-query-norms", "latent-attention-sp", "grid", "grid-of-64"),
+    *("documents", "cp-ulysses", "cp-hybrid", "cp-attention-sink", "cp-all-gather", "pipeline"),
+    *("recomputed-attention", "adapters", "expert-tensor", "experts", "experts-over-data"),
+    *("experts-overlapped", "experts-gathered", "experts-loss-per-sequence", "slices"),
+    *("slices-sequential", "slices-spread", "slices-gathered", "slices-gathered-sequential"),
+    *("slices-overlapped", "packed-pipeline", "packed-multi-token-prediction", "sp"),
+)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_right_layout_is_accepted(found, case):
     verdict = found[case]
@@ -297,6 +306,7 @@ NOT_IN_THE_GRID = {
 }
 
 
+@pytest.mark.weekly  # test_rules.py measures every function with a rule
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [tuple(RIGHT)], ids=["grid"])
 def test_the_layouts_run_every_function_that_has_a_rule(found, grid):
@@ -305,7 +315,24 @@ def test_the_layouts_run_every_function_that_has_a_rule(found, grid):
     assert own - ran == set(NOT_IN_THE_GRID)
 
 
-@pytest.mark.quick_cases(4)
+# Weekly: the same fault in another implementation, dispatcher or group of the layer.
+@pytest.mark.weekly_cases(
+    "norm of a frozen layer unmarked-64",
+    "norm of a layer after many unmarked-64",
+    "bias of the local spec's row layers unmarked-64",
+    "vectors on a grid unmarked-64",
+    "sharded factors of adapters unmarked-64",
+    "embedding summed and not scattered-64",
+    "row layers of the local spec *-64",
+    "results of slices of experts not summed-64",
+    "results of slices of spread experts not summed-64",
+    "results of slices of stacked experts not summed-64",
+    "results of slices of gathered *-64",
+    "counts of a loss per sequence summed over tensor ranks only-64",
+    "gathered latent key gets no sum-64",
+    "last norm of packed documents unmarked-64",
+)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["64", pytest.param("smallest", marks=pytest.mark.weekly)])
 @pytest.mark.parametrize("fault", [fault.name for fault in faults.FAULTS])
 def test_a_planted_fault_is_found_where_it_is_first_used(found, fault, size):
@@ -319,6 +346,7 @@ def test_a_planted_fault_is_found_where_it_is_first_used(found, fault, size):
     assert f"REFUSED: stage {wrong['stage']}" in verdict["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [fault.name for fault, _ in faults.UNSEEN])
 def test_a_changed_value_is_not_seen(found, fault):
     assert found[f"{fault}: 64"]["accepted"]
@@ -327,6 +355,7 @@ def test_a_changed_value_is_not_seen(found, fault):
     assert f"def {name}(" in (ROOT / file).read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [faults.READS.name])
 def test_experts_that_read_values_are_checked_with_real_tensors(found, fault):
     verdict = found[f"{fault}: 64"]
@@ -334,6 +363,7 @@ def test_experts_that_read_values_are_checked_with_real_tensors(found, fault):
     assert "router.py" in verdict["with_values"]["0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REPAIRED)
 def test_megatron_without_the_repair_is_refused(found, case):
     assert found[case].get("accepted"), found[case].get("error") or found[case]["text"]
@@ -357,6 +387,7 @@ def test_every_repair_is_seen_or_has_a_reason():
     assert sorted([*seen, *others, *BY_FAULTS]) == repairs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [("pipeline", "long-pipeline")], ids=["pipelines"])
 def test_pipeline_stages_that_are_made_alike_run_once(found, grid):
     assert found["pipeline"]["stages"] == [0, 1]
@@ -391,6 +422,7 @@ def test_layers_that_are_built_alike_run_once(monkeypatch):
     assert [len(layer.calls) for layer in layers] == [2, 0, 0, 2, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["last norm unmarked"])
 def test_a_wrong_norm_is_named(found, fault):
     names = found[f"{fault}: 64"]["wrong"]["parameters"]
@@ -398,6 +430,7 @@ def test_a_wrong_norm_is_named(found, fault):
     assert "its own tokens; nothing sums them" in found[f"{fault}: 64"]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["function without a rule"])
 def test_a_function_without_a_rule_stops_the_check_and_says_how_to_give_it_one(found, fault):
     text = found[f"{fault}: 64"]["text"]
@@ -519,6 +552,7 @@ def test_ranks_that_the_flags_do_not_divide_are_refused():
     assert "3 ranks cannot be divided by tensor 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_word_what_to_check():
     done = command("check", "--nproc", "2")
     assert done.returncode == 1

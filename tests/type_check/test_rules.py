@@ -18,6 +18,7 @@ def found(rank_pool) -> list[adjoint.Measured]:
     return rank_pool.run(2, adjoint.measured, **options)
 
 
+@pytest.mark.slow
 def test_every_function_of_the_library_has_a_rule(found):
     assert not found[0].without_rule
 

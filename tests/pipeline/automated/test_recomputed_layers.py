@@ -16,6 +16,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_the_first_layers_of_each_rank(kind, layout, ranks):
     counts = "3,2" if layout else "2,1"

@@ -53,6 +53,7 @@ def everything(of: Profile, limit: float, kinds: tuple[str, ...]) -> Iterator[Pr
                     yield price
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.05, 0.2, 0.4])
 def test_memory_mode_finds_the_fastest_of_all_that_fit(ratio):
     of = profile()
@@ -101,6 +102,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), FIGURES)
 def test_stored_profiles_have_one_result(name, mode):
     of = read_profile(PROFILES / f"{name}.json")

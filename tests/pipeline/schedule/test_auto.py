@@ -43,6 +43,7 @@ def test_larger_groups_hide_latency():
     assert auto(4, 4, 12, costs).makespan <= aiao.makespan < 0.8 * small.makespan
 
 
+@pytest.mark.slow
 def test_among_equally_fast_ones_it_takes_that_of_least_memory():
     """Without latency the short warm-up reaches the bound of the long one."""
     found = auto(8, 2, 64)
@@ -55,6 +56,7 @@ def test_among_equally_fast_and_small_ones_it_takes_that_of_fewest_split_backwar
     assert found.counts["I"] == 0
 
 
+@pytest.mark.slow
 def test_memory_buys_time_where_messages_are_slow():
     costs = Costs(latency=0.3)
     bubbles = []

@@ -83,6 +83,7 @@ def check(layouts, results):
                 assert tuple(one.peak_chunks for one in done) == price.peak_chunks
 
 
+@pytest.mark.slow
 def test_plans_equal_megatrons_schedules_on_two_ranks(ranks):
     check(TWO_RANKS, ranks(2, compare, TWO_RANKS, setup=SETUP))
 
@@ -94,7 +95,12 @@ def test_groups_of_the_caller_are_used_and_made_once(ranks):
 
 
 @pytest.mark.weekly_cases(
-    "distributed optimizer", "pipeline of four", "data parallel*", "context parallel"
+    "distributed optimizer",
+    "pipeline of four",
+    "data parallel*",
+    "context parallel",
+    "parameter gather",
+    "tensor parallel, local spec",
 )  # is in "parameter gather"
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR_RANKS)

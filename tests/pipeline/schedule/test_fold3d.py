@@ -41,6 +41,7 @@ def test_all_in_all_out_hides_the_reduction_of_all_chunks_but_one(p, m, v, share
     assert aiao[2] == (2 * (p - 1) + (v - 1) * m + 1) / v < strict[2] == m
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_reductions_start_between_backwards(ranks, sharded):
     m, ddp = 4, {"overlap_grad_reduce": True, "use_distributed_optimizer": sharded}
@@ -55,6 +56,7 @@ def test_reductions_start_between_backwards(ranks, sharded):
         assert {one["reductions"] for one in (aiao, strict, interleaved)} == {2}
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_while_the_chunk_before_computes(ranks):
     m, ddp = 4, {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
     ddp |= {"overlap_param_gather": True, "align_param_gather": True}

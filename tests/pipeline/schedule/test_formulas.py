@@ -26,7 +26,7 @@ def widest_group(p, m):
     return p if m % p == 0 else math.ceil(m / (m // p))
 
 
-@pytest.mark.weekly_cases("2-*", "[14]-ranks[567]-*")
+@pytest.mark.weekly_cases("2-*", "[14]-ranks[567]-*", "4-ranks4-*")
 @pytest.mark.parametrize(
     ("ranks", "times"),
     [(SOME, TIMES[0]), *((SOME[:3], times) for times in TIMES[1:])]
@@ -58,10 +58,11 @@ def test_loops(v, ranks, times):
 
 
 @pytest.mark.slow
-def test_conditions_of_the_formulas_of_the_documentation():
+@pytest.mark.parametrize("draws", [25, pytest.param(120, marks=pytest.mark.weekly)])
+def test_conditions_of_the_formulas_of_the_documentation(draws):
     """docs/pipeline.md: what holds for all times, and what only where they are nearly equal."""
     draw = random.Random(7)
-    for case in range(120):
+    for case in range(draws):
         p = draw.choice((2, 3, 4, 6))
         m = p * draw.choice((2, 3))
         f, i, w = (draw.uniform(0.4, 2.2) for _ in range(3))

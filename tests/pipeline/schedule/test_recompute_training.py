@@ -97,16 +97,27 @@ def test_four_ranks_train_to_the_same_bits(ranks):
     assert simulate(found[0]["bubble"].plan).peak_chunks == (8, 8, 7, 5)
 
 
+COMMUNICATING = {
+    "tensor": Case(replace(SMALL, tensor=2), BUBBLE, 8),
+    "context": Case(replace(SMALL, context=2), ADVANCE, 4),
+    "data, local spec": Case(replace(SMALL, ddp=OVERLAP, spec="local"), ADVANCE, 4),
+}
+OTHER_SPEC = {
+    "tensor, local spec": Case(replace(SMALL, tensor=2, spec="local"), ADVANCE, 4),
+    "data": Case(replace(SMALL, ddp=OVERLAP), BUBBLE, 8),
+}
+
+
 @pytest.mark.slow
-def test_recomputation_communicates_as_the_first_run_did(ranks):
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(COMMUNICATING, id="each"),
+        pytest.param(OTHER_SPEC, id="other spec", marks=pytest.mark.weekly),
+    ],
+)
+def test_recomputation_communicates_as_the_first_run_did(ranks, cases):
     """Two stages on each pair of ranks, by tensor, context and data parallelism."""
-    cases = {
-        "tensor": Case(replace(SMALL, tensor=2), BUBBLE, 8),
-        "tensor, local spec": Case(replace(SMALL, tensor=2, spec="local"), ADVANCE, 4),
-        "context": Case(replace(SMALL, context=2), ADVANCE, 4),
-        "data": Case(replace(SMALL, ddp=OVERLAP), BUBBLE, 8),
-        "data, local spec": Case(replace(SMALL, ddp=OVERLAP, spec="local"), ADVANCE, 4),
-    }
     found = ranks(4, compare, cases, setup=SETUP, timeout=240)
     bubble, advance = (3, 3, 0, 0), (8, 8, 4, 4)
     check(found, {name: bubble if case.m == 8 else advance for name, case in cases.items()})
@@ -130,6 +141,7 @@ def train(ranks: Any, world: int, flags: str) -> tuple[list[Any], int]:
     return [rank["digest"] for rank in found], found[0]["reruns"]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_our_trainer_ends_with_the_same_parameters(ranks, tmp_path):
     """Also with a schedule that recomputes read from a file."""
@@ -141,15 +153,23 @@ def test_our_trainer_ends_with_the_same_parameters(ranks, tmp_path):
     assert train(ranks, 2, f"--recompute-in-advance {BLOCK}") == (parameters, 24)
 
 
+PER_RANK = f"--recompute-in-advance {BLOCK} --enable-recompute-layers-per-pp-rank"
+
+
 @pytest.mark.slow
-def test_our_trainer_with_experts_and_data_parallelism(ranks):
-    """Also with layers counted per rank."""
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        pytest.param("--recompute-in-bubble", 3, id="bubble", marks=pytest.mark.weekly),
+        pytest.param(PER_RANK, 12, id="layers counted per rank"),
+    ],
+)
+def test_our_trainer_with_experts_and_data_parallelism(ranks, flags, count):
     parameters, _ = train(ranks, 4, EXPERT_PARALLEL)
-    per_rank = f"--recompute-in-advance {BLOCK} --enable-recompute-layers-per-pp-rank"
-    for flags, count in (("--recompute-in-bubble", 3), (per_rank, 12)):
-        assert train(ranks, 4, f"{EXPERT_PARALLEL} {flags}") == (parameters, count)
+    assert train(ranks, 4, f"{EXPERT_PARALLEL} {flags}") == (parameters, count)
 
 
+@pytest.mark.weekly_cases("split backwards")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags", "count"),

@@ -73,24 +73,35 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 
 
+SMALL = partial(Layout, num_layers=4)
+EACH = {
+    "reductions overlap, local, fused": Case(
+        SMALL(2, 2, spec="local", config=FUSED, ddp={"overlap_grad_reduce": True}), (ZB,)
+    ),
+    "four stages": Case(Layout(4, 2), ((8, {"kind": "nanopipe"}), (8, {"kind": "zb-h1"}))),
+    "tensor parallel, local": Case(SMALL(2, tensor=2, spec="local"), (ZB,)),
+    "context parallel": Case(SMALL(2, context=2), (NANO,)),
+    "experts": Case(SMALL(2, 2, expert=2, config=EXPERTS | FUSED, ddp=OVERLAP), (NANO,)),
+}
+OTHERS = {
+    "reductions overlap": Case(SMALL(2, 2, config=FUSED, ddp=OVERLAP), (NANO,)),
+    "reductions overlap, local": Case(SMALL(2, spec="local", ddp=OVERLAP), (ZB,)),
+    "distributed optimizer": Case(SMALL(2, ddp={"use_distributed_optimizer": True}), (NANO,)),
+    "tensor parallel": Case(SMALL(2, 2, tensor=2, config=FUSED), (NANO,)),
+    "experts, local": Case(SMALL(2, expert=2, spec="local", config=EXPERTS), (ZB,)),
+}
+
+
 @pytest.mark.slow
-def test_four_ranks(ranks):
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(EACH, id="each"),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.weekly),
+    ],
+)
+def test_four_ranks(ranks, cases):
     """Chunks have one or two layers."""
-    small = partial(Layout, num_layers=4)
-    cases = {
-        "reductions overlap": Case(small(2, 2, config=FUSED, ddp=OVERLAP), (NANO,)),
-        "reductions overlap, local": Case(small(2, spec="local", ddp=OVERLAP), (ZB,)),
-        "reductions overlap, local, fused": Case(
-            small(2, 2, spec="local", config=FUSED, ddp={"overlap_grad_reduce": True}), (ZB,)
-        ),
-        "distributed optimizer": Case(small(2, ddp={"use_distributed_optimizer": True}), (NANO,)),
-        "four stages": Case(Layout(4, 2), ((8, {"kind": "nanopipe"}), (8, {"kind": "zb-h1"}))),
-        "tensor parallel": Case(small(2, 2, tensor=2, config=FUSED), (NANO,)),
-        "tensor parallel, local": Case(small(2, tensor=2, spec="local"), (ZB,)),
-        "context parallel": Case(small(2, context=2), (NANO,)),
-        "experts": Case(small(2, 2, expert=2, config=EXPERTS | FUSED, ddp=OVERLAP), (NANO,)),
-        "experts, local": Case(small(2, expert=2, spec="local", config=EXPERTS), (ZB,)),
-    }
     check(ranks(4, compare, cases, setup=SETUP, timeout=400), cases)
 
 

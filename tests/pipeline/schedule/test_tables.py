@@ -114,6 +114,7 @@ def slow_if(condition, value):
     return pytest.param(value, marks=pytest.mark.slow) if condition else value
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("nano v=4")
 @pytest.mark.parametrize("name", [slow_if("v=4" in name, name) for name in TABLE_A])
 def test_table_without_latency(name):
@@ -125,6 +126,7 @@ def test_table_without_latency(name):
         assert max(found.peak_memory) == pytest.approx(memory, abs=0.0501), (p, m)
 
 
+@pytest.mark.slow
 @pytest.mark.weekly_cases("nano v=4")
 @pytest.mark.parametrize("name", [slow_if("v=4" in name, name) for name in TABLE_B])
 def test_table_with_latency(name):
@@ -179,6 +181,7 @@ def test_longer_warmups_hide_latency_for_memory():
     assert found == {1.0: (14.8, 8), 1.25: (13.8, 10), 1.5: (12.9, 11), 2.0: (10.4, 15)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more", "bubble"), [(0, 7.0), (1, 6.5), (2, 6.0), (23, 3.5)])
 def test_a_third_of_the_bubble_goes_with_no_more_memory(more, bubble):
     """p = 8, v = 2, m = 64: caps are the peaks of interleaved 1F1B and ``more`` chunks."""

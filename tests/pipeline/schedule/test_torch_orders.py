@@ -53,6 +53,7 @@ def imported(name, p, v, m, tmp_path):
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_imported_orders_have_our_price(name, tmp_path):
     request, equal = SAME[name]

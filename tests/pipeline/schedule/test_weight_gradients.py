@@ -279,7 +279,7 @@ LAYERS = {n: Case("layernorm-gelu-bias", options=IN_16_BITS | {"num_layers": n})
 SMALL = ("norm", "bias", "router", "embedding", "output_layer")
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2], ids=["one-rank", "sequence-parallel"])
 def test_models_divided_equal_models_whole(ranks, size):
     cases = {**CASES, **(EXPERTS_ONE_BY_ONE if size == 1 else {})}

@@ -25,7 +25,7 @@ def mlp_widths() -> cost.Widths:
     return cost.Widths(grid_ranks.HIDDEN, 0, 0, grid_ranks.FFN, grid_ranks.FFN)
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overlaps", [(), (GATHER, BACKWARD), (SCATTER,)], ids=lambda o: "-".join(o) or "plain"
 )
@@ -69,6 +69,7 @@ def test_what_needs_no_gradient_is_not_communicated(ranks, frozen):
     assert result["calls"]["backward"] == (4 if "w1" in frozen else 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rms", [True, False], ids=["rms", "layer"])
 @pytest.mark.parametrize(
     ("offset", "dtype", "tolerance"),

@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_on_a_grid_equals_one_rank(ranks, name):
     """Logits and every gradient in fp64; biases of both kinds, norms, tied embeddings."""
@@ -63,6 +64,7 @@ def test_dropout_draws_for_each_shard_and_again_for_recomputation(ranks):
         assert 0.4 < (one == other).float().mean() < 0.6
 
 
+@pytest.mark.slow
 def test_what_a_grid_cannot_do_is_refused_where_there_are_no_flags(ranks):
     expected = {
         "hidden": "--tp-2d does not work with hidden states as input",
