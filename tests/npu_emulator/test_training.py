@@ -144,7 +144,6 @@ def on_the_cpu(rank_pool, weights, tmp_path_factory):
     "ulysses-fused",
     "swapped",
     "adaptive-documents",
-    "pipeline",
     "ring",
 )
 @pytest.mark.slow

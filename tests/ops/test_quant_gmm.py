@@ -121,7 +121,6 @@ for dtype in (torch.bfloat16, torch.float16):  # more ones than its digits can c
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limited", [False, True], ids=["as it is", "AVX2"])
 def test_products_are_exact_on_processors_without_vnni(limited):
     """oneDNN's sums of pairs saturate there, in more than half of random entries.

@@ -94,8 +94,6 @@ CASES = {
     "parts of both weights",
     "tied embeddings",
     "sequence parallel",
-    "outputs of latent attention again",
-    "dropout, fused loss",
     "attention on the host",
 )
 @pytest.mark.slow

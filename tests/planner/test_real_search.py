@@ -17,27 +17,17 @@ ARGV = [
     "--use-distributed-optimizer",
 ]
 DEVICES = 8
-SPACE = {
+VALUES = {
     "tp": (2,),
-    "pp": (1, 2),
+    "pp": (1, 2, 4),
     "vpp": (1, 2),
     "recompute": (Recompute(), Recompute(layers=1)),
     "split": ("even", "ends"),
 }
-SPACES = [
-    pytest.param(SPACE, id="two stages"),
-    pytest.param({**SPACE, "pp": (1, 2, 4)}, id="four stages", marks=pytest.mark.weekly),
-]
-
-
-@pytest.fixture(scope="module", params=SPACES)
-def values(request):
-    """The values of a space."""
-    return request.param
 
 
 @pytest.fixture(scope="module")
-def space(values, rank_pool, tmp_path_factory):
+def space(rank_pool, tmp_path_factory):
     """Prices of all layouts, and where their runs are kept."""
     cache = str(tmp_path_factory.mktemp("runs"))
     (found,) = rank_pool.run(
@@ -45,7 +35,7 @@ def space(values, rank_pool, tmp_path_factory):
         search_jobs.every_price,
         ARGV,
         DEVICES,
-        values,
+        VALUES,
         cache,
         setup=SETUP,
         backend=None,
@@ -83,7 +73,7 @@ def test_estimated_bytes_are_near_the_exact_ones(space):
 
 
 @pytest.mark.slow
-def test_the_search_finds_the_best_of_all(space, values, ranks):
+def test_the_search_finds_the_best_of_all(space, ranks):
     found, cache = space
     fullest = sorted(nbytes for *_, (_, nbytes), _ in found)
     limit = fullest[len(fullest) // 2]
@@ -91,7 +81,7 @@ def test_the_search_finds_the_best_of_all(space, values, ranks):
     fastest = min(price[0] for _, price in fitting)
     ties = {layout for layout, price in fitting if price[0] <= fastest * (1 + TOLERANCE)}
     options = {"setup": SETUP, "backend": None}
-    (answer,) = ranks(1, search_jobs.searched, ARGV, DEVICES, values, cache, limit, 3, **options)
+    (answer,) = ranks(1, search_jobs.searched, ARGV, DEVICES, VALUES, cache, limit, 3, **options)
     best, measured, misses = answer
     assert len(best) == 3
     assert misses == 0

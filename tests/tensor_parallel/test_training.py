@@ -73,7 +73,6 @@ def plain_runs() -> dict[tuple[int, str], Run]:
     "Megatron's flag, local spec",
     "sequence parallel, local spec, bf16",
     "latent attention, multi-token prediction",
-    "mc2, bf16",
     "stages, gathered output",
     "Megatron's flag",
     "sequence parallel",

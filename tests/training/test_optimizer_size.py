@@ -35,11 +35,8 @@ CASES = {
     "bf16-exact-sharded",
     "bf16-all-fp8",
     "instances",
-    "virtual",
-    "sgd",
     "fp32",
     "ema",
-    "offload",
     "bf16-moments",
 )
 @pytest.mark.slow

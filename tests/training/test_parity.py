@@ -23,9 +23,7 @@ from tests.support.trainer_job import SETUP, metrics, train
 SLOW = {"one-rank", "data-2", "pipeline-2", "tensor-2-bf16"}
 
 
-@pytest.mark.weekly_cases(
-    "tensor-2", "virtual-pipeline-2", "tensor-2-pipeline-2", "data-2", "tensor-2-bf16"
-)
+@pytest.mark.weekly_cases("tensor-2", "virtual-pipeline-2", "tensor-2-pipeline-2", "data-2")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "layout",
