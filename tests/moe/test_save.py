@@ -98,7 +98,7 @@ def test_level1_is_of_the_first_layers_of_a_stage(ranks, stage, first):
     assert ranks(1, jobs.first_layers, stage, 2, range(4), setup=ADAPTOR) == [first]
 
 
-@pytest.mark.weekly_cases("2")
+@pytest.mark.weekly_cases("4")
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "cases"), [(2, MORE), (4, FOUR_RANKS)], ids=["2", "4"])
 def test_more_policies_are_bit_equal(ranks, size, cases):

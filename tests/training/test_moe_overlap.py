@@ -70,6 +70,7 @@ LAYOUTS = {
     "divided-backward",
     "mxfp8",
     "aux-loss-evaluation",
+    "unfused-recompute-shared",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -73,6 +73,7 @@ def losses(one_rank, row, program=""):
     "local",
     "recompute-core",
     "bf16",
+    "frozen-experts",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -66,6 +66,7 @@ LAYOUTS = {
     "four ranks",
     "two ranks",
     "mtp",
+    "uneven",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
