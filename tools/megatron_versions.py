@@ -322,13 +322,25 @@ def measure(version: str, directory: str, jobs: Mapping[str, Job]) -> dict[str, 
             "patches": str(sum(bool(finding.problem) for finding in findings)),
         }
         sys.path.insert(0, str(folder))  # that of the ranks, too
-        with RankPool({"MINDSPEED_ALLOW_UNTESTED": "1"}) as pool:
-            trainings = Trainings(pool, Path(scratch))
-            for name, job in jobs.items():
-                with contextlib.redirect_stdout(io.StringIO()):  # of the ranks
-                    found[name] = trainings.verdict(job)
-                print(f"{version} {name}: {found[name]}", flush=True)
+        found |= verdicts(version, jobs, Path(scratch))
         sys.path.remove(str(folder))
+    return found
+
+
+def verdicts(version: str, jobs: Mapping[str, Job], scratch: Path) -> dict[str, str]:
+    """What each job does on ranks that find the packages of this process, printed one by one.
+
+    Args:
+        version: for the lines that are printed.
+        scratch: folder of checkpoints and records.
+    """
+    found = {}
+    with RankPool({"MINDSPEED_ALLOW_UNTESTED": "1"}) as pool:
+        trainings = Trainings(pool, scratch)
+        for name, job in jobs.items():
+            with contextlib.redirect_stdout(io.StringIO()):  # of the ranks
+                found[name] = trainings.verdict(job)
+            print(f"{version} {name}: {found[name]}", flush=True)
     return found
 
 
@@ -390,11 +402,11 @@ def reason(error: RankError) -> str:
     return f"failed: {type(original).__name__}: {' '.join(str(original).split())[:200]}{where}"
 
 
-def table(data: Data) -> str:
-    """One row a job, one column a version."""
+def table(data: Data, stack: Mapping[str, str] = _STACK) -> str:
+    """One row for each name of the stack and each job, one column a version."""
     rows = {name: job.shown for name, job in JOBS.items()}
     lines = ["| | " + " | ".join(data) + " |", "|---|" + "---|" * len(data)]
-    for name, shown in (_STACK | rows).items():
+    for name, shown in {**stack, **rows}.items():
         cells = (_cell(name, found) for found in data.values())
         lines.append(f"| {shown} | {' | '.join(cells)} |")
     return "\n".join(lines)

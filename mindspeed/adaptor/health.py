@@ -10,8 +10,6 @@ import shutil
 from dataclasses import dataclass
 from typing import Literal
 
-from packaging.specifiers import SpecifierSet
-
 from mindspeed import __version__, device, te
 from mindspeed.adaptor.versions import (
     TESTED,
@@ -20,9 +18,9 @@ from mindspeed.adaptor.versions import (
     megatron_root,
     megatron_version,
 )
+from mindspeed.device import torch_versions
 from mindspeed.errors import MindSpeedError
 
-_TORCH = SpecifierSet(">=2.11")
 SCRIPT_PACKAGES = ("pydantic", "regex", "six")
 """What ``pretrain_gpt.py`` of Megatron-LM imports and neither torch nor we require."""
 
@@ -55,9 +53,10 @@ def _torch() -> Check:
     import torch
 
     version = torch.__version__
-    if version.split("+")[0] in _TORCH:
+    if torch_versions.at_least(torch_versions.OLDEST):
         return Check("ok", "torch", version)
-    return Check("bad", "torch", version, f"install torch {_TORCH} (tested: 2.13.0)")
+    advice = f"install torch {torch_versions.OLDEST} or newer (tested: {torch_versions.TESTED})"
+    return Check("bad", "torch", version, advice)
 
 
 def _megatron() -> Check:

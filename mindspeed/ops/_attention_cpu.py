@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed.device.torch_versions import cpu_attention_groups_heads
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
 from mindspeed.ops._numerics import accumulation_dtype
@@ -52,8 +53,9 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
     causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    keys, values = _heads_of(q, k), _heads_of(q, _widened(v, q))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, _widened(v, q), 0.0, causal, attn_mask=_four(bias), scale=scale
+        q, keys, values, 0.0, causal, attn_mask=_four(bias), scale=scale
     )
     return out[..., : v.shape[-1]], lse
 
@@ -62,11 +64,24 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> Tensors:  # fmt: skip
+    keys, values = _heads_of(q, k), _heads_of(q, _widened(v, q))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _widened(dout, q), q, k, _widened(v, q), _widened(out, q), lse, 0.0, causal,
+        _widened(dout, q), q, keys, values, _widened(out, q), lse, 0.0, causal,
         attn_mask=_four(bias), scale=scale,
     )  # fmt: skip
-    return dq, dk, dv[..., : v.shape[-1]]
+    heads = k.shape[1]
+    return dq, _grouped_sum(dk, heads), _grouped_sum(dv, heads)[..., : v.shape[-1]]
+
+
+def _heads_of(q: Tensor, k: Tensor) -> Tensor:
+    """Keys ``[b, n_kv, s, d]``, repeated to the heads of q where the kernel needs as many."""
+    group = q.shape[1] // k.shape[1]
+    return k if group == 1 or cpu_attention_groups_heads() else k.repeat_interleave(group, 1)
+
+
+def _grouped_sum(dk: Tensor, heads: int) -> Tensor:
+    """Sum the gradients ``[b, n, s, d]`` of heads that were repeated, to ``[b, heads, s, d]``."""
+    return dk if dk.shape[1] == heads else dk.unflatten(1, (heads, -1)).sum(2)
 
 
 def _widened(v: Tensor, q: Tensor) -> Tensor:

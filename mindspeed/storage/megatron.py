@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
+from torch.distributed.checkpoint import filesystem as torch_filesystem
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mindspeed.adaptor.versions.checkpoints import common_state_writer
 
@@ -79,13 +80,10 @@ def write_item(request: AsyncRequest, file: Any, data: torch.Tensor, item: Any, 
     Returns:
         The entry of the index.
     """
+    formats = getattr(torch_filesystem, "SerializationFormat", None)  # torch 2.7 has but one
+    options = {"serialization_format": formats.TORCH_SAVE} if formats else {}
     return filesystem_async._write_item(
-        *request.async_fn.args[0],
-        file,
-        data,
-        item,
-        name,
-        serialization_format=SerializationFormat.TORCH_SAVE,
+        *request.async_fn.args[0], file, data, item, name, **options
     )
 
 

@@ -88,7 +88,7 @@ def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         )
     if tp == 1:
         args.sequence_parallel = False
-    yield from zero.complete(args)
+    yield from zero.complete(args, args.expert_model_parallel_size)
     if args.overlap_param_gather and not args.use_distributed_optimizer:
         yield "--overlap-param-gather needs --use-distributed-optimizer"
     if args.overlap_param_gather and not args.overlap_grad_reduce:

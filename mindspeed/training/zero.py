@@ -25,6 +25,7 @@ import torch
 from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.built_model import unwrap
 from mindspeed.checkpoint.fsdp_state import contents, is_sharded
+from mindspeed.device.torch_versions import fused_adam_takes_several_meshes
 from mindspeed.errors import ConfigError
 from mindspeed.job import Precision
 from mindspeed.lora.attach import adapted
@@ -44,7 +45,7 @@ UNSHARED = {
 }
 
 
-def complete(args: argparse.Namespace) -> Iterator[str]:
+def complete(args: argparse.Namespace, expert_parallel: int = 1) -> Iterator[str]:
     """Turn the stage into Megatron's flags; yields contradictions."""
     stage = args.zero_stage
     if stage is not None and stage not in range(4):
@@ -68,6 +69,11 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
         args.use_megatron_fsdp = True
         args.data_parallel_sharding_strategy = STRATEGIES[stage]
     if args.use_megatron_fsdp:
+        if expert_parallel > 1 and not fused_adam_takes_several_meshes():
+            yield (
+                "--zero-stage 2 and 3 with --expert-model-parallel-size above 1 need torch 2.9 or "
+                "newer: use --zero-stage 1, or --expert-model-parallel-size 1"
+            )
         yield from _sharded(
             args, "--use-megatron-fsdp" if stage is None else f"--zero-stage {stage}"
         )

@@ -145,8 +145,12 @@ def require_package() -> None:
     """Import the type checker.
 
     Raises:
-        ConfigError: it is not installed; says what to install.
+        ConfigError: it is not installed, or torch is too old; says what to install.
     """
+    from mindspeed.device.torch_versions import at_least
+
+    if not at_least("2.10"):
+        raise ConfigError("mindspeed check --types needs torch 2.10 or newer")
     try:
         import spmd_types.checker  # noqa: F401
     except ImportError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mindspeed.device.torch_cuda_shim.process_groups import gloo
 from mindspeed.processes import free_port
 from tests.device import device_ranks
@@ -13,6 +15,13 @@ def test_collectives_that_move_work_in_every_dtype(ranks):
 
 def test_collectives_that_reduce_equal_the_sum_over_ranks_in_every_dtype_and_operation(ranks):
     assert ranks(4, device_ranks.reducing_collectives) == [[], [], [], []]
+
+
+@pytest.mark.parametrize(
+    "job", [device_ranks.moving_collectives, device_ranks.reducing_collectives]
+)
+def test_what_older_gloo_lacks_is_built_from_what_it_has(job, ranks):
+    assert ranks(4, device_ranks.as_with_torch, "2.7", job) == [[], [], [], []]
 
 
 def test_reducing_float8_is_refused_with_the_remedy(ranks):

@@ -187,6 +187,7 @@ TOOLS = [
     *("operator_table", "pipeline_tables", "moe_tables", "upstream_page", "type_versions"),
     "frameworks",
     "megatron_versions",
+    "torch_versions",
 ]
 
 

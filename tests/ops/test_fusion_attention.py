@@ -542,3 +542,18 @@ def test_a_tile_covers_the_longest_prefix_of_the_batch():
     sight = Problem(mode=6, prefix=[5, 290]).sight(300, 300)
     assert sight.reach(0, 256) == (0, 290)
     assert sight.reach(256, 300) == (0, 300)
+
+
+def test_a_kernel_without_groups_of_heads_gets_keys_repeated(monkeypatch):
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (6, 2, 2))
+    dout = torch.randn(2, 6, 5, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), scale=0.3
+    )
+    monkeypatch.setattr(_attention_cpu, "cpu_attention_groups_heads", lambda: False)
+    with torch.no_grad():
+        out, lse = _attention_cpu.FLASH.forward(q, k, v, None, False, 0.3)
+        found = _attention_cpu.FLASH.backward(dout, q, k, v, out, lse, None, False, 0.3)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, (q, k, v), dout))

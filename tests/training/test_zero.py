@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +64,20 @@ def test_stage_equals_stage_0_with_less_on_each_rank(stage, base, unsharded, ran
 def test_contradictions_are_refused(flags, message, base):
     with pytest.raises(ConfigError, match=message):
         lora_ranks.resolved(str(base), flags, RANKS)
+
+
+def test_stages_with_experts_are_refused_where_one_adam_cannot_update_both_meshes(monkeypatch):
+    from mindspeed.training import zero
+
+    flags = SimpleNamespace(
+        zero_stage=3, use_megatron_fsdp=False, use_distributed_optimizer=False, save=None
+    )
+    monkeypatch.setattr(zero, "_sharded", lambda args, flag: iter(()))
+    monkeypatch.setattr(zero, "fused_adam_takes_several_meshes", lambda: False)
+    (text,) = zero.complete(flags, expert_parallel=2)
+    assert "--expert-model-parallel-size above 1 need torch 2.9" in text
+    monkeypatch.setattr(zero, "fused_adam_takes_several_meshes", lambda: True)
+    assert not list(zero.complete(flags, expert_parallel=2))
 
 
 def test_adapters_beside_a_16_bit_model_get_the_optimizer_that_can_be_saved(base):

@@ -3,6 +3,8 @@
 * dtypes that gloo does not support (float8, int16, unsigned 16/32/64 bit) are sent as bytes;
   reducing them raises an error, because a byte-wise sum is meaningless;
 * ``PREMUL_SUM`` (sum of the inputs times a factor) multiplies first, then sums;
+* what only newer torch's gloo has (:mod:`mindspeed.device.torch_versions`): ``AVG`` of floats is a
+  ``PREMUL_SUM``, lists are reduced and exchanged as one tensor, complex numbers are sent as bytes;
 * ``all_gather`` and ``all_gather_into_tensor`` take outputs of another shape with as many elements,
   as NCCL does;
 * ``all_gather`` and ``reduce_scatter`` take parts of different sizes, as NCCL does (expert tensor
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mindspeed.device.torch_versions import gloo_exchanges_lists, gloo_reduces_all
 from mindspeed.journal import Journal
 
 AS_BYTES = frozenset(
@@ -45,9 +48,18 @@ class PremulSum:
         return f"PremulSum({self.factor})"
 
 
+def _available(op: Any, tensor: torch.Tensor, group: Any) -> Any:
+    """``op``, or what has its result where gloo cannot reduce by it."""
+    if op == dist.ReduceOp.AVG and tensor.is_floating_point() and not gloo_reduces_all():
+        return PremulSum(1 / dist.get_world_size(group))
+    return op
+
+
 def _bytes(tensor: Any) -> Any:
     """A view of ``tensor`` as bytes that keeps its first dimension (for split sizes)."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in AS_BYTES:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if tensor.dtype not in AS_BYTES and (gloo_reduces_all() or not tensor.is_complex()):
         return tensor
     wide = tensor if tensor.dim() else tensor.reshape(1)
     return wide.unsqueeze(-1).view(torch.uint8)
@@ -93,6 +105,7 @@ def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         _refuse_bytes(original.__name__, (tensor,))
+        op = _available(op, tensor, group)
         if isinstance(op, PremulSum):
             tensor.mul_(op.factor)
             op = dist.ReduceOp.SUM
@@ -107,14 +120,16 @@ def _reduce(original: Callable[..., Any]) -> Callable[..., Any]:
         tensor: torch.Tensor,
         dst: Any = None,
         op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         _refuse_bytes("reduce", (tensor,))
+        op = _available(op, tensor, group)
         if isinstance(op, PremulSum):
             tensor.mul_(op.factor)
             op = dist.ReduceOp.SUM
-        return original(tensor, dst, op, *args, **kwargs)
+        return original(tensor, dst, op, group, *args, **kwargs)
 
     return reduce
 
@@ -129,13 +144,45 @@ def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         _refuse_bytes(original.__name__, inputs)
         if _uneven(inputs):
             return _reduce_scatter_uneven(output, call)
-        if not isinstance(call.op, PremulSum):
-            return original(output, call.input, call.op, call.group, call.async_op)
-        scaled = [tensor * call.op.factor for tensor in inputs]
+        op = _available(call.op, output, call.group)
+        if not isinstance(op, PremulSum):
+            if op != dist.ReduceOp.SUM and not gloo_reduces_all():  # would sum without a word
+                return _reduce_scatter_by_all_reduce(output, inputs, call)
+            return original(output, call.input, op, call.group, call.async_op)
+        scaled = [tensor * op.factor for tensor in inputs]
         whole = scaled if isinstance(call.input, (list, tuple)) else scaled[0]
         return original(output, whole, dist.ReduceOp.SUM, call.group, call.async_op)
 
     return reduce_scatter
+
+
+def _reduce_scatter_by_all_reduce(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], call: _ReduceScatter
+) -> Any:
+    whole = torch.cat([part.reshape(-1) for part in inputs])
+    dist.all_reduce(whole, call.op, call.group)
+    mine = whole.view(-1, output.numel())[dist.get_rank(call.group)]
+    output.copy_(mine.view(output.shape))
+    return _Done() if call.async_op else None
+
+
+def _reduce_scatter_list(
+    output: torch.Tensor, input_list: Sequence[torch.Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    """``reduce_scatter`` by ``reduce_scatter_tensor``."""
+    whole = torch.cat([part.reshape(-1) for part in input_list])
+    return distributed_c10d.reduce_scatter_tensor(output.view(-1), whole, *args, **kwargs)
+
+
+def _all_to_all(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """``all_to_all`` by ``all_to_all_single``."""
+    _exchange(outputs, inputs, group)
+    return _Done() if async_op else None
 
 
 class _ReduceScatter(NamedTuple):
@@ -249,6 +296,10 @@ def install(journal: Journal) -> None:
         put(name, wrapper(getattr(distributed_c10d, name)))
 
     put("_make_nccl_premul_sum", PremulSum)
+    if not gloo_exchanges_lists():
+        put("all_to_all", _all_to_all)
+    if not gloo_reduces_all():
+        put("reduce_scatter", _reduce_scatter_list)
     for name, tensors in (("broadcast", 1), ("scatter", 2), ("all_to_all", 2)):
         wrap(name, functools.partial(_moved, tensors=tensors))
     wrap("all_to_all_single", functools.partial(_moved, tensors=2))

@@ -114,7 +114,8 @@ def _read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``FileSystemReader.read_metadata``: the index, with this reader's ``load_id``."""
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-    path = self._get_metadata_path(kwargs.get("rank"))
+    rank = kwargs.get("rank")  # some writers of torch 2.8 and newer keep an index for each rank
+    path = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
     try:
         with self.fs.create_stream(path, "rb") as file:
             index = read_index(file)

@@ -1,0 +1,52 @@
+"""What differs between releases of torch, and the oldest that trains.
+
+Most of what newer torch gives is asked for where it is used, by ``hasattr``, with a fallback beside
+it. Here is what an attribute does not tell. ``tools/torch_versions.py`` measures the releases.
+"""
+
+from __future__ import annotations
+
+import torch
+from packaging.version import Version
+
+OLDEST = "2.7"
+"""The oldest release that trains; also the lower bound in pyproject.toml."""
+
+TESTED = "2.13.0"
+"""The release of constraints.txt."""
+
+_HERE = Version(Version(torch.__version__).base_version)
+
+
+def at_least(release: str) -> bool:
+    """Whether this torch is ``release`` or newer; development builds count as their release."""
+    return Version(release) <= _HERE
+
+
+def gloo_reduces_all() -> bool:
+    """Whether gloo reduces by ``AVG``, reduces lists and takes complex numbers.
+
+    Older releases also sum whatever the operation is in ``reduce_scatter_tensor``.
+    """
+    return at_least("2.9")
+
+
+def gloo_exchanges_lists() -> bool:
+    """Whether gloo has ``all_to_all`` of lists.
+
+    torch 2.10 has not, 2.11 and 2.12 were not tried.
+    """
+    return at_least("2.13")
+
+
+def cpu_attention_groups_heads() -> bool:
+    """Whether the CPU's flash kernel takes fewer heads of keys than of queries.
+
+    Older releases read past the end of keys and values.
+    """
+    return at_least("2.9")
+
+
+def fused_adam_takes_several_meshes() -> bool:
+    """Whether one fused Adam updates DTensors of several device meshes."""
+    return at_least("2.9")
