@@ -70,6 +70,7 @@ def test_every_cuda_device_spelling_means_the_cpu(spelling, tmp_path):
         torch.fft.fftfreq(2, device=spelling),
         torch.tensor([1], device=spelling),
         torch.nn.Linear(2, 2).to(spelling).weight,
+        torch.ones(1, device=torch._C._nn._parse_to(spelling)[0]),  # asked by tensordict
         torch.nn.Linear(2, 2, device="meta").to_empty(device=spelling).weight,
         torch.nn.Linear(2, 2).cuda(spelling).weight,
         torch.empty(2, pin_memory=True).pin_memory(),

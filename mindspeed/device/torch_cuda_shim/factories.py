@@ -1,9 +1,9 @@
 """``device="cuda"`` in a call means this process's device, the CPU.
 
-Wraps the functions and methods that take a device: tensor factories, ``Tensor.to``, ``Module.to``,
-``torch.load`` and friends. Only spellings of CUDA change (``"cuda"``, ``"cuda:1"``,
-``torch.device("cuda", 1)``, a device index); every other device, ``meta`` included, passes through,
-and so does everything once the layer is uninstalled.
+Wraps the functions and methods that take a device: tensor factories, ``Tensor.to``, what reads the
+arguments of ``Module.to``, ``torch.load`` and friends. Only spellings of CUDA change (``"cuda"``,
+``"cuda:1"``, ``torch.device("cuda", 1)``, a device index); every other device, ``meta`` included,
+passes through, and so does everything once the layer is uninstalled.
 """
 
 from __future__ import annotations
@@ -114,16 +114,18 @@ def _is_host(device: Any) -> bool:
     return (device.type if isinstance(device, torch.device) else device) == "cpu"
 
 
-def _module_to(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], (str, int, torch.device)):
+def _parse_to(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What reads the arguments of ``to`` for modules, packed sequences and tensordict."""
+
+    @functools.wraps(function)
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if args:
             args = (on_host(args[0]), *args[1:])
         if "device" in kwargs:
             kwargs["device"] = on_host(kwargs["device"])
-        return method(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
-    return to
+    return parse_to
 
 
 def _load(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +181,7 @@ def install(journal: Journal) -> list[Callable[..., Any]]:
     for name in _NEW:
         wrap(torch.Tensor, name, _with_device)
     wrap(torch.Tensor, "to", _move)
-    wrap(torch.nn.Module, "to", _module_to)
+    wrap(torch._C._nn, "_parse_to", _parse_to)
     wrap(torch, "load", _load)
     wrap(torch.serialization, "load", _load)
     wrap(DeviceContext, "__init__", _device_context)
