@@ -31,6 +31,11 @@ def script_arguments() -> argparse.Namespace | None:
     return getattr(module, "_GLOBAL_ARGS", None)
 
 
+def may_be_on(values: Mapping[str, Any], name: str) -> bool:
+    """Whether an argument of Megatron's is on, or was not told."""
+    return bool(values.get(name, True))
+
+
 def argument_patches(
     add_flags: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
     own_flags: Callable[[], Iterable[str]],

@@ -86,7 +86,7 @@ class Session:
         self.te, self.te_reason = te.choose(self.device.name)
         self.configuration: Configuration | None = None
         self.reached = ReachedFeatures()
-        self._repairs: tuple[Patch, ...] = ()  # those that Megatron's arguments require
+        self._repairs: tuple[Patch, ...] = ()  # those that Megatron's arguments may require
 
     def install(self) -> None:
         """Phase A.
@@ -112,6 +112,7 @@ class Session:
         repairs = repairs_for(self.device, self.te)
         for patch in (*defined.PATCHES, *repairs, *of_arguments):
             self.engine.add(patch)
+        self._repair_for({})
 
     def configure(
         self, values: Mapping[str, Any] | argparse.Namespace, *, strict: bool = False
@@ -171,9 +172,7 @@ class Session:
     def detach_features(self) -> None:
         """Take all features back; the compatibility layer stays."""
         self.seams.clear()
-        for patch in self._repairs:
-            self.engine.remove(patch.owner)
-        self._repairs = ()
+        self._repair_for({})
         self.reached.stop_watching()
         self.configuration = None
 
@@ -192,12 +191,19 @@ class Session:
             )
             args.__class__ = shown_as(type(args), shown)
 
+    def _repair_for(self, megatron: Mapping[str, Any]) -> None:
+        """Have the repairs that these arguments of Megatron's need, and those not told."""
+        needed = repairs_for_arguments(megatron, self.te)
+        for owner in {patch.owner for patch in self._repairs} - {patch.owner for patch in needed}:
+            self.engine.remove(owner)
+        for patch in needed:
+            self.engine.add(patch)
+        self._repairs = needed
+
     def _attach(self, configuration: Configuration, megatron: Mapping[str, Any]) -> None:
-        self._repairs = repairs_for_arguments(megatron)
         self.seams.parallel_groups.add(plugins.require_same_on_all_ranks, owner="plugins")
         try:
-            for patch in self._repairs:
-                self.engine.add(patch)
+            self._repair_for(megatron)
             for feature in configuration.enabled:
                 seams = self.seams.declared_by(feature.name, feature.seams)
                 feature.attach(seams, megatron)

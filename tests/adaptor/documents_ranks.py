@@ -46,8 +46,13 @@ def _prepare(cp: int) -> None:
 
     from mindspeed import session
 
-    values = {"reset_attention_mask": True, "reset_position_ids": True}
-    session.install().configure({**values, "calculate_per_token_loss": True})
+    values = {
+        "reset_attention_mask": True,
+        "reset_position_ids": True,
+        "calculate_per_token_loss": True,
+    }
+    # Repaired, the losses of MTP are means over rows, not over documents.
+    session.install().configure({**values, "mtp_num_layers": None})
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1)
 

@@ -178,3 +178,16 @@ def refused_names(names: list[str]) -> list[str]:
         except ConfigError as error:
             texts.append(str(error))
     return texts
+
+
+def repaired_by_what_is_told() -> list[bool]:
+    """Whether the repairs of multi-token prediction are on: told nothing, then arguments."""
+    from mindspeed import session
+
+    active, found = session.current(), []
+    for told in (None, {}, {"mtp_num_layers": None}, {"mtp_num_layers": 1}, {"num_layers": 2}):
+        if told is not None:
+            active.configure(told)
+        stacks = active.engine.stacks().values()
+        found.append(any(patch.owner == "repair:mtp" for patches, _ in stacks for patch in patches))
+    return found

@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-
-def configured(repair: Any, arguments: dict[str, Any], repaired: bool) -> None:
-    """Switch the library on for these arguments, without one repair unless ``repaired``."""
-    from mindspeed import session
-
-    session.current().configure(arguments)
-    if not repaired:
-        session.current().engine.remove(repair.PATCHES[0].owner)
+from tests.support.installed_repair import configured
 
 
 def one_rank() -> None:

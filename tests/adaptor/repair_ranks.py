@@ -15,7 +15,7 @@ from mindspeed.adaptor.repairs.parallel import process_groups
 from mindspeed.adaptor.versions import at_least
 from mindspeed.journal import Journal
 from tests.support.enumerations import Attribute
-from tests.support.installed_repair import with_repair
+from tests.support.installed_repair import configured, with_repair
 from tests.support.release import stand_in_for_triton
 
 
@@ -86,9 +86,7 @@ def megatron_broadcast_of_packed_documents(
         seq_length=8,
         create_attention_mask_in_dataloader=False,
     )
-    get_batch = utils.get_batch_on_this_tp_rank
-    if repaired:
-        get_batch = packed_conversations.broadcast_packing(get_batch)
+    configured(packed_conversations, {"sft": True}, repaired)
     sample = {
         "tokens": torch.arange(8)[None],
         "labels": torch.arange(8)[None] + 1,
@@ -97,7 +95,8 @@ def megatron_broadcast_of_packed_documents(
         "cu_seqlens": torch.tensor([[0, 3, 8]], dtype=torch.int32),
         "max_seqlen": torch.tensor([5], dtype=torch.int32),
     }
-    batch = get_batch(iter([sample]) if dist.get_rank() == 0 else None)
+    data = iter([sample]) if dist.get_rank() == 0 else None
+    batch = utils.get_batch_on_this_tp_rank(data)
     return {name: value for name, value in batch.items() if value is not None}
 
 
@@ -292,11 +291,10 @@ def enumeration_of_an_early_python_311() -> str:
 
 def offloaded_optimizers(repaired: bool, resume: bool) -> dict[float, list[torch.Tensor]]:
     """By the fraction of Adam on the host: the weights after six steps."""
-    from mindspeed import session
+    from mindspeed.adaptor.repairs.optimizer import optimizer_offload
 
     names = ("bf16", "optimizer_cpu_offload", "use_precision_aware_optimizer")
-    if repaired:
-        session.current().configure(dict.fromkeys(names, True))
+    configured(optimizer_offload, dict.fromkeys(names, True), repaired)
     return {fraction: _offloaded_optimizer(fraction, resume) for fraction in (1.0, 0.4, 0.0)}
 
 
@@ -395,10 +393,9 @@ def counted_tokens(repaired: bool) -> list[float]:
     """A sequence of 8 on two ranks: the tokens that count once and twice rolled, on this rank."""
     from megatron.core import parallel_state
 
-    from mindspeed import session
+    from mindspeed.adaptor.repairs.layers import mtp
 
-    if repaired:
-        session.current().configure({"context_parallel_size": 2, "mtp_num_layers": 2})
+    configured(mtp, {"context_parallel_size": 2, "mtp_num_layers": 2}, repaired)
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)

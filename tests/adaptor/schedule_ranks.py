@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mindspeed.adaptor.versions import at_least
 from tests.pipeline.schedule import step_ranks
+from tests.support.installed_repair import configured
 
 
 class _LateTransport:
@@ -263,10 +264,9 @@ def offloaded_bytes(repaired: bool, evaluations: list[bool]) -> list[int]:
     """What each step offloads; of a training step, or of an evaluation."""
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
-    from mindspeed import session
+    from mindspeed.adaptor.repairs.layers import offloading_state
 
-    if repaired:
-        session.current().configure({"fine_grained_activation_offloading": True})
+    configured(offloading_state, {"fine_grained_activation_offloading": True}, repaired)
     options = {
         "fine_grained_activation_offloading": True,
         "offload_modules": ["core_attn", "attn_proj"],

@@ -54,3 +54,8 @@ def test_a_name_that_is_almost_one_of_ours_is_refused(ranks):
     (texts,) = ranks(1, framework_ranks.refused_names, names, setup=WARM, backend=None)
     for name, text in zip(names, texts, strict=True):
         assert text.startswith(f"unknown option '{name}'; ")
+
+
+def test_repairs_are_on_unless_arguments_say_that_they_are_not_needed(ranks):
+    told = ranks(1, framework_ranks.repaired_by_what_is_told, setup="mindspeed.megatron_adaptor")
+    assert told == [[True, True, False, True, True]]

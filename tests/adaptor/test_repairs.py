@@ -94,7 +94,7 @@ def test_packed_documents_through_megatron_lm(ranks, megatron_lm):
     function = repair_ranks.megatron_broadcast_of_packed_documents
     if not has_defect(packed_conversations, "get_batch_on_this_tp_rank"):
         pytest.skip("megatron.core broadcasts them")
-    adaptor = {"setup": "mindspeed.megatron_adaptor"}  # its own repair waits for flags of a script
+    adaptor = {"setup": "mindspeed.megatron_adaptor"}
     if not at_least("0.17"):  # which lacks them on the last stage only
         with pytest.raises(RankError) as raised:
             ranks(2, function, False, str(megatron_lm), timeout=60, **adaptor)

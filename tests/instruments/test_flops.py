@@ -369,7 +369,7 @@ def test_megatrons_formula_counts_the_keys_in_a_window(ranks, megatron_lm):
 
 def test_the_formula_is_repaired_where_there_is_a_window():
     for values, needed in (({}, False), (WINDOW, True), (BAND, True)):
-        assert (flops.PATCHES[0] in repairs_for_arguments(values)) is needed
+        assert (flops.PATCHES[0] in repairs_for_arguments(values, "substitute")) is needed
 
 
 def test_latent_attention_is_read_from_megatrons_arguments():

@@ -1,4 +1,4 @@
-"""A function with the repair that a session installs for it; without the patch there is none."""
+"""With and without the repairs that a session installs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from typing import Any
 
 from mindspeed import device
 from mindspeed.adaptor import repairs
+
+
+def configured(repair: Any, arguments: dict[str, Any], repaired: bool) -> None:
+    """Switch the library on for these arguments, without one repair unless ``repaired``."""
+    from mindspeed import session
+
+    session.current().configure(arguments)
+    if not repaired:
+        session.current().engine.remove(repair.PATCHES[0].owner)
 
 
 def with_repair(owner: str, original: Callable[..., Any] | None, name: str, **values: Any) -> Any:
@@ -20,7 +29,7 @@ def with_repair(owner: str, original: Callable[..., Any] | None, name: str, **va
     """
     installed = (
         *repairs.repairs_for(device.current(), "substitute"),
-        *repairs.repairs_for_arguments(values),
+        *repairs.repairs_for_arguments(values, "substitute"),
     )
     (patch,) = (
         one

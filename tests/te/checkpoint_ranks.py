@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tests.support import gpt_ranks
+from tests.support.installed_repair import configured
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -29,7 +30,7 @@ class Job:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
 
-        from mindspeed.adaptor.repairs.optimizer.optimizer_resume import load_without_gradients
+        from mindspeed.adaptor.repairs.optimizer import optimizer_resume
 
         half = {"bf16": True, "params_dtype": torch.bfloat16} if options.get("bf16") else {}
         cfg = gpt_ranks.config("rmsnorm-swiglu-gqa", gradient_accumulation_fusion=True, **half)
@@ -44,10 +45,8 @@ class Job:
                 k: v for k, v in options.items() if k != "bf16"
             },
         )  # fmt: skip
-        make = (
-            load_without_gradients(get_megatron_optimizer) if repaired else get_megatron_optimizer
-        )
-        self.optimizer = make(config, [self.model])
+        configured(optimizer_resume, {}, repaired)
+        self.optimizer = get_megatron_optimizer(config, [self.model])
 
     def step(self, number: int) -> tuple[float, float]:
         """Train on batch ``number`` and return loss and gradient norm."""

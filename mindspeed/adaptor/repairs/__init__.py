@@ -9,8 +9,10 @@ and says itself when it is needed:
     def needed(values): ...       with arguments that it looks at
     def needed_on(device, te):    on a device, or with a Transformer Engine (substitute, native)
 
-One that says nothing is always needed. Fixes that act while a module is imported have a function
-``install`` instead. A fix is removed once upstream has it.
+and has those of what exists only with a Transformer Engine in ``PATCHES_OF_TRANSFORMER_ENGINE``.
+One that says nothing is always needed. An argument that nobody told counts as given: a framework
+sets fields of configurations, and may never tell the arguments. Fixes that act while a module is
+imported have a function ``install`` instead. A fix is removed once upstream has it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from mindspeed.adaptor.arguments import may_be_on
 from mindspeed.adaptor.patch import Patch
 from mindspeed.device import Device
 
@@ -42,44 +45,44 @@ def repairs_for(device: Device, te: str) -> tuple[Patch, ...]:
         device: the device of this process.
         te: ``substitute`` or ``native`` Transformer Engine.
     """
-    has_te = te == "substitute" or find_spec("transformer_engine") is not None
-    return (_patches_of_transformer_engine() if has_te else ()) + _patches_of(
+    needed = (
         module
         for module in repair_modules()
         if not _by_arguments(module)
         and (not hasattr(module, "needed_on") or module.needed_on(device, te))
     )
+    return _patches_of(needed, te)
 
 
-def repairs_for_arguments(values: Mapping[str, Any]) -> tuple[Patch, ...]:
+def repairs_for_arguments(values: Mapping[str, Any], te: str) -> tuple[Patch, ...]:
     """The repairs that only some of Megatron's options need.
 
     Args:
-        values: Megatron's arguments.
+        values: what is known of Megatron's arguments.
+        te: ``substitute`` or ``native`` Transformer Engine.
     """
-    return _patches_of(
+    needed = (
         module
         for module in repair_modules()
         if _by_arguments(module)
-        and all(values.get(name) for name in getattr(module, "NEEDED_WITH", ()))
+        and all(may_be_on(values, name) for name in getattr(module, "NEEDED_WITH", ()))
         and (not hasattr(module, "needed") or module.needed(values))
     )
+    return _patches_of(needed, te)
 
 
 def all_repairs() -> tuple[Patch, ...]:
     """Every repair of the library, for the contract check."""
-    return (*_patches_of(repair_modules()), *_patches_of_transformer_engine())
+    return _patches_of(repair_modules(), "substitute")
 
 
 def _by_arguments(module: ModuleType) -> bool:
     return hasattr(module, "NEEDED_WITH") or hasattr(module, "needed")
 
 
-def _patches_of(modules: Iterable[ModuleType]) -> tuple[Patch, ...]:
-    return tuple(patch for module in modules for patch in module.PATCHES)
-
-
-def _patches_of_transformer_engine() -> tuple[Patch, ...]:
-    from mindspeed.adaptor.repairs.parallel import parameter_marks
-
-    return parameter_marks.PATCHES_OF_TRANSFORMER_ENGINE
+def _patches_of(modules: Iterable[ModuleType], te: str) -> tuple[Patch, ...]:
+    has_te = te == "substitute" or find_spec("transformer_engine") is not None
+    names = ("PATCHES_OF_TRANSFORMER_ENGINE", "PATCHES") if has_te else ("PATCHES",)
+    return tuple(
+        patch for module in modules for name in names for patch in getattr(module, name, ())
+    )

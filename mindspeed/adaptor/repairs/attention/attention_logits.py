@@ -25,12 +25,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindspeed.adaptor.arguments import may_be_on
 from mindspeed.adaptor.patch import repair
 
 
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether the largest attention logits are known."""
-    return bool(values.get("log_max_attention_logit") or values.get("qk_clip"))
+    return may_be_on(values, "log_max_attention_logit") or may_be_on(values, "qk_clip")
 
 
 def from_threshold(original: Callable[..., None]) -> Callable[..., None]:
@@ -91,6 +92,8 @@ PATCHES = (
         expects="(model, log_max_only)",
         versions=">=0.16",
     ),
+)
+PATCHES_OF_TRANSFORMER_ENGINE = (
     repair(
         "megatron.core.extensions.transformer_engine:TEDotProductAttention.forward",
         drop_graph,

@@ -18,7 +18,7 @@ from mindspeed.adaptor.signatures import bind
 
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether ``cp_comm_type`` is a list with one entry per layer."""
-    types = values.get("cp_comm_type")
+    types = values.get("cp_comm_type", ("a2a", "p2p"))
     return isinstance(types, list | tuple) and len(types) > 1
 
 

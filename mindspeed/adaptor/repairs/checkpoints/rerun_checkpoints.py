@@ -23,7 +23,7 @@ from mindspeed.adaptor.signatures import bind
 
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether steps may be run again."""
-    return values.get("rerun_mode", "disabled") != "disabled"
+    return values.get("rerun_mode") != "disabled"
 
 
 def without_a_second_run(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ Versions: >=0.16 (Megatron-LM passes the flag on since 0.17, other callers need 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ import torch
 from mindspeed.adaptor.patch import repair
 from mindspeed.errors import ConfigError
 
-NEEDED_WITH = ("use_te_activation_func",)
+
+def needed(values: Mapping[str, Any]) -> bool:
+    """Whether the flag is known to be given."""
+    return bool(values.get("use_te_activation_func"))
 
 
 def use_by_default(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +63,8 @@ PATCHES = (
         expects="(num_experts, ...)",
         versions=">=0.17",
     ),
+)
+PATCHES_OF_TRANSFORMER_ENGINE = (
     repair(
         "megatron.core.extensions.transformer_engine:TEActivationOp.__new__",
         refuse_another_activation,

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mindspeed.adaptor.arguments import may_be_on
 from mindspeed.adaptor.patch import repair
 from mindspeed.errors import CheckpointError
 
@@ -30,7 +31,8 @@ _IDENTIFIERS = ("wd_mult", "lr_mult", "is_decoupled_lr")  # and is_expert_parall
 
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether a checkpoint may load into another structure."""
-    return any(values.get(name) for name in ("load", "num_experts", "use_distributed_optimizer"))
+    names = ("load", "num_experts", "use_distributed_optimizer")
+    return any(may_be_on(values, name) for name in names)
 
 
 def load_any_structure(original: Callable[..., Any]) -> Callable[..., Any]:

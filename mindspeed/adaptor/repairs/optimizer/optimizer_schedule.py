@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindspeed.adaptor.arguments import may_be_on
 from mindspeed.adaptor.patch import repair
 
 _NUMBERED = "is_decoupled_lr"
@@ -30,7 +31,7 @@ LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether a run may load param groups, or has some with a learning rate of their own."""
     names = ("load", "decoupled_lr", "override_opt_param_scheduler", "use_distributed_optimizer")
-    return any(values.get(name) for name in names)
+    return any(may_be_on(values, name) for name in names)
 
 
 def keep_limits(original: Callable[..., Any]) -> Callable[..., Any]:

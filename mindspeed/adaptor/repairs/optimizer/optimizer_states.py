@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mindspeed.adaptor.arguments import may_be_on
 from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
@@ -36,7 +37,7 @@ _NAMED = ("param", "exp_avg", "exp_avg_sq")  # in Megatron's source
 
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether checkpoints may hold states other than those of plain Adam."""
-    return bool(values.get("use_distributed_optimizer") or values.get("quant_states"))
+    return any(may_be_on(values, name) for name in ("use_distributed_optimizer", "quant_states"))
 
 
 def hold_all_states(original: Callable[..., Any]) -> Callable[..., Any]:

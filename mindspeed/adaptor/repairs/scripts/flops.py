@@ -30,6 +30,8 @@ from mindspeed.adaptor.patch import repair
 
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether experts have a latent size, or attention a window."""
+    if not values:
+        return False  # nobody told: there is no script, which prints them
     from mindspeed.profiling.model_flops import window_of
 
     return bool(values.get("moe_latent_size")) or window_of(values) is not None
