@@ -65,7 +65,7 @@ fresh: $(VENV)/.torch
 	$(BIN)/python tools/fresh_environment.py --torch-index "$(TORCH_INDEX)"
 
 frameworks: $(VENV)/.test
-	$(BIN)/python tools/frameworks.py --torch-index "$(TORCH_INDEX)" --measure $(or $(ONLY),ms-swift)
+	$(BIN)/python tools/frameworks.py --torch-index "$(TORCH_INDEX)" --measure $(or $(ONLY),ms-swift verl)
 
 mutants: $(VENV)/.test
 	$(BIN)/python tools/mutants.py $(ARGS)
@@ -82,6 +82,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/upstream_page.py --check
 	$(BIN)/python tools/migrating_page.py --check
 	$(BIN)/python tools/type_versions.py --check
+	$(BIN)/python tools/torch_versions.py --check
 	$(BIN)/python tools/megatron_versions.py --check
 	$(BIN)/python tools/frameworks.py --check
 	$(BIN)/python tools/structure.py

@@ -5,11 +5,13 @@ python tools/frameworks.py --check               fail where it is out of date
 python tools/frameworks.py --measure ms-swift    build the framework's environment from
                                                  tools/frameworks/ms-swift.txt, train in it, keep
                                                  what comes out
-python tools/frameworks.py --measure ms-swift --only sft-tensor
+python tools/frameworks.py --measure verl --only actor-tensor
 
-Each job is the framework's own command on CPU ranks, three steps in fp32 of a tiny model that the
-framework's transformers has saved. It is ``equal`` when losses are within 1e-6 (DPO's: 1e-5) and
-gradient norms within 1e-5, relative, of those of the same command on one rank.
+Each job runs on two CPU ranks and on one, three steps of a tiny model that the framework's
+transformers has saved, and is ``equal`` when losses and gradient norms are, within the tolerances
+of the job. ms-swift's jobs are its own commands in fp32. verl's are updates by its training worker
+in fp32, which must equal the same updates in plain torch, too, and its command for fine-tuning,
+which knows half precision only.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from feature_table import ROOT, update
 from megatron_release import Data, load, store
@@ -33,69 +37,285 @@ PAGE = ROOT / "docs" / "frameworks.md"
 DATA = ROOT / "docs" / "frameworks.toml"
 FILES = ROOT / "tools" / "frameworks"
 _HEAD = "# What trains inside frameworks; written by tools/frameworks.py --measure.\n"
-_VERSIONS = ("ms-swift", "mcore-bridge", "megatron-core", "transformers", "torch")
 EQUAL = "equal"
 LIMIT = 600
 """Seconds of a training, which needs about one minute."""
 
 
+class TrainingError(Exception):
+    """A command failed; the message says why, in one line."""
+
+
 @dataclass(frozen=True)
 class Job:
-    """A training that must equal that of one rank.
+    """A training on two ranks that must equal that of one.
 
     Attributes:
         shown: in words.
-        command: of the framework; its data has the same name.
-        layout: flags.
+        command: of the framework; of ``verl_updates.py`` the role.
+        layout: flags of two ranks.
         model: of tiny_models.py.
         flags: also those of the one rank.
         adapters: starts with adapters that one rank has trained for a step; those that the
             framework draws differ between layouts.
         loss: relative tolerance.
+        norm: the same of gradient norms.
+        plain: equals the same in plain torch, too.
     """
 
     shown: str
     command: str
     layout: str
     model: str = "dense"
-    flags: str = "--tuner_type full"
+    flags: str = ""
     adapters: bool = False
     loss: float = 1e-6
+    norm: float = 1e-5
+    plain: bool = False
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a training computed, by step, and where it is saved."""
+
+    losses: Sequence[float]
+    norms: Sequence[float]
+    folder: Path
+
+
+class Framework(ABC):
+    """Trainings with a framework.
+
+    Args:
+        python: interpreter of its environment.
+        scratch: folder of models, checkpoints and logs.
+    """
+
+    versions: ClassVar[tuple[str, ...]]
+    jobs: ClassVar[Mapping[str, Job]]
+    environment: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, python: Path, scratch: Path) -> None:
+        self._python = python
+        self.scratch = scratch
+        self._one_ranks: dict[tuple[str, str, str], Numbers] = {}
+        self.run([str(FILES / "tiny_models.py"), str(scratch)])
+
+    @abstractmethod
+    def train(self, job: Job, ranks: int, layout: str) -> Numbers:
+        """Train on so many ranks."""
+
+    def plain(self, job: Job) -> Numbers:
+        """The same in plain torch."""
+        raise NotImplementedError
+
+    def verdict(self, job: Job) -> str:
+        """``equal``, or what is wrong."""
+        try:
+            expected, found = self._one_rank(job), self.train(job, 2, job.layout)
+            plain = self.plain(job) if job.plain else expected
+        except TrainingError as error:
+            return f"failed: {error}"
+        for where, other in (("on one rank", expected), ("in plain torch", plain)):
+            for what, within in (("loss", job.loss), ("gradient norm", job.norm)):
+                name = "losses" if what == "loss" else "norms"
+                pairs = zip(getattr(found, name), getattr(other, name), strict=True)
+                for step, (ours, theirs) in enumerate(pairs, 1):
+                    if not math.isclose(ours, theirs, rel_tol=within):
+                        return f"differs: step {step}: {what} {ours}, {where} {theirs}"
+        return EQUAL
+
+    def _one_rank(self, job: Job) -> Numbers:
+        key = (job.command, job.model, job.flags)
+        if key not in self._one_ranks:
+            self._one_ranks[key] = self.train(job, 1, "")
+        return self._one_ranks[key]
+
+    def run(self, arguments: Sequence[str], ranks: int = 0) -> str:
+        """Run a program in the environment, on ranks of torchrun if there are any.
+
+        Raises:
+            TrainingError: it failed.
+        """
+        launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
+        own = {"MINDSPEED_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        try:
+            return subprocess.run(
+                [str(self._python), *(launcher if ranks else []), *arguments],
+                check=True,
+                capture_output=True,
+                text=True,
+                env=os.environ | own | {"PYTHONPATH": str(ROOT)} | self.environment,
+                cwd=self.scratch,
+                timeout=LIMIT,
+            ).stdout
+        except subprocess.TimeoutExpired:
+            raise TrainingError(f"no end within {LIMIT} seconds") from None
+        except subprocess.CalledProcessError as error:
+            raise TrainingError(reason(error.stderr + error.stdout)) from None
 
 
 TP = "--tensor_model_parallel_size 2"
 PP = "--pipeline_model_parallel_size 2"
 CP = "--context_parallel_size 2"
 EP = "--expert_model_parallel_size 2"
+FULL = "--tuner_type full"
 LORA = "--tuner_type lora --target_modules all-linear --lora_rank 4"
 DPO = "--tuner_type full --rlhf_type dpo"
-FLAGS = """
---split_dataset_ratio 0 --load_from_cache_file false --max_length 64
---dataset_num_proc 1 --dataloader_num_workers 0 --logging_steps 1
---torch_dtype float32 --fp16 false --bf16 false --ddp_backend gloo --attention_backend unfused
---micro_batch_size 1 --global_batch_size 4 --train_iters 3 --lr 1e-3
-"""
-JOBS = {
-    "sft-tensor": Job("`sft`, tensor parallel", "sft", TP),
-    "sft-sequence": Job("`sft`, tensor and sequence parallel", "sft", f"{TP} --sequence_parallel"),
-    "sft-pipeline": Job("`sft`, pipeline", "sft", PP),
-    "sft-context": Job("`sft`, context parallel", "sft", CP),
-    "moe-expert": Job("`sft` of experts, expert parallel", "sft", EP, "moe"),
-    "moe-pipeline": Job("`sft` of experts, pipeline", "sft", PP, "moe"),
-    "lora-tensor": Job("`sft` of LoRA adapters, tensor parallel", "sft", TP, "dense", LORA, True),
-    "lora-pipeline": Job("`sft` of LoRA adapters, pipeline", "sft", PP, "dense", LORA, True),
-    "pt-tensor": Job("`pt`, tensor parallel", "pt", TP),
-    "pt-pipeline": Job("`pt`, pipeline", "pt", PP),
-    # The loss is of small differences between sums of log-probabilities, which are rounded.
-    "dpo-tensor": Job("`rlhf` (DPO), tensor parallel", "rlhf", TP, "dense", DPO, loss=1e-5),
-    "dpo-pipeline": Job("`rlhf` (DPO), pipeline", "rlhf", PP, "dense", DPO, loss=1e-5),
-}
-"""ms-swift's, on two ranks each."""
-Steps = list[tuple[float, float]]
 
 
-class TrainingError(Exception):
-    """A command failed; the message says why, in one line."""
+class MsSwift(Framework):
+    """Its commands ``sft``, ``pt`` and ``rlhf``."""
+
+    versions = ("ms-swift", "mcore-bridge", "megatron-core", "transformers", "torch")
+    jobs: ClassVar[Mapping[str, Job]] = {
+        "sft-tensor": Job("`sft`, tensor parallel", "sft", TP, flags=FULL),
+        "sft-sequence": Job(
+            "`sft`, tensor and sequence parallel", "sft", f"{TP} --sequence_parallel", flags=FULL
+        ),
+        "sft-pipeline": Job("`sft`, pipeline", "sft", PP, flags=FULL),
+        "sft-context": Job("`sft`, context parallel", "sft", CP, flags=FULL),
+        "moe-expert": Job("`sft` of experts, expert parallel", "sft", EP, "moe", FULL),
+        "moe-pipeline": Job("`sft` of experts, pipeline", "sft", PP, "moe", FULL),
+        "lora-tensor": Job(
+            "`sft` of LoRA adapters, tensor parallel", "sft", TP, flags=LORA, adapters=True
+        ),
+        "lora-pipeline": Job(
+            "`sft` of LoRA adapters, pipeline", "sft", PP, flags=LORA, adapters=True
+        ),
+        "pt-tensor": Job("`pt`, tensor parallel", "pt", TP, flags=FULL),
+        "pt-pipeline": Job("`pt`, pipeline", "pt", PP, flags=FULL),
+        # The loss is of small differences between sums of log-probabilities, which are rounded.
+        "dpo-tensor": Job("`rlhf` (DPO), tensor parallel", "rlhf", TP, flags=DPO, loss=1e-5),
+        "dpo-pipeline": Job("`rlhf` (DPO), pipeline", "rlhf", PP, flags=DPO, loss=1e-5),
+    }
+    _flags = """
+    --split_dataset_ratio 0 --load_from_cache_file false --max_length 64
+    --dataset_num_proc 1 --dataloader_num_workers 0 --logging_steps 1
+    --torch_dtype float32 --fp16 false --bf16 false --ddp_backend gloo --attention_backend unfused
+    --micro_batch_size 1 --global_batch_size 4 --train_iters 3 --lr 1e-3
+    """
+
+    def __init__(self, python: Path, scratch: Path) -> None:
+        super().__init__(python, scratch)
+        self._adapters: dict[str, Path] = {}
+
+    def train(self, job: Job, ranks: int, layout: str) -> Numbers:
+        """Run the command."""
+        if not job.adapters:
+            return self._train(job, ranks, layout)
+        if job.flags not in self._adapters:
+            folder = self._train(job, 1, "--train_iters 1").folder
+            self._adapters[job.flags] = next(folder.glob("*/checkpoint-1"))
+        return self._train(job, ranks, f"{layout} --adapters {self._adapters[job.flags]}")
+
+    def _train(self, job: Job, ranks: int, more: str) -> Numbers:
+        output = Path(tempfile.mkdtemp(dir=self.scratch))
+        self.run(
+            [
+                *[str(FILES / "ms_swift.py"), job.command],
+                *f"--model {self.scratch / job.model} --check_model false".split(),
+                *f"--model_type {'qwen3_moe' if job.model == 'moe' else 'qwen3'}".split(),
+                *f"--template chatml --dataset {self.scratch / job.command}.jsonl".split(),
+                *self._flags.split(),
+                *["--output_dir", str(output)],
+                *f"{job.flags} {more}".split(),
+            ],
+            ranks,
+        )
+        lines = next(output.glob("*/logging.jsonl")).read_text().splitlines()
+        records = [record for line in lines if "grad_norm" in (record := json.loads(line))]
+        if not records:
+            raise TrainingError("no step in the log")
+        losses = [record["loss"] for record in records]
+        return Numbers(losses, [record["grad_norm"] for record in records], output)
+
+
+_TP, _PP = "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"
+_CP, _EP = "context_parallel_size=2", "expert_model_parallel_size=2"
+PADDED = "--padded"
+
+
+def _updates(shown: str, role: str, layout: str, model: str = "dense", flags: str = "") -> Job:
+    """A job of verl's training worker; its losses are small sums of large numbers."""
+    plain = role != "critic"  # whose head is drawn, differently in plain torch
+    return Job(shown, role, layout, model, flags, loss=1e-5, norm=3e-5, plain=plain)
+
+
+class Verl(Framework):
+    """Updates by its training worker, and its command for fine-tuning."""
+
+    versions = ("verl", "mbridge", "megatron-core", "transformers", "torch")
+    environment: ClassVar[Mapping[str, str]] = {"VERL_ENGINE_DEVICE": "npu"}  # what Ascend runs
+    jobs: ClassVar[Mapping[str, Job]] = {
+        "actor-tensor": _updates("actor, tensor and sequence parallel", "actor", _TP),
+        "actor-pipeline": _updates("actor, pipeline", "actor", _PP),
+        "actor-context": _updates("actor, context parallel", "actor", _CP),
+        "actor-padded": _updates("actor, padded, tensor parallel", "actor", _TP, flags=PADDED),
+        "actor-expert": _updates("actor of experts, expert parallel", "actor", _EP, "moe"),
+        "actor-moe-pipeline": _updates("actor of experts, pipeline", "actor", _PP, "moe"),
+        "critic-tensor": _updates("critic, tensor and sequence parallel", "critic", _TP),
+        "critic-pipeline": _updates("critic, pipeline", "critic", _PP),
+        "reference-tensor": _updates("reference, tensor parallel", "reference", _TP),
+        "reference-context": _updates("reference, context parallel", "reference", _CP),
+        "sft-tensor": Job(
+            "`sft_trainer` in bf16, tensor parallel",
+            "sft",
+            f"engine.{_TP}",
+            loss=1e-2,
+            norm=2e-2,
+        ),
+    }
+    _flags = """
+    engine=megatron optim=megatron engine.vanilla_mbridge=True
+    engine.override_transformer_config.attention_backend=unfused
+    data.train_batch_size=4 data.micro_batch_size_per_gpu=1 data.use_dynamic_bsz=False
+    data.num_workers=0 data.max_length=64 data.truncation=right trainer.total_training_steps=3
+    trainer.logger=[console] optim.lr=1e-3
+    """
+
+    def train(self, job: Job, ranks: int, layout: str) -> Numbers:
+        """Update, or run the command."""
+        output = Path(tempfile.mkdtemp(dir=self.scratch)) / "found.pt"
+        if job.command != "sft":
+            return self._update(
+                job, output, ["--layout", *layout.split(), *job.flags.split()], ranks
+            )
+        log = self.run(
+            [
+                str(FILES / "verl_cpu.py"),
+                f"model.path={self.scratch / job.model}",
+                f"data.train_files={self.scratch / 'sft.parquet'}",
+                f"trainer.n_gpus_per_node={ranks}",
+                f"trainer.default_local_dir={output.parent}",
+                *f"{self._flags} {layout}".split(),
+            ],
+            ranks,
+        )
+        found = re.findall(r"train/loss:(\S+) .*train/grad_norm:(\S+)", log)
+        if not found:
+            raise TrainingError("no step in the log")
+        losses, norms = (
+            [float(number) for number in numbers] for numbers in zip(*found, strict=True)
+        )
+        return Numbers(losses, norms, output.parent)
+
+    def plain(self, job: Job) -> Numbers:
+        """Update in plain torch."""
+        output = self.scratch / f"{job.command}-{job.model}.pt"
+        return self._update(job, output, ["--plain"], 0)
+
+    def _update(self, job: Job, output: Path, more: Sequence[str], ranks: int) -> Numbers:
+        numbers = output.with_suffix(".json")
+        if not numbers.exists():
+            program = [str(FILES / "verl_updates.py"), job.command, str(self.scratch / job.model)]
+            plain = ["--equal-to", str(self.plain(job).folder)] if job.plain and ranks else []
+            self.run([*program, "--output", str(output), *plain, *more], ranks)
+        found = json.loads(numbers.read_text())
+        return Numbers(found["losses"], found["norms"], output)
+
+
+FRAMEWORKS: dict[str, type[Framework]] = {"ms-swift": MsSwift, "verl": Verl}
 
 
 def build(name: str, folder: Path, torch_index: str) -> Path:
@@ -111,96 +331,13 @@ def build(name: str, folder: Path, torch_index: str) -> Path:
     pins = FILES / f"{name}.txt"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)
-    if torch_index:
-        torch = next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
-        subprocess.run([*pip, "--index-url", torch_index, torch], check=True)
+    # First: whatever requires torch then keeps this build.
+    torch = next(line for line in pins.read_text().splitlines() if line.startswith("torch=="))
+    index = ["--index-url", torch_index] if torch_index else []
+    subprocess.run([*pip, *index, torch], check=True)
     subprocess.run([*pip, "-r", str(pins)], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
     return python
-
-
-class Trainings:
-    """Trainings with a framework.
-
-    Args:
-        python: interpreter of its environment.
-        scratch: folder of models, checkpoints and logs.
-    """
-
-    def __init__(self, python: Path, scratch: Path) -> None:
-        self._python = python
-        self._scratch = scratch
-        self._one_ranks: dict[tuple[str, str, str], Steps] = {}
-        self._adapters: dict[tuple[str, str, str], str] = {}
-        self._run([str(FILES / "tiny_models.py"), str(scratch)])
-
-    def verdict(self, job: Job) -> str:
-        """``equal``, or what is wrong."""
-        try:
-            expected, found = self._one_rank(job), self._train(job, 2, job.layout)[0]
-        except TrainingError as error:
-            return f"failed: {error}"
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
-            for what, one, other, within in zip(
-                ("loss", "gradient norm"), ours, theirs, (job.loss, 1e-5), strict=True
-            ):
-                if not math.isclose(one, other, rel_tol=within):
-                    return f"differs: step {step}: {what} {one}, on one rank {other}"
-        return EQUAL
-
-    def _one_rank(self, job: Job) -> Steps:
-        key = (job.command, job.model, job.flags)
-        if key not in self._one_ranks:
-            if job.adapters:
-                folder = self._train(job, 1, "--train_iters 1")[1]
-                self._adapters[key] = str(next(folder.glob("*/checkpoint-1")))
-            self._one_ranks[key] = self._train(job, 1, "")[0]
-        return self._one_ranks[key]
-
-    def _train(self, job: Job, ranks: int, layout: str) -> tuple[Steps, Path]:
-        """Losses and gradient norms by step, and the folder with what was saved."""
-        output = Path(tempfile.mkdtemp(dir=self._scratch))
-        adapters = self._adapters.get((job.command, job.model, job.flags))
-        self._run(
-            [
-                *f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split(),
-                *[str(FILES / "ms_swift.py"), job.command],
-                *f"--model {self._scratch / job.model} --check_model false".split(),
-                *f"--model_type {'qwen3_moe' if job.model == 'moe' else 'qwen3'}".split(),
-                *f"--template chatml --dataset {self._scratch / job.command}.jsonl".split(),
-                *FLAGS.split(),
-                *["--output_dir", str(output)],
-                *([] if adapters is None else ["--adapters", adapters]),
-                *f"{job.flags} {layout}".split(),
-            ]
-        )
-        lines = next(output.glob("*/logging.jsonl")).read_text().splitlines()
-        records = [record for line in lines if "grad_norm" in (record := json.loads(line))]
-        if not records:
-            raise TrainingError("no step in the log")
-        return [(record["loss"], record["grad_norm"]) for record in records], output
-
-    def _run(self, arguments: list[str]) -> None:
-        environment = os.environ | {
-            "MINDSPEED_DEVICE": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        try:
-            subprocess.run(
-                [str(self._python), *arguments],
-                check=True,
-                capture_output=True,
-                text=True,
-                env=environment,
-                cwd=self._scratch,
-                timeout=LIMIT,
-            )
-        except subprocess.TimeoutExpired:
-            raise TrainingError(f"no end within {LIMIT} seconds") from None
-        except subprocess.CalledProcessError as error:
-            raise TrainingError(reason(error.stderr + error.stdout)) from None
 
 
 def reason(log: str) -> str:
@@ -216,31 +353,33 @@ def reason(log: str) -> str:
     return f"{found[1].strip()[:200]}{where}"
 
 
-def measure(name: str, python: Path, jobs: list[str]) -> Iterator[dict[str, str]]:
+def measure(name: str, python: Path, jobs: Sequence[str]) -> Iterator[dict[str, str]]:
     """Versions of the environment, then what each job does."""
+    framework = FRAMEWORKS[name]
     code = "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
-    versions = subprocess.check_output([str(python), "-c", code, *_VERSIONS], text=True).split()
+    versions = subprocess.check_output([str(python), "-c", code, *framework.versions], text=True)
     yield {
         package: version.partition("+")[0]
-        for package, version in zip(_VERSIONS, versions, strict=True)
+        for package, version in zip(framework.versions, versions.split(), strict=True)
     }
     with tempfile.TemporaryDirectory() as scratch:
-        trainings = Trainings(python, Path(scratch))
-        for job in jobs:
-            verdict = trainings.verdict(JOBS[job])
+        trainings = framework(python, Path(scratch))
+        for job in jobs or framework.jobs:
+            verdict = trainings.verdict(framework.jobs[job])
             print(f"{name} {job}: {verdict}", flush=True)
             yield {job: verdict}
 
 
 def table(data: Data) -> str:
-    """One row a job, one column a framework; what is not equal in words."""
-    shown = {package: package for package in _VERSIONS} | {
-        name: job.shown for name, job in JOBS.items()
-    }
-    lines = ["| | " + " | ".join(data) + " |", "|---|" + "---|" * len(data)]
-    for name, words in shown.items():
-        cells = (found.get(name, "") for found in data.values())
-        lines.append(f"| {words} | {' | '.join(cells)} |")
+    """One row a job, below the packages of its framework; what is not equal in words."""
+    lines = ["| framework | on two ranks | against one rank |", "|---|---|---|"]
+    for name, found in data.items():
+        framework = FRAMEWORKS[name]
+        packages = ", ".join(f"{package} {found[package]}" for package in framework.versions[1:])
+        lines.append(f"| {name} {found[name]} | with {packages} | |")
+        for job, run in framework.jobs.items():
+            against = " and plain torch" if run.plain and found[job] == EQUAL else ""
+            lines.append(f"| | {run.shown} | {found[job]}{against} |")
     return "\n".join(lines)
 
 
@@ -248,11 +387,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure frameworks, and write or check the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
-    parser.add_argument("--measure", nargs="+", choices=["ms-swift"], default=[])
-    parser.add_argument("--only", nargs="+", metavar="JOB", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--measure", nargs="+", choices=FRAMEWORKS, default=[])
+    parser.add_argument("--only", nargs="+", metavar="JOB", default=[])
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "frameworks")
     parser.add_argument("--torch-index", default="", help="package index of torch")
     args = parser.parse_args(arguments)
+    for name in args.measure:
+        if unknown := set(args.only) - FRAMEWORKS[name].jobs.keys():
+            known = ", ".join(FRAMEWORKS[name].jobs)
+            parser.error(f"{name} has no job {', '.join(sorted(unknown))}; it has {known}")
     data = load(DATA)
     for name in args.measure:
         python = build(name, args.environments.absolute(), args.torch_index)

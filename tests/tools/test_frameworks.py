@@ -12,33 +12,38 @@ pytest.importorskip("tomllib")  # Python 3.11
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import frameworks
-from frameworks import EQUAL, JOBS, TrainingError, Trainings
+from frameworks import EQUAL, FRAMEWORKS, Framework, Job, Numbers, TrainingError
 
 ONE_RANK = [(3.0, 2.0), (2.0, 1.0)]
+PLAIN = [(3.0, 2.0), (2.0, 1.5)]
 
 
 @pytest.fixture
-def trainings(tmp_path, monkeypatch):
-    """``trainings(steps)``: one rank has ONE_RANK, two have ``steps`` or raise them."""
+def verdict(tmp_path):
+    """``verdict(steps, ...)``: one rank has ONE_RANK, two have ``steps`` or raise them."""
 
-    def of(steps):
-        class Planned(Trainings):
-            def _run(self, arguments):
-                pass
+    def of(steps, **options):
+        class Planned(Framework):
+            def run(self, arguments, ranks=0):
+                return ""
 
-            def _train(self, job, ranks, layout):
+            def train(self, job, ranks, layout):
                 found = ONE_RANK if ranks == 1 else steps
                 if isinstance(found, Exception):
                     raise found
-                return found, tmp_path
+                return Numbers(*zip(*found, strict=True), tmp_path)
 
-        return Planned(Path(sys.executable), tmp_path)
+            def plain(self, job):
+                return Numbers(*zip(*PLAIN, strict=True), tmp_path)
+
+        job = Job("a training", "train", "two ranks", **options)
+        return Planned(Path(sys.executable), tmp_path).verdict(job)
 
     return of
 
 
 @pytest.mark.parametrize(
-    ("steps", "verdict"),
+    ("steps", "wanted"),
     [
         ([(3.0 + 2e-6, 2.0), (2.0, 1.0 + 9e-6)], EQUAL),
         ([(3.0, 2.0), (2.0, 1.0 + 2e-5)], "differs: step 2: gradient norm 1.00002, on one rank 1"),
@@ -46,10 +51,14 @@ def trainings(tmp_path, monkeypatch):
         (TrainingError("no step in the log"), "failed: no step in the log"),
     ],
 )
-def test_a_training_is_equal_where_losses_and_norms_are_those_of_one_rank(
-    trainings, steps, verdict
-):
-    assert trainings(steps).verdict(JOBS["sft-tensor"]).startswith(verdict)
+def test_a_training_is_equal_where_losses_and_norms_are_those_of_one_rank(verdict, steps, wanted):
+    assert verdict(steps).startswith(wanted)
+
+
+def test_a_training_is_compared_with_plain_torch_and_by_its_own_tolerances(verdict):
+    found = verdict(ONE_RANK, plain=True)
+    assert found == "differs: step 2: gradient norm 1.0, in plain torch 1.5"
+    assert verdict([(3.1, 2.0), (2.0, 1.0)], loss=0.1) == EQUAL
 
 
 def test_the_reason_is_the_first_exception_and_its_place_in_a_package():
@@ -65,5 +74,13 @@ def test_the_reason_is_the_first_exception_and_its_place_in_a_package():
 
 
 def test_every_job_has_a_verdict():
-    for name, found in frameworks.load(frameworks.DATA).items():
-        assert JOBS.keys() <= found.keys(), name
+    data = frameworks.load(frameworks.DATA)
+    assert data.keys() == FRAMEWORKS.keys()
+    for name, found in data.items():
+        assert {*FRAMEWORKS[name].jobs, *FRAMEWORKS[name].versions} == found.keys(), name
+
+
+def test_a_job_that_a_framework_has_not_is_named(capsys):
+    with pytest.raises(SystemExit):
+        frameworks.main(["--measure", "verl", "--only", "dpo-tensor"])
+    assert "verl has no job dpo-tensor; it has actor-tensor" in capsys.readouterr().err

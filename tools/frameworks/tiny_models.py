@@ -9,6 +9,8 @@ import random
 import sys
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -43,7 +45,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write(folder: Path) -> None:
-    """Models ``dense`` and ``moe``, and ``sft.jsonl``, ``pt.jsonl`` and ``rlhf.jsonl``."""
+    """Models ``dense`` and ``moe``, ``sft``, ``pt`` and ``rlhf.jsonl``, and ``sft.parquet``."""
     tokens = tokenizer()
     sizes = {
         "vocab_size": 320,
@@ -85,6 +87,8 @@ def write(folder: Path) -> None:
         lines["rlhf"].append(json.dumps({"messages": chat, "rejected_response": bad}))
     for name, texts in lines.items():
         (folder / f"{name}.jsonl").write_text("\n".join(texts) + "\n", encoding="utf-8")
+    table = pyarrow.Table.from_pylist([json.loads(line) for line in lines["sft"]])
+    pyarrow.parquet.write_table(table, folder / "sft.parquet")
 
 
 if __name__ == "__main__":
