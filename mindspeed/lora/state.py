@@ -43,34 +43,32 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
         Local name -> sharded tensor.
     """
     from megatron.core import parallel_state
-    from megatron.core.transformer.utils import (
-        make_sharded_tensor_for_checkpoint,
-        make_tp_sharded_tensor_for_checkpoint,
-    )
+    from megatron.core.dist_checkpointing import ShardedTensor
 
-    dense = {
-        "tp_group": parallel_state.get_tensor_model_parallel_group(),
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    experts = {
-        "tp_group": parallel_state.get_expert_tensor_parallel_group(),
-        "dp_cp_group": parallel_state.get_expert_data_parallel_group(),
-    }
+    dense = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    experts = (
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_data_parallel_group(),
+    )
     state = {}
     trained = {n: p for n, p in chunk.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         if not is_adapter_weight(name):
             continue
         key = in_whole_model(chunk, name)
-        groups = experts if is_expert(key) else dense
-        if getattr(parameter, "tensor_model_parallel", False):
+        tp, replicas = experts if is_expert(key) else dense
+        sharded = getattr(parameter, "tensor_model_parallel", False)
+        state[name] = ShardedTensor.from_rank_offsets(
+            key,
+            parameter,
+            *([(parameter.partition_dim, tp.rank(), tp.size())] if sharded else []),
+            replica_id=(0, 0 if sharded else tp.rank(), replicas.rank()),
             # Other tensor parallel sizes pad the vocabulary otherwise.
-            padded = {"allow_shape_mismatch": True} if is_end(key) else {}
-            state[name] = make_tp_sharded_tensor_for_checkpoint(
-                parameter, key, parameter.partition_dim, **padded, **groups
-            )
-        else:
-            state[name] = make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+            allow_shape_mismatch=sharded and is_end(key),
+        )
     whole = {id(p) for name, p in trained.items() if name not in state}
     if whole:
         for name, value in chunk.sharded_state_dict(metadata=metadata).items():
