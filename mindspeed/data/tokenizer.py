@@ -238,9 +238,10 @@ class MegatronTokenizer(PlainTokenizer):
     def pad(self) -> int:
         """The padding id; end-of-document where the tokenizer has none."""
         try:
-            return self._inner.pad
+            pad = self._inner.pad
         except (AttributeError, NotImplementedError, RecursionError):
             return self.eod
+        return self.eod if pad < 0 else pad  # -1: the null tokenizer of 0.18
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._inner.tokenize(text))

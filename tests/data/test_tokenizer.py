@@ -114,6 +114,8 @@ def test_null_tokenizer_has_its_eod_after_the_vocabulary():
     null = build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=10))
     assert (null.eod, null.pad, null.vocab_size) == (10, 10, 11)
     assert null.tokenize_batch(["1 2", "3"]) == [[1, 2], [3]]
+    vars(null)["_inner"] = SimpleNamespace(pad=-1)  # as in 0.18
+    assert null.pad == null.eod
 
 
 @pytest.mark.parametrize(
