@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.adaptor.versions import at_least
 from tests.adaptor.layer_repair_ranks import configured, one_rank
 
 
@@ -13,21 +14,25 @@ def learning_rates_of_embeddings(repaired: bool, tied: bool) -> float:
     """The rate of this stage's embedding under ``--decoupled-lr 7``; the last one predicts more."""
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, _get_param_groups
-    from megatron.core.optimizer import get_standard_config_overrides as overrides_of
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from mindspeed.adaptor.repairs.parallel import parameter_marks
+    from mindspeed.adaptor.versions.trainer import optimizer_overrides
 
     arguments = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2}
     configured(parameter_marks, arguments, repaired)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
     model = _stage(tied)
-    optimizer = OptimizerConfig(lr=1.0, min_lr=0.0, decoupled_lr=7.0)
+    config = OptimizerConfig(lr=1.0, min_lr=0.0, decoupled_lr=7.0)
+    if at_least("0.16"):
+        given = (config, optimizer_overrides(config)["config_overrides"])
+    else:
+        given = (None, None, 1.0, config.lr, config.min_lr, config.decoupled_lr, 0.0)
     embedding = model.embedding.word_embeddings.weight
     (rate,) = [
         group["max_lr"]
-        for group in _get_param_groups([model], optimizer, overrides_of(optimizer))
+        for group in _get_param_groups([model], *given)
         if any(parameter is embedding for parameter in group["params"])
     ]
     return float(rate)

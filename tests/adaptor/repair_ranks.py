@@ -138,7 +138,8 @@ def partial_yarn(repaired: bool) -> torch.Tensor:
         original_max_position_embeddings=64,
         use_cpu_initialization=True,
     )
-    frequencies: torch.Tensor = embedding.get_emb(2)[0][1, 0, 0]
+    embed = embedding.get_emb if at_least("0.16") else embedding.forward
+    frequencies: torch.Tensor = embed(2)[0][1, 0, 0]
     return frequencies
 
 
@@ -645,6 +646,7 @@ def logged_router_losses() -> float:
     moe_utils.track_moe_metrics(
         loss_scale=1.0,
         iteration=1,
+        writer=None,
         total_loss_dict=found,
         force_initialize=True,
         track_names=["z_loss"],
@@ -779,7 +781,9 @@ def printed_objects() -> dict[str, str]:
             config = ModelParallelConfig(use_cpu_initialization=True)
             built = layer(2, 2, config=config, init_method=torch.nn.init.zeros_, **options)
             found[f"{layer.__name__} {bias}"] = str(built)
-    found["groups"] = str(ProcessGroupCollection(tp=dist.group.WORLD, hcp=[dist.group.WORLD] * 2))
+    if at_least("0.16"):  # has collections that can be printed
+        groups = ProcessGroupCollection(tp=dist.group.WORLD, hcp=[dist.group.WORLD] * 2)
+        found["groups"] = str(groups)
     return found
 
 

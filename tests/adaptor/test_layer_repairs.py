@@ -10,7 +10,7 @@ from mindspeed.adaptor.repairs.layers import fp32_residual
 from mindspeed.testing import RankError
 from tests.adaptor import layer_repair_ranks
 from tests.support.lazy import needs
-from tests.support.release import has_defect
+from tests.support.release import brought_by, has_defect
 
 needs("megatron.core")
 
@@ -40,6 +40,7 @@ def test_fp32_residuals_are_rounded_without_the_repair(ranks):
     assert (streams[0][3].dtype == torch.bfloat16) is has_defect(fp32_residual)
 
 
+@brought_by("0.16")
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_a_rank_gates_its_heads(ranks, spec):
     function = layer_repair_ranks.gated_attention
@@ -52,6 +53,7 @@ def test_a_rank_gates_its_heads(ranks, spec):
             ranks(2, function, spec, False, setup=ADAPTOR, timeout=120)
 
 
+@brought_by("0.16")
 def test_padding_masks_are_sharded_like_hidden_states(ranks):
     """On the stage of the embedding and on later ones, over the model's own ranks."""
     for rank, stages in enumerate(ranks(4, layer_repair_ranks.padding_masks, setup=ADAPTOR)):
@@ -90,6 +92,7 @@ def test_muon_splits_off_the_gate(ranks):
     assert rows.tolist() != group * groups
 
 
+@brought_by("0.16")
 def test_the_logged_attention_logit_is_that_of_the_step(ranks):
     (found,) = ranks(1, layer_repair_ranks.logged_logits, True, setup=ADAPTOR)
     assert found[0] < found[2] < found[1]
@@ -97,6 +100,7 @@ def test_the_logged_attention_logit_is_that_of_the_step(ranks):
     assert found[0] < found[2] == found[1]
 
 
+@brought_by("0.16")
 @pytest.mark.parametrize("model", ["rmsnorm-swiglu-gqa", "mla"])
 def test_clipping_scales_heads_above_the_threshold_only(ranks, model):
     """By 2 / 8, a quarter of the powers for queries and the rest for keys; values stay."""

@@ -12,7 +12,7 @@ from mindspeed.adaptor.repairs.parallel import parameter_marks
 from mindspeed.testing import RankError
 from tests.adaptor import mtp_repair_ranks
 from tests.support.lazy import needs
-from tests.support.release import has_defect
+from tests.support.release import brought_by, has_defect
 
 needs("megatron.core")
 
@@ -53,6 +53,7 @@ def test_predictions_weigh_the_tokens_of_the_loss(ranks, per_token, masked):
     assert differs is (not masked or has_defect(mtp, "_postprocess"))
 
 
+@brought_by("0.16")
 def test_prediction_layers_are_recomputed_with_packed_documents(ranks):
     function = mtp_repair_ranks.packed_gradients
     (truth,) = ranks(1, function, True, {}, setup=ADAPTOR, timeout=120)
@@ -63,6 +64,7 @@ def test_prediction_layers_are_recomputed_with_packed_documents(ranks):
         ranks(1, function, False, FULL, setup=ADAPTOR, timeout=120)
 
 
+@brought_by("0.16")
 def test_prediction_layers_have_the_attention_of_the_last_decoder_layer(ranks):
     function = mtp_repair_ranks.attention_of_layers
     (layers,) = ranks(1, function, True, setup=ADAPTOR, timeout=120)

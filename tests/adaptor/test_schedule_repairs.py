@@ -11,7 +11,7 @@ from mindspeed.adaptor.repairs.parallel import overlap
 from mindspeed.adaptor.versions import at_least
 from mindspeed.testing import RankError
 from tests.adaptor import schedule_ranks
-from tests.support.release import has_defect
+from tests.support.release import brought_by, has_defect
 
 ADAPTOR = "tests.support.warm"
 
@@ -41,6 +41,7 @@ def test_backwards_of_every_chunk_are_ended(ranks, repaired):
     assert ended == ([0] if wrong else begun)  # 1 is of chunk 0
 
 
+@brought_by("0.16")
 def test_rows_of_a_single_expert_outlive_their_dispatch(ranks):
     """Without the copy of feature moe-fb-overlap its weight gradients are made of freed memory."""
     ((freed, broken),) = ranks(1, schedule_ranks.rows_of_one_expert, False, setup=ADAPTOR)
@@ -50,6 +51,7 @@ def test_rows_of_a_single_expert_outlive_their_dispatch(ranks):
     assert all(bool(gradient.isfinite().all()) and gradient.any() for gradient in found)
 
 
+@brought_by("0.16")
 def test_delayed_weight_gradients_of_latent_projections_are_computed(ranks):
     function = schedule_ranks.latent_projections
     ((found),) = ranks(1, function, True, setup=ADAPTOR)
@@ -83,6 +85,7 @@ def test_scores_of_router_losses_are_not_rounded(ranks, repaired):
     assert torch.equal(routing_map, right_map) is exact
 
 
+@brought_by("0.16")
 def test_an_evaluation_does_not_change_what_is_offloaded(ranks):
     """The first training step offloads everything, and may show what need not be."""
     steps = [True, False, False, True, False]

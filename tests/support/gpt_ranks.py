@@ -70,6 +70,7 @@ def config(name: str, **overrides: Any) -> Any:
         "attention_dropout": 0.0,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
+        "mtp_loss_scaling_factor": 0.1,  # None before 0.16
         **CONFIGS[name],
         **overrides,
     }

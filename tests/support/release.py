@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.repairs.scripts import absent_triton
-from mindspeed.adaptor.versions import megatron_version
+from mindspeed.adaptor.versions import at_least, megatron_version
 
 
 def has_defect(repair: ModuleType, name: str = "") -> bool:
@@ -25,6 +25,13 @@ def has_defect(repair: ModuleType, name: str = "") -> bool:
     found = [patch for patch in repair.PATCHES if patch.target.endswith(name)]
     assert found, f"{repair.__name__} patches no {name}"
     return any(patch.applies_to(megatron_version()) for patch in found)
+
+
+def brought_by(release: str) -> Any:
+    """Mark of a test of something that came with this release of Megatron."""
+    import pytest
+
+    return pytest.mark.skipif(not at_least(release), reason=f"megatron-core {release} brought it")
 
 
 def stand_in_for_triton() -> None:

@@ -115,10 +115,11 @@ PATCHES = (
             by_the_first_of_a_name,
             "checkpoints in the format torch have every shard",
             expects=expects,
+            versions=versions,
         )
-        for name, expects in (
-            ("save_checkpoint", "(iteration, model, optimizer, ...)"),
-            ("save_grads", "(save_dir, state_dict, iteration, grad_label)"),
+        for name, expects, versions in (
+            ("save_checkpoint", "(iteration, model, optimizer, ...)", ""),
+            ("save_grads", "(save_dir, state_dict, iteration, grad_label)", ">=0.16"),
         )
     ),
     repair(

@@ -13,7 +13,7 @@ Where: what ``--overlap-moe-expert-parallel-comm`` (and this library's ``--moe-f
 
 Fix: the end of the backward runs for chunk 0, too; projections compute their gradients on the
 streams on which their backward ran; 0 layers are none.
-Versions: since 0.16; chunk 0 <0.18, projections <0.17, no layers <0.19.
+Versions: since 0.15; chunk 0 <0.18, projections 0.16, no layers <0.19.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ PATCHES = (
         end_backward_of_chunk_0,
         "gradients of model chunk 0 are reduced when they are complete",
         expects="(config, forward_step_func, data_iterator, model, num_microbatches, ...)",
-        versions=">=0.16,<0.18",
+        versions=">=0.15,<0.18",
     ),
     repair(
         "megatron.core.transformer.moe.moe_layer:MoELayer.backward_dw",
@@ -95,6 +95,6 @@ PATCHES = (
         without_empty_prediction,
         "0 layers of multi-token prediction are none",
         expects="(self)",
-        versions=">=0.16,<0.19",
+        versions=">=0.15,<0.19",
     ),
 )

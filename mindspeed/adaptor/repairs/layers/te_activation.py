@@ -5,7 +5,7 @@ Where: ``gpt_builders.py`` of Megatron-LM does not hand ``--use-te-activation-fu
 ``TEActivationOp`` builds ReLU for SiLU without a gate.
 Symptom: silent.
 Fix: the flag is the default of the layer spec; SiLU without a gate is refused.
-Versions: >=0.16 (Megatron-LM passes the flag on since 0.17, other callers need not).
+Versions: all (Megatron-LM passes the flag on since 0.17, other callers need not).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PATCHES = (
         use_by_default,
         "--use-te-activation-func counts without experts, too",
         expects="(num_experts, ...)",
-        versions=">=0.16,<0.17",
+        versions="<0.17",
     ),
     repair(
         "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules",
@@ -70,6 +70,5 @@ PATCHES_OF_TRANSFORMER_ENGINE = (
         refuse_another_activation,
         "Megatron builds ReLU for SiLU without a gate",
         expects="(cls, config)",
-        versions=">=0.16",
     ),
 )
