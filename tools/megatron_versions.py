@@ -39,6 +39,8 @@ from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.versions import is_tested
 from mindspeed.errors import MindSpeedError
 from mindspeed.testing import RankError, RankPool
+from tests.support.trainer_job import SETUP
+from tests.training.instruction_job import flags_for, write_conversations
 from tests.training.one_rank import OneRank, assert_same_training
 from tests.training.test_layouts import (
     GQA,
@@ -86,6 +88,8 @@ class Job:
         flags: the layout.
         resumed: the third step is done by so many ranks with other flags, from a checkpoint.
         node: so many ranks are a node; 0 for all.
+        conversations: samples are conversations, whose answers alone have a loss.
+        adapters: the model is frozen, and adapters in its layers are trained.
     """
 
     shown: str
@@ -94,6 +98,8 @@ class Job:
     flags: str
     resumed: tuple[int, str] | None = None
     node: int = 0
+    conversations: bool = False
+    adapters: bool = False
 
 
 def _moe(dispatcher: str, model: str = MOE) -> str:
@@ -151,6 +157,7 @@ BASE = {
 
 ALGORITHM = "--micro-batch-size 2 --context-parallel-size 2 --context-parallel-algo"
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64"
+ADAPTERS = "--lora-target-modules q_proj k_proj v_proj o_proj --lora-r 4 --lora-alpha 8 --lr 1e-2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FUSED = (
     "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
@@ -290,6 +297,17 @@ FEATURES = {
     "mtp": Job("multi-token prediction", 2, MTP, TP),
     "mtp-context": Job("multi-token prediction, context parallel", 2, MTP, f"{CP} p2p"),
     "mtp-pipeline": Job("multi-token prediction, pipeline", 2, MTP_TIED, PP),
+    "mtp-conversations": Job(
+        "multi-token prediction, context parallel, losses of answers, per token",
+        2,
+        f"{MTP} --calculate-per-token-loss",
+        "--context-parallel-size 2 --cp-comm-type p2p",
+        conversations=True,
+    ),
+    "lora-tensor": Job("LoRA, tensor and sequence parallel", 2, GQA, SP, adapters=True),
+    "lora-pipeline": Job("LoRA, pipeline", 2, GQA, PP, adapters=True),
+    "lora-context": Job("LoRA, context parallel", 2, GQA, f"{CP} p2p", adapters=True),
+    "lora-experts": Job("LoRA, expert parallel", 2, MOE, EP, adapters=True),
     "zero-2": Job("ZeRO 2", 2, TIED, "--zero-stage 2"),
     "zero-3": Job("ZeRO 3", 2, TIED, "--zero-stage 3"),
     "zero-3-experts": Job("ZeRO 3 with experts", 4, MOE, f"{EP} --zero-stage 3"),
@@ -360,14 +378,19 @@ class Trainings:
     def verdict(self, job: Job) -> str:
         """``equal``, or what is wrong."""
         try:
-            reference = self._one_rank(job.model)
-            expected = reference.records
+            reference = self._one_rank(
+                job.model + (self._conversations() if job.conversations else "")
+            )
+            expected, flags = reference.records, job.flags
+            if job.adapters:
+                adapters = self._adapters(reference)
+                expected, flags = reference.plain(1, adapters), f"{flags} {adapters}"
             if job.resumed is None:
                 nodes = {"LOCAL_WORLD_SIZE": str(job.node)} if job.node else None
-                found = reference.train(job.ranks, job.flags, nodes)
+                found = reference.train(job.ranks, flags, nodes)
             else:
-                ranks, flags = job.resumed
-                found = reference.resumed((job.ranks, ranks), (job.flags, flags))
+                ranks, later = job.resumed
+                found = reference.resumed((job.ranks, ranks), (flags, later))
                 expected = expected[2:]
             assert_same_training(found, expected)
         except RankError as error:
@@ -375,6 +398,22 @@ class Trainings:
         except AssertionError as error:
             return f"differs: {str(error).splitlines()[0]}"
         return EQUAL
+
+    def _conversations(self) -> str:
+        """Flags of a data set that is written at the first call."""
+        prefix = self._scratch / "conversations"
+        if not prefix.exists():
+            options = {"setup": SETUP, "backend": None}
+            self._pool.run(1, write_conversations, str(prefix), **options)
+            prefix.touch()
+        return " " + " ".join(flags_for(prefix, "--micro-batch-size 1"))
+
+    def _adapters(self, reference: OneRank) -> str:
+        """Flags that load adapters of a model, which one rank trains at the first call."""
+        folder = reference.directory / "adapters"
+        if not folder.exists():
+            reference.train(1, f"{ADAPTERS} --save {folder}")
+        return f"--lora-load {folder}"
 
     def _one_rank(self, model: str) -> OneRank:
         """The run of a model that its layouts are compared with."""
