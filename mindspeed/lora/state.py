@@ -43,7 +43,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
         Local name -> sharded tensor.
     """
     from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     dense = (
         parallel_state.get_tensor_model_parallel_group(),

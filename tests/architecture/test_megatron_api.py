@@ -134,10 +134,6 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "--pipeline-model-parallel-layout",
     ),
     "megatron.core.transformer.torch_norm": ("WrappedTorchNorm", "a norm for layer specs"),
-    "megatron.core.transformer.utils": (
-        "make_sharded_tensor_for_checkpoint make_tp_sharded_tensor_for_checkpoint",
-        "sharded_state_dict of new modules",
-    ),
 }
 pytestmark = pytest.mark.skipif(megatron_root() is None, reason="needs megatron-core")
 WITH_INTERNALS = {"adaptor", "te"}
