@@ -378,8 +378,8 @@ def table(data: Data) -> str:
         packages = ", ".join(f"{package} {found[package]}" for package in framework.versions[1:])
         lines.append(f"| {name} {found[name]} | with {packages} | |")
         for job, run in framework.jobs.items():
-            against = " and plain torch" if run.plain and found[job] == EQUAL else ""
-            lines.append(f"| | {run.shown} | {found[job]}{against} |")
+            also = ", to plain torch as well" if run.plain and found[job] == EQUAL else ""
+            lines.append(f"| | {run.shown} | {found[job]}{also} |")
     return "\n".join(lines)
 
 
