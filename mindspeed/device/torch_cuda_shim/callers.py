@@ -75,9 +75,10 @@ def _in_checkout_root(file: Any) -> bool:
 
 def _uses_megatron(namespace: dict[str, Any]) -> bool:
     for value in list(namespace.values()):
-        if isinstance(value, ModuleType):
+        kind = type(value)  # isinstance would ask the object, which may warn
+        if issubclass(kind, ModuleType):
             origin = value.__dict__.get("__name__")
-        elif isinstance(value, (type, FunctionType)):
+        elif issubclass(kind, (type, FunctionType)):
             origin = value.__module__
         else:
             continue
