@@ -9,6 +9,8 @@ from mindspeed.planner.search.result import TOLERANCE
 from tests.planner import search_jobs
 from tests.planner.search_jobs import SETUP
 
+pytestmark = pytest.mark.timeout(900)  # one search for all tests, also on a loaded machine
+
 ARGV = [
     *("--num-layers", "8", "--hidden-size", "512", "--ffn-hidden-size", "1024", "--swiglu"),
     *("--num-attention-heads", "8", "--seq-length", "512", "--vocab-size", "2048", "--bf16"),
