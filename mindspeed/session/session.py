@@ -157,7 +157,7 @@ class Session:
                 f"{', '.join(_difference(old, new))}; call mindspeed.undo() and "
                 "destroy_model_parallel() first, or mindspeed.megatron_adaptor.repatch(args)"
             )
-        self.detach_features()
+        self._forget_features()
         for feature in new.enabled:
             of_feature = feature.corrects(values)
             values.update(of_feature)
@@ -171,14 +171,17 @@ class Session:
 
     def detach_features(self) -> None:
         """Take all features back; the compatibility layer stays."""
-        self.seams.clear()
+        self._forget_features()
         self._repair_for({})
+
+    def _forget_features(self) -> None:
+        self.seams.clear()
         self.reached.stop_watching()
         self.configuration = None
 
     def undo(self) -> None:
         """Take everything back, newest first."""
-        self.detach_features()
+        self._forget_features()
         self.engine.undo()
         self.hooks.uninstall()
         self.journal.undo()

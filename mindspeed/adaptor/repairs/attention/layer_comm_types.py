@@ -18,7 +18,9 @@ from mindspeed.adaptor.signatures import bind
 
 def needed(values: Mapping[str, Any]) -> bool:
     """Whether ``cp_comm_type`` is a list with one entry per layer."""
-    types = values.get("cp_comm_type", ("a2a", "p2p"))
+    if "cp_comm_type" not in values:
+        return True  # nobody told
+    types = values["cp_comm_type"]
     return isinstance(types, list | tuple) and len(types) > 1
 
 
