@@ -32,6 +32,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 SIDECAR = "mindspeed.json"
 CONFIG = "config.yaml"
 RELEASE = "release"
+COMMON_STATE = "common_state/shard_0_1"
+"""Since megatron-core 0.19: the entry of the index that has the contents of ``common.pt``."""
 _NAME = re.compile(r"iter_(\d{7,})")
 _TENSORS = (".distcp", ".safetensors", "model_optim_rng.pt", "_model_states.pt")
 _LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|old)")
@@ -117,9 +119,12 @@ def problem_with(checkpoint: Path) -> str | None:
     """
     if not checkpoint.is_dir():
         return "there is no such directory"
-    for name in ("metadata.json", "common.pt", ".metadata"):
+    for name in ("metadata.json", ".metadata"):
         if not (checkpoint / name).is_file():
             return f"{name} is missing"
+    index = checkpoint / ".metadata"
+    if not (checkpoint / "common.pt").is_file() and COMMON_STATE.encode() not in index.read_bytes():
+        return "common.pt is missing"
     return damage_of(checkpoint, whole=False)
 
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from mindspeed.adaptor.versions.checkpoints import common_state_writer
+from mindspeed.adaptor.versions.checkpoints import common_state_writers
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def errors_kept(errors: list[BaseException]) -> Iterator[None]:
         return kept
 
     places: list[tuple[Any, str]] = [
-        common_state_writer(),
+        *common_state_writers(),
         (filesystem_async.FileSystemWriterAsync, "finish"),
         (serialization, "save_config"),
     ]

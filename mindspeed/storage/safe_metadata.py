@@ -4,7 +4,8 @@ torch.distributed.checkpoint stores its index (``.metadata``) as a pickle, which
 function and have it called. :func:`read_index` reads the file of a directory with
 :func:`mindspeed.unpickle.read_index`, which knows the few classes that an index consists of.
 
-The common part (``common.pt``) may hold tensors and plain values alone.
+The common part (``common.pt``, since megatron-core 0.19 an object among the tensors) may hold
+tensors and plain values alone.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO, Any, cast
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mindspeed import unpickle
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
 from mindspeed.security import safe_torch_load
-from mindspeed.storage.checked_file import CheckedFile
+from mindspeed.storage.checked_file import CheckedFile, FileSlice
 from mindspeed.storage.digests import Digests
+from mindspeed.storage.directory import COMMON_STATE
 
 
 def read_index(checkpoint: Path, digests: Digests | None = None) -> Metadata:
@@ -54,12 +56,24 @@ def common_state(path: Path) -> dict[str, Any]:
         SecurityError: It holds more than tensors and plain values.
         DamagedCheckpoint: It is damaged.
     """
+    file = path / "common.pt"
     try:
-        common = safe_torch_load(path / "common.pt")
+        common = safe_torch_load(file) if file.is_file() else _common_object(path)
     except SecurityError:
         raise
     except (RuntimeError, OSError, EOFError, KeyError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path}/common.pt is damaged: {error}") from error
+        raise DamagedCheckpoint(f"{file} is damaged: {error}") from error
     if not isinstance(common, dict):
-        raise DamagedCheckpoint(f"{path}/common.pt is no common part of a checkpoint")
+        raise DamagedCheckpoint(f"{file} is no common part of a checkpoint")
+    return common
+
+
+def _common_object(path: Path) -> Any:
+    digests = Digests.read(path)
+    info = read_index(path, digests).storage_data.get(MetadataIndex(COMMON_STATE))
+    if info is None:
+        raise DamagedCheckpoint(f"{path}: common.pt is missing")
+    with CheckedFile(path / info.relative_path, digests) as file:
+        part: Any = FileSlice(file, info.offset, info.length)
+        (common,) = unpickle.read_object(part, map_location="cpu")
     return common

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -17,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mindspeed.errors import SecurityError
-from mindspeed.storage.safe_metadata import read_index
+from mindspeed.errors import DamagedCheckpoint, SecurityError
+from mindspeed.storage import directory
+from mindspeed.storage.safe_metadata import common_state, read_index
 from tests.support.enumerations import Attribute
 
 
@@ -44,6 +46,38 @@ def index(tmp_path: Path, *more: object) -> Path:
 
 def test_an_ordinary_index_is_accepted(tmp_path):
     assert read_index(index(tmp_path)).state_dict_metadata.keys() == {"a", "b"}
+
+
+def with_common_object(tmp_path: Path, *values: object) -> Path:
+    """A checkpoint of megatron-core 0.19: torch writes the common part among the tensors."""
+    state = {"a": torch.ones(2)}
+    if values:
+        state[directory.COMMON_STATE] = list(values)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    (tmp_path / "metadata.json").touch()
+    return tmp_path
+
+
+def test_a_common_part_among_the_tensors_is_read(tmp_path):
+    checkpoint = with_common_object(tmp_path, {"iteration": 3, "rows": torch.arange(2)})
+    assert directory.problem_with(checkpoint) is None
+    found = common_state(checkpoint)
+    assert found["iteration"] == 3 and found["rows"].tolist() == [0, 1]
+
+
+def test_one_that_would_call_a_function_is_refused_and_nothing_is_called(tmp_path):
+    checkpoint = with_common_object(tmp_path / "saved", {"iteration": Bomb(tmp_path / "harm")})
+    with pytest.raises(SecurityError, match=r"(posix|os)\.mkdir"):
+        common_state(checkpoint)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_checkpoint_without_a_common_part_is_damaged(tmp_path):
+    checkpoint = with_common_object(tmp_path)
+    assert directory.problem_with(checkpoint) == "common.pt is missing"
+    with pytest.raises(DamagedCheckpoint, match=r"common\.pt is missing"):
+        common_state(checkpoint)
 
 
 def test_an_index_that_would_call_a_function_is_refused_and_nothing_is_called(tmp_path):

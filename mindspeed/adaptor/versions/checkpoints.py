@@ -1,5 +1,6 @@
 """Megatron's checkpoint writer: since 0.17 the common state is written by a function, and a save in
-the background is NVIDIA's resiliency package's unless Megatron's own is chosen."""
+the background is NVIDIA's resiliency package's unless Megatron's own is chosen. Since 0.19 the
+common state is an object among the tensors."""
 
 from __future__ import annotations
 
@@ -8,15 +9,17 @@ from typing import Any
 from mindspeed.adaptor.versions import at_least
 
 
-def common_state_writer() -> tuple[Any, str]:
-    """Who holds the function that rank 0 writes the common state with, and its name there."""
+def common_state_writers() -> tuple[tuple[Any, str], ...]:
+    """Who holds the function that rank 0 alone writes the common state with, and its name there."""
+    if at_least("0.19"):
+        return ()
     if at_least("0.17"):
         from megatron.core.dist_checkpointing import serialization
 
-        return serialization, "save_common"
+        return ((serialization, "save_common"),)
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
-    return TorchCommonSaveStrategy, "save_common"
+    return ((TorchCommonSaveStrategy, "save_common"),)
 
 
 def save_options() -> dict[str, str]:
