@@ -204,7 +204,7 @@ def _roll_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         packed_seq_params: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         packed = getattr(packed_seq_params, "packed", None)
-        if packed is None:
+        if packed is None or tensor is None:  # since 0.19 there need be no positions
             return original(  # type: ignore[no-any-return]
                 tensor, shifts, dims, cp_group=cp_group, packed_seq_params=packed_seq_params
             )

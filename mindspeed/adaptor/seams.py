@@ -318,7 +318,7 @@ def _step(seams: SeamTable) -> tuple[Patch, ...]:
             "features act around each step",
             expects=(
                 "(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, "
-                "forward_backward_func, iteration)"
+                "forward_backward_func, iteration, ...)"
             ),
             versions=">=0.16",
         ),

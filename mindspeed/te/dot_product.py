@@ -130,14 +130,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         core_attention_bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         packed: PackedBatch | None = None,
+        pad_between_seqs: bool | None = None,
     ) -> Any:
         """Attend and return ``[s, b, h * d_v]``, ``[b, s, h * d_v]`` or ``[t, h * d_v]``.
 
         Query, key and value have one floating dtype, which the result has, too; shapes are
         ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``qkv_format`` says.
         ``packed``, ours, says which documents the tokens of an ``sbhd`` batch belong to. The other
-        arguments are those of Transformer Engine's module.
+        arguments are those of Transformer Engine's module; whether there is padding between
+        sequences (``pad_between_seqs``) the padded ``cu_seqlens`` say.
         """
+        del pad_between_seqs
         self._refuse(checkpoint_core_attention)
         layout = qkv_format or self.qkv_format
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)

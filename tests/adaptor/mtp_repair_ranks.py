@@ -61,10 +61,9 @@ def _stage(tied: bool) -> Any:
 
 def without_targets(repaired: bool) -> tuple[float, bool]:
     """The prediction loss of a micro-batch whose mask is zero; whether all gradients are zero."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
     from mindspeed.adaptor.repairs.layers import mtp
     from tests.support import gpt_ranks
+    from tests.support.release import prediction_losses
 
     configured(mtp, {"mtp_num_layers": 1}, repaired)
     one_rank()
@@ -75,7 +74,7 @@ def without_targets(repaired: bool) -> tuple[float, bool]:
     (loss * mask).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     zero = bool(gradients) and all(not bool(grad.any()) for grad in gradients)
-    return float(MTPLossLoggingHelper.tracker["values"][0]), zero
+    return float(prediction_losses()[0]), zero
 
 
 def gradients_of_four_tokens(

@@ -121,11 +121,13 @@ def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
 
 def rows_of_one_expert(repaired: bool) -> tuple[bool, list[torch.Tensor | None]]:
     """One local expert: whether the schedule frees its rows, and its gradients then."""
-    from megatron.core.models.gpt import fine_grained_callables
-
     from mindspeed.journal import Journal
     from mindspeed.moe.layer.megatron import keep_rows
 
+    if at_least("0.19"):
+        from megatron.core.models.common.utils import should_free_input
+    else:
+        from megatron.core.models.gpt.fine_grained_callables import should_free_input
     layer = _expert_layer(False, num_experts=1)
     if repaired:
         keep_rows(layer, Journal())
@@ -133,7 +135,7 @@ def rows_of_one_expert(repaired: bool) -> tuple[bool, list[torch.Tensor | None]]
     hidden = torch.randn(6, 2, 16, generator=generator)
     rows, probs = layer.dispatch(*layer.preprocess(hidden, *layer.route(hidden)))
     experts = {"num_local_experts": 1} if at_least("0.17") else {}
-    frees = fine_grained_callables.should_free_input("mlp", True, layer.config, **experts)
+    frees = should_free_input("mlp", True, layer.config, **experts)
     sent = rows.detach().clone()  # as all-to-all receives it
     output, _ = layer.routed_experts_compute(sent, probs.detach())
     if frees:

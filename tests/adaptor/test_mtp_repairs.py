@@ -60,11 +60,14 @@ def test_prediction_layers_are_recomputed_with_packed_documents(ranks):
     (found,) = ranks(1, function, True, FULL, setup=ADAPTOR, timeout=120)
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[name], truth[name]) for name in truth)
-    with pytest.raises(RankError, match=r"can only save variables|argument 'padding_mask'"):
-        ranks(1, function, False, FULL, setup=ADAPTOR, timeout=120)
+    if has_defect(mtp, "_checkpointed_forward"):
+        with pytest.raises(RankError, match=r"can only save variables|argument 'padding_mask'"):
+            ranks(1, function, False, FULL, setup=ADAPTOR, timeout=120)
 
 
-@brought_by("0.16")
+@pytest.mark.skipif(
+    not has_defect(mtp, "get_gpt_decoder_layer_specs"), reason="Megatron-LM asks another function"
+)
 def test_prediction_layers_have_the_attention_of_the_last_decoder_layer(ranks):
     function = mtp_repair_ranks.attention_of_layers
     (layers,) = ranks(1, function, True, setup=ADAPTOR, timeout=120)

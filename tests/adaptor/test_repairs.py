@@ -229,7 +229,9 @@ WITHOUT_TRITON = {
     "inference/text_generation_controllers/mtp_utils_triton.py": "Megatron's plain way",
     "ssm/ops/": "kernels of Mamba, which refuse to run",
     "transformer/moe/moe_layer.py": "says whether Triton is there",
+    "transformer/moe/inference_routing_mask_kernel.py": "inference, on a stub of its own",
     "transformer/moe/paged_stash.py": "kernels of --moe-paged-stash, which refuse to run",
+    "transformer/moe/ops/paged_stash.py": "the same since 0.19",
     "ssm/triton_cache_manager.py": "of mamba_ssm, which needs CUDA",
     "utils.py": "says whether Triton is there",
 }

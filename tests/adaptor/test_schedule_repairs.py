@@ -64,9 +64,11 @@ def test_delayed_weight_gradients_of_latent_projections_are_computed(ranks):
 
 
 def test_no_layers_of_multi_token_prediction_are_none(ranks):
-    with pytest.raises(RankError, match="AssertionError: MTP layernum"):
-        ranks(1, schedule_ranks.no_prediction, False, setup=ADAPTOR)
-    assert ranks(1, schedule_ranks.no_prediction, True, setup=ADAPTOR) == [None]
+    if has_defect(expert_overlap, "TransformerConfig.__post_init__"):
+        with pytest.raises(RankError, match="AssertionError: MTP layernum"):
+            ranks(1, schedule_ranks.no_prediction, False, setup=ADAPTOR)
+    (layers,) = ranks(1, schedule_ranks.no_prediction, True, setup=ADAPTOR)
+    assert not layers
 
 
 @pytest.mark.parametrize("repaired", [False, True])
@@ -91,7 +93,8 @@ def test_an_evaluation_does_not_change_what_is_offloaded(ranks):
     steps = [True, False, False, True, False]
     (found,) = ranks(1, schedule_ranks.offloaded_bytes, True, steps, setup=ADAPTOR)
     assert found[0] == found[3] == 0
-    assert found[1] >= found[2] == found[4] > 0
+    assert found[1] >= found[2] == found[4]
+    assert (found[4] > 0) is not at_least("0.19")  # which takes nothing from a CPU
     if has_defect(offloading_state):
         with pytest.raises(RankError, match="Chunk mismatch"):
             ranks(1, schedule_ranks.offloaded_bytes, False, steps[1:], setup=ADAPTOR)

@@ -215,12 +215,12 @@ def counted_in_a_repeated_step(repeats):
     """
     from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     from mindspeed import device
     from mindspeed.journal import Journal
     from mindspeed.memory.adaptive import Settings
     from mindspeed.memory.adaptive.megatron import Controller
+    from tests.support.release import prediction_losses
 
     gpt_ranks.start()
     config = gpt_ranks.config(
@@ -248,8 +248,9 @@ def counted_in_a_repeated_step(repeats):
         num_microbatches=3, seq_length=gpt_ranks.SEQUENCE, micro_batch_size=gpt_ranks.BATCH,
         forward_only=False,
     )  # fmt: skip
-    logged = {**moe_utils.get_moe_layer_wise_logging_tracker(), "mtp": MTPLossLoggingHelper.tracker}
+    logged = moe_utils.get_moe_layer_wise_logging_tracker()
     found = {name: entry["values"] for name, entry in logged.items()}
+    found["mtp"] = prediction_losses()
     found |= {name: value for name, value in model.named_buffers() if "tokens" in name}
     found |= {name: weight.grad for name, weight in model.named_parameters()}
     journal.undo()

@@ -77,6 +77,7 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     from mindspeed.models.hf_load import local_shards
     from mindspeed.models.shape import shape_of
     from mindspeed.training.forward_step import forward_step
+    from tests.support.release import prediction_losses
 
     args, model = loaded(folder, flags)
     tokens, labels = batch()
@@ -117,7 +118,9 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     total, count = reports[0]["lm loss"] if reports else (None, None)
     loss = total / count if reports else None
     rank = parallel_state.get_tensor_model_parallel_rank()
-    mtp = MTPLossLoggingHelper.tracker.pop("values", [None])[0] if reports else None
+    losses = prediction_losses() if reports else None
+    mtp = None if losses is None else losses[0].clone()
+    MTPLossLoggingHelper.tracker.clear()
     return {
         "loss": loss,
         "parts": found,

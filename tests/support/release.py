@@ -56,3 +56,11 @@ def build(spec: Any, **arguments: Any) -> Any:
 def prediction_layer(layer: Any) -> Any:
     """The transformer layer inside a layer of multi-token prediction; renamed in 0.17."""
     return getattr(layer, "mtp_model_layer", None) or layer.transformer_layer
+
+
+def prediction_losses() -> Any:
+    """The sums ``[predictions]`` of the losses of multi-token prediction; renamed in 0.19."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    return tracker.get("loss_values", tracker.get("values"))

@@ -78,5 +78,9 @@ def _reports_weighted(weight: float) -> Iterator[None]:
 
 def _reported() -> dict[str, torch.Tensor]:
     """The sums, one per layer, that layers add their auxiliary losses to."""
-    tables = {**get_moe_layer_wise_logging_tracker(), "mtp": MTPLossLoggingHelper.tracker}
-    return {name: table["values"] for name, table in tables.items() if "values" in table}
+    tables = get_moe_layer_wise_logging_tracker().items()
+    found = {name: table["values"] for name, table in tables if "values" in table}
+    predicted = MTPLossLoggingHelper.tracker
+    for name in predicted.keys() & {"values", "loss_values"}:  # the second since 0.19
+        found["mtp"] = predicted[name]
+    return found

@@ -17,7 +17,7 @@ Where: ``megatron.core.optimizer.qk_clip.clip_qk`` starts the maximum anew only 
 Symptom: silent; with ``--log-max-attention-logit`` and without ``--qk-clip`` the logged value never
 falls, and with a native Transformer Engine memory grows with every micro-batch.
 Fix: the maximum starts anew after it is logged, and has no graph.
-Versions: >=0.16.
+Versions: 0.16 to 0.18.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ PATCHES = (
         start_anew,
         "the logged largest attention logit is that of the step",
         expects="(model, log_max_only)",
-        versions=">=0.16",
+        versions=">=0.16,<0.19",
     ),
 )
 PATCHES_OF_TRANSFORMER_ENGINE = (
@@ -99,5 +99,6 @@ PATCHES_OF_TRANSFORMER_ENGINE = (
         drop_graph,
         "the largest attention logit keeps no graph",
         expects="(self, query, key, value, ...)",
+        versions="<0.19",
     ),
 )

@@ -10,7 +10,7 @@ Symptom: silent; counts above 256 are rounded and stop at 65,536, so the bias of
 wrong way. With a padding mask: an error, or other tokens are left out where both sizes are equal.
 Fix: the buffers of a router keep their dtype whatever converts the model, so nothing is rounded on
 the way either; the mask gets a dimension for the experts.
-Versions: <0.19; masks came with 0.16.
+Versions: masks came with 0.16.
 
 Defect: the log of router losses has another size on stages without experts.
 
@@ -35,7 +35,6 @@ from mindspeed.adaptor.patch import repair
 from mindspeed.adaptor.signatures import bind
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
-_VERSIONS = ">=0.16,<0.19"
 
 
 def keep_dtype_of_buffers(original: None) -> Callable[..., Any]:
@@ -93,14 +92,13 @@ PATCHES = (
         keep_dtype_of_buffers,
         "counts of tokens per expert stay fp32 in a bf16 model",
         kind="define",
-        versions="<0.19",
     ),
     repair(
         _ROUTER + "_apply_expert_bias",
         mask_all_experts,
         "padding is not counted for any expert",
         expects="(self, routing_map, padding_mask)",
-        versions=_VERSIONS,
+        versions=">=0.16",
     ),
     repair(
         "megatron.core.transformer.moe.moe_utils:track_moe_metrics",

@@ -18,8 +18,9 @@ and choose other experts for the loss than those that get the tokens.
 Fix: losses are multiplied with the tokens of the micro-batch on all ranks that share it, without
 padding, and computed in fp32 at least; the z-loss is logged as the mean over the ranks. Cost: one
 scalar all-reduce per loss and layer, only with a padding mask.
-Versions: <0.19; the faults of padding, and of the loss per sequence, came with 0.16, the repeated
-layer with 0.17; since 0.17 scores are fp32.
+Versions: the faults of padding, and of the loss per sequence, came with 0.16, the repeated layer
+with 0.17; since 0.17 scores are fp32. Since 0.19 a loss per token has the tokens of all ranks that
+share a micro-batch, with as many of each as of this one, and the loss per sequence is right.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.adaptor.patch import repair
+from mindspeed.adaptor.versions import at_least
 
 _SEQUENCES = "_sequences_of_loss"  # of the micro-batch, while the loss per sequence is attached
 _global_router: ContextVar[Any] = ContextVar("_global_router", default=None)  # computes its loss
@@ -113,14 +115,16 @@ def scale_by_micro_batch(original: Callable[..., torch.Tensor]) -> Callable[...,
         aux_loss_name: str,
         reduce_group: Any,
         *averaged: bool,
-        valid_token_count: int | torch.Tensor | None = None,
+        valid_token_count: float | torch.Tensor | None = None,
         **named: bool,
     ) -> torch.Tensor:
         if self.calculate_per_token_loss:
-            own: int | torch.Tensor = activation.shape[0]
+            own: float | torch.Tensor = activation.shape[0]
             if valid_token_count is not None:
                 own = valid_token_count * getattr(self, _SEQUENCES, 1)
             valid_token_count = _over_ranks(own, reduce_group)
+            if at_least("0.19"):  # which multiplies with the ranks itself
+                valid_token_count = valid_token_count / self.tp_cp_group.size()
         else:
             parts = reduce_group.size() // self.tp_cp_group.size()
             aux_loss_coeff, aux_loss = aux_loss_coeff * parts, aux_loss * parts
@@ -209,7 +213,7 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
     return logits.float() if logits.element_size() < 4 else logits
 
 
-def _over_ranks(tokens: int | torch.Tensor, group: Any) -> int | torch.Tensor:
+def _over_ranks(tokens: float | torch.Tensor, group: Any) -> float | torch.Tensor:
     """The sum over the group; numbers are equal on all ranks, tensors need not be."""
     if not isinstance(tokens, torch.Tensor):
         return tokens * int(group.size())
@@ -219,7 +223,7 @@ def _over_ranks(tokens: int | torch.Tensor, group: Any) -> int | torch.Tensor:
 
 
 _ROUTER = "megatron.core.transformer.moe.router:TopKRouter."
-_VERSIONS = ">=0.16,<0.19"
+_VERSIONS = ">=0.16"
 PATCHES = (
     repair(
         "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
@@ -233,7 +237,7 @@ PATCHES = (
         count_sequences,
         "the tokens of a micro-batch are those of all its sequences",
         expects="(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, ...)",
-        versions=_VERSIONS,
+        versions=">=0.16,<0.19",
     ),
     repair(
         _ROUTER + "_apply_global_aux_loss",
@@ -274,6 +278,5 @@ PATCHES = (
         "the z-loss too, and the log has its mean over the ranks",
         kind="replace",
         expects={"<0.16": "(self, logits)", ">=0.16": "(self, logits, padding_mask)"},
-        versions="<0.19",
     ),
 )

@@ -8,7 +8,7 @@ Where: ``gpt_builders.py`` of Megatron-LM asks ``get_gpt_decoder_layer_specs`` o
 Symptom: silent; with ``--experimental-attention-variant`` and ``--mtp-num-layers`` the model is
 another one than newer releases build, whose checkpoints do not fit.
 Fix: the function returns the layers of the decoder.
-Versions: >=0.16.
+Versions: 0.16 to 0.18.
 
 Defect: recomputing a layer of multi-token prediction fails with packed documents.
 
@@ -152,8 +152,10 @@ def count_whole_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
         cp_group: Any = None,
         *packed_seq_params: Any,
         **named: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rolled, _ = original(tensor, shifts, dims, cp_group, *packed_seq_params, **named)
+    ) -> Any:
+        rolled, total = original(tensor, shifts, dims, cp_group, *packed_seq_params, **named)
+        if rolled is None:  # since 0.19 nothing may be given
+            return rolled, total
         return weighed(rolled, tensor, cp_group)
 
     return roll_tensor
@@ -238,7 +240,7 @@ PATCHES = (
         return_layers_of_decoder,
         "multi-token prediction has the attention of the last decoder layer",
         expects="(config, ...)",
-        versions=">=0.16",
+        versions=">=0.16,<0.19",
     ),
     repair(
         "megatron.core.transformer.multi_token_prediction:"

@@ -106,31 +106,34 @@ def smooth_over_all_labels(original: Callable[..., torch.Tensor]) -> Callable[..
     """Wrap ``vocab_parallel_cross_entropy`` of logits ``[s, b, v / ranks]``."""
 
     def vocab_parallel_cross_entropy(
-        vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
+        vocab_parallel_logits: torch.Tensor,
+        target: torch.Tensor,
+        label_smoothing: float = 0.0,
+        tp_group: Any = None,  # since 0.19
     ) -> torch.Tensor:
         from megatron.core import parallel_state
 
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        if not label_smoothing or ranks == 1:
-            return original(vocab_parallel_logits, target, label_smoothing)
+        given = () if tp_group is None else (tp_group,)
+        group = tp_group or parallel_state.get_tensor_model_parallel_group()
+        if not label_smoothing or group.size() == 1:
+            return original(vocab_parallel_logits, target, label_smoothing, *given)
         # Before the loss, which works in place on its logits.
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        excess = _excess(vocab_parallel_logits, target, rank, ranks)
-        labels = vocab_parallel_logits.size(-1) * ranks
+        excess = _excess(vocab_parallel_logits, target, group, *given)
+        labels = vocab_parallel_logits.size(-1) * group.size()
         share = label_smoothing * labels / (labels - 1)
-        return original(vocab_parallel_logits, target) + share * excess
+        return original(vocab_parallel_logits, target, 0.0, *given) + share * excess
 
     return vocab_parallel_cross_entropy
 
 
-def _excess(logits: torch.Tensor, target: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+def _excess(logits: torch.Tensor, target: torch.Tensor, group: Any, *given: Any) -> torch.Tensor:
     """The target's logit less the mean of all: what the mean loss of all labels has in addition.
 
     Args:
         logits: ``[s, b, v / ranks]``, any floating dtype.
         target: ``[s, b]``, int64.
-        rank: This rank's part of the vocabulary.
-        ranks: Number of parts.
+        group: The ranks that have the parts of the vocabulary, in order.
+        given: The group, if Megatron's reduction shall be told.
 
     Returns:
         ``[s, b]``, fp32, equal on all ranks.
@@ -139,13 +142,13 @@ def _excess(logits: torch.Tensor, target: torch.Tensor, rank: int, ranks: int) -
 
     logits = logits.float()
     labels = logits.size(-1)
-    local = target - rank * labels
+    local = target - group.rank() * labels
     inside = (local >= 0) & (local < labels)
     # Indexing keeps no logits for the backward, which the loss overwrites.
     token = torch.arange(target.numel(), device=target.device).view_as(target)
     own = logits.flatten(0, -2)[token, local.clamp(0, labels - 1)]
-    part = own * inside - logits.sum(-1) / (labels * ranks)
-    whole: torch.Tensor = reduce_from_tensor_model_parallel_region(part)
+    part = own * inside - logits.sum(-1) / (labels * group.size())
+    whole: torch.Tensor = reduce_from_tensor_model_parallel_region(part, *given)
     return whole
 
 
@@ -176,7 +179,10 @@ PATCHES = (
         "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",
         smooth_over_all_labels,
         "label smoothing spreads over the whole vocabulary",
-        expects="(vocab_parallel_logits, target, label_smoothing)",
+        expects={
+            "<0.19": "(vocab_parallel_logits, target, label_smoothing)",
+            ">=0.19": "(vocab_parallel_logits, target, label_smoothing, tp_group)",
+        },
     ),
     repair(
         "megatron.core.models.common.language_module.language_module:"

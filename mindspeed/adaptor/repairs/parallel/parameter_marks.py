@@ -174,12 +174,18 @@ PATCHES = (
         mark_sink,
         "the norm counts the attention sinks of all tensor-parallel ranks",
     ),
-    repair(
-        f"{_CORE}.ssm.gated_delta_net:GatedDeltaNet.__init__",
-        mark_norm_of_heads,
-        "the gradient of a norm that sees one rank's heads is summed over the ranks",
-        expects="(self, config, submodules, layer_number, ...)",
-        versions=">=0.16",
+    *(
+        repair(
+            f"{_CORE}.ssm.{target}.__init__",
+            mark_norm_of_heads,
+            "the gradient of a norm that sees one rank's heads is summed over the ranks",
+            expects="(self, config, submodules, layer_number, ...)",
+            versions=versions,
+        )
+        for target, versions in (
+            ("gated_delta_net:GatedDeltaNet", ">=0.16,<0.19"),
+            ("gated_delta_net.common:_GDNBase", ">=0.19"),
+        )
     ),
     repair(
         f"{_CORE}.models.common.language_module.language_module:"

@@ -18,6 +18,7 @@ returns its input (Megatron-LM PR 5338). ``reduce_from_tensor_model_parallel_reg
 the backward of ``copy_to_tensor_model_parallel_region``.
 Symptom: silent; a transposed or sliced tensor comes back as it was.
 Fix: what is reduced is returned.
+Versions: <0.19.
 """
 
 from __future__ import annotations
@@ -74,5 +75,6 @@ PATCHES = (
         reduce_contiguous,
         "the sum of a strided tensor over the tensor-parallel ranks is not lost",
         expects="(input_, group)",
+        versions="<0.19",
     ),
 )

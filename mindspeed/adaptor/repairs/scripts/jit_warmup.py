@@ -28,12 +28,12 @@ def _odd(values: Mapping[str, Any]) -> bool:
     return bool(values.get("swiglu") and width and width // ranks % 2)
 
 
-def preserve_cpu_rng(original: Callable[[], None]) -> Callable[[], None]:
+def preserve_cpu_rng(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``_warmup_jit_function``."""
 
-    def _warmup_jit_function() -> None:
+    def _warmup_jit_function(*args: Any, **kwargs: Any) -> None:
         with torch.random.fork_rng(devices=[]), _even_width():
-            original()
+            original(*args, **kwargs)
 
     return _warmup_jit_function
 
@@ -56,6 +56,6 @@ PATCHES = (
         "megatron.training.initialize:_warmup_jit_function",
         preserve_cpu_rng,
         "weights and dropout masks drawn on the host do not depend on the warm-up",
-        expects="()",
+        expects={"<0.19": "()", ">=0.19": "(tp_size)"},
     ),
 )
