@@ -63,11 +63,25 @@ WRONG = {
         "--mla-down-proj-fusion: with tensor parallelism",
     ),
     "repeated": ("0.17.1", {"mtp_use_repeated_layer": True}, "--mtp-use-repeated-layer: .*0.18.2"),
+    "gathered": (
+        "0.19.0",
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_num_weight_shards": 4},
+        "--tensor-parallel-num-weight-shards .*--zero-stage 3",
+    ),
+    "documents": (
+        "0.19.0",
+        {"dataloader_inter_document_masking": True},
+        "--dataloader-inter-document-masking: .*--reset-attention-mask",
+    ),
 }
 RIGHT = {
     "muon": ("0.16.1", {"optimizer": "muon"}),
     "fused-latent": ("0.18.2", {"mla_down_proj_fusion": True}),
     "repeated": ("0.18.2", {"mtp_use_repeated_layer": True}),
+    "gathered": (
+        "0.19.0",
+        {"tensor_model_parallel_size": 2, "tensor_parallel_num_weight_shards": 2},
+    ),
 }
 
 

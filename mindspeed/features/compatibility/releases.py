@@ -16,6 +16,17 @@ def _fuses_down_projection(megatron: Megatron) -> bool:
     return bool(megatron.get("mla_down_proj_fusion") and wrong)
 
 
+def _gathers_weights(megatron: Megatron) -> bool:
+    ranks = megatron.get("tensor_model_parallel_size") or 1
+    of_experts = megatron.get("expert_tensor_parallel_size") or ranks
+    return (
+        (megatron.get("gtp_weight_remat_size") or 1) > 1
+        or (megatron.get("expert_gtp_weight_remat_size") or 1) > 1
+        or (megatron.get("tensor_parallel_num_weight_shards") or 1) > ranks
+        or (megatron.get("expert_tensor_parallel_num_weight_shards") or 1) > of_experts
+    )
+
+
 RULES = (
     Rule(
         _uses_muon,
@@ -39,5 +50,20 @@ RULES = (
         "megatron-core 0.17 builds several layers for it",
         "install megatron-core 0.18.2, or drop it",
         versions=">=0.17,<0.18",  # Megatron-LM PR 3965
+    ),
+    Rule(
+        _gathers_weights,
+        "--tensor-parallel-num-weight-shards (--expert-tensor-parallel-num-weight-shards)",
+        "no training of this library is tested with more shards of weights than tensor-parallel "
+        "ranks",
+        "use --zero-stage 3",
+        versions=">=0.19",
+    ),
+    Rule(
+        lambda megatron: megatron.get("dataloader_inter_document_masking"),
+        "--dataloader-inter-document-masking",
+        "this library finds the borders of documents in the tokens",
+        "use --reset-attention-mask --reset-position-ids",
+        versions=">=0.19",
     ),
 )
