@@ -42,7 +42,7 @@ def test_a_repair_is_owned_by_its_module():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("version", ["0.18.2", "0.15.3", "0.17.1"])
+@pytest.mark.parametrize("version", ["0.19.0", "0.18.2", "0.15.3", "0.17.1"])
 def test_all_contracts_hold_in_the_neighbouring_releases(version, tmp_path):
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path)]
     command += ["--only-binary=:all:", "--python-version", "3.12", f"megatron-core=={version}"]
@@ -84,7 +84,7 @@ def test_a_broken_contract_is_found_without_importing(small_megatron, target, ex
     assert (found == []) if problem is None else (problem in found[0])
 
 
-@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.0", "0.18.1", "0.19.0"])
+@pytest.mark.parametrize("version", ["0.15.2", "0.16.0", "0.17.0", "0.18.1", "0.20.0"])
 def test_an_untested_megatron_version_is_refused(version, monkeypatch):
     monkeypatch.delenv("MINDSPEED_ALLOW_UNTESTED", raising=False)
     with pytest.raises(VersionError, match=rf"megatron-core {version} is not supported.*0\.16\.1"):
