@@ -81,7 +81,10 @@ PATCHES: Mapping[str, tuple[Patch, ...]] = {
             OWNER,
             "Megatron's own SwiGLU calls the replaced one",
             kind="replace",
-            expects="(input, bias, fp8_input_store, cpu_offload_input)",
+            expects={
+                ">=0.15": "(input, bias, fp8_input_store, cpu_offload_input)",
+                "<0.15": "(input, bias, fp8_input_store)",
+            },
         ),
     ),
     "weighted_swiglu": (

@@ -108,7 +108,9 @@ class Session:
         of_arguments = argument_patches(
             _add_flags, own_flags, _derive, self._configure_from_namespace
         )
-        self.engine.prepare(patch.target for patch in all_patches())
+        version = megatron_version()
+        here = (patch for patch in all_patches() if patch.applies_to(version))
+        self.engine.prepare(patch.target for patch in here)
         repairs = repairs_for(self.device, self.te)
         for patch in (*defined.PATCHES, *repairs, *of_arguments):
             self.engine.add(patch)

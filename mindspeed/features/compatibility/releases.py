@@ -29,6 +29,21 @@ def _gathers_weights(megatron: Megatron) -> bool:
 
 RULES = (
     Rule(
+        lambda megatron: megatron.get("mtp_num_layers"),
+        "--mtp-num-layers",
+        "before megatron-core 0.15 layers that predict tokens are built and run otherwise, which "
+        "no training of this library is tested with",
+        "install megatron-core 0.16.1, or drop it",
+        versions="<0.15",
+    ),
+    Rule(
+        lambda megatron: megatron.get("optimizer_cpu_offload"),
+        "--optimizer-cpu-offload",
+        "before megatron-core 0.15 its host copies do not get what is loaded",
+        "install megatron-core 0.16.1, or use --swap-optimizer",
+        versions="<0.15",
+    ),
+    Rule(
         _uses_muon,
         "--optimizer muon (dist_muon)",
         "megatron-core 0.17 and newer build it on emerging_optimizers 0.2, which no training "

@@ -8,6 +8,14 @@ Symptom: silent; each rank trains with the gradient of its own heads only, and t
 Fix: a forward hook brings the output of the projection into the form for which Megatron's own path
 is correct: full hidden size, sharded by sequence under sequence parallelism, with an all-reduce in
 the backward.
+
+Defect: before 0.15 MLA gathers keys along the sequence though each rank has all of it.
+
+Where: ``MLASelfAttention.get_query_key_value_tensors``, with tensor parallelism but without
+sequence parallelism.
+Symptom: an error about sizes in the first forward.
+Fix: without sequence parallelism keys are not gathered.
+Versions: <0.15.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.adaptor.patch import repair
+from mindspeed.journal import Journal
 from mindspeed.spmd import Columns, I, R, typed
 
 
@@ -32,6 +41,24 @@ def sum_key_gradients(original: Callable[..., None]) -> Callable[..., None]:
             self.linear_kv_down_proj.register_forward_hook(_full_output(self.config, group))
 
     return __init__
+
+
+def gather_parts_only(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``MLASelfAttention.get_query_key_value_tensors``."""
+
+    def get_query_key_value_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.transformer import multi_latent_attention
+
+        journal = Journal()
+        if not self.config.sequence_parallel:
+            name = "gather_from_sequence_parallel_region"
+            journal.set(multi_latent_attention, name, lambda keys: keys, owner="")
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            journal.undo()
+
+    return get_query_key_value_tensors
 
 
 @typed(Columns(types=(I, R)))
@@ -77,5 +104,13 @@ PATCHES = (
         sum_key_gradients,
         "the gradient of latent attention's positional keys is summed over the tensor ranks",
         expects="(self, config, submodules, layer_number, attn_mask_type, ...)",
+    ),
+    repair(
+        "megatron.core.transformer.multi_latent_attention:"
+        "MLASelfAttention.get_query_key_value_tensors",
+        gather_parts_only,
+        "keys that are whole are not gathered along the sequence",
+        expects="(self, hidden_states, ...)",
+        versions="<0.15",
     ),
 )

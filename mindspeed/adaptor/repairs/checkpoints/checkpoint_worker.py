@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed.adaptor.patch import repair
+from mindspeed.adaptor.signatures import bind
 
 NEEDED_WITH = ("async_save",)
 
@@ -24,13 +25,13 @@ NEEDED_WITH = ("async_save",)
 def end_without_groups(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``PersistentAsyncCaller.close``."""
 
-    def close(self: Any, abort: bool = False) -> None:
+    def close(self: Any, *args: bool, **kwargs: bool) -> None:
         if not self.process:
             return
         if dist.is_initialized():
-            original(self, abort)
+            original(self, *args, **kwargs)
             return
-        if abort:
+        if bind(original, (self, *args), kwargs).get("abort"):
             self.process.kill()
         else:
             self.queue.put("DONE")
@@ -46,6 +47,6 @@ PATCHES = (
         "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.close",
         end_without_groups,
         "the worker of asynchronous checkpoints ends with the job",
-        expects="(self, abort)",
+        expects={">=0.15": "(self, abort)", "<0.15": "(self)"},
     ),
 )

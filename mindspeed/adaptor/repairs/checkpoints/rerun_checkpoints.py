@@ -74,12 +74,14 @@ PATCHES = (
         without_a_second_run,
         "the checkpoint after a transient fault can be resumed",
         expects="(self, data_iterator, ckpt_format, force, ...)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.rerun_state_machine:RerunStateMachine.validate_state_dict",
         not_of_a_second_run,
         "a checkpoint after a transient fault is resumed",
         expects="(self, state_dict)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.training.checkpointing:save_checkpoint",

@@ -108,6 +108,6 @@ PATCHES = (
             "(loss_scale, iteration, writer, wandb_writer, total_loss_dict, per_layer_logging, "
             "force_initialize, track_names, num_layers, moe_layer_freq, mtp_num_layers, ...)"
         ),
-        versions="<0.17",
+        versions=">=0.15,<0.17",
     ),
 )

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.adaptor.patch import repair
+from mindspeed.adaptor.signatures import bind
 from mindspeed.adaptor.versions import at_least
 
 _SEQUENCES = "_sequences_of_loss"  # of the micro-batch, while the loss per sequence is attached
@@ -162,6 +163,68 @@ def scale_by_ranks(original: Callable[..., torch.Tensor]) -> Callable[..., torch
     return attach_and_log_load_balancing_loss
 
 
+def attach_loss(
+    self: Any, activation: torch.Tensor, load_balancing_loss_func: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Attach a load-balancing loss to the router's probabilities, before 0.15.
+
+    Args:
+        self: The router.
+        activation: ``[n, experts]``, probabilities of this rank's tokens.
+        load_balancing_loss_func: Gets a coefficient and the ranks that share the sequences, and
+            returns this rank's part of the loss, a scalar.
+
+    Returns:
+        The probabilities; their backward adds the gradient of the loss.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    config = self.config
+    if config.moe_aux_loss_coeff == 0:
+        return activation
+    ranks = self.tp_cp_group.size()
+    group = self.tp_cp_group if ranks > 1 else None
+    loss = load_balancing_loss_func(
+        moe_aux_loss_coeff=config.moe_aux_loss_coeff, sequence_partition_group=group
+    )
+    moe_utils.save_to_aux_losses_tracker(
+        "load_balancing_loss",
+        loss / config.moe_aux_loss_coeff,
+        self.layer_number,
+        config.num_layers,
+        reduce_group=group,
+    )
+    if self.calculate_per_token_loss:
+        loss = loss * (activation.shape[0] * ranks)
+    return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)  # type: ignore[no-any-return]
+
+
+def scale_by_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function that sets by what losses of routers are multiplied in backward."""
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        result = original(*args, **kwargs)
+        config = bind(original, args, kwargs)["config"]
+        if config.num_moe_experts is not None and not config.calculate_per_token_loss:
+            ranks = parallel_state.get_context_parallel_world_size()
+            MoEAuxLossAutoScaler.main_loss_backward_scale.mul_(ranks)
+        return result
+
+    return forward_step
+
+
+def score_own_in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``TopKRouter.compute_routing_scores_for_aux_loss``, a method before 0.15."""
+
+    def compute_routing_scores_for_aux_loss(self: Any, logits: torch.Tensor) -> Any:
+        return original(self, _wide(logits))
+
+    return compute_routing_scores_for_aux_loss
+
+
 def score_in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function that computes the scores of a load-balancing loss."""
 
@@ -263,14 +326,41 @@ PATCHES = (
         scale_by_ranks,
         "the same, and with the global loss",
         expects="(self, activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group)",
-        versions="<0.16",
+        versions=">=0.15,<0.16",
     ),
     repair(
         "megatron.core.transformer.moe.moe_utils:compute_routing_scores_for_aux_loss",
         score_in_fp32,
         "scores of a load-balancing loss are not rounded",
         expects="(logits, topk, score_function, fused, ...)",
-        versions="<0.17",
+        versions=">=0.15,<0.17",
+    ),
+    repair(
+        _ROUTER + "compute_routing_scores_for_aux_loss",
+        score_own_in_fp32,
+        "the same before 0.15",
+        expects="(self, logits)",
+        versions="<0.15",
+    ),
+    repair(
+        _ROUTER + "apply_load_balancing_loss",
+        lambda original: attach_loss,
+        "balancing losses have the same strength under TP and CP",
+        kind="replace",
+        expects="(self, activation, load_balancing_loss_func)",
+        versions="<0.15",
+    ),
+    *(
+        repair(
+            f"megatron.core.pipeline_parallel.schedules:{name}",
+            scale_by_context,
+            "without a loss per token losses of routers have the same strength under CP",
+            versions=versions,
+        )
+        for name, versions in (
+            ("forward_step", "<0.15"),
+            ("forward_step_calc_loss", ">=0.15,<0.16"),
+        )
     ),
     repair(
         _ROUTER + "apply_z_loss",

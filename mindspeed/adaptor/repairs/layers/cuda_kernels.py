@@ -89,6 +89,7 @@ PATCHES = (
         "the routing map of fused permutation is padded without a CUDA-only kernel",
         kind="replace",
         expects="(routing_map, pad_multiple)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.legacy.fused_kernels:load",

@@ -18,7 +18,7 @@ are not a multiple of it (Megatron-LM PR 3562).
 Symptom: ``--recompute-granularity full --recompute-method uniform --recompute-num-layers N`` ends
 in an IndexError in the first forward.
 Fix: past its end, a block has layers that return their input.
-Versions: 0.15, 0.16.
+Versions: <0.17.
 """
 
 from __future__ import annotations
@@ -84,6 +84,6 @@ PATCHES = (
         end_with_the_last_layer,
         "the last group of recomputed layers may be smaller",
         expects="(self, layer_number)",
-        versions=">=0.15,<0.17",
+        versions="<0.17",
     ),
 )

@@ -54,7 +54,7 @@ PATCHES = (
         use_by_default,
         "--use-te-activation-func counts without experts, too",
         expects="(num_experts, ...)",
-        versions="<0.17",
+        versions=">=0.15,<0.17",
     ),
     repair(
         "megatron.core.models.gpt.gpt_layer_specs:get_gpt_layer_with_transformer_engine_submodules",
@@ -70,5 +70,6 @@ PATCHES_OF_TRANSFORMER_ENGINE = (
         refuse_another_activation,
         "Megatron builds ReLU for SiLU without a gate",
         expects="(cls, config)",
+        versions=">=0.15",
     ),
 )

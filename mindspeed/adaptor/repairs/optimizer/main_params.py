@@ -106,6 +106,7 @@ PATCHES = (
         by_chunks,
         "main parameters of a checkpoint reach every optimizer of a rank",
         expects="(self, state_dict)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.optimizer.distrib_optimizer:"
@@ -113,5 +114,6 @@ PATCHES = (
         by_whole_names,
         "main parameters of a checkpoint are found by their whole name",
         expects="(self, state_dict)",
+        versions=">=0.15",
     ),
 )

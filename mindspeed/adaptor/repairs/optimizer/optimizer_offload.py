@@ -207,36 +207,42 @@ PATCHES = (
         sorted_by_copies,
         "host copies are updated by the host optimizer; its checkpoints resume",
         expects="(self, offload_fraction)",
+        versions=">=0.15",
     ),
     repair(
         _CLASS + "dummy_step",
         make_states,
         "loading a checkpoint does not move weights or count a step",
         expects="(self)",
+        versions=">=0.15",
     ),
     repair(
         _CLASS + "_set_sub_optimizer_grads",
         pass_gradients_on,
         "the optimizers on host and device see the gradients of this step only",
         expects="(self)",
+        versions=">=0.15",
     ),
     repair(
         _CLASS + "_sync_hdo_state_to_sub_optimizers",
         renew_step_and_copies,
         "the host's Adam continues with the step count of the checkpoint",
         expects="(self)",
+        versions=">=0.15",
     ),
     repair(
         _CLASS + "update_fp32_param_by_new_param",
         renew_all_copies,
         "reloaded weights reach the copies on the host",
         expects="(self)",
+        versions=">=0.15",
     ),
     repair(
         _DISTRIBUTED + "_set_main_param_and_optimizer_states",
         without_count,
         "a bucket of a checkpoint does not set the step count of the host's Adam",
         expects="(self, model_param, tensors)",
+        versions=">=0.15",
     ),
     *(
         repair(
@@ -244,6 +250,7 @@ PATCHES = (
             pass_states_on,
             "loaded master weights reach the optimizers on host and device",
             expects="(self, state_dict, ...)",
+            versions=">=0.15",
         )
         for name in (
             "load_parameter_state_from_dp_reshardable",

@@ -97,6 +97,7 @@ PATCHES = (
         slice_padded,
         "checkpoints hold each state at the position of its parameter, whatever the buckets",
         expects="(self, model_sharded_state_dict, is_loading, metadata)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.optimizer:get_megatron_optimizer",

@@ -72,6 +72,7 @@ PATCHES = (
         refuse_parts,
         "parts that ignore the tensor-parallel group of their model are refused",
         expects="(self, config, pg_collection)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.transformer.attention:CrossAttention.__init__",

@@ -199,6 +199,7 @@ PATCHES = (
         split_gated_layers,
         "gate and up projections, and no others, are split in checkpoints of Megatron-FSDP",
         expects="(model, model_state_dict, optimizer_state_dict)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.distributed.fsdp.mcore_fsdp_adapter:"
@@ -213,24 +214,28 @@ PATCHES = (
         buffer_for_each_micro_batch,
         "the gradients of one rank are added up once",
         expects="(self, ddp_config, ...)",
+        versions=">=0.15",
     ),
     repair(
         f"{_FSDP}.param_and_grad_buffer:GradReducePipeline.reduce_gradients",
         wait_for_the_last_micro_batch,
         "whole gradients are not reduced while they are added up",
         expects="(self, params, ...)",
+        versions=">=0.15",
     ),
     repair(
         f"{_FSDP}.megatron_fsdp:MegatronFSDP.finish_grad_sync",
         reduce_what_waited,
         "whole gradients are reduced once, after the last micro-batch",
         expects="(self, ...)",
+        versions=">=0.15",
     ),
     repair(
         f"{_FSDP}.param_and_grad_buffer:gradient_reduce_preprocessing",
         scale_before_the_average,
         "averaged gradients of experts are those over all tokens",
         expects="(grad_data, scaling_factor, ddp_config)",
+        versions=">=0.15",
     ),
     repair(
         "megatron.core.optimizer.clip_grads:count_zeros_fp32",

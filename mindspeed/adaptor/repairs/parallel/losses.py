@@ -14,6 +14,7 @@ micro-batches.
 Fix: the number of tokens is the mean over the context-parallel ranks; equal numbers change nothing.
 Cost: one scalar all-reduce per micro-batch. A loss function of two values is refused where losses
 are per token.
+Versions: all; before 0.15 a loss function of three values counts the tokens of all ranks itself.
 
 Defect: the vocabulary-parallel loss takes one rank's part of the vocabulary for the whole.
 
@@ -35,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.adaptor.patch import repair
+from mindspeed.adaptor.signatures import bind
 from mindspeed.errors import TrainingError
 
 
@@ -65,6 +67,33 @@ def divide_by_tokens_of_all_ranks(original: Callable[..., Any]) -> Callable[...,
         return loss, counts[0] if counts else count
 
     return forward_step_calc_loss
+
+
+def check_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward_step``, which before 0.15 calls the loss function itself.
+
+    There a loss function of three values counts the tokens of all context-parallel ranks.
+    """
+
+    def forward_step(forward_step_func: Any, *args: Any, **kwargs: Any) -> Any:
+        config = bind(original, (forward_step_func, *args), kwargs)["config"]
+
+        def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            output, loss_func = forward_step_func(*args, **kwargs)
+
+            def checked(output: Any, **options: Any) -> Any:
+                returned = loss_func(output, **options)
+                if options.get("non_loss_data") or not isinstance(returned, tuple):
+                    return returned
+                if config.calculate_per_token_loss:
+                    _refuse_two_values(returned)
+                return (returned[0].clone(), *returned[1:])  # Megatron divides it in place
+
+            return output, checked
+
+        return original(step, *args, **kwargs)
+
+    return forward_step
 
 
 def normalised_loss(
@@ -174,6 +203,17 @@ PATCHES = (
         divide_by_tokens_of_all_ranks,
         "a loss is a mean over the tokens of all context-parallel ranks",
         expects="(model, output_tensor, loss_func, config, ...)",
+        versions=">=0.15",
+    ),
+    repair(
+        "megatron.core.pipeline_parallel.schedules:forward_step",
+        check_values,
+        "a loss function whose gradients nothing would divide is refused",
+        expects=(
+            "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, "
+            "forward_data_store, config, ...)"
+        ),
+        versions="<0.15",
     ),
     repair(
         "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy",

@@ -12,7 +12,7 @@ Symptom: silent; the next stage may receive other values. Seldom, as it depends 
 Fix: what is sent are aliases, kept until the request was waited for, so that nothing waits earlier
 than before; a step ends when its sends have ended. Cost: one output of a stage, for the time of a
 send.
-Versions: 0.15 to 0.17.
+Versions: <0.18.
 
 Defect: gradients may be reduced before they are computed, on several streams.
 
@@ -23,7 +23,7 @@ stream computes the gradients (Megatron-LM PR 3693).
 Symptom: silent, on devices with streams; a backward on another stream, as those of overlapped
 expert communication, may be reduced too early.
 Fix: the stream of the reduction and the current stream wait for each other.
-Versions: 0.15, 0.16.
+Versions: <0.17.
 """
 
 from __future__ import annotations
@@ -121,26 +121,26 @@ PATCHES = (
             "(tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, "
             "prev_pipeline_rank, next_pipeline_rank)"
         ),
-        versions=">=0.15,<0.18",
+        versions="<0.18",
     ),
     repair(
         "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
         end_sends,
         "a step ends when its sends have ended",
-        versions=">=0.15,<0.18",
+        versions="<0.18",
     ),
     repair(
         _GROUP + "start_grad_sync",
         wait_for_gradients,
         "a reduction waits for the stream that computes gradients",
         expects={">=0.16": "(self, force_all_reduce)", "<0.16": "(self)"},
-        versions=">=0.15,<0.17",
+        versions="<0.17",
     ),
     repair(
         _GROUP + "finish_grad_sync",
         wait_for_reduction,
         "the stream that goes on waits for the reduction",
         expects={">=0.16": "(self, force_all_reduce)", "<0.16": "(self)"},
-        versions=">=0.15,<0.17",
+        versions="<0.17",
     ),
 )

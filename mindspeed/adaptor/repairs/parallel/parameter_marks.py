@@ -139,6 +139,19 @@ def sum_by_marks(original: Callable[..., None]) -> Callable[..., None]:
     return _allreduce_non_tensor_model_parallel_grads
 
 
+def leave_whole_norms(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``_allreduce_layernorm_grads``, which before 0.15 sums norms by their names, too.
+
+    The norm of latent queries sees all of them, on every rank.
+    """
+
+    def _allreduce_layernorm_grads(model: Any, config: Any) -> None:
+        if config.sequence_parallel or not getattr(config, "multi_latent_attention", False):
+            original(model, config)
+
+    return _allreduce_layernorm_grads
+
+
 _CORE = "megatron.core"
 _SHARDED_DIMS = {"VocabParallelEmbedding": 0, "ColumnParallelLinear": 0, "RowParallelLinear": 1}
 
@@ -200,6 +213,14 @@ PATCHES = (
         sum_by_marks,
         "partial gradients are summed by the marks of parameters",
         expects="(model, config, tp_group)",
+        versions=">=0.15",
+    ),
+    repair(
+        f"{_CORE}.distributed.finalize_model_grads:_allreduce_layernorm_grads",
+        leave_whole_norms,
+        "the same for norms of latent attention",
+        expects="(model, config)",
+        versions="<0.15",
     ),
 )
 PATCHES_OF_TRANSFORMER_ENGINE = (

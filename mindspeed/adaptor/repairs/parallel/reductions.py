@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from mindspeed.adaptor.patch import repair
+from mindspeed.adaptor.signatures import bind
 
 _MAPPINGS = "megatron.core.tensor_parallel.mappings:"
 _WHY = "what one rank reduces can be changed in place"
@@ -37,13 +38,14 @@ _WHY = "what one rank reduces can be changed in place"
 def nothing_to_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap a reduction of ``[...]`` over tensor-parallel ranks."""
 
-    def reduced(input_: torch.Tensor, group: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def reduced(input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-        group = get_tensor_model_parallel_group_if_none(group)
+        given = bind(original, (input_, *args), kwargs).get("group")  # none before 0.15
+        group = get_tensor_model_parallel_group_if_none(given)
         if group is not None and group.size() == 1:
             return input_.view_as(input_)
-        return original(input_, group, *args, **kwargs)
+        return original(input_, *args, **kwargs)
 
     return reduced
 
@@ -51,8 +53,8 @@ def nothing_to_reduce(original: Callable[..., torch.Tensor]) -> Callable[..., to
 def reduce_contiguous(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap ``_reduce``, which sums ``[...]`` rightly if it is contiguous."""
 
-    def _reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
-        return original(input_.contiguous(), group)
+    def _reduce(input_: torch.Tensor, *group: Any) -> torch.Tensor:
+        return original(input_.contiguous(), *group)
 
     return _reduce
 
@@ -62,7 +64,7 @@ PATCHES = (
         _MAPPINGS + "reduce_from_tensor_model_parallel_region",
         nothing_to_reduce,
         _WHY,
-        expects="(input_, group)",
+        expects="(input_, ...)",
     ),
     repair(
         _MAPPINGS + "reduce_scatter_to_sequence_parallel_region",
@@ -74,7 +76,7 @@ PATCHES = (
         "megatron.core.tensor_parallel.mappings:_reduce",
         reduce_contiguous,
         "the sum of a strided tensor over the tensor-parallel ranks is not lost",
-        expects="(input_, group)",
+        expects={">=0.15": "(input_, group)", "<0.15": "(input_)"},
         versions="<0.19",
     ),
 )

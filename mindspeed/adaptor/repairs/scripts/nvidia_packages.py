@@ -60,5 +60,6 @@ PATCHES = (
         of_a_device,
         "the energy monitor asks NVML about a device only",
         expects="(self)",
+        versions=">=0.15",
     ),
 )
