@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mindspeed.adaptor.printing import print_rank_0
+from mindspeed.adaptor.versions.checkpoints import contents_of, reads, reshardable_kinds
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
 from mindspeed.checkpoint.architecture import check_architecture
@@ -122,7 +121,7 @@ def _load_one(
         and "opt_param_scheduler" in common  # saved with every optimizer
         and not (weights_only or args.no_load_optim)
     )
-    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    metadata = contents_of(common)
     metadata = sharding_metadata(args) if metadata is None else metadata
     same_layout = _same_layout(args, saved)
     if with_optimizer:
@@ -233,12 +232,13 @@ def _check_optimizer(
             "continue with --zero-stage 1, or save it with --dist-ckpt-optim-fully-reshardable"
         )
     else:
-        reshardable = DistributedOptimizer.checkpoint_fully_reshardable_formats
-        readable = same_layout or kind in reshardable
+        readable = same_layout or kind in reshardable_kinds()
         instead = (
             "continue at its tensor and pipeline parallel sizes, or save it with "
             "--dist-ckpt-optim-fully-reshardable"
         )
+    if not reads(kind):
+        readable, instead = False, "save it with megatron-core 0.12, or install 0.16.1"
     if not readable:
         raise CheckpointError(
             f"{path}: the states of its optimizer ({kind or 'not distributed'}) cannot be loaded "

@@ -151,8 +151,7 @@ class Saver:
                 str(path),
                 strategy,
                 async_sharded_save=True,
-                content_metadata=metadata,
-                **save_options(),
+                **save_options(state, metadata),
             )
         return Writing(request, in_background=args.async_save, errors=errors)
 

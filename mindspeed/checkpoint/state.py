@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mindspeed import device
+from mindspeed.adaptor.versions.checkpoints import optimizer_state, sharding
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
 from mindspeed.job import Parallel, TrainState
@@ -28,14 +29,10 @@ from mindspeed.lora.state import sharded_state as adapter_state
 
 def sharding_metadata(args: argparse.Namespace) -> dict[str, Any]:
     """How the optimizer state is sharded; stored in the checkpoint."""
-    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if args.use_distributed_optimizer:
-        whole = args.dist_ckpt_optim_fully_reshardable or args.use_megatron_fsdp
-        kind = "fully_reshardable" if whole else "dp_reshardable"
-        metadata["distrib_optim_sharding_type"] = kind
-        if whole:
-            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
-    return metadata
+    if not args.use_distributed_optimizer:
+        return sharding(distributed=False)
+    fully = args.dist_ckpt_optim_fully_reshardable or args.use_megatron_fsdp
+    return sharding(distributed=True, fully=fully)
 
 
 def state_dict(
@@ -75,8 +72,8 @@ def state_dict(
                 model.chunks, model.optimizer, is_loading=is_loading
             )
         else:
-            state["optimizer"] = model.optimizer.sharded_state_dict(
-                state, is_loading=is_loading, metadata=metadata
+            state["optimizer"] = optimizer_state(
+                model.optimizer, state, metadata, is_loading=is_loading
             )
         state["opt_param_scheduler"] = model.schedule.state_dict()
     if rng:

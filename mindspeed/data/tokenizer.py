@@ -31,7 +31,8 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.adaptor.versions.tokenizers import null_eod, null_library
+from mindspeed.adaptor.versions import at_least
+from mindspeed.adaptor.versions.tokenizers import null_eod, null_tokenizer
 from mindspeed.data.hf_tokenizer import from_vocabulary, open_directory
 from mindspeed.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from mindspeed.data.tokenizer_types import (
@@ -260,13 +261,16 @@ class MegatronTokenizer(PlainTokenizer):
 
 
 def _megatron_tokenizer(options: TokenizerOptions) -> Any:
-    from megatron.core.tokenizers import MegatronTokenizer as Factory
-
     kind = options.tokenizer_type
     if kind == "NullTokenizer":
-        return Factory.from_pretrained(
-            metadata_path={"library": null_library()}, vocab_size=options.vocab_size
+        return null_tokenizer(options.vocab_size)  # type: ignore[arg-type]
+    if not at_least("0.15"):
+        raise ConfigError(
+            f"--tokenizer-type {kind} came with megatron-core 0.15: install megatron-core 0.16.1, "
+            "or use --tokenizer-type HuggingFaceTokenizer"
         )
+    from megatron.core.tokenizers import MegatronTokenizer as Factory
+
     path = str(required_file(options))
     try:
         return Factory.from_pretrained(path, metadata_path={"library": "tiktoken"})

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint import filesystem as torch_filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from mindspeed.adaptor.versions.checkpoints import common_state_writers
+from mindspeed.adaptor.versions.checkpoints import common_state_writers, reader_makers
 
 
 @contextmanager
@@ -61,9 +61,13 @@ def errors_kept(errors: list[BaseException]) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for holder, name in places:
-            before = vars(holder)[name]
-            setattr(holder, name, keeping(before))
-            stack.callback(setattr, holder, name, before)
+            undo = (
+                (setattr, holder, name, vars(holder)[name])
+                if name in vars(holder)
+                else (delattr, holder, name)  # inherited: ``finish``, before 0.15
+            )
+            setattr(holder, name, keeping(getattr(holder, name)))
+            stack.callback(*undo)
         yield
 
 
@@ -90,15 +94,20 @@ def write_item(request: AsyncRequest, file: Any, data: torch.Tensor, item: Any, 
 @contextmanager
 def files_read_by(files: FileSystem) -> Iterator[None]:
     """While inside, Megatron's reader opens files through ``files``."""
-    before = torch_strategy._get_filesystem_reader
 
-    def reader(*args: Any, **kwargs: Any) -> Any:
-        made = before(*args, **kwargs)
-        made.fs = files
-        return made
+    def reading(make: Callable[..., Any]) -> Callable[..., Any]:
+        def reader(*args: Any, **kwargs: Any) -> Any:
+            made = make(*args, **kwargs)
+            made.fs = files
+            return made
 
-    torch_strategy._get_filesystem_reader = reader
+        return reader
+
+    makers = {name: getattr(torch_strategy, name) for name in reader_makers()}
+    for name, make in makers.items():
+        setattr(torch_strategy, name, reading(make))
     try:
         yield
     finally:
-        torch_strategy._get_filesystem_reader = before
+        for name, make in makers.items():
+            setattr(torch_strategy, name, make)

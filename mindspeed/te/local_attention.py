@@ -132,7 +132,7 @@ def core_attention_forward(
         random_stream=lambda: _dropout_stream(self),
         bias=attention_bias,
         slopes=_slopes(self, query) if self_attention else None,
-        sink=self.softmax_offset,
+        sink=getattr(self, "softmax_offset", None),  # since 0.15
         documents=documents,
         packed=packed,
         packed_documents=None if packed is None else _cu_seqlens(packed_seq_params),

@@ -140,6 +140,10 @@ DERIVED = {
 }
 
 
+# Fields that the trainer reads itself, so that a release need not have them: their values.
+READ_BY_THE_TRAINER = {"transformer_impl": ("local", "transformer_engine")}
+
+
 class Parser(ranges.Parser):
     """The trainer's parser.
 
@@ -313,6 +317,9 @@ def _add_later_fields(parser: Parser) -> None:
             dashed = field.name.replace("_", "-")
             needs = f"is not in megatron-core {version}: install megatron-core {field.release}"
             spelling = spellings.get(field.name, f"--{dashed}")
+            if choices := READ_BY_THE_TRAINER.get(field.name):
+                group.add_argument(spelling, choices=choices, default=field.default)
+                continue
             group.add_argument(
                 spelling,
                 f"--no-{spelling[2:]}",

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from mindspeed.adaptor.versions import at_least
 from mindspeed.adaptor.versions.trainer import optimizer_config_class
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.pipeline.v_shape import layout_of
@@ -34,8 +34,9 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     values["deallocate_pipeline_outputs"] = True
     values["pipeline_dtype"] = args.params_dtype
     values["batch_p2p_comm"] = not args.overlap_p2p_comm
-    values["inference_sampling_seed"] = args.seed
-    values["cuda_graph_scope"] = []  # whole layers; the class's own default is deprecated
+    if at_least("0.15"):
+        values["inference_sampling_seed"] = args.seed
+        values["cuda_graph_scope"] = []  # whole layers; the class's own default is deprecated
     if not args.group_query_attention:
         values["num_query_groups"] = None
     if args.unaligned_linear:
@@ -122,5 +123,7 @@ def _activation(args: argparse.Namespace) -> dict[str, Any]:
         tanh_gelu = partial(F.gelu, approximate="tanh")
         values.update(activation_func=tanh_gelu, bias_activation_fusion=False)
     elif args.quick_geglu:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
         values.update(activation_func=quick_gelu, gated_linear_unit=True)
     return values

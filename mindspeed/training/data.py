@@ -34,7 +34,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
-from mindspeed.adaptor.versions.trainer import known_options, predicts_tokens
+from mindspeed.adaptor.versions.trainer import known_options, predicts_tokens, surplus_option
 from mindspeed.data.instruction_dataset import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.megatron import (
     InOrderDataset,
@@ -191,7 +191,7 @@ def _sources(args: argparse.Namespace) -> dict[str, Any]:
         "num_dataset_builder_threads": args.num_dataset_builder_threads,
         "path_to_cache": args.data_cache_path,
         "mmap_bin_files": args.mmap_bin_files,
-        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        **surplus_option(args.mid_level_dataset_surplus),
     }
 
 

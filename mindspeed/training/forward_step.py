@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.adaptor.versions.trainer import counted_tokens
 from mindspeed.errors import ConfigError, TrainingError
 
 # Flags whose schedules call the forward step with one more argument.
@@ -154,7 +155,8 @@ def checked(forward_step: ForwardStep, args: Any, reserved: Collection[str]) -> 
                 {name: _sum_and_count(value) for name, value in reports.items()},
                 frozenset(name for name, value in reports.items() if value.numel() == 1),
             )
-            return (loss, *num_tokens, collected)
+            counts = [counted_tokens(count, per_token) for count in num_tokens]
+            return (loss, *counts, collected)
 
         return output, compute_loss
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mindspeed import device
-from mindspeed.adaptor.versions.trainer import learning_rate
+from mindspeed.adaptor.versions.trainer import expert_metrics, learning_rate
 from mindspeed.built_model import TrainedModel
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
 from mindspeed.profiling.model_flops import flops_of_tokens
@@ -273,13 +273,11 @@ def _auxiliary_losses(args: argparse.Namespace, iterations: int) -> dict[str, fl
     scale = 1 / (get_num_microbatches() * max(1, iterations))
     found: dict[str, Any] = {}
     if args.num_experts:
-        from megatron.core.transformer.moe.moe_utils import track_moe_metrics
-
         kinds = args.moe_router_load_balancing_type
         kinds = [kinds] if isinstance(kinds, str) else kinds
         names = [_LOSSES_OF_EXPERTS[kind] for kind in kinds if kind in _LOSSES_OF_EXPERTS]
         names += ["z_loss"] if args.moe_z_loss_coeff is not None else []
-        track_moe_metrics(
+        expert_metrics(
             loss_scale=scale,
             iteration=0,
             writer=None,

@@ -102,7 +102,12 @@ def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
                 f"{'' if given is True else f' {given}'}: Megatron-FSDP does not do both; use "
                 "--zero-stage 1"
             )
-    if args.num_experts and not at_least("0.16"):
+    if not at_least("0.15"):
+        yield (
+            f"{flag} does not run with megatron-core {megatron_version()}, which has no "
+            "Megatron-FSDP; install 0.16.1, or use --zero-stage 1"
+        )
+    elif args.num_experts and not at_least("0.16"):
         yield (
             f"{flag} with --num-experts does not run with megatron-core {megatron_version()}, "
             "whose Megatron-FSDP shards no experts; install 0.16.1, or use --zero-stage 1"

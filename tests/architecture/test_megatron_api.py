@@ -93,10 +93,6 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "OptimizerConfig get_megatron_optimizer",
         "the optimizer",
     ),
-    "megatron.core.optimizer.distrib_optimizer": (
-        "DistributedOptimizer",
-        "its checkpoint formats",
-    ),
     "megatron.core.optimizer.optimizer": (
         "MegatronOptimizer param_group_identifier_keys",
         "type of the optimizer; what names a parameter group in checkpoints",
@@ -124,7 +120,6 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "finds attention modules to decode sequences of different lengths together",
     ),
     "megatron.core.transformer.module": ("Float16Module", "16-bit models"),
-    "megatron.core.transformer.moe.moe_utils": ("track_moe_metrics", "losses of experts, logged"),
     "megatron.core.transformer.multi_token_prediction": (
         "MTPLossLoggingHelper",
         "multi-token prediction: losses, logged",

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
 
 from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import ConfigError
@@ -33,6 +37,51 @@ def known_options(function: Callable[..., Any], **options: Any) -> dict[str, Any
         flag = name.replace("_", "-")
         raise ConfigError(f"--{flag} is not in megatron-core {megatron_version()}: drop it")
     return given
+
+
+def surplus_option(surplus: float) -> dict[str, Any]:
+    """The argument of data sets for ``--mid-level-dataset-surplus``; before 0.15 it is 0.005.
+
+    Raises:
+        ConfigError: this release has another one.
+    """
+    if at_least("0.15"):
+        return {"mid_level_dataset_surplus": surplus}
+    if surplus != 0.005:
+        raise ConfigError(
+            f"--mid-level-dataset-surplus {surplus}: megatron-core {megatron_version()} has 0.005: "
+            "drop it"
+        )
+    return {}
+
+
+def counted_tokens(count: torch.Tensor, per_token: bool) -> torch.Tensor:
+    """The number of tokens that a loss function returns to Megatron's schedule.
+
+    Before 0.15 it divides by it as it is, and means the tokens of all context-parallel ranks.
+
+    Args:
+        count: ``[]``, integer, tokens of this rank that count.
+        per_token: gradients are divided by the tokens of a step, not of a micro-batch.
+    """
+    from megatron.core import parallel_state
+
+    if at_least("0.15"):
+        return count
+    if parallel_state.get_context_parallel_world_size() > 1:
+        count = count.clone()
+        dist.all_reduce(count, group=parallel_state.get_context_parallel_group())
+    return count if per_token else count.clamp(min=1)
+
+
+def expert_metrics(**options: Any) -> None:
+    """Call Megatron's ``track_moe_metrics``; before 0.15 it reports to a writer only."""
+    from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+
+    if not at_least("0.15"):
+        del options["mtp_num_layers"]
+        options["writer"] = SimpleNamespace(add_scalar=lambda *figure: None)
+    track_moe_metrics(**options)
 
 
 def predicts_tokens(config: TransformerConfig, vp_stage: int | None) -> bool:
