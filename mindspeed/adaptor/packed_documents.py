@@ -34,6 +34,7 @@ def patches(seams: SeamTable) -> tuple[Patch, ...]:
     return (
         *read_patches(seams, OWNER),
         batch_functions.shard_patch(OWNER),
+        batch_functions.flatten_patch(OWNER),
         Patch(
             "megatron.core.utils:get_thd_batch_on_this_cp_rank",
             _shard,

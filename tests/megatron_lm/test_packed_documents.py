@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed.adaptor.versions import at_least
 from tests.megatron_lm.launch import Run, pretrain
 from tests.support import documents_job
 
@@ -21,9 +22,11 @@ MODEL = (
     "--position-embedding-type rope --seq-length 64 --max-position-embeddings 64 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
+VOCABULARY = documents_job.EOD + at_least("0.18")  # whose last id ends a document since then
 TRAINING = (
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-decay-iters 10 "
-    "--seed 1234 --split 1,0,0 --tokenizer-type NullTokenizer --vocab-size 1000 --eval-iters 0 "
+    f"--seed 1234 --split 1,0,0 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
+    "--eval-iters 0 "
     "--eval-interval 1000 --log-interval 1 --distributed-timeout-minutes 5"
 )
 RESETS = "--reset-attention-mask --reset-position-ids --eod-mask-loss --calculate-per-token-loss"

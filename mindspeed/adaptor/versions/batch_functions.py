@@ -56,6 +56,28 @@ def shard_patch(owner: str) -> Patch:
     )
 
 
+def flatten_patch(owner: str) -> Patch:
+    """The patch of what packs samples with documents into one, since 0.19."""
+    return Patch(
+        "megatron.core.utils:flatten_batch_for_packed_sequences",
+        _keep_samples,
+        owner,
+        "samples whose documents were found here stay samples",
+        expects="(batch)",
+        versions=">=0.19",
+    )
+
+
+def _keep_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    def flatten_batch_for_packed_sequences(batch: dict[str, Any]) -> dict[str, Any]:
+        values = script_arguments()
+        if values is None or values.sft or values.hybrid_context_parallel:
+            return original(batch)  # type: ignore[no-any-return]
+        return batch
+
+    return flatten_batch_for_packed_sequences
+
+
 def _broadcast(original: Callable[..., Any], seams: SeamTable) -> Callable[..., Any]:
     def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict[str, Any]:
         given, values = bind(original, args, kwargs), script_arguments()
