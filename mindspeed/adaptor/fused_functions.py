@@ -29,7 +29,10 @@ def _bias_swiglu(original: Callable[..., Any]) -> Callable[..., Any]:
         bias: torch.Tensor | None,
         fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
+        clamp_value: float | None = None,
     ) -> torch.Tensor:
+        if clamp_value is not None:  # since 0.20
+            return original(input, bias, fp8_input_store, cpu_offload_input, clamp_value)
         if cpu_offload_input:
             for kept in (input, bias):
                 if kept is not None:
@@ -48,9 +51,12 @@ def _weighted_swiglu(original: Callable[..., Any]) -> Callable[..., Any]:
         bias: torch.Tensor | None,
         weights: torch.Tensor,
         fp8_input_store: bool = False,
+        *clamp_value: float | None,
+        **named: float | None,
     ) -> torch.Tensor:
-        if bias is not None:
-            return original(input, bias, weights, fp8_input_store)  # refuses it
+        clamped = any(value is not None for value in (*clamp_value, *named.values()))
+        if bias is not None or clamped:  # refuses a bias; clamps since 0.20
+            return original(input, bias, weights, fp8_input_store, *clamp_value, **named)
         with _stored(input, fp8_input_store):
             return kernels.weighted_swiglu(input, weights)
 
@@ -82,7 +88,7 @@ PATCHES: Mapping[str, tuple[Patch, ...]] = {
             "Megatron's own SwiGLU calls the replaced one",
             kind="replace",
             expects={
-                ">=0.15": "(input, bias, fp8_input_store, cpu_offload_input)",
+                ">=0.15": "(input, bias, fp8_input_store, cpu_offload_input, ...)",
                 "<0.15": "(input, bias, fp8_input_store)",
             },
         ),
@@ -93,7 +99,7 @@ PATCHES: Mapping[str, tuple[Patch, ...]] = {
             _weighted_swiglu,
             OWNER,
             "Megatron's own weighted SwiGLU calls the replaced one",
-            expects="(input, bias, weights, fp8_input_store)",
+            expects="(input, bias, weights, fp8_input_store, ...)",
         ),
     ),
 }

@@ -99,7 +99,7 @@ def model_patches(owner: str, versions: str) -> tuple[Patch, ...]:
             _roll_samples,
             owner,
             "multi-token prediction does not cross documents",
-            expects="(tensor, shifts, dims, cp_group, packed_seq_params)",
+            expects="(tensor, shifts, dims, cp_group, packed_seq_params, ...)",
             versions=versions,
         ),
     )
@@ -202,13 +202,14 @@ def _roll_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         dims: int = -1,
         cp_group: Any = None,
         packed_seq_params: Any = None,
+        **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         packed = getattr(packed_seq_params, "packed", None)
         if packed is None or tensor is None:  # since 0.19 there need be no positions
             return original(  # type: ignore[no-any-return]
-                tensor, shifts, dims, cp_group=cp_group, packed_seq_params=packed_seq_params
+                tensor, shifts, dims, cp_group, packed_seq_params, **named
             )
-        rolled, _ = original(tensor, shifts, dims, cp_group=cp_group)
+        rolled, _ = original(tensor, shifts, dims, cp_group=cp_group, **named)
         rolled = rolled.masked_fill(_is_last(packed, cp_group), 0)
         return weighed(rolled, tensor, cp_group)
 

@@ -10,7 +10,7 @@ Symptom: silent; counts above 256 are rounded and stop at 65,536, so the bias of
 wrong way. With a padding mask: an error, or other tokens are left out where both sizes are equal.
 Fix: the buffers of a router keep their dtype whatever converts the model, so nothing is rounded on
 the way either; the mask gets a dimension for the experts.
-Versions: masks came with 0.16.
+Versions: masks came with 0.16, and are right since 0.20.
 
 Defect: the log of router losses has another size on stages without experts.
 
@@ -98,7 +98,7 @@ PATCHES = (
         mask_all_experts,
         "padding is not counted for any expert",
         expects="(self, routing_map, padding_mask)",
-        versions=">=0.16",
+        versions=">=0.16,<0.20",
     ),
     repair(
         "megatron.core.transformer.moe.moe_utils:track_moe_metrics",

@@ -8,6 +8,7 @@ where a rank has several model chunks (PR 5442); Megatron-LM hands the dense mod
 Symptom: an AssertionError after the model of experts is built, an AttributeError, or a TypeError.
 Fix: the dense model has no size of experts; chunks are converted one by one; the model to load is
 the first argument.
+Versions: several chunks are right since 0.20.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ PATCHES = (
         convert_each_chunk,
         "each model chunk is converted with its own dense chunk",
         expects="(moe_model, dense_model)",
+        versions="<0.20",
     ),
     repair(
         "megatron.core.transformer.moe.upcycling_utils:load_and_upcycle_model",

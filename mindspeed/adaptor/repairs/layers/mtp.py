@@ -270,7 +270,7 @@ PATCHES = (
         count_whole_sequence,
         "the MTP loss is a mean over the whole sequence, and zero without targets",
         expects={
-            ">=0.16": "(tensor, shifts, dims, cp_group, packed_seq_params)",
+            ">=0.16": "(tensor, shifts, dims, cp_group, packed_seq_params, ...)",
             "<0.16": "(tensor, shifts, dims, cp_group)",
         },
         versions=">=0.15",

@@ -22,12 +22,17 @@ def roll_within_padded_documents(original: Callable[..., Any]) -> Callable[..., 
     """Wrap ``_roll_tensor_packed_seq``."""
 
     def _roll_tensor_packed_seq(
-        tensor: Any, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
+        tensor: Any,
+        shifts: int,
+        dims: int,
+        packed_seq_params: Any,
+        cp_group: Any = None,
+        **named: Any,
     ) -> Any:
         padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
         if padded is not None:
             packed_seq_params = replace(packed_seq_params, cu_seqlens_q=padded)
-        return original(tensor, shifts, dims, packed_seq_params, cp_group)
+        return original(tensor, shifts, dims, packed_seq_params, cp_group, **named)
 
     return _roll_tensor_packed_seq
 
@@ -37,7 +42,7 @@ PATCHES = (
         "megatron.core.transformer.multi_token_prediction:_roll_tensor_packed_seq",
         roll_within_padded_documents,
         "multi-token prediction stays within padded documents",
-        expects="(tensor, shifts, dims, packed_seq_params, cp_group)",
+        expects="(tensor, shifts, dims, packed_seq_params, cp_group, ...)",
         versions=">=0.16",
     ),
 )

@@ -11,6 +11,7 @@ a tied embedding on interleaved or V-shaped stages. Upstream: Megatron-LM PR 507
 Symptom: a run that resumes with the very same flags trains on with shifted master weights and
 moments, and zeros at the end; the warning "exceeds unpadded buffer".
 Fix: the gathered tensors get their padding back before they are sliced.
+Versions: <0.20.
 
 Defect: the distributed optimizer of an fp32 model cannot load its own checkpoint.
 
@@ -97,7 +98,7 @@ PATCHES = (
         slice_padded,
         "checkpoints hold each state at the position of its parameter, whatever the buckets",
         expects="(self, model_sharded_state_dict, is_loading, metadata)",
-        versions=">=0.15",
+        versions=">=0.15,<0.20",
     ),
     repair(
         "megatron.core.optimizer:get_megatron_optimizer",

@@ -201,13 +201,19 @@ PATCHES = (
         expects="(model, model_state_dict, optimizer_state_dict)",
         versions=">=0.15",
     ),
-    repair(
-        "megatron.core.distributed.fsdp.mcore_fsdp_adapter:"
-        "FullyShardedDataParallel.sync_rng_states_across_tp_group",
-        keep_own_generators,
-        "tensor-parallel ranks keep dropout masks of their own",
-        expects="(self)",
-        versions=">=0.16",
+    *(
+        repair(
+            f"megatron.core.distributed.fsdp.mcore_fsdp_adapter:{name}"
+            ".sync_rng_states_across_tp_group",
+            keep_own_generators,
+            "tensor-parallel ranks keep dropout masks of their own",
+            expects="(self)",
+            versions=versions,
+        )
+        for name, versions in (
+            ("FullyShardedDataParallel", ">=0.16,<0.20"),
+            ("FullyShardedDataParallelV1", ">=0.20"),
+        )
     ),
     repair(
         f"{_FSDP}.param_and_grad_buffer:ParamAndGradBuffer.__init__",
