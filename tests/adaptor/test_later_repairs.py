@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed.adaptor import fused_functions
 from mindspeed.adaptor.repairs.layers.mtp import checkpoint_with_mask, take_means_times_tokens
+from mindspeed.adaptor.versions import batch_functions
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from tests.support.lazy import needs
@@ -55,6 +57,25 @@ def test_losses_per_token_are_means_times_the_tokens_of_the_main_loss():
     assert config.calculate_per_token_loss and config.mtp_loss_scaling_factor == 0.5
 
 
+@pytest.mark.parametrize("sft", [False, True])
+def test_samples_stay_apart_unless_the_data_set_packs_them(sft, monkeypatch):
+    """As in 0.19: a script hands its batch to Megatron's function, which makes one row of it."""
+    values = SimpleNamespace(sft=sft, hybrid_context_parallel=False)
+    monkeypatch.setattr(batch_functions, "script_arguments", lambda: values)
+    patch = batch_functions.flatten_patch("test")
+    flatten = patch.make(lambda batch: {name: x.reshape(1, -1) for name, x in batch.items()})
+    tokens = flatten({"tokens": torch.zeros(2, 3)})["tokens"]
+    assert tokens.shape == ((1, 6) if sft else (2, 3))
+
+
+@pytest.mark.parametrize(("name", "weights"), [("swiglu", ()), ("weighted_swiglu", (1.0,))])
+def test_a_clamped_activation_is_megatrons_own(name, weights):
+    """As in 0.20."""
+    (patch,) = fused_functions.PATCHES[name]
+    function = patch.make(lambda *given, **named: "clamped")
+    assert function(torch.ones(1, 4), None, *weights, clamp_value=2.0) == "clamped"
+
+
 WRONG = {
     "muon": ("0.17.1", {"optimizer": "muon"}, "--optimizer muon .*emerging_optimizers 0.2"),
     "fused-latent": (
@@ -72,6 +93,11 @@ WRONG = {
         "0.19.0",
         {"dataloader_inter_document_masking": True},
         "--dataloader-inter-document-masking: .*--reset-attention-mask",
+    ),
+    "masters": (
+        "0.20.0",
+        {"quant_states": "fp8", "bf16": True},
+        "--quant-states .*--use-distributed-optimizer",
     ),
 }
 RIGHT = {

@@ -27,6 +27,11 @@ def _gathers_weights(megatron: Megatron) -> bool:
     )
 
 
+def _replaces_masters_on_every_rank(megatron: Megatron) -> bool:
+    replaces = megatron.get("quant_states") or megatron.get("reuse_fp32_param")
+    return bool(replaces and not megatron.get("use_distributed_optimizer"))
+
+
 RULES = (
     Rule(
         lambda megatron: megatron.get("mtp_num_layers"),
@@ -80,5 +85,12 @@ RULES = (
         "this library finds the borders of documents in the tokens",
         "use --reset-attention-mask --reset-position-ids",
         versions=">=0.19",
+    ),
+    Rule(
+        _replaces_masters_on_every_rank,
+        "--quant-states (--reuse-fp32-param)",
+        "megatron-core 0.20 has such optimizers on data-parallel shards only",
+        "add --use-distributed-optimizer",
+        versions=">=0.20",
     ),
 )

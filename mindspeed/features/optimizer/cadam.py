@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = {
     "muon_scale_mode": ("spectral",),
     "muon_fp32_matmul_prec": ("medium",),
     "muon_num_ns_steps": (5,),
-    "muon_tp_mode": ("blockwise",),
+    "muon_tp_mode": ("blockwise", "duplicated"),  # the second since 0.20
     "muon_extra_scale_factor": (1.0,),
 }
 _EXCLUDED = {
