@@ -289,11 +289,14 @@ def derived(
     level_flag = flags_of(LevelOptions)[0]
     level = check_value(level_flag, values.get(level_flag.name, default_of(level_flag, {})))
     found: dict[str, Any] = {}
-    problems = []
+    problems: list[str] = []
     for kind in attachment_order(declared):  # one may set flags of another
         known = {**values, **found}
         feature = _with_values(kind, known)
         if feature.level <= level and feature.enabled(known):
+            if refused := _version_problems([feature], known, megatron_version()):
+                problems += map(str, refused)
+                continue
             try:
                 found |= feature.derives(known)
             except ConfigError as error:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import inspect
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.version import Version
 
 from mindspeed.adaptor.repairs.data import dataset_tokens
-from mindspeed.adaptor.versions import TESTED, fields, is_tested
+from mindspeed.adaptor.repairs.experts import router_loss_scale
+from mindspeed.adaptor.repairs.parallel import losses
+from mindspeed.adaptor.versions import TESTED, checkpoints, fields, is_tested, safe_globals, trainer
+from mindspeed.adaptor.versions.later_parameters import with_parameters
+from mindspeed.adaptor.versions.tokenizers import NumberTokenizer
 from mindspeed.adaptor.versions.trainer import known_options, learning_rate
-from mindspeed.errors import ConfigError
+from mindspeed.errors import ConfigError, TrainingError
 from mindspeed.features.feature import Feature
 from mindspeed.features.registry import resolve
 from mindspeed.flags import flag
+from mindspeed.journal import Journal
 from mindspeed.training import arguments
 
 OLD = Version("0.15.3")
@@ -99,3 +109,94 @@ def test_the_end_of_a_document_is_no_padding_and_mock_tokens_have_an_embedding()
         assert dataset._pad_token_id == expected
     mock = SimpleNamespace(tokenizer=tokenizer)
     assert dataset_tokens.stay_in_vocabulary(lambda self, index: index + 8)(mock, 5) == 3
+
+
+def test_the_number_of_a_chunk_is_global_state_for_the_time_of_a_call(monkeypatch):
+    from megatron.core import parallel_state
+
+    name = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"
+    monkeypatch.setattr(parallel_state, name, 0)
+
+    def old(config, *, other=False):
+        return config, other, getattr(parallel_state, name)
+
+    function = with_parameters("vp_stage", "pg_collection")(old)
+    assert list(inspect.signature(function).parameters)[1:3] == ["vp_stage", "pg_collection"]
+    assert function("c", 1) == ("c", False, 1)
+    assert function("c", vp_stage=2, other=True) == ("c", True, 2)
+    assert function("c") == ("c", False, 0)
+    with pytest.raises(ConfigError, match="install megatron-core"):
+        function("c", pg_collection=object())
+
+
+@pytest.mark.parametrize(("per_token", "found"), [(False, 1), (True, 0)])
+def test_a_micro_batch_without_tokens_is_divided_by_one_before_0_15(monkeypatch, per_token, found):
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 1)
+    nothing = torch.tensor(0)
+    assert trainer.counted_tokens(nothing, per_token) is nothing
+    monkeypatch.setattr(trainer, "at_least", lambda version: False)
+    assert trainer.counted_tokens(nothing, per_token) == found
+
+
+@pytest.mark.parametrize(("per_token", "scale"), [(False, 2.0), (True, 1.0)])
+def test_losses_of_routers_are_multiplied_by_the_context_ranks(monkeypatch, per_token, scale):
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Scaler
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(Scaler, "main_loss_backward_scale", torch.tensor(1.0))
+    config = SimpleNamespace(num_moe_experts=4, calculate_per_token_loss=per_token)
+    assert router_loss_scale.scale_by_context(lambda config: "output")(config) == "output"
+    assert Scaler.main_loss_backward_scale == scale
+
+
+def test_a_loss_of_two_values_is_refused_per_token_before_0_15():
+    config = SimpleNamespace(calculate_per_token_loss=True)
+    loss = torch.ones((), requires_grad=True)
+
+    def schedule(forward_step_func, config):
+        output, loss_func = forward_step_func()
+        return loss_func(output)
+
+    step = losses.check_values(schedule)
+    assert len(step(lambda: (loss, lambda x: (x, torch.tensor(1), {})), config)) == 3
+    with pytest.raises(TrainingError, match="calculate-per-token-loss"):
+        step(lambda: (loss, lambda x: (x, {})), config)
+
+
+def test_the_common_state_names_known_classes_only_before_0_15(monkeypatch, tmp_path):
+    monkeypatch.setattr(safe_globals, "at_least", lambda version: False)
+    hooks = SimpleNamespace(when_imported=lambda name, then: modules.setdefault(name, then))
+    modules, journal = {}, Journal()
+    reader = SimpleNamespace(torch=torch)
+    safe_globals.install(hooks, journal)
+    modules["megatron.core.dist_checkpointing.strategies.common"](reader)
+    file = tmp_path / "common.pt"
+    torch.save({"args": argparse.Namespace(lr=1.0)}, file)
+    assert reader.torch.load(file, weights_only=False)["args"].lr == 1.0
+    torch.save({"args": Path.home}, file)
+    with pytest.raises(pickle.UnpicklingError):
+        reader.torch.load(file, weights_only=False)
+    journal.undo()
+
+
+def test_optimizers_are_stored_as_0_12_and_later_releases_read_them(monkeypatch):
+    assert checkpoints.reads("dp_reshardable")
+    monkeypatch.setattr(checkpoints, "at_least", lambda version: False)
+    kind = "distrib_optim_sharding_type"
+    assert kind not in checkpoints.sharding(distributed=False)
+    contents = checkpoints.sharding(distributed=True)
+    assert checkpoints.reshardable_kinds() == (contents[kind],)
+    assert checkpoints.reads(contents[kind])
+    assert not checkpoints.reads("dp_reshardable")
+    state = {}
+    assert checkpoints.save_options(state, contents) == {}
+    assert checkpoints.contents_of(state) == contents
+
+
+def test_words_are_numbers_without_a_tokenizer_of_megatron():
+    tokenizer = NumberTokenizer(10)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (10, 11)
+    assert tokenizer.detokenize(tokenizer.tokenize("3  10")) == "3 10"

@@ -76,6 +76,18 @@ def _groups() -> property:
     return property(groups)
 
 
+def _group_of_linear() -> property:
+    """The tensor-parallel ranks of a linear layer of the local spec."""
+    return property(lambda layer: _group_if_none(None, layer.is_expert))
+
+
+def _tracker() -> Any:
+    """What routers have recorded for the log, by name."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_moe_layer_wise_logging_tracker()
+
+
 def _of_state(name: str, **options: bool) -> property:
     """A process group of Megatron's parallel state."""
 
@@ -93,6 +105,9 @@ _NAMES_OF_0_15: dict[str, Callable[[], Any]] = {
     "megatron.core.utils:get_pg_rank": lambda: lambda group: group.rank() if group else 0,
     "megatron.core.utils:get_tensor_model_parallel_group_if_none": lambda: _group_if_none,
     "megatron.core.transformer.attention:Attention.pg_collection": _groups,
+    "megatron.core.tensor_parallel.layers:ColumnParallelLinear.tp_group": _group_of_linear,
+    "megatron.core.tensor_parallel.layers:RowParallelLinear.tp_group": _group_of_linear,
+    "megatron.core.transformer.moe.moe_utils:get_moe_layer_wise_logging_tracker": lambda: _tracker,
     "megatron.core.transformer.moe.router:Router.tp_cp_group": lambda: _of_state(
         "get_tensor_and_context_parallel_group"
     ),

@@ -13,10 +13,16 @@ from typing import Any
 
 from mindspeed.adaptor.patch import Patch
 from mindspeed.errors import ConfigError
+from mindspeed.journal import Journal
 
 _OWNER = "versions"
 _BEFORE = "<0.15"
 _NUMBER = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"  # of parallel_state
+_STAGE = (
+    "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+    "_MPU_PIPELINE_MODEL_PARALLEL_RANK",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+)
 _MODEL = "megatron.core.models.gpt.gpt_model:GPTModel."
 _MAPPINGS = "megatron.core.tensor_parallel.mappings:"
 _STATE = "megatron.core.parallel_state:"
@@ -29,6 +35,10 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
         "pp_rank",
     ),
     "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec": ("vp_stage", "pp_rank"),
+    "megatron.core.pipeline_parallel.schedules:get_pp_rank_microbatches": (
+        "overlap_moe_expert_parallel_comm",
+        "p2p_communicator",
+    ),
     _MODEL + "__init__": ("pg_collection", "vp_stage"),
     _MAPPINGS + "copy_to_tensor_model_parallel_region": ("group",),
     _MAPPINGS + "reduce_from_tensor_model_parallel_region": ("group",),
@@ -56,7 +66,7 @@ def with_parameters(*names: str) -> Callable[[Callable[..., Any]], Callable[...,
             bound = later.bind(*args, **kwargs)
             given = {name: bound.arguments.pop(name, None) for name in names}
             _refuse_others(given)
-            with in_chunk(given.get("vp_stage")):
+            with in_chunk(given.get("vp_stage")), _at_stage(given.get("p2p_communicator")):
                 return original(*bound.args, **bound.kwargs)
 
         function.__signature__ = later  # type: ignore[attr-defined]
@@ -81,12 +91,29 @@ def in_chunk(number: int | None) -> Iterator[None]:
         setattr(parallel_state, _NUMBER, before)
 
 
+@contextlib.contextmanager
+def _at_stage(communicator: Any) -> Iterator[None]:
+    """The time in which Megatron's global state names the pipeline stage of a communicator."""
+    from megatron.core import parallel_state
+
+    journal = Journal()
+    if communicator is not None:
+        group, chunks = communicator.pp_group, communicator.virtual_pipeline_model_parallel_size
+        for name, value in zip(_STAGE, (group.size(), group.rank(), chunks), strict=True):
+            journal.set(parallel_state, name, value, owner="")
+    try:
+        yield
+    finally:
+        journal.undo()
+
+
 def _refuse_others(given: Mapping[str, Any]) -> None:
     from megatron.core import parallel_state
 
     group, rank = given.get("group"), given.get("pp_rank")
     others = (
-        given.get("pg_collection") is not None
+        given.get("overlap_moe_expert_parallel_comm")
+        or given.get("pg_collection") is not None
         or (group is not None and group is not parallel_state.get_tensor_model_parallel_group())
         or (rank is not None and rank != parallel_state.get_pipeline_model_parallel_rank())
     )

@@ -75,11 +75,15 @@ def counted_tokens(count: torch.Tensor, per_token: bool) -> torch.Tensor:
 
 
 def expert_metrics(**options: Any) -> None:
-    """Call Megatron's ``track_moe_metrics``; before 0.15 it reports to a writer only."""
+    """Call Megatron's ``track_moe_metrics``; before 0.15 it reports to a writer only,
+    and balancing losses have one name."""
     from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 
     if not at_least("0.15"):
         del options["mtp_num_layers"]
+        balances = {name for name in options["track_names"] if name.endswith("balancing_loss")}
+        others = [name for name in options["track_names"] if name not in balances]
+        options["track_names"] = [*others, *(["load_balancing_loss"] if balances else [])]
         options["writer"] = SimpleNamespace(add_scalar=lambda *figure: None)
     track_moe_metrics(**options)
 

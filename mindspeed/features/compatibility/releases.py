@@ -32,7 +32,19 @@ def _replaces_masters_on_every_rank(megatron: Megatron) -> bool:
     return bool(replaces and not megatron.get("use_distributed_optimizer"))
 
 
+def _shares_states_of_experts(megatron: Megatron) -> bool:
+    several = (megatron.get("num_distributed_optimizer_instances") or 1) > 1
+    return several and (megatron.get("expert_model_parallel_size") or 1) > 1
+
+
 RULES = (
+    Rule(
+        _shares_states_of_experts,
+        "--num-distributed-optimizer-instances",
+        "before megatron-core 0.15 several instances have no expert parallelism",
+        "install megatron-core 0.16.1, or drop it",
+        versions="<0.15",
+    ),
     Rule(
         lambda megatron: megatron.get("mtp_num_layers"),
         "--mtp-num-layers",

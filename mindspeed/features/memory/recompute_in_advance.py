@@ -24,6 +24,7 @@ _FLAG = "--recompute-in-advance"
 class RecomputeInAdvance(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("chunk", "schedule"),
     conflicts=("recompute-in-bubble",),
     excludes=shared.EXCLUDES,

@@ -24,6 +24,7 @@ _FLAG = "--recompute-in-bubble"
 class RecomputeInBubble(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("chunk", "schedule"),
     excludes=shared.EXCLUDES,
     after=("pipeline-schedule", "nanopipe"),

@@ -102,6 +102,7 @@ _JOB = (
 class AutomatedPipeline(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("chunk", "schedule", "parallel_groups"),
     conflicts=("adaptive-memory",),
     after=("pipeline-schedule", "variable-lengths"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class DualPipeV(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("pipeline_ends", "model_arguments", "chunk", "schedule"),
     conflicts=(
         "adaptive-memory",  # these four ask which layers wait for backward in Megatron's order

@@ -31,6 +31,7 @@ _COUNT = "the number of micro-batches must not change"
 class DynamicPipeline(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("schedule", "batch"),
     excludes={
         **shared.EXCLUDES,

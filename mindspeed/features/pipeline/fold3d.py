@@ -34,6 +34,7 @@ _KINDS = {"aiao": "aiao", "fifo": "interleaved"}
 class Fold3D(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("schedule",),
     conflicts=dict.fromkeys(("nanopipe", "dualpipev"), "they are two schedules"),
     excludes=shared.EXCLUDES,

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _NAME = "--use-multiparameter-pipeline-model-parallel"
 
 
-class MultiparameterPipeline(Feature, level=2, seams=("schedule",), excludes=shared.EXCLUDES):
+class MultiparameterPipeline(
+    Feature, level=2, megatron_versions=">=0.15", seams=("schedule",), excludes=shared.EXCLUDES
+):
     """Pipeline stages that send several tensors."""
 
     use_multiparameter_pipeline_model_parallel: bool = flag(

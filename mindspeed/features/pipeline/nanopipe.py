@@ -32,6 +32,7 @@ _NAME, _SWAP = "--use-nanopipe", "--use-nanopipe-swap"
 class Nanopipe(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("chunk", "schedule"),
     conflicts={
         "tensor-parallel-2d": "",

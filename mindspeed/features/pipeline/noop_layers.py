@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class NoopLayers(
     Feature,
     level=0,
+    megatron_versions=">=0.15",
     seams=("layer_spec", "computing_layers"),
     excludes=dict.fromkeys(
         ("is_hybrid_model", "use_legacy_models", "overlap_moe_expert_parallel_comm"), ""

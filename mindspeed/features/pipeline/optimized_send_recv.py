@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _PLAIN, _CHUNKS = "--optimize-send-recv-comm", "--optimize-vpp-send-recv-comm"
 
 
-class OptimizedSendRecv(Feature, level=2, seams=("schedule",), excludes=shared.EXCLUDES):
+class OptimizedSendRecv(
+    Feature, level=2, megatron_versions=">=0.15", seams=("schedule",), excludes=shared.EXCLUDES
+):
     """Pipeline messages of both directions at once, receives posted early."""
 
     optimize_send_recv_comm: bool = flag(

@@ -60,6 +60,7 @@ _GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 class PipelineSchedule(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("chunk", "schedule"),
     excludes=shared.EXCLUDES,
     planning=("needs steps",),

@@ -28,6 +28,7 @@ OLD_SWITCH, OLD_LIST = "--use-manual-layer-allocation", "--manual-layers"
 class UnalignedPipeline(
     Feature,
     level=0,
+    megatron_versions=">=0.15",
     seams=("model_arguments",),
     after=("automated-pipeline",),
     planning=("divides layers",),

@@ -25,6 +25,7 @@ logger = logging.getLogger("mindspeed")
 class VariableLengths(
     Feature,
     level=2,
+    megatron_versions=">=0.15",
     seams=("batch", "schedule"),
     excludes={"hybrid_context_parallel": "it gives each sample its own ranks"},
 ):
