@@ -42,10 +42,11 @@ def test_a_repair_is_owned_by_its_module():
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("version", ["0.19.0", "0.18.2", "0.15.3", "0.17.1"])
+@pytest.mark.parametrize("version", ["0.19.0", "0.12.1", "0.18.2", "0.15.3", "0.17.1"])
 def test_all_contracts_hold_in_the_neighbouring_releases(version, tmp_path):
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path)]
-    command += ["--only-binary=:all:", "--python-version", "3.12", f"megatron-core=={version}"]
+    python = "3.11" if version == "0.12.1" else "3.12"  # no wheel has both
+    command += ["--only-binary=:all:", "--python-version", python, f"megatron-core=={version}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         pytest.skip(f"the megatron-core {version} wheel can't be downloaded: {done.stderr[-200:]}")
@@ -102,7 +103,9 @@ def test_the_package_requires_what_is_tested():
         Requirement(one).specifier for one in requirements if one.startswith("megatron-core")
     }
     assert all(release in megatron for release in TESTED)
-    ends = {one.operator: Version(one.version).release[:2] for one in megatron}
+    assert "0.13.1" not in megatron and "0.14.0" not in megatron
+    bounds = [one for one in megatron if one.operator != "!="]
+    ends = {one.operator: Version(one.version).release[:2] for one in bounds}
     assert ends == {">=": Version(TESTED[0]).release[:2], "<": _next(Version(TESTED[-1]))}
 
 

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from mindspeed.errors import VersionError
 
-TESTED = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
+TESTED = ("0.12.1", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
 """Releases, in order."""
 
 
