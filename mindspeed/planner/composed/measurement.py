@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
@@ -97,8 +98,16 @@ def layer_point(layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
 
 
 def import_ahead() -> None:
-    """Import the modules of every run before its processes are forked."""
+    """Import the modules of every run before its processes are forked.
 
+    Raises:
+        PlanError: the installed Megatron is too old to be counted.
+    """
+    if not at_least("0.15"):
+        raise PlanError(
+            f"jobs are planned (--dry-run, too) with megatron-core 0.15.3 and newer, not with "
+            f"{megatron_version()}: install megatron-core 0.16.1"
+        )
     import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
     import megatron.core.tokenizers.text  # noqa: F401

@@ -10,7 +10,8 @@ ranks before it reads them (PR 7481). The z-loss in the log is that of one rank 
 data-parallel rank has a part of the global loss, and the parts are averaged (issue 3672); it
 divides the counts of all micro-batches of a step by the tokens of the last one, as if all had as
 many (PR 7214). A layer that predicts several tokens adds its z-loss for each of them
-(``mtp_use_repeated_layer``), its other losses once.
+(``mtp_use_repeated_layer``), its other losses once. Before 0.16, without a loss per token, the
+parts of the context-parallel ranks are averaged instead of added.
 Symptom: silent; experts are balanced with 1 / (TP x CP), or 1 / micro-batch size, of the
 coefficient that the user gave, with the global loss 1 / DP. With a padding mask, the weight of a
 rank depends on the others, and the global loss on the order of micro-batches. Rounded scores tie,

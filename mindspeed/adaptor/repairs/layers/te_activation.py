@@ -5,7 +5,7 @@ Where: ``gpt_builders.py`` of Megatron-LM does not hand ``--use-te-activation-fu
 ``TEActivationOp`` builds ReLU for SiLU without a gate.
 Symptom: silent.
 Fix: the flag is the default of the layer spec; SiLU without a gate is refused.
-Versions: all (Megatron-LM passes the flag on since 0.17, other callers need not).
+Versions: >=0.15 (Megatron-LM passes the flag on since 0.17, other callers need not).
 """
 
 from __future__ import annotations
