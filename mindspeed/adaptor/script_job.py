@@ -75,7 +75,8 @@ class ScriptJob:
         """Run a script up to its call of ``pretrain``.
 
         Raises:
-            ConfigError: there is no such script, no Megatron-LM, or it never calls ``pretrain``.
+            ConfigError: there is no such script, no Megatron-LM, or it never calls ``pretrain``
+                with a model provider.
         """
         path = Path(path)
         if not path.is_file():
@@ -96,6 +97,12 @@ class ScriptJob:
             raise ConfigError(
                 f"{path} does not call megatron.training.pretrain: planning needs its model "
                 "provider and forward step"
+            )
+        if "model_provider" not in found[0]:
+            raise ConfigError(
+                f"{path} calls megatron.training.pretrain without a model_provider, as scripts of "
+                "Megatron-LM 0.19 do; planning builds the model with it: take the script of an "
+                "older release, or pass one"
             )
         return cls(path, tuple(argv), found[0], module)
 

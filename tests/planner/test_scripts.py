@@ -39,9 +39,9 @@ def megatron_training(monkeypatch):
 
     def pretrain(
         train_valid_test_dataset_provider,
-        model_provider,
-        model_type,
-        forward_step_func,
+        model_provider=None,
+        model_type=None,
+        forward_step_func=None,
         args_defaults=None,
     ):
         raise AssertionError("not captured")
@@ -80,6 +80,7 @@ def test_a_script_runs_up_to_pretrain(tmp_path, megatron_training, capsys):
     [
         ("x = 1", "does not call megatron.training.pretrain"),
         ("raise SystemExit(2)", "ended with status 2"),
+        ("from megatron.training import pretrain; pretrain(None)", "without a model_provider"),
     ],
 )
 def test_other_scripts_are_refused(tmp_path, megatron_training, text, message):
