@@ -90,6 +90,9 @@ SPELLING: dict[str, tuple[str, str]] = {
 
 # Name in the namespace -> Megatron-LM's default where it is not the library's.
 DEFAULT: dict[str, Any] = {
+    "num_layers": None,  # before 0.16 their fields begin with 0
+    "hidden_size": None,
+    "num_attention_heads": None,
     "gradient_accumulation_fusion": True,
     "masked_softmax_fusion": True,
     "persist_layer_norm": True,
