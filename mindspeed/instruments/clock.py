@@ -37,13 +37,11 @@ from torch._C._distributed_c10d import Work
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.instruments.flops import formula_of
 from mindspeed.instruments.instrument import Instrument, PhaseTracker
 from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
 from mindspeed.instruments.live_memory import kinds_of
 from mindspeed.instruments.timeline import Interval
 from mindspeed.journal import Journal
-from mindspeed.ops import registry
 
 __all__ = ["Call", "Link", "Rates", "TimedCall", "VirtualClock"]
 
@@ -218,20 +216,18 @@ class _Mode(CommunicationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any_wraps(types):  # of AsyncCollectiveTensor, wait_tensor and func come again
             return NotImplemented
-        kwargs = kwargs or {}
+        kwargs, rule = kwargs or {}, self.rule_of(func)
         if func.namespace == "prim":  # a FakeTensor is asked for its device
             return func(*args, **kwargs)
-        name = func._schema.name
-        if name == "_c10d_functional::wait_tensor":
+        if rule.name == "_c10d_functional::wait_tensor":
             self._clock._wait_for(storage_of(args[0]))
             return func(*args, **kwargs)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        operator = registry.find(func)
-        formula = formula_of(func._overloadpacket)
-        if formula is None or operator is None or not operator.communicates:
-            # The kernel of an operator that communicates ran in this mode, so it is timed already.
-            self._clock._compute(func, args, kwargs, result, formula)
-        self._started(name, self.communications(func, args, kwargs), result)
+        kernel = rule.operator
+        result = func(*args, **kwargs) if kernel is None else self._inside(kernel, args)
+        if rule.formula is None or kernel is None:  # the products of a kernel are timed inside
+            self._clock._compute(func, args, kwargs, result, rule.formula)
+        if rule.collective:
+            self._started(rule.name, self.communications(func, args, kwargs), result)
         return result
 
     def _started(self, name: str, communications: list[Communication], result: Any) -> None:

@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
+from mindspeed.instruments.flops import Formula, formula_of
 from mindspeed.instruments.instrument import Instrument, PhaseTracker
 from mindspeed.ops import registry
 from mindspeed.ops.process_groups import resolve
@@ -147,6 +148,42 @@ def _table(rows: list[tuple[str, ...]], numeric_columns: int) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Properties of an operator that decide how it is counted.
+
+    Attributes:
+        name: in its schema, with the namespace.
+        packet: all overloads.
+        formula: of its FLOPs, if it has any.
+        operator: of ours, with collectives in its kernel.
+        collective: a communication of torch or torch_npu.
+        plain: of ``torch.distributed``, with handles.
+        moves: reads and writes bytes, unless it makes a view.
+    """
+
+    name: str
+    packet: Any
+    formula: Formula | None
+    operator: registry.Operator | None
+    collective: bool
+    plain: bool
+    moves: bool
+
+    @classmethod
+    def of(cls, func: Any) -> Rule:
+        """The rule of an operator as a dispatch mode sees it."""
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # an operator of higher order
+            return cls(str(func), func, formula_of(func), None, False, False, False)
+        operator, packet = registry.find(func), func._overloadpacket
+        if operator is not None and not operator.communicates:
+            operator = None
+        collective, plain = func.namespace in NAMESPACES, func.namespace == "c10d"
+        moves = not collective and func.namespace != "prim" and not func.is_view
+        return cls(schema.name, packet, formula_of(packet), operator, collective, plain, moves)
+
+
 class CommunicationMode(TorchDispatchMode):
     """Calls ``record`` with every communication, before its operator runs."""
 
@@ -154,16 +191,24 @@ class CommunicationMode(TorchDispatchMode):
         super().__init__()
         self._phase = phase
         self._record = record
+        self._rules: dict[Any, Rule] = {}
+
+    def rule_of(self, func: Any) -> Rule:
+        """The rule of an operator, found once."""
+        rule = self._rules.get(func)
+        if rule is None:
+            rule = self._rules[func] = Rule.of(func)
+        return rule
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any_wraps(types):
             return NotImplemented
-        kwargs = kwargs or {}
-        for event in self.communications(func, args, kwargs):
-            self._record(event)
-        operator = registry.find(func)
-        if operator is not None and operator.communicates:
-            return self._inside(operator, args)
+        kwargs, rule = kwargs or {}, self.rule_of(func)
+        if rule.collective:
+            for event in self.communications(func, args, kwargs):
+                self._record(event)
+        if rule.operator is not None:
+            return self._inside(rule.operator, args)
         return func(*args, **kwargs)
 
     def communications(

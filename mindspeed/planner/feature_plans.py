@@ -47,7 +47,8 @@ from mindspeed.pipeline.automated.profile import Profile
 from mindspeed.pipeline.automated.task import Task, report
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.rates import DeviceRates
-from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+from mindspeed.planner.counted.fake_world import fake_world
+from mindspeed.planner.counted.planned_tensors import PlannedTensors
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -34,8 +34,9 @@ from mindspeed.planner.counted.balanced_routing import (
     balanced_routing,
     logits_of,
 )
-from mindspeed.planner.counted.fake_world import PlannedTensors, fake_world
+from mindspeed.planner.counted.fake_world import fake_world
 from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
+from mindspeed.planner.counted.planned_tensors import PlannedTensors
 from mindspeed.processes import no_collection
 from mindspeed.spmd import I, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid

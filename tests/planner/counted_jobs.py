@@ -75,7 +75,7 @@ def refusals() -> dict[str, str]:
     import torch
 
     from mindspeed.errors import MindSpeedError
-    from mindspeed.planner.counted.fake_world import PlannedTensors
+    from mindspeed.planner.counted.planned_tensors import PlannedTensors
 
     library = torch.library.Library("planner_test", "DEF")
     library.define("opaque(Tensor x) -> Tensor")

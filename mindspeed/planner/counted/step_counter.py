@@ -25,9 +25,8 @@ share the memory of the main weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,10 +37,9 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments import flops as flop_reports
 from mindspeed.instruments.clock import Call, moved_bytes
-from mindspeed.instruments.flops import FlopCount, formula_of, repeated_in
-from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
+from mindspeed.instruments.flops import FlopCount, repeated_in
+from mindspeed.instruments.ledger import Communication, CommunicationMode, Rule
 from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
-from mindspeed.ops import registry
 from mindspeed.planner.cluster.rates import Product, product_of
 
 WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER = "weights", "gradients", "main weights", "optimizer"
@@ -175,7 +173,7 @@ class StepCounter(LiveMemory):
         self.flops += FlopCount(flops, flops if recomputed else repeated)
         self.calls[name] += 1
 
-    def _count(self, rule: _Rule, call: Call) -> None:
+    def _count(self, rule: Rule, call: Call) -> None:
         if rule.formula is not None:
             flops = rule.formula(*call.args, **call.kwargs, out_val=call.result)
             self._add(rule.name, flops, repeated_in(rule.packet, call.args, flops))
@@ -191,26 +189,12 @@ class StepCounter(LiveMemory):
                 self.calls[rule.name] += 1
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """Properties of an operator that decide how it is counted."""
-
-    name: str
-    packet: Any
-    formula: Callable[..., int] | None
-    communicates: bool  # a collective, or one of ours with collectives in its kernel
-    inside: bool  # the latter
-    collective: bool  # of torch.distributed
-    moves: bool
-
-
 class _Mode(CommunicationMode):
     supports_higher_order_operators = True
 
     def __init__(self, counter: StepCounter) -> None:
         super().__init__(counter.phase, counter.communications.append)
         self._counter = counter
-        self._rules: dict[Any, _Rule] = {}
         self._depth = 0  # of operators of ours that communicate
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,36 +204,21 @@ class _Mode(CommunicationMode):
             return args[0].fake_device  # two of three calls ask for it
         kwargs = kwargs or {}
         counter = self._counter
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = _rule(func)
+        rule = self.rule_of(func)
         if not counter._counts:
             result = func(*args, **kwargs)
-        elif rule.communicates:
-            self._depth += rule.inside
+        elif rule.collective or rule.operator is not None:
+            self._depth += rule.operator is not None
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
             finally:
-                self._depth -= rule.inside
+                self._depth -= rule.operator is not None
         else:
             result = func(*args, **kwargs)
-        if rule.collective:
+        if rule.plain:
             counter.hold(func, args, kwargs, result)
         if counter._counts and not self._depth:
             counter._count(rule, Call(func, args, kwargs, result, 0, 0))
         for tensor in tensors_of(result):
             counter.see(tensor)
         return result
-
-
-def _rule(func: Any) -> _Rule:
-    schema = getattr(func, "_schema", None)
-    if schema is None:  # an operator of higher order
-        return _Rule(str(func), func, formula_of(func), False, False, False, False)
-    packet = func._overloadpacket
-    collective = func.namespace in NAMESPACES
-    operator = registry.find(func)
-    inside = operator is not None and operator.communicates
-    moves = not collective and func.namespace != "prim" and not func.is_view
-    formula, plain = formula_of(packet), func.namespace == "c10d"
-    return _Rule(schema.name, packet, formula, collective or inside, inside, plain, moves)
