@@ -5,6 +5,7 @@
 #   make test-weekly  further rows of the large matrices, whose kind a row of make test covers
 #   make test-avx2    the tests that notice the processor, as on one without AVX-512
 #   make fresh        install what the README says into an empty environment and train there
+#   make corners      a few trainings with the oldest and the newest Megatron of the table
 #   make frameworks   train inside frameworks, in environments of their own (build/frameworks)
 #   make mutants      break the code at more than 500 places and see that tests notice (weekly)
 #
@@ -36,8 +37,8 @@ OTHER_PROCESSOR := tests/ops/test_quant_gmm.py tests/training/test_parity.py \
 	tests/moe/test_deepspeed_figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-weekly test-avx2 fresh frameworks mutants lint docs \
-	clean
+.PHONY: help install quickstart test test-fast test-weekly test-avx2 fresh corners frameworks mutants \
+	lint docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -63,6 +64,10 @@ test-avx2: $(VENV)/.test
 
 fresh: $(VENV)/.torch
 	$(BIN)/python tools/fresh_environment.py --torch-index "$(TORCH_INDEX)"
+
+corners: $(VENV)/.test
+	$(BIN)/python tools/megatron_versions.py --check --measure 0.12.1 0.19.0 \
+		--only tensor-pipeline optimizer-pipeline experts-alltoall mla-context resume-optimizer
 
 frameworks: $(VENV)/.test
 	$(BIN)/python tools/frameworks.py --torch-index "$(TORCH_INDEX)" --measure $(or $(ONLY),ms-swift verl)

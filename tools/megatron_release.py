@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,12 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 Data = Mapping[str, Mapping[str, str]]
+_FOR_NEWER_PYTHON = Version("0.17")
+"""Has wheels from 3.12 on; nothing in them depends on it but the helper of data sets."""
+_BUILD = (
+    "import mindspeed.megatron_adaptor; from megatron.core.datasets.utils import compile_helpers; "
+    "compile_helpers()"
+)
 
 
 @contextlib.contextmanager
@@ -31,7 +38,15 @@ def release(version: str, directory: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         if not directory:
             wanted = ["--target", folder, "--no-deps", f"megatron-core=={version}"]
+            other = Version(version) >= _FOR_NEWER_PYTHON and sys.version_info < (3, 12)
+            if other:
+                wanted += ["--python-version", "3.12", "--only-binary", ":all:"]
+                wanted += ["--ignore-requires-python"]
             subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
+            if other:
+                path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+                environment = os.environ | {"PYTHONPATH": path, "MINDSPEED_ALLOW_UNTESTED": "1"}
+                subprocess.run([sys.executable, "-c", _BUILD], env=environment, check=True)
         yield Path(directory or folder).resolve()
 
 

@@ -7,6 +7,8 @@ python tools/megatron_versions.py --measure 0.15.3       train with this release
                                                          comes out
 python tools/megatron_versions.py --measure main=DIR     the same for a checkout or unpacked wheel
 python tools/megatron_versions.py --measure 0.15.3 --only pipeline mla-tensor
+python tools/megatron_versions.py --check --measure 0.15.3
+                                                         fail where it is not as the table says
 
 Each job trains a tiny model for three steps on CPU ranks that find this Megatron first, in our
 trainer with default flags. It is ``equal`` when losses are within 1e-6 and gradient norms within
@@ -481,14 +483,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--measure", nargs="+", metavar="VERSION[=DIR]", default=[])
     parser.add_argument("--only", nargs="+", metavar="JOB", choices=JOBS, default=list(JOBS))
     args = parser.parse_args(arguments)
-    data = load(DATA)
+    data, jobs = load(DATA), {name: JOBS[name] for name in args.only}
+    wrong = []
     for one in args.measure:
         version, _, directory = one.partition("=")
-        found = measure(version, directory, {name: JOBS[name] for name in args.only})
-        data[version] = data.get(version, {}) | found
+        found, before = measure(version, directory, jobs), data.get(version, {})
+        if args.check:
+            wrong += [
+                f"{version} {name}: {found[name]}; the table has: {before.get(name, 'nothing')}"
+                for name in ("patches", *jobs)
+                if found[name] != before.get(name)
+            ]
+            continue
+        data[version] = before | found
         store(DATA, _HEAD, data)
         data = load(DATA)
-    for problem in (wrong := problems(data)):
+    for problem in (wrong := wrong + problems(data)):
         print(problem, file=sys.stderr)
     tables = {PAGE: {"megatron-versions": table(data)}}
     outdated = update(tables, "megatron_versions", check=args.check)

@@ -43,7 +43,7 @@ def start(tmp_path):
     [
         (PASSED, "true", 0, "=== 3 passed in 1.00s ===\nall checks passed\n"),
         (f"{PASSED}; exit 1", "true", 1, "FAILED: test\n"),
-        (PASSED, "exit 2", 1, "FAILED: test-avx2 fresh lint docs\n"),
+        (PASSED, "exit 2", 1, "FAILED: test-avx2 fresh corners lint docs\n"),
         (
             "echo half; kill -9 $$",
             "true",
