@@ -8,6 +8,7 @@ wheel and any checkout.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +50,8 @@ def _check(patch: Patch, root: Path, version: Version) -> Finding:
     if patch.kind == "define":
         return _check_new_name(patch, source, version)
     node = _find(_parse(source), patch.qualname)
+    if node is None and _is_of_dataclass(_parse(source), patch.qualname):
+        return Finding(patch, "ok")
     if node is None:
         return Finding(patch, "missing", f"{patch.target} is absent in megatron-core {version}")
     signature = patch.expected_signature(version)
@@ -101,6 +104,15 @@ def _find(tree: ast.Module, qualname: str) -> ast.AST | None:
         # `try: class X ... except ImportError: X = None` defines twice: the definition counts
         node = next((child for child in found if not _is_assignment(child)), found[0])
     return node
+
+
+def _is_of_dataclass(tree: ast.Module, qualname: str) -> bool:
+    """Whether it is the constructor of a dataclass, which has no definition."""
+    holder, _, name = qualname.rpartition(".")
+    node = _find(tree, holder) if name == "__init__" and holder else None
+    return isinstance(node, ast.ClassDef) and any(
+        re.search(r"\bdataclass\b", ast.unparse(one)) for one in node.decorator_list
+    )
 
 
 def _definitions(node: ast.AST) -> Iterable[ast.AST]:

@@ -6,6 +6,7 @@ import argparse
 
 from mindspeed.adaptor import fused_functions
 from mindspeed.adaptor.arguments import argument_patches
+from mindspeed.adaptor.config_options import config_patches
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import all_repairs
@@ -19,7 +20,9 @@ def all_patches() -> tuple[Patch, ...]:
     of_seams = dict.fromkeys(patch for seam in seams for patch in seam.patches)
     of_kernels = [patch for patches in fused_functions.PATCHES.values() for patch in patches]
     of_arguments = argument_patches(lambda parser: parser, tuple, _nothing, _nothing)
-    return (*defined.PATCHES, *all_repairs(), *of_arguments, *of_seams, *of_kernels)
+    of_configs = config_patches(list, dict)
+    own = (*of_arguments, *of_configs)
+    return (*defined.PATCHES, *all_repairs(), *own, *of_seams, *of_kernels)
 
 
 def _nothing(args: argparse.Namespace) -> None:

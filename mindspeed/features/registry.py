@@ -223,6 +223,14 @@ class Configuration:
     enabled: tuple[Feature, ...]
     corrections: Mapping[str, Any] = field(default_factory=dict)
 
+    def values(self) -> dict[str, Any]:
+        """Flat ``{flag name: value}`` of all features."""
+        return {
+            item.name: getattr(feature, item.name)
+            for feature in self.features.values()
+            for item in flags_of(type(feature))
+        }
+
     def changed_values(self) -> dict[str, Any]:
         """Flat ``{flag name: value}`` of everything that differs from its default."""
         values: dict[str, Any] = (

@@ -23,6 +23,7 @@ from typing import Any
 
 from mindspeed import device, plugins, te
 from mindspeed.adaptor.arguments import argument_patches, shown_as
+from mindspeed.adaptor.config_options import config_patches
 from mindspeed.adaptor.importing import (
     PostImportHooks,
     model_parallel_is_initialized,
@@ -108,11 +109,12 @@ class Session:
         of_arguments = argument_patches(
             _add_flags, own_flags, _derive, self._configure_from_namespace
         )
+        of_configs = config_patches(own_flags, self._chosen)
         version = megatron_version()
         here = (patch for patch in all_patches() if patch.applies_to(version))
         self.engine.prepare(patch.target for patch in here)
         repairs = repairs_for(self.device, self.te)
-        for patch in (*defined.PATCHES, *repairs, *of_arguments):
+        for patch in (*defined.PATCHES, *repairs, *of_arguments, *of_configs):
             self.engine.add(patch)
         self._repair_for({})
 
@@ -187,6 +189,10 @@ class Session:
         self.engine.undo()
         self.hooks.uninstall()
         self.journal.undo()
+
+    def _chosen(self) -> dict[str, Any]:
+        """All options with their values; none before a choice."""
+        return self.configuration.values() if self.configuration else {}
 
     def _configure_from_namespace(self, args: argparse.Namespace) -> None:
         self.configure(args)

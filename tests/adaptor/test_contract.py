@@ -65,6 +65,7 @@ def small_megatron(tmp_path):
     (core / "layers.py").write_text(
         "try:\n    class Layer:\n        def forward(self, x, *, mask=None, **kw): ...\n"
         "except ImportError:\n    Layer = None\nlimit: int = 3\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Config:\n    size: int\n"
     )
     return tmp_path
 
@@ -76,6 +77,8 @@ def small_megatron(tmp_path):
         ("megatron.core.layers:limit", None, None),
         ("megatron.core.layers:Layer.forward", "(self, y, ...)", "expected (self, y, ...)"),
         ("megatron.core.layers:Layer.backward", None, "is absent in megatron-core 0.16.1"),
+        ("megatron.core.layers:Config.__init__", "(self, ...)", None),
+        ("megatron.core.layers:Layer.__init__", "(self, ...)", "is absent in megatron-core"),
         ("megatron.core.gone:f", None, "module megatron.core.gone is absent"),
         ("megatron.training.training:train", None, None),  # a wheel has no megatron.training
     ],

@@ -323,3 +323,35 @@ print(json.dumps(dict(corrected)))
 def test_a_mapping_is_only_read_and_a_namespace_is_corrected(result):
     corrected = result(READ_ONLY)
     assert corrected["cp_comm_type"] == ["a2a"] and corrected["apply_rope_fusion"] is False
+
+
+def test_options_among_the_fields_of_a_config_are_those_that_are_chosen(result):
+    code = """
+import inspect
+import mindspeed.megatron_adaptor as adaptor
+from mindspeed.errors import ConfigError
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+sizes = {'num_layers': 2, 'hidden_size': 8, 'num_attention_heads': 2}
+
+def made(config, **own):
+    try:
+        return vars(config(**own, **sizes)).get('use_fused_rmsnorm')
+    except (ConfigError, TypeError) as error:
+        return str(error)
+
+found = [made(TransformerConfig, use_fused_rmsnorm=True)]
+adaptor.repatch({'hidden_size': 8, 'normalization': 'RMSNorm', 'use_fused_rmsnorm': True})
+for config in (TransformerConfig, MLATransformerConfig):
+    assert 'hidden_size' in inspect.signature(config).parameters
+    found += [made(config, use_fused_rmsnorm=True), made(config, use_fused_rmsnorm=False)]
+    found += [made(config), made(config, no_such_option=1)]
+print(json.dumps(found))
+"""
+    found = result(PRELUDE + code)
+    assert "use_fused_rmsnorm=True, an option of mindspeed, before any were chosen" in found[0]
+    for of_config in (found[1:5], found[5:]):
+        chosen, other, without, unknown = of_config
+        assert chosen is True
+        assert "got use_fused_rmsnorm=False, but mindspeed runs with True" in other
+        assert without is None
+        assert "unexpected keyword argument 'no_such_option'" in unknown
