@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -17,9 +18,11 @@ import torch
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.repairs.attention import layer_comm_types
 from mindspeed.adaptor.repairs.data import dataset_helpers, packed_conversations
+from mindspeed.adaptor.repairs.layers import bridge_adapters
 from mindspeed.adaptor.repairs.scripts import absent_triton, eager_wandb, log_line
 from mindspeed.adaptor.versions import at_least, in_range, megatron_version
 from mindspeed.errors import DataError
+from mindspeed.journal import Journal
 from mindspeed.testing import RankError
 from tests.adaptor import repair_ranks
 from tests.support.installed_repair import with_repair
@@ -204,6 +207,31 @@ def test_a_package_that_megatron_imports_for_nothing_is_loaded_at_its_first_use(
         assert "no_such_recorder" not in sys.modules
     finally:
         for name in ("recorder", "recorder.sdk"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["before", "after"])
+def test_adapters_of_mcore_bridge_are_those_of_a_transformer_engine(tmp_path, monkeypatch, loaded):
+    package = tmp_path / "mcore_bridge" / "tuners"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("def is_torch_npu_available(): return True\n")
+    (package / "lora.py").write_text("from mcore_bridge import is_torch_npu_available\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    hooks, journal = PostImportHooks(), Journal()
+    hooks.install()
+    try:
+        if loaded:
+            importlib.import_module("mcore_bridge.tuners.lora")
+        bridge_adapters.install(hooks, journal)
+        module = importlib.import_module("mcore_bridge.tuners.lora")
+        assert not module.is_torch_npu_available()
+        assert sys.modules["mcore_bridge"].is_torch_npu_available()
+        journal.undo()
+        assert module.is_torch_npu_available()
+    finally:
+        hooks.uninstall()
+        for name in ("mcore_bridge", "mcore_bridge.tuners", "mcore_bridge.tuners.lora"):
             sys.modules.pop(name, None)
 
 
