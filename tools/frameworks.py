@@ -5,13 +5,14 @@ python tools/frameworks.py --check               fail where it is out of date
 python tools/frameworks.py --measure ms-swift    build the framework's environment from
                                                  tools/frameworks/ms-swift.txt, train in it, keep
                                                  what comes out
-python tools/frameworks.py --measure verl --only actor-tensor
+python tools/frameworks.py --measure verl --device npu --only actor-tensor
 
-Each job runs on two CPU ranks and on one, three steps of a tiny model that the framework's
+Each job runs on two ranks and on one CPU rank, three steps of a tiny model that the framework's
 transformers has saved, and is ``equal`` when losses and gradient norms are, within the tolerances
-of the job. ms-swift's jobs are its own commands in fp32. verl's are updates by its training worker
-in fp32, which must equal the same updates in plain torch, too, and its command for fine-tuning,
-which knows half precision only.
+of the job. The two ranks are on CPUs, or on the emulated NPUs of tests/npu_emulator, where the
+framework's own start for Ascend imports this library. ms-swift's jobs are its own commands in fp32.
+verl's are updates by its training worker in fp32, which must equal the same updates in plain torch,
+too, and its command for fine-tuning, which knows half precision only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from typing import ClassVar
 from feature_table import ROOT, update
 from megatron_release import Data, load, store
 
+from mindspeed.processes import free_port
+
 PAGE = ROOT / "docs" / "frameworks.md"
 DATA = ROOT / "docs" / "frameworks.toml"
 FILES = ROOT / "tools" / "frameworks"
@@ -40,6 +43,8 @@ _HEAD = "# What trains inside frameworks; written by tools/frameworks.py --measu
 EQUAL = "equal"
 LIMIT = 600
 """Seconds of a training, which needs about one minute."""
+DEVICES = {"cpu": "two CPU ranks", "npu": "two emulated NPUs"}
+REPORT = "MINDSPEED_FEATURES_LIVE"
 
 
 class TrainingError(Exception):
@@ -56,6 +61,7 @@ class Job:
         layout: flags of two ranks.
         model: of tiny_models.py.
         flags: also those of the one rank.
+        reached: features that must have run on the two ranks.
         adapters: starts with adapters that one rank has trained for a step; those that the
             framework draws differ between layouts.
         loss: relative tolerance.
@@ -68,6 +74,7 @@ class Job:
     layout: str
     model: str = "dense"
     flags: str = ""
+    reached: frozenset[str] = frozenset()
     adapters: bool = False
     loss: float = 1e-6
     norm: float = 1e-5
@@ -76,11 +83,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a training computed, by step, and where it is saved."""
+    """What a training computed, by step, where it is saved, and what it printed."""
 
     losses: Sequence[float]
     norms: Sequence[float]
     folder: Path
+    log: str = ""
 
 
 class Framework(ABC):
@@ -102,20 +110,22 @@ class Framework(ABC):
         self.run([str(FILES / "tiny_models.py"), str(scratch)])
 
     @abstractmethod
-    def train(self, job: Job, ranks: int, layout: str) -> Numbers:
-        """Train on so many ranks."""
+    def train(self, job: Job, ranks: int, layout: str, device: str) -> Numbers:
+        """Train on so many ranks of CPUs or NPUs."""
 
     def plain(self, job: Job) -> Numbers:
         """The same in plain torch."""
         raise NotImplementedError
 
-    def verdict(self, job: Job) -> str:
-        """``equal``, or what is wrong."""
+    def verdict(self, job: Job, device: str = "cpu") -> str:
+        """``equal``, or what is wrong, on two ranks of a device."""
         try:
-            expected, found = self._one_rank(job), self.train(job, 2, job.layout)
+            expected, found = self._one_rank(job), self.train(job, 2, job.layout, device)
             plain = self.plain(job) if job.plain else expected
         except TrainingError as error:
             return f"failed: {error}"
+        if never := job.reached - reached(found.log):
+            return f"never reached: {', '.join(sorted(never))}"
         for where, other in (("on one rank", expected), ("in plain torch", plain)):
             for what, within in (("loss", job.loss), ("gradient norm", job.norm)):
                 name = "losses" if what == "loss" else "norms"
@@ -128,24 +138,40 @@ class Framework(ABC):
     def _one_rank(self, job: Job) -> Numbers:
         key = (job.command, job.model, job.flags)
         if key not in self._one_ranks:
-            self._one_ranks[key] = self.train(job, 1, "")
+            self._one_ranks[key] = self.train(job, 1, "", "cpu")
         return self._one_ranks[key]
 
-    def run(self, arguments: Sequence[str], ranks: int = 0) -> str:
+    def run(
+        self, arguments: Sequence[str], ranks: int = 0, device: str = "cpu", **more: str
+    ) -> str:
         """Run a program in the environment, on ranks of torchrun if there are any.
+
+        Args:
+            arguments: after ``python``.
+            ranks: 0: the program starts them, if it does.
+            device: that it sees.
+            more: environment variables.
+
+        Returns:
+            What it printed.
 
         Raises:
             TrainingError: it failed.
         """
+        python = str(self._python)
         launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
+        command = [python, *(launcher if ranks else []), *arguments]
+        if device == "npu":
+            command = [python, "-m", "tests.npu_emulator", *command]
         own = {"MINDSPEED_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        own |= {"PYTHONPATH": str(ROOT), REPORT: "1"}
         try:
             return subprocess.run(
-                [str(self._python), *(launcher if ranks else []), *arguments],
+                command,
                 check=True,
                 capture_output=True,
                 text=True,
-                env=os.environ | own | {"PYTHONPATH": str(ROOT)} | self.environment,
+                env=os.environ | own | self.environment | more,
                 cwd=self.scratch,
                 timeout=LIMIT,
             ).stdout
@@ -192,7 +218,7 @@ class MsSwift(Framework):
     _flags = """
     --split_dataset_ratio 0 --load_from_cache_file false --max_length 64
     --dataset_num_proc 1 --dataloader_num_workers 0 --logging_steps 1
-    --torch_dtype float32 --fp16 false --bf16 false --ddp_backend gloo --attention_backend unfused
+    --torch_dtype float32 --fp16 false --bf16 false
     --micro_batch_size 1 --global_batch_size 4 --train_iters 3 --lr 1e-3
     """
 
@@ -200,35 +226,42 @@ class MsSwift(Framework):
         super().__init__(python, scratch)
         self._adapters: dict[str, Path] = {}
 
-    def train(self, job: Job, ranks: int, layout: str) -> Numbers:
+    def train(self, job: Job, ranks: int, layout: str, device: str) -> Numbers:
         """Run the command."""
         if not job.adapters:
-            return self._train(job, ranks, layout)
+            return self._train(job, ranks, layout, device)
         if job.flags not in self._adapters:
-            folder = self._train(job, 1, "--train_iters 1").folder
+            folder = self._train(job, 1, "--train_iters 1", "cpu").folder
             self._adapters[job.flags] = next(folder.glob("*/checkpoint-1"))
-        return self._train(job, ranks, f"{layout} --adapters {self._adapters[job.flags]}")
+        more = f"{layout} --adapters {self._adapters[job.flags]}"
+        return self._train(job, ranks, more, device)
 
-    def _train(self, job: Job, ranks: int, more: str) -> Numbers:
+    def _train(self, job: Job, ranks: int, more: str, device: str) -> Numbers:
         output = Path(tempfile.mkdtemp(dir=self.scratch))
-        self.run(
+        on_npu = device == "npu"
+        program = ["-m", "swift.cli._megatron.main"] if on_npu else [str(FILES / "ms_swift.py")]
+        log = self.run(
             [
-                *[str(FILES / "ms_swift.py"), job.command],
+                *[*program, job.command],
                 *f"--model {self.scratch / job.model} --check_model false".split(),
                 *f"--model_type {'qwen3_moe' if job.model == 'moe' else 'qwen3'}".split(),
                 *f"--template chatml --dataset {self.scratch / job.command}.jsonl".split(),
                 *self._flags.split(),
+                *("" if on_npu else "--ddp_backend gloo --attention_backend unfused").split(),
                 *["--output_dir", str(output)],
                 *f"{job.flags} {more}".split(),
             ],
-            ranks,
+            0 if on_npu else ranks,
+            device,
+            NPROC_PER_NODE=str(ranks),
+            MASTER_PORT=str(free_port()),
         )
         lines = next(output.glob("*/logging.jsonl")).read_text().splitlines()
         records = [record for line in lines if "grad_norm" in (record := json.loads(line))]
         if not records:
             raise TrainingError("no step in the log")
         losses = [record["loss"] for record in records]
-        return Numbers(losses, [record["grad_norm"] for record in records], output)
+        return Numbers(losses, [record["grad_norm"] for record in records], output, log)
 
 
 _TP, _PP = "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"
@@ -274,16 +307,17 @@ class Verl(Framework):
     trainer.logger=[console] optim.lr=1e-3
     """
 
-    def train(self, job: Job, ranks: int, layout: str) -> Numbers:
+    def train(self, job: Job, ranks: int, layout: str, device: str) -> Numbers:
         """Update, or run the command."""
         output = Path(tempfile.mkdtemp(dir=self.scratch)) / "found.pt"
         if job.command != "sft":
-            return self._update(
-                job, output, ["--layout", *layout.split(), *job.flags.split()], ranks
-            )
+            more = ["--layout", *layout.split(), *job.flags.split()]
+            return self._update(job, output, more, ranks, device)
+        on_npu = device == "npu"
+        program = ["-m", "verl.trainer.sft_trainer"] if on_npu else [str(FILES / "verl_cpu.py")]
         log = self.run(
             [
-                str(FILES / "verl_cpu.py"),
+                *program,
                 f"model.path={self.scratch / job.model}",
                 f"data.train_files={self.scratch / 'sft.parquet'}",
                 f"trainer.n_gpus_per_node={ranks}",
@@ -291,6 +325,7 @@ class Verl(Framework):
                 *f"{self._flags} {layout}".split(),
             ],
             ranks,
+            device,
         )
         found = re.findall(r"train/loss:(\S+) .*train/grad_norm:(\S+)", log)
         if not found:
@@ -298,21 +333,23 @@ class Verl(Framework):
         losses, norms = (
             [float(number) for number in numbers] for numbers in zip(*found, strict=True)
         )
-        return Numbers(losses, norms, output.parent)
+        return Numbers(losses, norms, output.parent, log)
 
     def plain(self, job: Job) -> Numbers:
         """Update in plain torch."""
         output = self.scratch / f"{job.command}-{job.model}.pt"
-        return self._update(job, output, ["--plain"], 0)
+        return self._update(job, output, ["--plain"], 0, "cpu")
 
-    def _update(self, job: Job, output: Path, more: Sequence[str], ranks: int) -> Numbers:
-        numbers = output.with_suffix(".json")
+    def _update(
+        self, job: Job, output: Path, more: Sequence[str], ranks: int, device: str
+    ) -> Numbers:
+        numbers, log = output.with_suffix(".json"), ""
         if not numbers.exists():
             program = [str(FILES / "verl_updates.py"), job.command, str(self.scratch / job.model)]
             plain = ["--equal-to", str(self.plain(job).folder)] if job.plain and ranks else []
-            self.run([*program, "--output", str(output), *plain, *more], ranks)
+            log = self.run([*program, "--output", str(output), *plain, *more], ranks, device)
         found = json.loads(numbers.read_text())
-        return Numbers(found["losses"], found["norms"], output)
+        return Numbers(found["losses"], found["norms"], output, log)
 
 
 FRAMEWORKS: dict[str, type[Framework]] = {"ms-swift": MsSwift, "verl": Verl}
@@ -353,33 +390,54 @@ def reason(log: str) -> str:
     return f"{found[1].strip()[:200]}{where}"
 
 
-def measure(name: str, python: Path, jobs: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Versions of the environment, then what each job does."""
+def reached(log: str) -> frozenset[str]:
+    """The features that a training has reported to have run."""
+    found = re.search(r"^features reached in the first step: (.*)$", log, re.M)
+    return frozenset(found[1].split(", ") if found else ())
+
+
+def measure(
+    name: str, python: Path, devices: Sequence[str], jobs: Sequence[str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Versions of the environment, then what each job does on each device; with its section."""
     framework = FRAMEWORKS[name]
     code = "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))"
     versions = subprocess.check_output([str(python), "-c", code, *framework.versions], text=True)
-    yield {
-        package: version.partition("+")[0]
-        for package, version in zip(framework.versions, versions.split(), strict=True)
-    }
+    yield (
+        name,
+        {
+            package: version.partition("+")[0]
+            for package, version in zip(framework.versions, versions.split(), strict=True)
+        },
+    )
     with tempfile.TemporaryDirectory() as scratch:
         trainings = framework(python, Path(scratch))
         for job in jobs or framework.jobs:
-            verdict = trainings.verdict(framework.jobs[job])
-            print(f"{name} {job}: {verdict}", flush=True)
-            yield {job: verdict}
+            for device in devices:
+                verdict = trainings.verdict(framework.jobs[job], device)
+                print(f"{name} {job} {device}: {verdict}", flush=True)
+                yield section(name, device), {job: verdict}
+
+
+def section(name: str, device: str) -> str:
+    """Of the data file: the framework's own has versions and what CPU ranks did."""
+    return name if device == "cpu" else f"{name}-{device}"
 
 
 def table(data: Data) -> str:
     """One row a job, below the packages of its framework; what is not equal in words."""
-    lines = ["| framework | on two ranks | against one rank |", "|---|---|---|"]
-    for name, found in data.items():
-        framework = FRAMEWORKS[name]
+    lines = [f"| framework | trains | {' | '.join(DEVICES.values())} |", "|---|---|---|---|"]
+    for name, framework in FRAMEWORKS.items():
+        found = data[name]
         packages = ", ".join(f"{package} {found[package]}" for package in framework.versions[1:])
-        lines.append(f"| {name} {found[name]} | with {packages} | |")
+        lines.append(f"| {name} {found[name]} | with {packages} | | |")
         for job, run in framework.jobs.items():
-            also = ", to plain torch as well" if run.plain and found[job] == EQUAL else ""
-            lines.append(f"| | {run.shown} | {found[job]}{also} |")
+            verdicts = [
+                data.get(section(name, device), {}).get(job, "not measured") for device in DEVICES
+            ]
+            plain = ", to plain torch as well" if run.plain else ""
+            shown = [v + plain if v == EQUAL else v for v in verdicts]
+            lines.append(f"| | {run.shown} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
@@ -388,6 +446,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
     parser.add_argument("--measure", nargs="+", choices=FRAMEWORKS, default=[])
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=list(DEVICES))
     parser.add_argument("--only", nargs="+", metavar="JOB", default=[])
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "frameworks")
     parser.add_argument("--torch-index", default="", help="package index of torch")
@@ -399,8 +458,8 @@ def main(arguments: list[str] | None = None) -> int:
     data = load(DATA)
     for name in args.measure:
         python = build(name, args.environments.absolute(), args.torch_index)
-        for found in measure(name, python, args.only):
-            data[name] = data.get(name, {}) | found
+        for part, found in measure(name, python, args.device, args.only):
+            data[part] = data.get(part, {}) | found
             store(DATA, _HEAD, data)
     return update({PAGE: {"frameworks": table(data)}}, "frameworks", check=args.check)
 

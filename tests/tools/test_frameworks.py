@@ -12,7 +12,16 @@ pytest.importorskip("tomllib")  # Python 3.11
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import frameworks
-from frameworks import EQUAL, FRAMEWORKS, Framework, Job, Numbers, TrainingError
+from frameworks import (
+    DEVICES,
+    EQUAL,
+    FRAMEWORKS,
+    Framework,
+    Job,
+    Numbers,
+    TrainingError,
+    section,
+)
 
 ONE_RANK = [(3.0, 2.0), (2.0, 1.0)]
 PLAIN = [(3.0, 2.0), (2.0, 1.5)]
@@ -24,14 +33,15 @@ def verdict(tmp_path):
 
     def of(steps, **options):
         class Planned(Framework):
-            def run(self, arguments, ranks=0):
+            def run(self, arguments, ranks=0, device="cpu", **more):
                 return ""
 
-            def train(self, job, ranks, layout):
+            def train(self, job, ranks, layout, device):
                 found = ONE_RANK if ranks == 1 else steps
                 if isinstance(found, Exception):
                     raise found
-                return Numbers(*zip(*found, strict=True), tmp_path)
+                log = "rank 0\nfeatures reached in the first step: norms, mc2\n  coc: ...\n"
+                return Numbers(*zip(*found, strict=True), tmp_path, log)
 
             def plain(self, job):
                 return Numbers(*zip(*PLAIN, strict=True), tmp_path)
@@ -61,6 +71,11 @@ def test_a_training_is_compared_with_plain_torch_and_by_its_own_tolerances(verdi
     assert verdict([(3.1, 2.0), (2.0, 1.0)], loss=0.1) == EQUAL
 
 
+def test_features_of_a_training_must_have_been_reached(verdict):
+    assert verdict(ONE_RANK, reached=frozenset({"mc2", "norms"})) == EQUAL
+    assert verdict(ONE_RANK, reached=frozenset({"mc2", "coc"})) == "never reached: coc"
+
+
 def test_the_reason_is_the_first_exception_and_its_place_in_a_package():
     log = (
         "[rank1]: Traceback (most recent call last):\n"
@@ -75,9 +90,11 @@ def test_the_reason_is_the_first_exception_and_its_place_in_a_package():
 
 def test_every_job_has_a_verdict():
     data = frameworks.load(frameworks.DATA)
-    assert data.keys() == FRAMEWORKS.keys()
-    for name, found in data.items():
-        assert {*FRAMEWORKS[name].jobs, *FRAMEWORKS[name].versions} == found.keys(), name
+    sections = [section(name, device) for name in FRAMEWORKS for device in DEVICES]
+    assert data.keys() == {*sections}
+    for name, framework in FRAMEWORKS.items():
+        assert {*framework.jobs, *framework.versions} == data[name].keys()
+        assert framework.jobs.keys() >= data[section(name, "npu")].keys()
 
 
 def test_a_job_that_a_framework_has_not_is_named(capsys):
