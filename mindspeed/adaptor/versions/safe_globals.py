@@ -57,4 +57,5 @@ class _Torch:
     @staticmethod
     def load(file: Any, **options: Any) -> Any:
         """``torch.load`` of plain containers, tensors and the classes above."""
-        return torch.load(file, **{**options, "weights_only": True})
+        options.pop("weights_only", None)  # Megatron's is False
+        return torch.load(file, weights_only=True, **options)
