@@ -26,7 +26,7 @@ from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, option_of
 from mindspeed.features.registry import LevelOptions, all_features
-from mindspeed.flags import add_flags, flags_of
+from mindspeed.flags import add_flags
 from mindspeed.session.registered_patches import MindSpeedPatchesManager
 from mindspeed.session.session import current, read_config_file
 
@@ -233,10 +233,7 @@ def get_mindspeed_args(get_defaults: bool = False) -> argparse.Namespace:
     if not get_defaults and session is not None and session.configuration is not None:
         configuration = session.configuration
         args.optimization_level = configuration.level
-        for feature in configuration.features.values():
-            vars(args).update(
-                {one.name: getattr(feature, one.name) for one in flags_of(type(feature))}
-            )
+        vars(args).update(configuration.values())
     return args
 
 
