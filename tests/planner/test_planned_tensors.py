@@ -89,6 +89,16 @@ def test_results_are_those_of_real_tensors_however_often(name: str) -> None:
             assert kept(CALLS[name]) == real
 
 
+def test_a_view_of_freed_memory_does_not_get_it_back() -> None:
+    with PlannedTensors():
+        x, again = torch.ones(4, 6), torch.ones(4, 6)
+        x.view(24)
+        again.untyped_storage().resize_(0)
+        assert again.view(24).shape == (24,)
+        assert again.untyped_storage().nbytes() == 0
+        assert x.untyped_storage().nbytes() == 96
+
+
 def test_a_result_belongs_to_the_default_dtype_and_to_inference() -> None:
     def dtypes() -> list[torch.dtype]:
         return [torch.full((2,), 1.0).dtype, torch.arange(2).div(2).dtype]

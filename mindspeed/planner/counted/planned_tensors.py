@@ -11,8 +11,6 @@ step; keys here know FakeTensors of fixed shapes alone, and every other call goe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -40,10 +38,6 @@ READERS: dict[tuple[str, str], float] = {
     ("utils.py", "_broadcast_cu_seqlens"): 0,
 }
 """Constant that a function reads, by its file and name."""
-_STORAGE_OPS = (
-    torch.ops.aten.set_.source_Storage,
-    torch.ops.aten.set_.source_Storage_storage_offset,
-)
 _INSIDE = (
     "/torch/",
     "/spmd_types/",
@@ -66,6 +60,8 @@ class PlannedTensors(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        # The cache of torch keeps storages alive, and gets freed memory back for views of it.
+        self.cache_enabled = False
         self._results: dict[Any, _Result | None] = {}  # None: not to be made from the key
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,9 +88,6 @@ class PlannedTensors(FakeTensorMode):
 
     def _propagate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
-            if func in _STORAGE_OPS:  # the cache of results would keep their storages alive
-                with _uncached(self):
-                    return super().dispatch(func, types, args, kwargs)
             return super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ReadsValue(
@@ -200,9 +193,13 @@ _empty_strided = torch._C._VariableFunctions.empty_strided  # torch's own, below
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
-    """Whether a tensor is all that its metadata says: no constant, strided, no lazy bits."""
+    """Whether a tensor is all that its metadata says: no constant, strided, no lazy bits.
+
+    Its memory is not freed: making a view of it would get it back.
+    """
     return (
         tensor.constant is None
+        and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
         and tensor.layout is torch.strided
         and not tensor.is_neg()
         and not tensor.is_conj()
@@ -231,15 +228,6 @@ def _equal(tensor: FakeTensor, again: FakeTensor) -> bool:
         and tensor.untyped_storage().nbytes() == again.untyped_storage().nbytes()
         and torch._C._dispatch_key_set(tensor) == torch._C._dispatch_key_set(again)
     )
-
-
-@contextmanager
-def _uncached(mode: FakeTensorMode) -> Iterator[None]:
-    before, mode.cache_enabled = mode.cache_enabled, False
-    try:
-        yield
-    finally:
-        mode.cache_enabled = before
 
 
 _ADVICE = "; compute it from shapes or arguments instead"
