@@ -83,7 +83,9 @@ class PostImportHooks:
         original = loader.exec_module  # type: ignore[union-attr]
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # type: ignore[union-attr]  # one module, one call
+            # One module, one call. Watchers of the same module stand on one loader: the outer one
+            # has removed the inner one's.
+            vars(loader).pop("exec_module", None)
             with ExitStack() as stack:
                 for prefix, of_module in self._of_packages:
                     if spec.name.startswith(prefix):

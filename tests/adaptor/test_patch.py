@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -62,6 +63,23 @@ def plus(amount):
         return patched
 
     return make
+
+
+def test_two_watchers_of_a_module_are_called_once_each(tmp_path, monkeypatch):
+    (tmp_path / "watched_twice.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    called, watchers = [], [PostImportHooks(), PostImportHooks()]
+    try:
+        for watcher in watchers:
+            watcher.install()
+            watcher.when_imported("watched_twice", called.append)
+        module = importlib.import_module("watched_twice")
+        importlib.reload(module)
+        assert called == [module, module]
+    finally:
+        for watcher in watchers:
+            watcher.uninstall()
+        sys.modules.pop("watched_twice", None)
 
 
 def test_wrap_reaches_aliases_and_undo_restores_the_same_object(library, engine):
