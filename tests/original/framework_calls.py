@@ -312,3 +312,83 @@ def double_ring() -> tuple[list[int], list[int], Any]:
         groups.get_ring_ranks_for_inter_window_kv(),
         groups.get_context_parallel_group_for_hybrid_ring(check_initialized=False),
     )
+
+
+def discarded_outputs() -> dict[str, Any]:
+    """MindSpeed-MM's norms of multi-token prediction, MindSpeed-LLM's up-projection of MLA."""
+    from mindspeed.core.tensor_parallel.random import CheckpointWithoutOutput
+    from mindspeed.errors import ConfigError
+
+    torch.set_default_dtype(torch.float64)
+    norms, up = [torch.nn.LayerNorm(4), torch.nn.LayerNorm(4)], torch.nn.Linear(8, 12)
+    inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    leaves = [*inputs, up.weight, norms[0].weight]
+    ran = []
+
+    def counted(function: Any) -> Any:
+        return lambda *args: ran.append(1) or function(*args)
+
+    def project(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (up(x) * scale).chunk(3, -1)
+
+    def forward(call: Any) -> list[torch.Tensor]:
+        first, second = call(norms[0], inputs[0]), call(norms[1], inputs[1])
+        joined = torch.cat((first, second), -1)
+        q, k, v = call(project, joined, torch.tensor(2.0))
+        return [first, second, joined, q, (q @ k.T) @ v]
+
+    expected = torch.autograd.grad(
+        forward(lambda function, *args: function(*args))[-1].sum(), leaves
+    )
+    made = []
+
+    def discarding(function: Any, *args: Any) -> Any:
+        made.append(CheckpointWithoutOutput())
+        return made[-1].checkpoint(counted(function), False, *args)
+
+    first, second, joined, q, out = forward(discarding)
+    made[2].ctx.actual_len = 5
+    kept = made[2].ctx.actual_len
+    for one in made:
+        one.discard_output()
+    sizes = [x.untyped_storage().size() for x in (first, second, q)]
+    joined.register_hook(made[0].recompute)
+    joined.register_hook(made[1].recompute)
+    out.register_hook(made[2].recompute)
+    out.sum().backward()
+    error = max(
+        (x.grad - wanted).abs().max().item() for x, wanted in zip(leaves, expected, strict=True)
+    )
+    refused = _refusal(ConfigError, CheckpointWithoutOutput().checkpoint, abs, True, inputs[0])
+    return {
+        "error": error,
+        "discarded": sizes,
+        "restored": torch.equal(first, norms[0](inputs[0])),
+        "ran": len(ran),
+        "kept on ctx": kept,
+        "refused": refused.partition(": ")[2].partition(";")[0],
+    }
+
+
+def norms() -> dict[str, Any]:
+    """MindSpeed-MM's and MindSpeed-LLM's norms by keyword and by position; rotary embedding."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import TransformerConfig
+
+    from mindspeed.core.fusions.fused_rms_norm import RMSNorm
+    from mindspeed.core.fusions.fused_rope import apply_rotary_pos_emb
+    from mindspeed.core.megatron_basic.megatron_basic import PTNorm
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm"
+    )
+    x = torch.randn(3, 8)
+    found = [RMSNorm(8, 1e-5, config=config), RMSNorm(dim=8, eps=1e-5, config=config)]
+    found.append(PTNorm(config, 8, 1e-5))
+    wanted = torch.nn.functional.rms_norm(x, (8,), eps=1e-5)
+    return {
+        "error": max((norm(x) - wanted).abs().max().item() for norm in found),
+        "marked": RMSNorm(dim=8, sequence_parallel=True).weight.sequence_parallel,
+        "norm": type(found[-1]).__name__,
+        "rope": apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb,
+    }

@@ -32,8 +32,10 @@ def test_an_import_of_what_is_not_offered_says_what_to_use():
         importlib.import_module("mindspeed.core.tensor_parallel.ascend_turbo.initialize")
     with pytest.raises(ImportError, match=r"batch_index of the original .* no parts of a batch"):
         from mindspeed.utils import batch_index  # noqa: F401
-    with pytest.raises(ImportError, match=r"checkpoint\(function, \*args\), without the flag"):
-        from mindspeed.core.tensor_parallel.random import CheckpointWithoutOutput  # noqa: F401
+    with pytest.raises(ImportError, match="the stages of --moe-fb-overlap start their messages"):
+        from mindspeed.core.transformer.moe.moe_feature.fb_overlap.modules.attention import (
+            launch_async_all2all,  # noqa: F401
+        )
     with pytest.raises(ImportError, match=r"see docs/features/coc\.md"):
         from mindspeed.core.tensor_parallel.coc_feature.adaptor import (
             MindSpeedCoCRowParallelLinear,  # noqa: F401

@@ -128,6 +128,30 @@ def all_to_all(group, x):
     return function_of("tensor_parallel.mappings._AllToAll").apply(group, x, None, None)
 
 
+UNEVEN = "adaptor.context_parallel.uneven_parts"
+
+
+@case(f"{UNEVEN}._Split", (4, 4))
+def part_of_a_whole(group, x):
+    from mindspeed.adaptor.context_parallel.uneven_parts import split_forward_gather_backward
+
+    return split_forward_gather_backward(x, group, 0, [2, 2], None)
+
+
+@case(f"{UNEVEN}._Gather", (4, 4))
+def whole_of_parts(group, x):
+    from mindspeed.adaptor.context_parallel.uneven_parts import gather_forward_split_backward
+
+    return gather_forward_split_backward(x, group, 0, None, None)
+
+
+@case(f"{UNEVEN}._AllToAll", (4, 6))
+def to_other_dimension(group, x):
+    from mindspeed.adaptor.context_parallel.uneven_parts import all_to_all
+
+    return all_to_all(x, group, scatter_dim=1, gather_dim=0)
+
+
 def _target(rows: int, size: int) -> torch.Tensor:
     return (torch.arange(rows) * 5 % size)[:, None]
 
@@ -253,12 +277,12 @@ def _grid(first: bool) -> Callable[..., Any]:
     """Both groups of a grid have one rank but one of them."""
 
     def run(group, x, weight):
-        from mindspeed.features.tensor_parallel.tensor_parallel_2d import _products
+        from mindspeed.adaptor.grid_layers import linear_products
         from mindspeed.tensor_parallel.two_dimensional.linear import Communication, linear
 
         alone = _alone()
         groups = (group, alone) if first else (alone, group)
-        return linear(x, weight, None, Communication(*groups), _products(False))
+        return linear(x, weight, None, Communication(*groups), linear_products(False))
 
     return run
 

@@ -18,11 +18,13 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.adaptor.grid_layers import linear_products
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import RANKS
 from mindspeed.tensor_parallel.two_dimensional import cost
 from mindspeed.tensor_parallel.two_dimensional.cost import Widths
+from mindspeed.tensor_parallel.two_dimensional.grid import current_grid, set_current_grid
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -148,20 +150,19 @@ class TensorParallel2D(
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         x, y = self.grid_of()
         fuse = bool(megatron.get("gradient_accumulation_fusion"))
-        grids: list[Any] = []
         report(megatron, x, y)
 
         def create() -> None:
             from mindspeed.tensor_parallel.two_dimensional.megatron import create_grid
 
             destroy()
-            grids.append(create_grid(x, y))
+            set_current_grid(create_grid(x, y))
 
         def destroy() -> None:
             from mindspeed.tensor_parallel.two_dimensional.megatron import destroy_grid
 
-            while grids:
-                destroy_grid(grids.pop())
+            if (before := set_current_grid(None)) is not None:
+                destroy_grid(before)
 
         def on_grid(block: Any, config: Any, first_layer: int) -> Any:
             from mindspeed.tensor_parallel.two_dimensional import megatron as layers
@@ -170,8 +171,8 @@ class TensorParallel2D(
                 block,
                 config,
                 layers.Layers(
-                    grids[0],
-                    _products(fuse),
+                    current_grid(),
+                    linear_products(fuse),
                     self.enable_overlap_ag_with_matmul,
                     self.enable_overlap_matmul_with_rs,
                     self.enable_backward_overlap_ag_with_matmul,
@@ -181,7 +182,7 @@ class TensorParallel2D(
         def finish(model: Any, config: Any, vp_stage: int | None) -> None:
             from mindspeed.tensor_parallel.two_dimensional.megatron import finish_chunk
 
-            finish_chunk(model, grids[0])
+            finish_chunk(model, current_grid())
 
         seams.journal.call_on_undo(destroy)
         seams.parallel_groups.add(create, owner=self.name)
@@ -193,21 +194,6 @@ class TensorParallel2D(
         if self.use_nd_matmul:
             return self.nd1_dim1_size, self.nd2_dim1_size
         return self.tp_x, self.tp_y
-
-
-def _products(fuse: bool) -> Any:
-    """Products and collectives of all linear layers, which features may replace."""
-    from mindspeed.te import comm, kernels
-    from mindspeed.te.weight_gradient import WgradOptions, weight_gradient
-    from mindspeed.tensor_parallel.two_dimensional.linear import Products
-
-    options = WgradOptions(fuse)
-    return Products(
-        gather=comm.all_gather_first_dim,
-        scatter=comm.reduce_scatter_first_dim,
-        gather_matmul=lambda *args, **kwargs: kernels.gather_matmul(*args, **kwargs),
-        weight_gradient=lambda weight, x, grad: weight_gradient(weight, x, grad, options),
-    )
 
 
 def report(megatron: Megatron, x: int, y: int) -> None:

@@ -46,6 +46,31 @@ class Grid:
     sequence: dist.ProcessGroup
 
 
+_CURRENT: list[Grid] = []
+
+
+def current_grid() -> Grid:
+    """The grid of this process.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not _CURRENT:
+        raise ConfigError(
+            "there is no grid of tensor-parallel ranks: add --tp-2d --tp-x X --tp-y Y, and "
+            "initialize model parallelism first"
+        )
+    return _CURRENT[-1]
+
+
+def set_current_grid(grid: Grid | None) -> Grid | None:
+    """Make it the grid of this process, None for no grid, and return the one before it."""
+    before = _CURRENT.pop() if _CURRENT else None
+    if grid is not None:
+        _CURRENT.append(grid)
+    return before
+
+
 def x_groups(tp_ranks: Sequence[int], x: int) -> list[list[int]]:
     """The x-groups of a tensor-parallel group: X neighbours each."""
     return [list(tp_ranks[first : first + x]) for first in range(0, len(tp_ranks), x)]
