@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from packaging.version import Version
+from torch.distributed import distributed_c10d
 
 OLDEST = "2.7"
 """The oldest release that trains; also the lower bound in pyproject.toml."""
@@ -50,3 +51,13 @@ def cpu_attention_groups_heads() -> bool:
 def fused_adam_takes_several_meshes() -> bool:
     """Whether one fused Adam updates DTensors of several device meshes."""
     return at_least("2.9")
+
+
+def groups_in_a_name() -> int:
+    """The number in the name of the next process group that only its own ranks make.
+
+    Older releases count the groups that this process is in, newer ones those that it took part in
+    making.
+    """
+    world = distributed_c10d._world
+    return world.group_count if at_least("2.14") else len(world.pg_names)

@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from mindspeed import device
+from mindspeed.device import torch_versions
 from mindspeed.errors import NoAnswer
 from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
@@ -120,13 +120,13 @@ def new_pipeline_group(pp_group: Any, name: str, backend: str) -> Any:
 def _know_equally_many_groups(pp_group: Any) -> None:
     """Let the ranks of ``pp_group`` find the same name for the next group that they make alone.
 
-    torch names it after its ranks and the number of groups that a process is in. Groups of one rank
-    make up for those that only some of the ranks are in, as the embedding groups.
+    torch names it after its ranks and a number of groups, which ranks of a job need not have alike:
+    only some of them are in the embedding groups. Groups of one rank make up for that.
     """
-    known = distributed_c10d._world.pg_names
+    known = torch_versions.groups_in_a_name()
     counts = [torch.zeros(1, dtype=torch.int64, device=_device()) for _ in range(pp_group.size())]
-    dist.all_gather(counts, torch.full_like(counts[0], len(known)), group=pp_group)
-    for _ in range(int(max(counts)) - len(known)):
+    dist.all_gather(counts, torch.full_like(counts[0], known), group=pp_group)
+    for _ in range(int(max(counts)) - known):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
