@@ -1,7 +1,7 @@
 """Releases of Megatron to measure, and what was measured of each, as data of the documentation.
 
-The data is a TOML file: version -> name -> text. A version is a release of PyPI or ``NAME=DIR``,
-a checkout.
+The data is a TOML file: version -> name -> text. A version is a release of PyPI, which may have
+words behind a comma, or ``NAME=DIR``, a checkout.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def store(file: Path, head: str, data: Data) -> None:
 
 def _order(item: tuple[str, Mapping[str, str]]) -> tuple[bool, Version, str]:
     try:
-        return False, Version(item[0]), ""
+        return False, Version(item[0].partition(",")[0]), item[0]
     except InvalidVersion:
         return True, Version("0"), item[0]

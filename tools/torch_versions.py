@@ -6,9 +6,10 @@ python tools/torch_versions.py --measure   train with the torch of this interpre
                                            comes out
 python tools/torch_versions.py --measure --only pipeline mla-tensor
 
-Run it with the interpreter of an environment that has the release. Jobs, and what ``equal`` means,
-are those of ``tools/megatron_versions.py``: three steps on CPU ranks, against one rank of the same
-torch.
+Run it with the interpreter of an environment that has the release. A Python other than that of
+constraints.txt makes a column of its own; 3.10 needs a ``tomllib`` on ``PYTHONPATH`` that does
+``from tomli import *``. Jobs, and what ``equal`` means, are those of
+``tools/megatron_versions.py``: three steps on CPU ranks, against one rank of the same torch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import platform
 import re
 import sys
 import tempfile
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import version as installed
 from pathlib import Path
 
 from feature_table import ROOT, update
+from feature_table import load as load_page_data
 from megatron_release import Data, load, store
 from megatron_versions import BASE, EQUAL, JOBS, PAGE, Job, table, verdicts
 from packaging.requirements import Requirement
@@ -37,7 +38,7 @@ _STACK = {"python": "Python", "megatron-core": "megatron-core", "transformers": 
 
 
 def measure(jobs: Mapping[str, Job]) -> tuple[str, dict[str, str]]:
-    """The release of torch in this environment, and what each job does with it."""
+    """The name of this environment's column, and what each job does there."""
     torch = installed("torch").partition("+")[0]
     stack = {
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -45,14 +46,23 @@ def measure(jobs: Mapping[str, Job]) -> tuple[str, dict[str, str]]:
         "transformers": installed("transformers"),
     }
     with tempfile.TemporaryDirectory() as scratch:
-        return torch, stack | verdicts(f"torch {torch}", jobs, Path(scratch))
+        verdict = verdicts(f"torch {torch}", jobs, Path(scratch))
+    other = "" if stack["python"] == _constraints()["python"] else f", Python {stack['python']}"
+    return f"{torch}{other}", stack | verdict
+
+
+def _constraints() -> dict[str, str]:
+    """The Python and the torch of constraints.txt."""
+    text = (ROOT / "constraints.txt").read_text()
+    patterns = {"python": r"^# .* Python (\d+\.\d+)", "torch": r"^torch==(\S+)$"}
+    return {name: re.findall(pattern, text, re.M)[0] for name, pattern in patterns.items()}
 
 
 def problems(data: Data) -> list[str]:
     """Releases that are not what OLDEST, TESTED and pyproject.toml say of them."""
     trains = [
-        Version(release)
-        for release, found in data.items()
+        Version(column.partition(",")[0])
+        for column, found in data.items()
         if all(found.get(name) == EQUAL for name in BASE)
     ]
     wrong = []
@@ -61,14 +71,27 @@ def problems(data: Data) -> list[str]:
         wrong.append(f"OLDEST is {OLDEST}, the oldest that trains is {oldest}")
     if Version(TESTED) not in trains:
         wrong.append(f"TESTED is {TESTED}, which does not do all jobs")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = load(ROOT / "pyproject.toml")["project"]
     (required,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "torch")
     if str(required.specifier) != f">={OLDEST}":
         wrong.append(f"pyproject.toml asks for torch{required.specifier}, OLDEST is {OLDEST}")
-    constraints = (ROOT / "constraints.txt").read_text()
-    if not re.search(rf"^torch=={re.escape(TESTED)}$", constraints, re.MULTILINE):
+    if _constraints()["torch"] != TESTED:
         wrong.append(f"constraints.txt does not have TESTED, {TESTED}")
     return wrong
+
+
+def unsaid(data: Data) -> list[str]:
+    """What docs/versions.toml says otherwise."""
+    (said,) = load_page_data("versions.toml")["version"]
+    measured = {
+        "torch": {column.partition(",")[0] for column in data},
+        "python": {found["python"] for found in data.values()},
+    }
+    return [
+        f"docs/versions.toml: {name} is {said[name]!r}, measured: {', '.join(sorted(versions))}"
+        for name, versions in measured.items()
+        if set(re.findall(r"\d+(?:\.\d+)+", said[name])) != versions
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,11 +102,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="JOB", choices=JOBS, default=list(JOBS))
     args = parser.parse_args(arguments)
     if args.measure:
-        release, found = measure({name: JOBS[name] for name in args.only})
+        column, found = measure({name: JOBS[name] for name in args.only})
         data = load(DATA)
-        store(DATA, _HEAD, data | {release: data.get(release, {}) | found})
+        store(DATA, _HEAD, data | {column: data.get(column, {}) | found})
     data = load(DATA)
-    for problem in (wrong := problems(data)):
+    for problem in (wrong := problems(data) + unsaid(data)):
         print(problem, file=sys.stderr)
     tables = {PAGE: {"torch-versions": table(data, _STACK)}}
     outdated = update(tables, "torch_versions", check=args.check)

@@ -21,6 +21,7 @@ from mindspeed.device.torch_versions import OLDEST, TESTED, at_least
 def test_every_release_in_the_table_was_measured_whole_and_trains():
     data = load(torch_versions.DATA)
     assert torch_versions.problems(data) == []
+    assert torch_versions.unsaid(data) == []
     for release, found in data.items():
         assert JOBS.keys() <= found.keys(), release
         assert {found[name] for name in BASE} == {EQUAL}
@@ -34,6 +35,13 @@ def test_an_oldest_release_that_does_not_train_is_a_problem():
     assert torch_versions.problems(data) == [
         f"OLDEST is {OLDEST}, the oldest that trains is {TESTED.rpartition('.')[0]}"
     ]
+
+
+def test_a_measured_release_that_the_page_does_not_name_is_a_problem():
+    data = {**load(torch_versions.DATA), "99.1, Python 3.99": {"python": "3.99"}}
+    torch, python = torch_versions.unsaid(data)
+    assert "torch is" in torch and "99.1" in torch
+    assert "python is" in python and "3.99" in python
 
 
 def test_releases_are_compared_as_numbers():
