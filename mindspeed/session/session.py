@@ -100,8 +100,7 @@ class Session:
             refuse_late_import()
         self.hooks.install()
         device.install(self.journal)
-        if self.te == "substitute":
-            te.install(self.journal)
+        te.install(self.journal)
         absent_triton.install(self.hooks)
         eager_wandb.install(self.hooks)
         checkpoint_pickles.install(self.hooks, self.journal)

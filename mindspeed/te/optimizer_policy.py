@@ -86,10 +86,10 @@ def check_in_use(owner: str) -> None:
     """Refuse replacements that would change nothing, because Megatron uses another Adam.
 
     Raises:
-        ConfigError: NVIDIA's Transformer Engine is loaded; names the owner of the replacement.
+        ConfigError: A native Transformer Engine is loaded; names the owner of the replacement.
     """
     if "transformer_engine" in sys.modules and not te.is_substitute():
         raise ConfigError(
-            f"{owner} changes the update rule or the states of mindspeed's FusedAdam, but NVIDIA's "
+            f"{owner} changes the update rule or the states of mindspeed's FusedAdam, but a native "
             "Transformer Engine is in use: set MINDSPEED_TE=substitute"
         )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 
 from mindspeed.journal import Journal
@@ -163,19 +165,92 @@ MODULES: Mapping[str, Mapping[str, str]] = {
 
 def install(journal: Journal, version: str) -> dict[str, ModuleType]:
     """Register every module of :data:`MODULES`; ``journal.undo()`` takes them away again."""
-    modules = {name: _module(name, exports) for name, exports in MODULES.items()}
+    modules = _register(journal, MODULES)
     modules[TE].__version__ = version  # type: ignore[attr-defined]
+    _put_aside(journal, [name for name in _loaded() if name not in modules])
+    return modules
+
+
+def install_extensions(journal: Journal) -> None:
+    """Register what Megatron imports from other packages with CUDA kernels, where they are absent.
+
+    For a native Transformer Engine on another device.
+    """
+    absent = {
+        name: exports
+        for name, exports in MODULES.items()
+        if (package := name.partition(".")[0]) not in (TE, *sys.modules)
+        and importlib.util.find_spec(package) is None
+    }
+    _register(journal, absent)
+
+
+def _register(journal: Journal, listed: Mapping[str, Mapping[str, str]]) -> dict[str, ModuleType]:
+    modules = {name: _module(name, exports) for name, exports in listed.items()}
     for name, module in modules.items():
         parent, _, leaf = name.rpartition(".")
         if parent:
             setattr(modules[parent], leaf, module)
-    for name in [n for n in sys.modules if n.partition(".")[0] == TE and n not in modules]:
-        before = sys.modules[name]
-        del sys.modules[name]
-        journal.call_on_undo(lambda name=name, before=before: sys.modules.update({name: before}))
     for name, module in modules.items():
         journal.set_module(name, module, owner=OWNER)
     return modules
+
+
+def install_alias(journal: Journal, package: str) -> None:
+    """Let ``transformer_engine`` be another package; ``journal.undo()`` takes it away again."""
+    if any(isinstance(finder, _Alias) for finder in sys.meta_path):
+        return
+    _put_aside(journal, _loaded())
+    alias = _Alias(package)
+    sys.meta_path.insert(0, alias)
+
+    def undo() -> None:
+        sys.meta_path.remove(alias)
+        for name in _loaded():
+            del sys.modules[name]
+
+    journal.call_on_undo(undo)
+
+
+class _Alias(MetaPathFinder, Loader):
+    """Imports ``transformer_engine.x`` as ``package.x``: the same modules under two names."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != TE:
+            return None
+        found = importlib.util.find_spec(self._real(fullname))
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(
+            fullname, self, origin=found.origin, is_package=is_package
+        )
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the real module in the place of the new one."""
+        name = module.__name__
+        sys.modules[name] = importlib.import_module(self._real(name))
+
+    def _real(self, fullname: str) -> str:
+        return self._package + fullname.removeprefix(TE)
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == TE]
+
+
+def _put_aside(journal: Journal, names: Sequence[str]) -> None:
+    for name in names:
+        before = sys.modules.pop(name)
+        journal.call_on_undo(lambda name=name, before=before: sys.modules.update({name: before}))
 
 
 def _module(name: str, exports: Mapping[str, str]) -> ModuleType:

@@ -13,16 +13,7 @@ from mindspeed import te
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
 from mindspeed.te import package
-
-
-@pytest.fixture
-def clean_modules(monkeypatch):
-    """Run as if neither Megatron nor any transformer_engine had been imported."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("transformer_engine", "megatron", "grouped_gemm"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "fused_weight_gradient_mlp_cuda", raising=False)
-    monkeypatch.delenv("MINDSPEED_TE", raising=False)
+from tests.te import ascend_package
 
 
 def test_every_listed_name_is_importable_and_undo_removes_all(clean_modules):
@@ -98,11 +89,11 @@ def test_too_late_after_megatron_has_decided(clean_modules, monkeypatch):
         te.install(Journal(), "cpu")
 
 
-@pytest.mark.parametrize("device_name", ["cpu", "npu"])
-def test_auto_takes_the_substitute_where_nvidia_does_not_run(clean_modules, device_name):
-    assert te.choose(device_name) == (
+def test_auto_takes_the_substitute_where_no_native_package_runs(clean_modules):
+    assert te.choose("cpu") == ("substitute", "no native package runs on cpu")
+    assert te.choose("npu") == (
         "substitute",
-        f"NVIDIA's package does not run on {device_name}",
+        "transformer_engine does not import (No module named 'transformer_engine')",
     )
 
 
@@ -111,14 +102,22 @@ def test_auto_takes_the_native_package_when_it_imports_on_cuda(clean_modules, mo
         module = type(sys)(name)
         module.__version__ = "2.9.0"
         monkeypatch.setitem(sys.modules, name, module)
+    pytorch = sys.modules["transformer_engine.pytorch"]
+    assert te.choose("cuda")[1].startswith("transformer_engine 2.9.0 lacks DotProductAttention, Gr")
+    for name in ascend_package.MODULES["pytorch"]:
+        setattr(pytorch, name, object)
     assert te.choose("cuda") == ("native", "transformer_engine 2.9.0 imports on CUDA")
+    assert te.choose("npu") == (
+        "substitute",
+        "transformer_engine 2.9.0 is NVIDIA's, which does not run on npu",
+    )
     monkeypatch.setenv("MINDSPEED_TE", "substitute")
     assert te.choose("cuda")[0] == "substitute"
 
 
 def test_native_is_refused_where_it_cannot_work(clean_modules, monkeypatch):
     monkeypatch.setenv("MINDSPEED_TE", "native")
-    with pytest.raises(ConfigError, match="needs a CUDA device"):
+    with pytest.raises(ConfigError, match="needs a CUDA device or an NPU"):
         te.choose("cpu")
     with pytest.raises(ConfigError, match="does not import"):
         te.choose("cuda")

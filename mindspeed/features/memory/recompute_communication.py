@@ -69,7 +69,7 @@ class RecomputeCommunication(
         if megatron.get("transformer_impl") == "transformer_engine" and _native():
             yield conflict(
                 _FLAG,
-                "NVIDIA's Transformer Engine",
+                "a native Transformer Engine",
                 "its linear layers communicate on their own",
                 "unset MINDSPEED_TE=native, or use --transformer-impl local",
             )

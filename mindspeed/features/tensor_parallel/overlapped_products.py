@@ -44,7 +44,7 @@ def common_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
     if not local and te.choose(device.current().name)[0] == "native":
         yield Problem(
             flag,
-            "the linear layers of NVIDIA's Transformer Engine communicate by themselves",
+            "the linear layers of a native Transformer Engine communicate by themselves",
             "use --tp-comm-overlap instead, or MINDSPEED_TE=substitute, or --transformer-impl "
             "local",
         )
