@@ -14,32 +14,27 @@ from __future__ import annotations
 
 import argparse
 import glob
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from mindspeed.data import preprocess as data
 from mindspeed.data import python_docs
 from mindspeed.data.file_formats import COMPRESSIONS, FORMATS
 from mindspeed.data.handlers import HANDLERS
+from mindspeed.data.preprocess_report import (
+    LOG_INTERVAL_SECONDS,
+    preprocess_with_bar,
+    print_report,
+    say,
+)
 from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer import add_tokenizer_arguments
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import parse_json
 from mindspeed.ranges import MAX_SIZE, whole
-
-LOG_INTERVAL_SECONDS = 15.0  # between lines when there is no terminal for a bar
 
 HELP = "tokenize texts and conversations into Megatron's data sets"
 _PADDED = "the trainer pads the vocabulary"
@@ -182,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, why in _IGNORED.items():
         value = getattr(args, flag.strip("-").replace("-", "_"))
         if value is not None:
-            _say(console, f"{flag} {value} has no effect: {why}", "yellow")
+            say(console, f"{flag} {value} has no effect: {why}", "yellow")
     names = [*args.input, *args.datasets]
     options = data.PreprocessOptions(
         inputs=tuple(path for name in names for path in _inputs(name, args.output_prefix)),
@@ -212,81 +207,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def preprocess_with_bar(options: data.PreprocessOptions, console: Console) -> data.PreprocessReport:
-    """Run :func:`mindspeed.data.preprocess.preprocess` under a progress bar."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("tokenizing"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("tokenizing", total=None, rate="starting")
-        next_line = time.monotonic() + LOG_INTERVAL_SECONDS
-
-        def show(totals: data.Progress) -> None:
-            nonlocal next_line
-            rate = _rate(totals)
-            total = totals.bytes_total or None  # a stream has no length
-            bar.update(task, total=total, completed=totals.bytes_done, rate=rate)
-            if not console.is_terminal and time.monotonic() > next_line:
-                next_line = time.monotonic() + LOG_INTERVAL_SECONDS
-                done = totals.bytes_done / max(totals.bytes_total, 1)
-                _say(console, f"tokenizing: {done:.0%} done, {rate}")
-
-        return data.preprocess(options, show)
-
-
-def print_report(report: data.PreprocessReport, console: Console) -> None:
-    """Print what was written, the throughput, and the first invalid lines."""
-    totals = report.totals
-    _say(
-        console,
-        f"{totals.documents:,} documents, {totals.tokens:,} tokens of a vocabulary of "
-        f"{report.vocab_size:,} in {totals.seconds:.1f} s ({_rate(totals)})",
-    )
-    if totals.empty:
-        _say(console, f"{totals.empty:,} empty documents were skipped", "yellow")
-    if totals.broken:
-        _say(console, f"{totals.broken:,} invalid lines were skipped, the first:", "yellow")
-        for line in totals.first_broken:
-            _say(console, f"  {line}", "yellow")
-    if totals.trained < totals.tokens:
-        _say(console, f"{totals.trained / totals.tokens:.1%} of the tokens have labels")
-    if totals.shortened:
-        _say(
-            console,
-            f"{totals.shortened:,} samples were truncated to --seq-length, {totals.lost:,} tokens "
-            "of answers are not trained",
-            "yellow",
-        )
-    if totals.untrained:
-        _say(console, f"{totals.untrained:,} samples without labels were skipped", "yellow")
-    for remark, count in totals.remarks.items():
-        _say(console, f"{count:,} {remark}", "yellow")
-    for note in report.notes:
-        _say(console, note)
-    for output in report.outputs:
-        _say(console, f"wrote {output}.bin and .idx")
-
-
 def _map_keys(text: str) -> dict[str, Any]:
     keys = parse_json(text, f"--map-keys {text}")
     if not isinstance(keys, dict):
         raise ConfigError(f"--map-keys {text}: a JSON object is expected")
     return keys
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _rate(totals: data.Progress) -> str:
-    seconds = max(totals.seconds, 1e-9)
-    return f"{totals.bytes_done / seconds / 1e6:.1f} MB/s, {totals.tokens / seconds:,.0f} tokens/s"
 
 
 def _inputs(name: str, output_prefix: Path) -> list[Path]:
