@@ -66,7 +66,8 @@ class InstructionFiles:
             key: IndexedDataset(part, mmap=mmap)
             for key, part in zip(CONVERSATION_KEYS, part_prefixes(prefix), strict=True)
         }
-        self.lengths: np.ndarray = self._parts["input_ids"].sequence_lengths
+        # A copy: Megatron unmaps the file with its data set.
+        self.lengths = np.array(self._parts["input_ids"].sequence_lengths)
         for key, part in self._parts.items():
             if not np.array_equal(part.sequence_lengths, self.lengths):
                 raise DataError(
