@@ -182,6 +182,47 @@ def find(name: str) -> Handler:
     return HANDLERS[name or "GeneralPretrainHandler"]
 
 
+def of_record(record: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Name of the handler for the columns of a record, and its ``--map-keys``.
+
+    Raises:
+        ValueError: no handler reads such columns.
+    """
+    for columns, name, keys in _BY_COLUMNS:
+        if columns <= record.keys() and _is_of(name, record, {**HANDLERS[name].keys, **keys}):
+            return name, keys
+    known = dict.fromkeys(" with ".join(sorted(columns)) for columns, *_ in _BY_COLUMNS)
+    has = ", ".join(map(repr, record)) or "nothing"
+    raise ValueError(
+        f"the first record has {has}; conversations have {', '.join(known)}: name the format with "
+        "--handler-name, and its columns with --map-keys"
+    )
+
+
+def text_column(record: Mapping[str, Any]) -> str:
+    """The column that holds the text of a document.
+
+    Raises:
+        ValueError: there is none called text, and not exactly one with a string.
+    """
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    if "text" in texts or len(texts) == 1:
+        return "text" if "text" in texts else texts[0]
+    has = ", ".join(map(repr, record)) or "nothing"
+    raise ValueError(f"the first record has {has}; a text is in the column 'text'")
+
+
+def _is_of(name: str, record: Mapping[str, Any], keys: Mapping[str, str]) -> bool:
+    """Whether the values of a record have the form that a handler reads."""
+    if "messages" in keys:
+        messages = record[keys["messages"]]
+        first = messages[0] if isinstance(messages, list) and messages else None
+        return isinstance(first, Mapping) and keys["role_tag"] in first
+    if name.startswith("Belle"):
+        return bool(_BELLE_TURN.search(str(record[keys["prompt"]])))
+    return True
+
+
 def unused_columns(record: Mapping[str, Any], used: Collection[str]) -> list[str]:
     """The columns with a value that are not among ``used``."""
     return [name for name, value in record.items() if name not in used and value not in _EMPTY]
@@ -350,6 +391,7 @@ def _stack_overflow(fields: Fields, template: ChatTemplate) -> str:
 
 
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
+_ASKED = ("prompt", "response")
 _MESSAGES = {
     "messages": "conversations",
     "system": "system",
@@ -393,3 +435,17 @@ HANDLERS: dict[str, Handler] = {
     "SharegptStyleInstructionHandler": Handler(_MESSAGES, _tagged, prompt_type="chatml"),
     "OpenAIInstructionHandler": Handler(_OPENAI, _tagged, prompt_type="chatml"),
 }
+
+_BY_COLUMNS: tuple[tuple[frozenset[str], str, dict[str, str]], ...] = (
+    (frozenset({"messages"}), "OpenAIInstructionHandler", {}),
+    (frozenset({"conversations"}), "SharegptStyleInstructionHandler", {}),
+    (frozenset({"conversations"}), "OpenAIInstructionHandler", {"messages": "conversations"}),
+    (frozenset({"chat"}), "MOSSMultiTurnHandler", {}),
+    (frozenset({"instruction", "output"}), "BelleMultiTurnInstructionHandler", {}),
+    (frozenset({"instruction", "output"}), "AlpacaStyleInstructionHandler", {}),
+    *(
+        (frozenset(pair), "AlpacaStyleInstructionHandler", dict(zip(_ASKED, pair, strict=True)))
+        for pair in (("prompt", "completion"), ("prompt", "response"), ("question", "answer"))
+    ),
+)
+"""Columns of a record, the handler that reads them, and its ``--map-keys``."""

@@ -245,3 +245,39 @@ def test_every_handler_counts_a_column_that_it_does_not_know(name):
     handler.conversations(fields)
     fields.check_rest()
     assert dict(fields.remarks) == {"records have a column 'unknown' that is not used": 1}
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}], "id": 1}, "OpenAIInstructionHandler"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "SharegptStyleInstructionHandler"),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "OpenAIInstructionHandler"),
+        ({"chat": {"turn_1": {}}}, "MOSSMultiTurnHandler"),
+        (
+            {"instruction": "Human: a\nAssistant:", "output": "b"},
+            "BelleMultiTurnInstructionHandler",
+        ),
+        ({"instruction": "a", "input": "", "output": "b"}, "AlpacaStyleInstructionHandler"),
+        ({"question": "a", "answer": "b"}, "AlpacaStyleInstructionHandler"),
+    ],
+    ids=str,
+)
+def test_the_columns_of_a_record_name_its_handler(record, name):
+    found, keys = handlers.of_record(record)
+    assert found == name
+    # And it reads them: a handler that asks for other columns raises.
+    one = handlers.find(found)
+    if found not in ("MOSSMultiTurnHandler",):
+        assert one.conversations(handlers.Fields(record, one.with_keys(keys)))
+
+
+@pytest.mark.parametrize("record", [{}, {"text": "a"}, {"messages": "a"}, {"messages": []}])
+def test_columns_that_no_handler_reads_are_refused_by_name(record):
+    with pytest.raises(
+        ValueError,
+        match=f"the first record has {next(iter(record), 'nothing')!r}"
+        if record
+        else "the first record has nothing",
+    ):
+        handlers.of_record(record)
