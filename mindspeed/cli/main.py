@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "corpus": "write small training data from this Python's documentation",
     "tokenizer": "train a byte-level BPE tokenizer",
     "preprocess": "tokenize texts and conversations into Megatron's data sets",
+    "data": "show samples of a data set with their trained tokens, and figures of lengths",
     "pretrain": "pretrain a model",
     "finetune": "fine-tune a model on conversations: all weights, or LoRA adapters",
     "models": "list the models for --model",
@@ -63,7 +64,7 @@ COMMANDS: dict[str, str] = {
 # The order of mindspeed --help.
 GROUPS: dict[str, tuple[str, ...]] = {
     "start": ("quickstart", "doctor"),
-    "data": ("corpus", "tokenizer", "preprocess"),
+    "data": ("corpus", "tokenizer", "preprocess", "data"),
     "train": ("pretrain", "finetune", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),

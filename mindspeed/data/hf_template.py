@@ -257,6 +257,15 @@ def _align(text: str, parts: list[str]) -> list[Span] | None:
     return [*spans, (start, end)] if end >= start else None
 
 
+def has_template(directory: Path) -> bool:
+    """Whether the tokenizer of a directory has a chat template."""
+    try:
+        _template(directory, _config(directory))
+    except DataError:
+        return False
+    return True
+
+
 def _template(directory: Path, config: Mapping[str, Any]) -> str:
     file = directory / "chat_template.jinja"
     if file.is_file():

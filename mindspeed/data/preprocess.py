@@ -34,6 +34,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mindspeed import __version__
 from mindspeed.data.file_formats import Block
 from mindspeed.data.indexed_writer import IndexedWriter
 from mindspeed.data.preprocess_options import PreprocessOptions, check
@@ -248,9 +249,14 @@ def _count(totals: Progress, encoded: Encoded, strict: bool) -> None:
     totals.first_broken += counts.broken[:room]
 
 
+def digest_of(options: PreprocessOptions) -> str:
+    """Digest of the input files, the tokenizer and the options, but of the output's name."""
+    return _fingerprint(options, _source(options))
+
+
 def _fingerprint(options: PreprocessOptions, source: Files | HubDataset) -> str:
     """Digest of everything that determines the output."""
-    ignored = ("workers", "resume", "overwrite", "strict", "tokenizer")
+    ignored = ("workers", "resume", "overwrite", "strict", "tokenizer", "output_prefix")
     values = {
         item.name: getattr(options, item.name)
         for item in dataclasses.fields(options)
@@ -261,6 +267,7 @@ def _fingerprint(options: PreprocessOptions, source: Files | HubDataset) -> str:
     if options.tokenizer.tokenizer_model is not None:
         files += sorted(p for p in model.iterdir() if p.is_file()) if model.is_dir() else [model]
     values["tokenizer"] = dataclasses.asdict(options.tokenizer)
+    values["version"] = __version__
     values["files"] = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()
 

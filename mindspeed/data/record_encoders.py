@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -263,6 +263,11 @@ def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatT
     """The chat template of ``--prompt-type``, or the handler's default."""
     name = options.prompt_type or handlers.find(options.handler).prompt_type
     return templates.load(name, tokenizer)
+
+
+def first_record(blocks: Iterable[Block]) -> Mapping[str, Any] | None:
+    """The first valid record; None if there is none."""
+    return next(chain.from_iterable(_valid(block, Counts(), dict) for block in blocks), None)
 
 
 def _valid(block: Block, counts: Counts, read: Any) -> Iterator[Any]:

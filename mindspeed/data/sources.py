@@ -77,8 +77,8 @@ class Files:
             yield from file_blocks(path, self.text_unit)
 
 
-def find_files(inputs: Sequence[Path], text_unit: str = "line") -> Files:
-    """The files that ``inputs`` name; of a folder, those of its most frequent format.
+def find_files(inputs: Sequence[Path], text_unit: str = "line", flag: str = "--input") -> Files:
+    """The files that ``inputs`` of a flag name; of a folder, those of its most frequent format.
 
     If a folder has train and test files (``train-...``, ``test-...``), as on the Hugging Face Hub,
     only the train files are used.
@@ -95,10 +95,10 @@ def find_files(inputs: Sequence[Path], text_unit: str = "line") -> Files:
             ignored += others
         elif path.is_file():
             if format_of(path) is None:
-                raise DataError(f"--input {path}: the name must end in {_known()}")
+                raise DataError(f"{flag} {path}: the name must end in {_known()}")
             found.append(path)
         else:
-            raise DataError(f"--input {path}: there is no such file or directory")
+            raise DataError(f"{flag} {path}: there is no such file or directory")
     return Files(tuple(check_path(path, "input") for path in found), text_unit, ignored)
 
 

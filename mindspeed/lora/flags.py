@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.lora.config import LoraConfig
@@ -19,6 +19,12 @@ _DESCRIBED = {
     "lora_alpha": "alpha",
     "lora_use_rslora": "use_rslora",
 }
+
+
+def assume_targets(args: argparse.Namespace, given: Collection[str]) -> None:
+    """Adapt all linear layers where the user has set an adapter's size and nothing it is for."""
+    if {"lora_r", "lora_alpha"} & set(given) and not asked(args):
+        args.lora_target_modules = ("all-linear",)
 
 
 def complete(args: argparse.Namespace) -> Iterator[str]:

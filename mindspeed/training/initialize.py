@@ -22,12 +22,14 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.feature import COMMAND_WORDS
 from mindspeed.features.registry import planned_as
 from mindspeed.files import make_dirs
+from mindspeed.lora import flags as lora_flags
 from mindspeed.training import configs, setup
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.legacy_flags import without_effect
 from mindspeed.training.pipeline_figures import check_interleaved
+from mindspeed.training.raw_data import use_raw_data
 from mindspeed.training.recipe import dump, given, parse_with_recipe
 from mindspeed.training.resolve import Settings, assume_inputs, resolve
 from mindspeed.training.resolve_parallel import default_ranks
@@ -59,9 +61,13 @@ def prepare(
     _warn_of_ignored(args)
     if args.use_checkpoint_args and args.load:
         take_architecture(args, saved_args(args.load, args.ckpt_step), given(argv, parser))
-    recipe = dump(args, parser)
+    ranks = ranks or args.nproc or default_ranks(args)
+    set_by_user = given(argv, parser)
+    lora_flags.assume_targets(args, set_by_user)
+    derived = use_raw_data(args, set_by_user, ranks) if training else set()
+    recipe = dump(args, parser, leave_out=derived)
     assumed = args.dry_run and assume_inputs(args)
-    settings = resolve(args, ranks or args.nproc or default_ranks(args), recipe, training=training)
+    settings = resolve(args, ranks, recipe, training=training)
     if planned_as("no part", vars(args)):  # of planning: they read the words
         vars(args)[COMMAND_WORDS] = tuple(argv)
     session.install().configure(args)

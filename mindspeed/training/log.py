@@ -233,12 +233,26 @@ def _summary(
         + (f", last loss {loss:.4f}" if loss is not None else "")
     ]
     if args.save:
-        lines += [
-            f"  continue   mindspeed pretrain ... --save {args.save} --auto-resume",
-            f"  generate   mindspeed generate --load {args.save}",
-            f"  draw       mindspeed plot {args.save}",
-        ]
+        lines += [f"  {what:<11}mindspeed {command}" for what, command in _next_steps(args)]
     return "\n".join(lines)
+
+
+def _next_steps(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """What a user does with a trained model, and the commands for it."""
+    adapters = bool(args.lora_target_modules)
+    model = f"--load {args.load} --lora-load {args.save}" if adapters else f"--load {args.save}"
+    if not args.is_instruction_dataset:
+        yield "continue", f"pretrain ... --save {args.save} --auto-resume"
+        yield "generate", f"generate {model}"
+    else:
+        yield "continue", f"finetune ... --save {args.save} --auto-resume"
+        yield "chat", f"chat {model}"
+        yield "serve", f"serve {model}"
+    if adapters:
+        yield "merge", f"merge-lora {model} --save {args.save}-merged --format hf"
+    else:
+        yield "export", f"export --hf --load {args.save} --output {args.save}-hf"
+    yield "draw", f"plot {args.save}"
 
 
 def _params_norm(model: TrainedModel) -> float:

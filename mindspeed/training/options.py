@@ -199,6 +199,19 @@ class DataOptions:
     """Data options: files, and the order of samples."""
 
     seq_length: int | None = flag(None, "tokens of one sample", range=SIZE)
+    data: tuple[str, ...] | None = flag(
+        None,
+        "files of texts, or of conversations (finetune), to tokenize and train: .jsonl, .json, "
+        ".csv, .parquet, .txt, also .gz or .zst; or weight file pairs",
+    )
+    eval_data: tuple[str, ...] | None = flag(None, "the same, for validation")
+    epochs: float = flag(3.0, "--data: passes over conversations", range=ABOVE_ZERO)
+    handler_name: str = flag("", "--data: format of its records (default: found by their columns)")
+    map_keys: str = flag("{}", "--data: JSON object of column names of the format")
+    prompt_type: str | None = flag(
+        None, "--data: chat template (default: the tokenizer's, else that of the format)"
+    )
+    train_on: Literal["all", "last"] = flag("all", "--data: answers that are trained")
     data_path: tuple[str, ...] | None = flag(
         None, "data set prefix, several prefixes, or weight prefix pairs"
     )

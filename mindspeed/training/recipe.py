@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +161,11 @@ def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe"
     return words
 
 
-def dump(args: argparse.Namespace, parser: Parser) -> str:
+def dump(args: argparse.Namespace, parser: Parser, leave_out: Collection[str] = ()) -> str:
     """The values of a run as a recipe; sections and keys sorted as in ``--help``."""
     recipe: dict[str, dict[str, Any]] = {section: {} for section in ALL_SECTIONS}
     for key, (section, action) in section_of(parser).items():
-        value = getattr(args, key, None)
+        value = None if key in leave_out else getattr(args, key, None)
         if value is not None and (value != action.default or _always_shown(key)):
             recipe[section][key] = _plain(value)
     return to_yaml(recipe)

@@ -158,6 +158,7 @@ MAY_WRITE_ARGUMENTS = {
     "training/recipe.py": "flags of a recipe",
     "training/parameter_counts.py": "a copy with fewer ranks",
     "lora/flags.py": "final values: what the adapters' files say",
+    "training/raw_data.py": "flags that follow from raw data, before they are resolved",
     "lora/merge.py": "values of the model that is written",
     "models/weight_source.py": "values of a model from its files",
     "checkpoint/weights/convert.py": "values of the checkpoint that is written",
@@ -213,6 +214,7 @@ def test_outside_features_only_the_registry_is_imported() -> None:
 
 # Where the suite reads a fact of the job by its flag: to derive it, or for Megatron's functions.
 MAY_READ_FACTS = {
+    "training/raw_data.py": "flags, before they are resolved",
     "training/resolve.py": "final values",
     "training/resolve_parallel.py": "final values",
     "training/resolve_run.py": "final values",

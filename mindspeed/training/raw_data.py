@@ -1,0 +1,348 @@
+"""``--data``: raw files become data sets before a run, once.
+
+    mindspeed finetune --load hf:models/qwen3-8b --data chat.jsonl --lora-r 16
+    mindspeed pretrain --model qwen3-0.6b --data text.parquet --seq-length 4096 --lr 3e-4 ...
+
+Files are tokenized into ``--data-cache-path``, or into ``~/.cache/mindspeed``, below a name that is
+the digest of the file, the tokenizer and the options: a second run, the other ranks of a job and
+other layouts find them there. An interrupted tokenization is continued.
+
+Flags that the user has not set follow from the data and the model: see :func:`use_raw_data`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.utils import get_blend_from_list
+from rich.console import Console
+
+from mindspeed.data import handlers, packing
+from mindspeed.data.hf_template import has_template
+from mindspeed.data.instruction_dataset import InstructionFiles
+from mindspeed.data.preprocess import PreprocessReport, Progress, digest_of
+from mindspeed.data.preprocess_options import PreprocessOptions
+from mindspeed.data.preprocess_report import (
+    preprocess_with_bar,
+    print_remarks,
+    print_report,
+    say,
+)
+from mindspeed.data.record_encoders import first_record
+from mindspeed.data.sample_view import print_samples
+from mindspeed.data.sources import find_files
+from mindspeed.data.tokenizer import build_tokenizer
+from mindspeed.data.tokenizer_types import HUGGINGFACE_TYPES, TokenizerOptions
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.files import atomic_write_text, make_dirs, secure_open
+from mindspeed.models.hf_files import read_config
+from mindspeed.models.hf_load import folder_of, is_hf
+from mindspeed.parsing import parse_json, read_json
+from mindspeed.processes import cores
+from mindspeed.storage.directory import tracked
+from mindspeed.training.fail_together import LAUNCHER
+from mindspeed.training.resolve_parallel import model_parallel_size
+
+LONGEST = 4096
+"""Tokens of a sample at most, where neither ``--seq-length`` nor the model says less."""
+MULTIPLE = 64
+"""``--seq-length`` is a multiple of this."""
+SEQUENCES_OF_A_STEP = 16
+STEPS_OF_AN_EPOCH = 8
+"""Small data have shorter sequences, and fewer in a step, so that an epoch has so many steps."""
+SHOWN = 3
+"""Samples that are printed before training."""
+_BYTES_OF_A_WORKER = 4 << 20  # less is tokenized before a process has started
+_ONLY_CONVERSATIONS = ("epochs", "prompt_type", "train_on")
+_ONLY_WITH_DATA = ("eval_data", "handler_name", "map_keys", *_ONLY_CONVERSATIONS)
+_OTHER_SOURCES = ("data_path", "train_data_path", "valid_data_path", "data_args_path", "mock_data")
+
+
+@dataclass(frozen=True)
+class TokenizedFile:
+    """A file of ``--data``.
+
+    Attributes:
+        name: as the user has named it.
+        prefix: of its data set, as in ``--data-path``.
+        weight: its part of the samples; None: as much as it has.
+    """
+
+    name: str
+    prefix: str
+    weight: float | None
+
+
+class _Flags:
+    """Sets flags that the user has not set, and knows which."""
+
+    def __init__(self, args: argparse.Namespace, given: Collection[str]) -> None:
+        self._args, self._given = args, given
+        self.assumed: list[str] = []
+
+    def free(self, *names: str) -> bool:
+        """Whether the user has set none of these."""
+        return not any(name in self._given for name in names)
+
+    def assume(self, **values: Any) -> None:
+        """Set values; each is left alone if the user has set it."""
+        for name, value in values.items():
+            if self.free(name):
+                setattr(self._args, name, value)
+                shown = "" if value is True else f" {value}"
+                self.assumed.append(f"--{name.replace('_', '-')}{shown}")
+
+
+def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -> set[str]:
+    """Tokenize the files of ``--data`` and ``--eval-data``; set the flags that follow from them.
+
+    For conversations, unless they are given: ``--seq-length`` of the longest sample or of packed
+    sequences, at most the model's and :data:`LONGEST`; ``--pack-sequences``; a global batch of
+    about :data:`SEQUENCES_OF_A_STEP` sequences; ``--train-iters`` of ``--epochs``; ``--lr``; the
+    dtype of the model's folder; recomputation; a directory to save to.
+
+    Args:
+        args: parsed flags, completed in place.
+        given: names of the flags that the user has set.
+        ranks: size of the job.
+
+    Returns:
+        Names of flags that ``--data`` and ``--epochs`` stand for in a recipe of the run.
+
+    Raises:
+        ConfigError: a flag contradicts ``--data``, or is only for it.
+        DataError: a file cannot be read, or has records of no known format.
+    """
+    if not args.data:
+        if wrong := [name for name in _ONLY_WITH_DATA if name in given]:
+            raise ConfigError(f"{_words(wrong)}: only with --data")
+        return set()
+    if wrong := [name for name in _OTHER_SOURCES if name in given]:
+        raise ConfigError(f"give --data, or {_words(wrong)}")
+    wrong = [name for name in _ONLY_CONVERSATIONS if name in given]
+    if wrong and not args.is_instruction_dataset:
+        raise ConfigError(f"{_words(wrong)}: only for conversations (mindspeed finetune)")
+    tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+    console = Console(stderr=True, quiet="RANK" in os.environ and not _speaks())
+    flags = _Flags(args, given)
+    if args.is_instruction_dataset:
+        _assume_directory(args, flags)
+        flags.assume(pack_sequences=not (args.variable_seq_lengths or args.length_grouped))
+    train = _tokenized(args, args.data, "--data", console)
+    held_out = _tokenized(args, args.eval_data or (), "--eval-data", console)
+    if held_out:
+        args.train_data_path, args.valid_data_path = _blend(train), _blend(held_out)
+    else:
+        args.data_path = _blend(train)
+        flags.assume(split="100,0,0")
+    if args.is_instruction_dataset:
+        _follow_conversations(args, flags, train, held_out, ranks)
+    if args.is_instruction_dataset and not console.quiet:
+        files = InstructionFiles(train[0].prefix)
+        print_samples([files[i] for i in range(min(SHOWN, len(files)))], tokenizer, console)
+    if flags.assumed:
+        say(console, f"not given, so assumed: {' '.join(flags.assumed)}")
+    return {*_OTHER_SOURCES, *(() if "train_iters" in given else ("train_iters",))}
+
+
+def _speaks() -> bool:
+    """Whether this rank prints what is done: a launcher of ours has done and said it."""
+    return os.environ["RANK"] == "0" and LAUNCHER not in os.environ
+
+
+def _words(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+
+def _blend(files: Sequence[TokenizedFile]) -> tuple[str, ...]:
+    """The files as a value of ``--data-path``."""
+    return tuple(
+        word
+        for one in files
+        for word in (() if one.weight is None else (str(one.weight),)) + (one.prefix,)
+    )
+
+
+def _tokenized(
+    args: argparse.Namespace, words: Sequence[str], flag: str, console: Console
+) -> list[TokenizedFile]:
+    """The data sets of files, or of weights and files."""
+    if not words:
+        return []
+    try:
+        paths, weights = get_blend_from_list(list(words))
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"{flag} {' '.join(words)}: files, or a weight before each") from error
+    return [
+        TokenizedFile(path, tokenize_file(args, Path(path), flag, console), weight)
+        for path, weight in zip(paths, weights or [None] * len(paths), strict=True)
+    ]
+
+
+def tokenize_file(args: argparse.Namespace, path: Path, flag: str, console: Console) -> str:
+    """Tokenize a file, or find that it has been.
+
+    Args:
+        args: flags of the tokenizer, of ``--data`` and ``--seq-length``.
+        path: of the file, or of a folder of files.
+        flag: that names it, for messages.
+        console: of the progress bar, and of what is said about the data.
+
+    Returns:
+        The prefix of its data set.
+    """
+    options = _options(args, path, flag)
+    folder = _cache(args) / digest_of(options)[:20]
+    prefix = folder / "tokens"
+    options = dataclasses.replace(options, output_prefix=prefix, resume=True, overwrite=True)
+    make_dirs(folder)
+    with _alone(folder):
+        if not (folder / "report.json").exists():
+            report = preprocess_with_bar(options, console)
+            found = dataclasses.asdict(report.totals) | {"notes": report.notes}
+            print_report(report, console)
+            atomic_write_text(folder / "report.json", json.dumps(found))
+        else:
+            found = read_json(folder / "report.json", str(folder / "report.json"), DataError)
+            notes = tuple(found.pop("notes"))
+            known = PreprocessReport((prefix,), 0, Progress.from_json(found), notes)
+            say(console, f"{path}: tokenized before, {known.totals.documents:,} documents")
+            print_remarks(known, console)
+    return str(prefix if args.is_instruction_dataset else options.output(options.keys[0]))
+
+
+def _cache(args: argparse.Namespace) -> Path:
+    given = args.data_cache_path or os.environ.get("XDG_CACHE_HOME")
+    return Path(given) if given else Path.home() / ".cache" / "mindspeed"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other rank or run tokenizes into a directory."""
+    with secure_open(folder / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptions:
+    """How a file is tokenized; its format follows from its first record."""
+    tokenizer = TokenizerOptions.from_args(args)
+    source = find_files([path], flag=flag)
+    handler, keys = args.handler_name, parse_json(args.map_keys, f"--map-keys {args.map_keys}")
+    workers = max(1, min(cores(), source.size // _BYTES_OF_A_WORKER))
+    options = PreprocessOptions((path,), Path(path.name), tokenizer, workers=workers)
+    record = first_record(source.blocks())
+    if record is None:
+        raise DataError(f"{flag} {path}: there is no record in it")
+    try:
+        if not args.is_instruction_dataset:
+            columns = ("text",) if handler else (handlers.text_column(record),)
+            return dataclasses.replace(
+                options, json_keys=columns, append_eod=True, handler=handler, map_keys=keys
+            )
+        if not handler:
+            handler, found = handlers.of_record(record)
+            keys = found | keys
+    except ValueError as error:
+        raise DataError(f"{flag} {path}: {error}") from error
+    if handlers.find(handler).conversations is None:
+        raise ConfigError(f"--handler-name {handler} reads texts, not conversations")
+    return dataclasses.replace(
+        options,
+        handler=handler,
+        map_keys=keys,
+        prompt_type=args.prompt_type or _own_template(tokenizer),
+        train_on=args.train_on,
+        seq_length=_longest(args),
+    )
+
+
+def _own_template(tokenizer: TokenizerOptions) -> str | None:
+    """``hf`` where the tokenizer has a chat template; None: that of the records' format."""
+    own = tokenizer.tokenizer_type in HUGGINGFACE_TYPES and tokenizer.tokenizer_model
+    return "hf" if own and has_template(Path(own)) else None
+
+
+def _longest(args: argparse.Namespace) -> int:
+    """Tokens of the longest sample that is kept whole."""
+    return int(args.seq_length or min(LONGEST, args.max_position_embeddings or LONGEST))
+
+
+def _follow_conversations(
+    args: argparse.Namespace,
+    flags: _Flags,
+    train: Sequence[TokenizedFile],
+    held_out: Sequence[TokenizedFile],
+    ranks: int,
+) -> None:
+    """Set sizes, duration, learning rate and memory of a fine-tuning."""
+    lengths = _lengths(train)
+    multiple = math.lcm(MULTIPLE, 2 * args.context_parallel_size * args.tensor_model_parallel_size)
+    fewest = lengths.sum() // (SEQUENCES_OF_A_STEP * STEPS_OF_AN_EPOCH)
+    needed = int(lengths.max() if not args.pack_sequences else max(lengths.max(), fewest))
+    flags.assume(seq_length=min(_longest(args), packing.rounded_up(needed, multiple)))
+    sequences = _sequences(lengths, args)
+    part = max(1, ranks // model_parallel_size(args)) * args.micro_batch_size
+    if flags.free("gradient_accumulation_steps", "rampup_batch_size"):
+        wanted = min(SEQUENCES_OF_A_STEP, sequences // STEPS_OF_AN_EPOCH)
+        flags.assume(global_batch_size=max(1, wanted // part) * part)
+    batch = args.global_batch_size or part * (args.gradient_accumulation_steps or 1)
+    if flags.free("train_samples"):
+        flags.assume(train_iters=max(1, math.ceil(args.epochs * sequences / batch)))
+    elif not flags.free("epochs"):
+        raise ConfigError("give one of --epochs and --train-samples")
+    if not flags.free("train_iters") and not flags.free("epochs"):
+        raise ConfigError("give one of --epochs and --train-iters")
+    if held_out:
+        evaluated = _sequences(_lengths(held_out), args)
+        flags.assume(eval_iters=max(1, evaluated // batch))
+        flags.assume(eval_interval=max(1, (args.train_iters or 1) // 10))
+    adapters = bool(args.lora_target_modules or args.lora_load)
+    flags.assume(lr=1e-4 if adapters else 1e-5)
+    if flags.free("lr_warmup_iters", "lr_warmup_samples"):
+        flags.assume(lr_warmup_fraction=0.03)
+    if is_hf(args.load) and flags.free("fp16", "bf16"):
+        dtype = read_config(Path(folder_of(args.load))).get("torch_dtype")
+        if dtype == "bfloat16":
+            flags.assume(bf16=True)
+    if flags.free("recompute_granularity"):
+        flags.assume(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+
+
+def _assume_directory(args: argparse.Namespace, flags: _Flags) -> None:
+    """Save to a directory that is called after the model and the data."""
+    model, data = Path(folder_of(args.load or "model")).name, Path(args.data[-1]).name
+    save = f"{model}-{data.partition('.')[0]}"
+    if flags.free("save") and tracked(save) is not None and not args.dry_run:
+        raise ConfigError(
+            f"{save} has a trained model already: name another directory with --save, or go on "
+            f"with --save {save} --auto-resume"
+        )
+    flags.assume(save=save)
+
+
+def _lengths(files: Sequence[TokenizedFile]) -> np.ndarray:
+    """Tokens of every sample that is trained, int ``[samples]``."""
+    lengths = np.concatenate([InstructionFiles(one.prefix).lengths for one in files]) - 1
+    return lengths[lengths > 0]
+
+
+def _sequences(lengths: np.ndarray, args: argparse.Namespace) -> int:
+    """Sequences of an epoch."""
+    if not args.pack_sequences:
+        return len(lengths)
+    clipped = np.minimum(lengths, args.seq_length)
+    return len(packing.packed(np.arange(len(clipped)), clipped, args.seq_length, None))
