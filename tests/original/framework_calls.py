@@ -392,3 +392,79 @@ def norms() -> dict[str, Any]:
         "norm": type(found[-1]).__name__,
         "rope": apply_rotary_pos_emb is rope_utils.apply_rotary_pos_emb,
     }
+
+
+_LORA = """
+import importlib.metadata
+from packaging import version
+from transformers.utils import is_torch_npu_available
+
+def _use_legacy_npu_local_linear():
+    if not is_torch_npu_available():
+        return False
+    return version.parse(importlib.metadata.version("mindspeed")) < version.parse("0.15.0")
+"""
+"""The test of mcore-bridge 1.6.5 in ``tuners/lora.py``."""
+
+
+def version_tests(folder: str) -> dict[str, Any]:
+    """How frameworks find out which MindSpeed is there, by their own expressions; on an NPU."""
+    import importlib.metadata
+    import inspect
+    from pathlib import Path
+
+    from packaging.requirements import Requirement
+
+    package = Path(folder, "mcore_bridge", "tuners")
+    package.mkdir(parents=True)
+    for path, text in ((package.parent / "__init__.py", ""), (package / "__init__.py", "")):
+        path.write_text(text)
+    (package / "lora.py").write_text(_LORA)
+    sys.path.insert(0, folder)
+
+    import mindspeed
+    from mindspeed import args_utils
+    from mindspeed.megatron_adaptor import repatch
+
+    args_utils._MINDSPEED_ARGS = argparse.Namespace()  # twinkle
+    from megatron.core.extensions import transformer_engine as extension
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from transformers.utils import is_torch_npu_available
+
+    lora = importlib.import_module("mcore_bridge.tuners.lora")
+    load = getattr(DistributedOptimizer, "load_state_dict", None)
+    layer = importlib.import_module("mindspeed.te.pytorch.module.grouped_linear")
+    own_layer = layer.MindSpeedTEGroupedLinear
+    installed = importlib.metadata.version(Requirement("mindspeed").name)
+    return {
+        "mcore-bridge sees an NPU": is_torch_npu_available(),
+        "mcore-bridge uses plain layers": lora._use_legacy_npu_local_linear(),
+        "twinkle requires": Requirement("mindspeed").specifier.contains(installed),
+        "one version": installed == mindspeed.__version__,
+        "ms-swift loads optimizers itself": getattr(load, "__module__", "").startswith(
+            "mindspeed."
+        ),
+        "ms-swift keeps Megatron's layer": own_layer is extension.TEGroupedLinear
+        and own_layer.__module__ != "mindspeed.te.pytorch.module.grouped_linear",
+        "repatch": list(inspect.signature(repatch).parameters)[:1],
+    }
+
+
+def missing_delta_rule() -> bool:
+    """ms-swift without the package ``fla``: a module of its own comes before the original's."""
+    from types import ModuleType
+
+    own = ModuleType("mindspeed.core.ssm.chunk_gated_delta_rule")
+    own.chunk_gated_delta_rule = abs  # type: ignore[attr-defined]
+    own._ms_swift_torch_fallback = True  # type: ignore[attr-defined]
+    sys.modules[own.__name__] = own
+    import mindspeed.megatron_adaptor  # noqa: F401
+    from mindspeed.core.ssm.chunk_gated_delta_rule import chunk_gated_delta_rule
+    from mindspeed.patch_utils import MindSpeedPatchesManager
+
+    marked = sys.modules.get("mindspeed.core.ssm.chunk_gated_delta_rule")
+    return (
+        chunk_gated_delta_rule is abs
+        and getattr(marked, "_ms_swift_torch_fallback", False)
+        and MindSpeedPatchesManager.patches_info.get("fla.ops.gated_delta_rule.chunk") is None
+    )

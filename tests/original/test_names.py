@@ -146,3 +146,21 @@ def test_ranks_of_a_double_ring(ranks):
     for rank, (inner, outer, hybrid) in enumerate(ranks(4, framework_calls.double_ring, **GLOO)):
         first = rank - rank % 2
         assert (inner, outer, hybrid) == ([first, first + 1], [rank % 2, rank % 2 + 2], None)
+
+
+def test_version_tests_of_frameworks_choose_what_fits(npu_ranks, tmp_path):
+    """On an emulated NPU, by the expressions of their released code."""
+    (found,) = npu_ranks(1, framework_calls.version_tests, str(tmp_path), backend=None)
+    assert found == {
+        "mcore-bridge sees an NPU": True,
+        "mcore-bridge uses plain layers": False,
+        "twinkle requires": True,
+        "one version": True,
+        "ms-swift loads optimizers itself": False,
+        "ms-swift keeps Megatron's layer": True,
+        "repatch": ["args"],
+    }
+
+
+def test_a_module_that_swift_puts_in_place_of_the_originals_stays(ranks):
+    assert ranks(1, framework_calls.missing_delta_rule, **WARM) == [True]
