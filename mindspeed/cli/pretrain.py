@@ -61,10 +61,11 @@ def _prepare(
     command: str = "pretrain",
     defaults: Mapping[str, Any] | None = None,
 ) -> Settings:
+    from mindspeed.training import help_page
     from mindspeed.training.arguments import build_parser
     from mindspeed.training.initialize import prepare
 
-    parser = build_parser(with_help=bool({"-h", "--help"} & set(argv)))
+    parser = build_parser(with_help=not help_page.WORDS.isdisjoint(argv))
     parser.prog = f"mindspeed {command}"
     parser.set_defaults(**(defaults or {}))
     return prepare(argv, ranks, parser=parser)

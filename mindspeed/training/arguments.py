@@ -18,6 +18,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from mindspeed.attention.strategy import COMM_TYPE_NOT_GIVEN
 from mindspeed.errors import ConfigError
 from mindspeed.flags import flags_of
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
+from mindspeed.training import help_page
 from mindspeed.training.flag_types import (
     Absent,
     Ignored,
@@ -176,7 +178,9 @@ def build_parser(*, with_help: bool = False) -> Parser:
         allow_abbrev=False,
         conflict_handler="error",
         formatter_class=HelpFormatter,
+        add_help=False,
     )
+    help_page.add_help(parser)
     own = parser.add_argument_group("launching")
     own.add_argument(
         "--config",
@@ -220,7 +224,7 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
     Raises:
         ConfigError: a flag is unknown (the closest names are suggested) or a value is not allowed.
     """
-    parser = parser or build_parser(with_help=bool({"-h", "--help"} & set(tokens)))
+    parser = parser or build_parser(with_help=not help_page.WORDS.isdisjoint(tokens))
     args, unknown = parser.parse_known_args(list(tokens))
     if unknown:
         raise ConfigError(_unknown_flags(parser, unknown))
@@ -429,12 +433,18 @@ def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
     for token in unknown:
         name = token.split("=")[0]
         if name.startswith("-") and not _is_number(name):
-            closest = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            closest = _closest(name, known)
             hint = f"; did you mean {', '.join(closest)}?" if closest else ""
             lines.append(f"unknown flag {name}{hint}")
     if not lines:
         lines.append(f"unexpected argument {unknown[0]!r}: no flag takes it")
     return "\n".join(lines)
+
+
+def _closest(name: str, known: Sequence[str]) -> list[str]:
+    """Up to three flags that ``name`` could mean; those with the longest equal beginning first."""
+    near = difflib.get_close_matches(name, known, n=10, cutoff=0.5)
+    return sorted(near, key=lambda other: -len(os.path.commonprefix([name, other])))[:3]
 
 
 def _is_number(text: str) -> bool:

@@ -23,7 +23,7 @@ from mindspeed.features.feature import COMMAND_WORDS
 from mindspeed.features.registry import planned_as
 from mindspeed.files import make_dirs
 from mindspeed.lora import flags as lora_flags
-from mindspeed.training import configs, setup
+from mindspeed.training import configs, help_page, setup
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
@@ -56,7 +56,7 @@ def prepare(
     Raises:
         MindSpeedError: a flag or a file is wrong; names it.
     """
-    parser = parser or build_parser(with_help=bool({"-h", "--help"} & set(argv)))
+    parser = parser or build_parser(with_help=not help_page.WORDS.isdisjoint(argv))
     args = parse_with_recipe(argv, parser)
     _warn_of_ignored(args)
     if args.use_checkpoint_args and args.load:

@@ -250,7 +250,7 @@ def _next_steps(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "serve", f"serve {model}"
     if adapters:
         yield "merge", f"merge-lora {model} --save {args.save}-merged --format hf"
-    else:
+    elif args.model_family:
         yield "export", f"export --hf --load {args.save} --output {args.save}-hf"
     yield "draw", f"plot {args.save}"
 

@@ -89,3 +89,19 @@ def printed(words: Sequence[str]) -> str:
     with contextlib.redirect_stdout(output):
         assert command(words)[0] == 0
     return output.getvalue()
+
+
+def helped(flags: Sequence[str]) -> dict[str, str]:
+    """What ``mindspeed finetune`` prints for each of several flags."""
+    import os
+
+    from mindspeed.cli.main import main
+
+    os.environ["COLUMNS"] = "80"
+    found = {}
+    for words in flags:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+            main(["finetune", *words.split()])
+        found[words] = output.getvalue()
+    return found

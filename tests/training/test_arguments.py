@@ -26,6 +26,10 @@ WRONG = {
         [*TINY, "--num-layer", "2"],
         "unknown flag --num-layer; did you mean --num-layers",
     ),
+    "unknown flag that begins as another": (
+        ["--lora-rank", "8"],
+        "unknown flag --lora-rank; did you mean --lora-r,",
+    ),
     "word without flag": ([*TINY, "stray"], "unexpected argument 'stray'"),
     "not a choice": ([*TINY, "--normalization", "BatchNorm"], "invalid choice: 'BatchNorm'"),
     "attention that is not built": (
