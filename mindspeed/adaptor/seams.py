@@ -229,23 +229,24 @@ def _computing_layers(seams: SeamTable) -> tuple[Patch, ...]:
             "layers that do not compute are not counted",
             expects="(args, batch_size, ...)",
         ),
-        Patch(
-            "megatron.core.transformer.moe.moe_utils:track_moe_metrics",
-            means,
-            owner,
-            "means over layers leave out those that do not compute",
-            expects="(loss_scale, iteration, ...)",
-            versions="<0.18",
-        ),
-        Patch(
-            "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
-            means,
-            owner,
-            "means over layers leave out those that do not compute",
-            expects="(self, loss_scale, iteration, ...)",
-            versions=">=0.18",
+        *(
+            Patch(
+                f"megatron.core.transformer.moe.{target}",
+                means,
+                owner,
+                "means over layers leave out those that do not compute",
+                expects=expects,
+                versions=versions,
+            )
+            for target, expects, versions in _MEANS_OVER_LAYERS
         ),
     )
+
+
+_MEANS_OVER_LAYERS = (
+    ("moe_utils:track_moe_metrics", "(loss_scale, iteration, ...)", "<0.18"),
+    ("moe_logging:MoEMetricsTracker.report", "(self, loss_scale, iteration, ...)", ">=0.18"),
+)
 
 
 def _parallel_groups(seams: SeamTable) -> tuple[Patch, ...]:

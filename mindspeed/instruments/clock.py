@@ -216,18 +216,18 @@ class _Mode(CommunicationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any_wraps(types):  # of AsyncCollectiveTensor, wait_tensor and func come again
             return NotImplemented
-        kwargs, rule = kwargs or {}, self.rule_of(func)
+        kwargs, traits = kwargs or {}, self.traits_of(func)
         if func.namespace == "prim":  # a FakeTensor is asked for its device
             return func(*args, **kwargs)
-        if rule.name == "_c10d_functional::wait_tensor":
+        if traits.name == "_c10d_functional::wait_tensor":
             self._clock._wait_for(storage_of(args[0]))
             return func(*args, **kwargs)
-        kernel = rule.operator
+        kernel = traits.operator
         result = func(*args, **kwargs) if kernel is None else self._inside(kernel, args)
-        if rule.formula is None or kernel is None:  # the products of a kernel are timed inside
-            self._clock._compute(func, args, kwargs, result, rule.formula)
-        if rule.collective:
-            self._started(rule.name, self.communications(func, args, kwargs), result)
+        if traits.formula is None or kernel is None:  # the products of a kernel are timed inside
+            self._clock._compute(func, args, kwargs, result, traits.formula)
+        if traits.collective:
+            self._started(traits.name, self.communications(func, args, kwargs), result)
         return result
 
     def _started(self, name: str, communications: list[Communication], result: Any) -> None:

@@ -149,7 +149,7 @@ def _table(rows: list[tuple[str, ...]], numeric_columns: int) -> str:
 
 
 @dataclass(frozen=True)
-class Rule:
+class OperatorTraits:
     """Properties of an operator that decide how it is counted.
 
     Attributes:
@@ -159,7 +159,8 @@ class Rule:
         operator: of ours, with collectives in its kernel.
         collective: a communication of torch or torch_npu.
         plain: of ``torch.distributed``, with handles.
-        moves: reads and writes bytes, unless it makes a view.
+        moves: its inputs and outputs count as bytes read and written; not of a view, and not of a
+            collective, whose bytes are those of its message.
     """
 
     name: str
@@ -171,8 +172,8 @@ class Rule:
     moves: bool
 
     @classmethod
-    def of(cls, func: Any) -> Rule:
-        """The rule of an operator as a dispatch mode sees it."""
+    def of(cls, func: Any) -> OperatorTraits:
+        """Those of an operator as a dispatch mode sees it."""
         schema = getattr(func, "_schema", None)
         if schema is None:  # an operator of higher order
             return cls(str(func), func, formula_of(func), None, False, False, False)
@@ -191,24 +192,24 @@ class CommunicationMode(TorchDispatchMode):
         super().__init__()
         self._phase = phase
         self._record = record
-        self._rules: dict[Any, Rule] = {}
+        self._traits: dict[Any, OperatorTraits] = {}
 
-    def rule_of(self, func: Any) -> Rule:
-        """The rule of an operator, found once."""
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = Rule.of(func)
-        return rule
+    def traits_of(self, func: Any) -> OperatorTraits:
+        """Those of an operator, found once."""
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = OperatorTraits.of(func)
+        return traits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any_wraps(types):
             return NotImplemented
-        kwargs, rule = kwargs or {}, self.rule_of(func)
-        if rule.collective:
+        kwargs, traits = kwargs or {}, self.traits_of(func)
+        if traits.collective:
             for event in self.communications(func, args, kwargs):
                 self._record(event)
-        if rule.operator is not None:
-            return self._inside(rule.operator, args)
+        if traits.operator is not None:
+            return self._inside(traits.operator, args)
         return func(*args, **kwargs)
 
     def communications(

@@ -38,7 +38,7 @@ from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments import flops as flop_reports
 from mindspeed.instruments.clock import Call, moved_bytes
 from mindspeed.instruments.flops import FlopCount, repeated_in
-from mindspeed.instruments.ledger import Communication, CommunicationMode, Rule
+from mindspeed.instruments.ledger import Communication, CommunicationMode, OperatorTraits
 from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
 from mindspeed.planner.cluster.rates import Product, product_of
 
@@ -173,20 +173,20 @@ class StepCounter(LiveMemory):
         self.flops += FlopCount(flops, flops if recomputed else repeated)
         self.calls[name] += 1
 
-    def _count(self, rule: Rule, call: Call) -> None:
-        if rule.formula is not None:
-            flops = rule.formula(*call.args, **call.kwargs, out_val=call.result)
-            self._add(rule.name, flops, repeated_in(rule.packet, call.args, flops))
+    def _count(self, traits: OperatorTraits, call: Call) -> None:
+        if traits.formula is not None:
+            flops = traits.formula(*call.args, **call.kwargs, out_val=call.result)
+            self._add(traits.name, flops, repeated_in(traits.packet, call.args, flops))
             found = product_of(call)
             if found is None:
-                self.other_flops[rule.name] += flops
+                self.other_flops[traits.name] += flops
             else:
                 self.products[found[0]] += found[1]
-        elif rule.moves:
+        elif traits.moves:
             nbytes = moved_bytes(call.func, (call.args, call.kwargs), call.result)
             if nbytes:
-                self.moved[rule.name] += nbytes
-                self.calls[rule.name] += 1
+                self.moved[traits.name] += nbytes
+                self.calls[traits.name] += 1
 
 
 class _Mode(CommunicationMode):
@@ -204,21 +204,21 @@ class _Mode(CommunicationMode):
             return args[0].fake_device  # two of three calls ask for it
         kwargs = kwargs or {}
         counter = self._counter
-        rule = self.rule_of(func)
+        traits = self.traits_of(func)
         if not counter._counts:
             result = func(*args, **kwargs)
-        elif rule.collective or rule.operator is not None:
-            self._depth += rule.operator is not None
+        elif traits.collective or traits.operator is not None:
+            self._depth += traits.operator is not None
             try:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
             finally:
-                self._depth -= rule.operator is not None
+                self._depth -= traits.operator is not None
         else:
             result = func(*args, **kwargs)
-        if rule.plain:
+        if traits.plain:
             counter.hold(func, args, kwargs, result)
         if counter._counts and not self._depth:
-            counter._count(rule, Call(func, args, kwargs, result, 0, 0))
+            counter._count(traits, Call(func, args, kwargs, result, 0, 0))
         for tensor in tensors_of(result):
             counter.see(tensor)
         return result
