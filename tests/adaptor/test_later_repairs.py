@@ -1,13 +1,16 @@
-"""Repairs of releases after the installed one, on small functions with the same defects."""
+"""Repairs of releases other than the installed one, on small functions with the same defects."""
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from mindspeed.adaptor import fused_functions
+from mindspeed.adaptor.repairs.checkpoints.serialization_format import in_torchs_format
 from mindspeed.adaptor.repairs.layers.mtp import checkpoint_with_mask, take_means_times_tokens
 from mindspeed.adaptor.versions import batch_functions
 from mindspeed.errors import ConfigError
@@ -133,3 +136,14 @@ def test_what_another_release_has_right_is_accepted(case, release):
     version, values = RIGHT[case]
     release(version)
     resolve(values, "cpu")
+
+
+def test_a_file_of_a_checkpoint_is_written_by_the_call_of_0_12():
+    item = planner.WriteItem(metadata.MetadataIndex("x"), planner.WriteItemType.BYTE_IO)
+    made = io.BytesIO()
+    given = (filesystem._StorageWriterTransforms(), made, io.BytesIO(b"abc"), item, "file")
+    if hasattr(filesystem, "SerializationFormat"):  # since torch 2.8
+        with pytest.raises(TypeError, match="serialization_format"):
+            filesystem._write_item(*given)
+    in_torchs_format(filesystem._write_item)(*given)
+    assert made.getvalue() == b"abc"

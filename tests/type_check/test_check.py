@@ -204,8 +204,8 @@ NOT_SEEN = {
     "time: communication that nothing waits for": "overlap expert_overlap",
     "groups after training, and workers": "process_groups checkpoint_worker failed_exit",
     "what is saved, loaded or counted on one rank": (
-        "checkpoint_pickles expert_shards rerun_checkpoints upcycling memory_estimate flops "
-        "log_line numpy_names"
+        "checkpoint_pickles expert_shards rerun_checkpoints serialization_format upcycling "
+        "memory_estimate flops log_line numpy_names"
     ),
     "the optimizer": (
         "main_params optimizer_groups optimizer_offload optimizer_resume optimizer_schedule "

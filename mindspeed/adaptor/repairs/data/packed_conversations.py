@@ -9,7 +9,7 @@ Symptom: the next broadcast reads its length from uninitialised memory and alloc
 0.17 conversations see each other on these stages.
 Fix: Megatron broadcasts an ordinary batch; ``cu_seqlens`` and ``max_seqlen`` are sent in a separate
 broadcast of 8 + 4 * (documents + 2) bytes per micro-batch to each rank of the group.
-Versions: <0.18.
+Versions: >=0.16, <0.18.
 
 Defect: packed conversations (``--sft``) of Megatron-LM: errors, lost borders, NaN.
 
@@ -176,7 +176,7 @@ PATCHES = (
         broadcast_packing,
         "packed sequences under tensor parallelism",
         expects="(data_iterator, ...)",
-        versions="<0.18",
+        versions=">=0.16,<0.18",
     ),
     repair(
         "megatron.training.datasets.sft_dataset:SFTDataset.__getitem__",

@@ -1,0 +1,45 @@
+"""Defect: checkpoints of 0.12 cannot be written with torch 2.8 and newer.
+
+Where: ``megatron.core.dist_checkpointing.strategies.filesystem_async`` calls torch's
+``_write_item``, which since 2.8 wants to know the format of a file.
+Symptom: "_write_item() missing 1 required positional argument: 'serialization_format'" at the first
+save with ``--ckpt-format torch_dist``.
+Fix: the format that torch had before, and that later releases give.
+Versions: <0.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint import filesystem
+
+from mindspeed.adaptor.patch import repair
+
+_FORMAT = "serialization_format"
+
+
+def in_torchs_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_write_item``."""
+    if _FORMAT not in inspect.signature(original).parameters:
+        return original
+
+    @functools.wraps(original)
+    def _write_item(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{_FORMAT: filesystem.SerializationFormat.TORCH_SAVE, **kwargs})
+
+    return _write_item
+
+
+PATCHES = (
+    repair(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
+        in_torchs_format,
+        "a file has the format that torch had before it asked",
+        expects="(transforms, stream, data, write_item, storage_key, ...)",
+        versions="<0.13",
+    ),
+)
