@@ -18,8 +18,8 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import os
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -443,8 +443,13 @@ def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
 
 def _closest(name: str, known: Sequence[str]) -> list[str]:
     """Up to three flags that ``name`` could mean; those with the longest equal beginning first."""
+
+    def equal_beginning(other: str) -> int:
+        pairs = zip(name, other, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
     near = difflib.get_close_matches(name, known, n=10, cutoff=0.5)
-    return sorted(near, key=lambda other: -len(os.path.commonprefix([name, other])))[:3]
+    return sorted(near, key=equal_beginning, reverse=True)[:3]
 
 
 def _is_number(text: str) -> bool:
