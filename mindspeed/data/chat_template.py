@@ -23,7 +23,8 @@ OTHER_PROMPT = (
     "answers follow another prompt than the one that the chat template writes to generate"
 )
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 
 
@@ -45,6 +46,10 @@ class Rendered:
     remarks: tuple[str, ...] = ()
 
 
+class ChangedAnswerError(DataError):
+    """An earlier answer is rendered otherwise than when it was the last one."""
+
+
 class ChatTemplate(ABC):
     """Renders conversations as text.
 
@@ -61,37 +66,62 @@ class ChatTemplate(ABC):
     plain: bool
 
     @abstractmethod
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Tools = (),
+    ) -> Rendered:
         """Render a conversation.
 
         Args:
             messages: ``{"role": "system" | "user" | "assistant", "content": text}`` each; a
-                system message comes first, an empty one suppresses the default.
+                system message comes first, an empty one suppresses the default. The chat template
+                of a tokenizer may know more roles and fields, such as ``tool`` and ``tool_calls``.
+                An answer with ``weight`` 0 is not to be trained, its span may be empty.
             add_generation_prompt: end with the start of an assistant message.
+            tools: definitions of the tools that the assistant may call.
 
         Raises:
-            DataError: the format does not support a role or content.
+            DataError: the format does not support a role, a content, or what :meth:`check` refuses.
+            ChangedAnswerError: an answer to train cannot be trained together with later ones.
         """
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def prompt(self, messages: Sequence[Message]) -> str:
         """The text of a conversation up to the start of the assistant's next message.
 
         Raises:
             DataError: the format does not support a role, a content or another field.
         """
-        self._check(messages)
+        self.check(messages)
         return self.render(messages, add_generation_prompt=True).text
 
-    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def check(self, messages: Sequence[Message], tools: Tools = ()) -> None:
+        """Refuse what would not be in the text.
+
+        Raises:
+            DataError: a field of a message, or tools, that the format does not know.
+        """
         for index, message in enumerate(messages):
             if unknown := self.not_rendered(message):
                 raise DataError(
                     f"message {index + 1}: the chat template {self.name} does not render {unknown}"
                 )
+        if tools and not self.renders_tools:
+            raise DataError(
+                f"the chat template {self.name} does not render tools: give one that does with "
+                "--prompt-type, such as hf, the tokenizer's"
+            )
 
-    def not_rendered(self, message: Mapping[str, Any]) -> str | None:
+    @property
+    def renders_tools(self) -> bool:
+        """Whether definitions of tools are a part of the text."""
+        return False
+
+    def not_rendered(self, message: Message) -> str | None:
         """The first field of a message that the format does not know; None if it knows all."""
-        return next((name for name in message if name not in ("role", "content")), None)
+        known = ("role", "content", "weight")
+        return next((name for name in message if name not in known), None)
 
 
 def checked(message: Any, index: int) -> tuple[str, str]:

@@ -20,6 +20,11 @@ OpenAIInstructionHandler           messages [role, content]             one conv
 
 ``--map-keys`` names other columns. A missing column is a ValueError that lists those of the record.
 
+The last two also read tools: their definitions (column ``tools``, a list or its JSON), calls of an
+answer (``tool_calls``, or a message of the role ``function_call``) with their results (role
+``tool``, ``observation``, ...), and the reasoning of an answer (``reasoning_content``). The chat
+template must render them.
+
 Nothing is dropped in silence: :class:`Fields` knows which columns a handler has read. Of the others
 those that change what an answer means (:data:`REFUSED`, in a message
 :data:`REFUSED_IN_MESSAGE`) make the record invalid, and the rest is counted in
@@ -40,11 +45,11 @@ from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import decode_json
 
-Conversation = list[dict[str, Any]]  # role, content, and weight 0 of an answer not to train
+Conversation = list[dict[str, Any]]
+"""Messages: role, content, weight 0 of an answer not to train, fields of tools and reasoning."""
 
-_TOOLS = "tools are not rendered: the model would be trained without their part of the conversation"
+_TOOLS = "this format has no tools: the model would be trained without a part of the conversation"
 _PAIR = "a preference pair is not one answer: name the column to train with --map-keys"
-_REASONING = "it is not rendered: write it into the content as <think>...</think>"
 REFUSED: dict[str, str] = {
     "tools": _TOOLS,
     "functions": _TOOLS,
@@ -54,17 +59,14 @@ REFUSED: dict[str, str] = {
     "rejected": _PAIR,
 }
 REFUSED_IN_MESSAGE: dict[str, str] = {
-    "tool_calls": _TOOLS,
-    "function_call": _TOOLS,
-    "tool_call_id": _TOOLS,
-    "reasoning_content": _REASONING,
-    "reasoning": _REASONING,
-    "thinking": _REASONING,
+    "tool_calls": "only answers call tools",
+    "function_call": "write it as tool_calls",
     "refusal": "it is not rendered: write it into the content",
     "audio": "only text is supported",
 }
 _SWITCHES = ("loss", "train", "training", "trainable")  # other tools' ways to say weight 0
-_TOOL_ROLES = ("tool", "function", "observation", "ipython", "function_call", "function_response")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_RESULT_ROLES = ("tool", "function", "observation", "ipython", "function_response")
 # Columnar files fill the fields that a record lacks with null.
 _EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
 
@@ -79,6 +81,10 @@ class Fields:
     Args:
         record: columns and values.
         keys: role of a column in the handler -> name of the column.
+
+    Attributes:
+        remarks: what of the record is not used -> how often.
+        tools: definitions of tools, in OpenAI's form.
     """
 
     def __init__(self, record: Mapping[str, Any], keys: Mapping[str, str]) -> None:
@@ -86,6 +92,7 @@ class Fields:
         self._keys = keys
         self._read: set[str] = set()
         self.remarks: Counter[str] = Counter()
+        self.tools: list[dict[str, Any]] = []
 
     def _get(self, key: str) -> Any:
         self._read.add(self._keys[key])
@@ -117,6 +124,14 @@ class Fields:
     def text(self, key: str) -> str:
         """The text of a required column."""
         return _text(self.value(key), self._keys[key])
+
+    def either(self, key: str, other: str) -> Any:
+        """The value of an optional column, or of one with another name."""
+        value = self._get(key)
+        if value not in _EMPTY or other not in self._record:
+            return value
+        self._read.add(other)
+        return self._record[other]
 
     def optional(self, key: str) -> str:
         """The text of an optional column; empty if it is missing or null."""
@@ -321,22 +336,30 @@ def _tagged(fields: Fields) -> list[Conversation]:
     roles = {fields.tag(f"{role}_tag"): role for role in ("user", "assistant", "system")}
     roles = {"gpt": "assistant", "human": "user", "developer": "system"} | roles
     roles |= {role: role for role in ("user", "assistant", "system") if role not in roles}
+    roles |= dict.fromkeys(_RESULT_ROLES, "tool") | {"function_call": "assistant"}
     column = fields.tag("messages")
     role_tag, content_tag = fields.tag("role_tag"), fields.tag("content_tag")
-    messages = []
+    fields.tools = _tools(fields)
+    messages: Conversation = []
     for number, item in enumerate(fields.items("messages"), start=1):
         if not isinstance(item, Mapping) or role_tag not in item:
             raise ValueError(f"{column!r}: message {number} has no {role_tag!r}")
         role = roles.get(item[role_tag])
         if role is None:
-            why = f": {_TOOLS}" if item[role_tag] in _TOOL_ROLES else ""
             raise ValueError(
                 f"{column!r}: message {number} has the role {item[role_tag]!r}; allowed are "
-                f"{', '.join(roles)}{why}"
+                f"{', '.join(roles)}"
             )
-        where = f"{column}[{number}]"
-        more = _message_options(item, role, (role_tag, content_tag), where, fields.remarks)
-        messages.append(_message(role, _joined(item.get(content_tag), where)) | more)
+        where, content = f"{column}[{number}]", item.get(content_tag)
+        if item[role_tag] == "function_call":
+            message = _message(role, "") | {"tool_calls": _calls(_from_json(content, where), where)}
+        else:
+            more = _message_options(item, role, (role_tag, content_tag), where, fields.remarks)
+            empty = "" if content is None and "tool_calls" in more else content
+            message = _message(role, _joined(empty, where)) | more
+        if role == "tool":
+            _check_result(messages, message, where)
+        messages.append(message)
     system = fields.optional("system")
     if system and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", system))
@@ -352,21 +375,94 @@ def _message_options(
     where: str,
     remarks: Counter[str],
 ) -> dict[str, Any]:
-    """``{"weight": 0}`` for an answer that is not trained; other keys are refused or counted."""
+    """Reasoning, calls and ``weight`` 0 of an answer, name and call of a tool's result.
+
+    Other keys are refused or counted.
+    """
+    found: dict[str, Any] = {}
     for name in unused_columns(item, used):
-        if name in REFUSED_IN_MESSAGE:
-            raise ValueError(f"{where!r} has {name!r}: {REFUSED_IN_MESSAGE[name]}")
-        if name in _SWITCHES and not item[name]:
+        value = item[name]
+        if role == "assistant" and name in _REASONING and "reasoning_content" not in found:
+            found["reasoning_content"] = _text(value, f"{where}.{name}")
+        elif role == "assistant" and name == "tool_calls":
+            found[name] = _calls(value, where)
+        elif role == "tool" and name in ("name", "tool_call_id"):
+            found[name] = _text(value, f"{where}.{name}")
+        elif name in (*REFUSED_IN_MESSAGE, *_REASONING, "tool_call_id"):
+            why = REFUSED_IN_MESSAGE.get(name, f"a message of the {role} has none")
+            raise ValueError(f"{where!r} has {name!r}: {why}")
+        elif name in _SWITCHES and not value:
             raise ValueError(f"{where!r} has {name!r}: mark an answer not to train with weight 0")
-        if name != "weight" or role != "assistant":
+        elif name != "weight" or role != "assistant":
             remarks[f"messages have a key {name!r} that is not used"] += 1
     weight = item.get("weight")
     if role != "assistant" or weight is None or weight == 1:
-        return {}
+        return found
     if weight != 0:
         raise ValueError(f"{where!r} has weight {weight!r}: allowed are 0 and 1")
     remarks["answers have weight 0 and are not trained"] += 1
-    return {"weight": 0}
+    return {**found, "weight": 0}
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]]:
+    """Definitions of tools; functions alone are put into OpenAI's form."""
+    value = fields.either("tools", "functions")
+    if value in _EMPTY:
+        return []
+    found = _from_json(value, "tools")
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise ValueError("'tools' is not a list of definitions")
+    tools = [
+        dict(one) if "function" in one else {"type": "function", "function": dict(one)}
+        for one in found
+    ]
+    if nameless := [one for one in tools if not _named(one["function"])]:
+        raise ValueError(f"'tools': a definition has no name: {json.dumps(nameless[0])[:60]}")
+    return tools
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Calls in OpenAI's form, with arguments as an object, as chat templates read them."""
+    calls = []
+    for one in value if isinstance(value, list) else [value]:
+        function = one.get("function", one) if isinstance(one, Mapping) else {}
+        if not _named(function):
+            raise ValueError(f"{where!r}: a call of a tool has a name and arguments")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _from_json(arguments, f"{where}: arguments of {function['name']}")
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"{where!r}: the arguments of {function['name']} are not an object")
+        call = {"name": function["name"], "arguments": dict(arguments)}
+        calls.append({"type": "function", "function": call})
+        if isinstance(one.get("id"), str):
+            calls[-1]["id"] = one["id"]
+    return calls
+
+
+def _named(function: Any) -> bool:
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """The value of a JSON text; others as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode_json(value)
+    except ValueError as error:
+        raise ValueError(f"{where!r} is no JSON: {value[:40]!r}") from error
+
+
+def _check_result(before: Conversation, result: Mapping[str, Any], where: str) -> None:
+    """Refuse the result of a tool that the answer before has not called."""
+    answer = next((one for one in reversed(before) if one["role"] != "tool"), {})
+    calls = answer.get("tool_calls", ())
+    known = [call["id"] for call in calls if "id" in call]
+    asked = result.get("tool_call_id")
+    if not calls or (asked and known and asked not in known):
+        which = f" {asked!r}" if asked else ""
+        raise ValueError(f"{where!r}: the result of a call{which} that the answer before lacks")
 
 
 def _joined(content: Any, where: str) -> str:
@@ -395,6 +491,7 @@ _ASKED = ("prompt", "response")
 _MESSAGES = {
     "messages": "conversations",
     "system": "system",
+    "tools": "tools",
     "role_tag": "from",
     "content_tag": "value",
     "user_tag": "human",

@@ -24,10 +24,12 @@ from mindspeed.data.chat_template import (
     CHANGED,
     OTHER_PROMPT,
     ROLES,
+    ChangedAnswerError,
     ChatTemplate,
     Message,
     Rendered,
     Span,
+    Tools,
 )
 from mindspeed.data.hf_tokenizer import check_config, read_config
 from mindspeed.data.jinja_process import JinjaProcess
@@ -40,6 +42,7 @@ _GENERATION_MARKS = (
     "\N{OBJECT REPLACEMENT CHARACTER}begin\N{OBJECT REPLACEMENT CHARACTER}",
     "\N{OBJECT REPLACEMENT CHARACTER}end\N{OBJECT REPLACEMENT CHARACTER}",
 )
+_PARTS_OF_ANSWERS = ("tool_calls", "reasoning_content")
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -85,15 +88,26 @@ class JinjaTemplate(ChatTemplate):
         self._header = self._generation_header()
         self.stop = self._stop()
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+    @property
+    def renders_tools(self) -> bool:
+        return self._knows("tools")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Tools = (),
+    ) -> Rendered:
         if self._marks_answers:
-            return self._render_marked(messages, add_generation_prompt)
+            return self._render_marked(messages, add_generation_prompt, tools)
+        if any(message.get(name) for message in messages for name in _PARTS_OF_ANSWERS):
+            return self._render_turns(messages, tools)
         marked = [
             {**message, "content": _mark(index)} if message.get("role") == "assistant" else message
             for index, message in enumerate(messages)
         ]
         answers = [index for index, m in enumerate(messages) if m.get("role") == "assistant"]
-        text, frame = self._run(add_generation_prompt, {"messages": messages}, {"messages": marked})
+        text, frame = self._run(add_generation_prompt, tools, messages, marked)
         parts = _split(frame, [_mark(index) for index in answers])
         contents = [messages[index]["content"] for index in answers]
         ends = [_end_of_header(part, self._header) for part in (parts or ())[:-1]]
@@ -112,12 +126,44 @@ class JinjaTemplate(ChatTemplate):
         spans = [(a, b + self._stop_length(text[b:])) for a, b in spans]
         return Rendered(text, tuple(spans), remarks=tuple(remarks))
 
-    def _render_marked(self, messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
+    def _render_turns(self, messages: Sequence[Message], tools: Tools) -> Rendered:
+        """Spans of answers that are more than their content, each as if it was the last message.
+
+        A span begins where the prompt of the answer ends, and ends with the stop token. What the
+        template writes after it is not trained.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prompts = self._run(True, tools, *(messages[:i] for i in answers))
+        text, *wholes = self._run(False, tools, messages, *(messages[: i + 1] for i in answers))
+        spans: list[Span] = []
+        remarks = []
+        for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
+            start = _equal_characters(prompt, whole)
+            end = self._end(whole)
+            if text[:end] == whole[:end] and start < end:
+                spans.append((start, end))
+                remarks += [OTHER_PROMPT] if start < len(prompt) else []
+            elif messages[index].get("weight") == 0:
+                spans.append(spans[-1][1:] * 2 if spans else (0, 0))
+            else:
+                raise ChangedAnswerError(
+                    f"the chat template {self.name} renders message {index + 1} otherwise when "
+                    "others follow, such as without its reasoning"
+                )
+        return Rendered(text, tuple(spans), remarks=tuple(remarks))
+
+    def _end(self, text: str) -> int:
+        """The end of a text; that of its special token where only blanks follow one."""
+        stripped = text.rstrip()
+        return len(stripped) if stripped.endswith(self._known or ("",)) else len(text)
+
+    def _render_marked(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools
+    ) -> Rendered:
         """Spans of a template with ``{% generation %}`` tags, as in transformers."""
         marks = dict(zip(GENERATION, _GENERATION_MARKS, strict=True))
-        text, marked = self._run(
-            add_generation_prompt, {"messages": messages}, {"messages": messages, **marks}
-        )
+        (text,) = self._run(add_generation_prompt, tools, messages)
+        (marked,) = self._run(add_generation_prompt, tools, messages, **marks)
         begin, end = _GENERATION_MARKS
         spans: list[Span] = []
         before, *blocks = marked.split(begin)
@@ -137,35 +183,54 @@ class JinjaTemplate(ChatTemplate):
         changed = [_remarks(text[slice(*s)], a) for s, a in zip(spans, answers, strict=True)]
         return Rendered(text, tuple(spans), remarks=tuple(c for c in chain(*changed) if c != BEGUN))
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        self._check(messages)
-        return self._run(True, {"messages": messages})[0]
+    def prompt(self, messages: Sequence[Message]) -> str:
+        self.check(messages)
+        return self._run(True, (), messages)[0]
 
-    def not_rendered(self, message: Mapping[str, Any]) -> str | None:
+    def not_rendered(self, message: Message) -> str | None:
         """A field or role other than the usual ones that does not occur in the Jinja program."""
-        known = ("role", "content", "name", "tool_call_id")
+        known = ("role", "content", "name", "tool_call_id", "weight")
         names = [name for name in message if name not in known]
         role = message.get("role")
         names += [str(role)] if role not in ROLES else []
-        return next((n for n in names if not re.search(rf"\b{re.escape(n)}\b", self._source)), None)
+        return next((name for name in names if not self._knows(name)), None)
+
+    def _knows(self, name: str) -> bool:
+        """Whether a name occurs in the Jinja program."""
+        return bool(re.search(rf"\b{re.escape(name)}\b", self._source))
 
     def _generation_header(self) -> str:
         """The text with which an answer is generated; empty if the template writes none."""
-        example = {"messages": [{"role": "user", "content": "a"}]}
+        example = [{"role": "user", "content": "a"}]
         try:
-            [before], [prompt] = self._run(False, example), self._run(True, example)
+            [before], [prompt] = self._run(False, (), example), self._run(True, (), example)
         except DataError:  # the template does not accept this example
             return ""
         return prompt.removeprefix(before) if prompt.startswith(before) else ""
 
-    def _run(self, add_generation_prompt: bool, *conversations: Mapping[str, Any]) -> list[str]:
+    def _run(
+        self,
+        add_generation_prompt: bool,
+        tools: Tools,
+        *conversations: Sequence[Message],
+        **variables: str,
+    ) -> list[str]:
         """Render conversations as texts."""
         tokens = {name: token for name, token in self._tokens.items() if token is not None}
-        common = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        common: dict[str, Any] = {
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         return self._program.render(
             [
-                {**common, **tokens, **given, "messages": list(given["messages"])}
-                for given in conversations
+                {
+                    **common,
+                    **tokens,
+                    **variables,
+                    "messages": [_without_weight(m) for m in messages],
+                }
+                for messages in conversations
             ]
         )
 
@@ -187,6 +252,16 @@ class JinjaTemplate(ChatTemplate):
         blanks = len(rest) - len(rest.lstrip())
         matching = [token for token in self._known if rest.startswith(token, blanks)]
         return blanks + max(map(len, matching)) if matching else 0
+
+
+def _without_weight(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "weight"}
+
+
+def _equal_characters(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def _mark(index: int) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed.data import handlers, templates
-from mindspeed.data.chat_template import ChatTemplate, Rendered
+from mindspeed.data.chat_template import ChangedAnswerError, ChatTemplate, Rendered, Tools
 from mindspeed.data.file_formats import Block
 from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
 from mindspeed.data.preprocess_options import PreprocessOptions
@@ -27,6 +27,11 @@ from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
 from mindspeed.parsing import decode_json
+
+BY_QUESTION = (
+    "conversations are one sample for each question, because the chat template renders earlier "
+    "answers otherwise, such as without their reasoning"
+)
 
 
 @dataclass(frozen=True)
@@ -178,12 +183,12 @@ class ConversationEncoder:
         counts = Counts()
         records = _valid(block, counts, partial(self._read, counts.remarks))
         conversations = [item for record in records for item in record]
-        for _, rendered in conversations:
-            counts.remarks.update(rendered.remarks)
-        samples = self._encode([rendered for _, rendered in conversations])
+        for one in conversations:
+            counts.remarks.update(one.rendered.remarks)
+        samples = self._encode([one.rendered for one in conversations])
         kept = []
-        for (messages, _), sample in zip(conversations, samples, strict=True):
-            sample = self._truncate(messages, sample, counts)
+        for one, sample in zip(conversations, samples, strict=True):
+            sample = self._truncate(one, sample, counts)
             if sample.trained:
                 kept.append(sample)
             else:
@@ -198,9 +203,7 @@ class ConversationEncoder:
         tokens = [ids, np.ones_like(ids), labels]
         return Encoded(tokens, [lengths] * 3, [np.ones_like(lengths)] * 3, counts, block.size)
 
-    def _read(
-        self, remarks: Counter[str], record: Mapping[str, Any]
-    ) -> list[tuple[handlers.Conversation, Rendered]]:
+    def _read(self, remarks: Counter[str], record: Mapping[str, Any]) -> list[_Conversation]:
         fields = handlers.Fields(record, self._columns)
         found = []
         conversations = self._conversations(fields)
@@ -211,19 +214,32 @@ class ConversationEncoder:
             for message in messages:
                 _unicode(message["content"], message["role"])
             try:
-                found.append((messages, self._render(messages)))
+                self._template.check(messages, fields.tools)
+                found += self._render_parts(messages, fields.tools, remarks)
             except DataError as error:
                 raise ValueError(str(error)) from error
         remarks.update(fields.remarks)
         return found
 
-    def _render(self, messages: handlers.Conversation) -> Rendered:
-        plain = [{"role": m["role"], "content": m["content"]} for m in messages]
+    def _render_parts(
+        self, messages: handlers.Conversation, tools: Tools, remarks: Counter[str]
+    ) -> list[_Conversation]:
+        """The conversation; one for each question, where later ones change earlier answers."""
+        try:
+            return [_Conversation(messages, tools, self._render(messages, tools))]
+        except ChangedAnswerError:
+            parts = _by_question(messages)
+            if len(parts) < 2:
+                raise
+        remarks[BY_QUESTION] += 1
+        return [_Conversation(part, tools, self._render(part, tools)) for part in parts]
+
+    def _render(self, messages: handlers.Conversation, tools: Tools) -> Rendered:
         trained = [m.get("weight") != 0 for m in messages if m["role"] == "assistant"]
         options = self._options
         if options.label_boundary == "legacy" and not all(trained):
             raise DataError("weight 0 needs --label-boundary exact")
-        rendered = self._template.render(plain)
+        rendered = self._template.render(messages, tools=tools)
         last = options.train_on == "last"
         return select(rendered, trained, last=last, inputs=options.train_on_inputs)
 
@@ -245,18 +261,25 @@ class ConversationEncoder:
             for sample in samples
         ]
 
-    def _truncate(self, messages: handlers.Conversation, sample: Sample, counts: Counts) -> Sample:
+    def _truncate(self, one: _Conversation, sample: Sample, counts: Counts) -> Sample:
         """Truncate to the sequence length: drop the oldest turns first, then the prompt's start."""
         if self._limit is None or len(sample.ids) <= self._limit:
             return sample
         counts.shortened += 1
-        targets = sample.num_trained
+        targets, messages = sample.num_trained, one.messages
         while len(sample.ids) > self._limit and (shorter := _without_oldest_turn(messages)):
             messages = shorter
-            sample = self._encode([self._render(messages)])[0]
+            sample = self._encode([self._render(messages, one.tools)])[0]
         sample = sample.fit(self._limit)
         counts.lost += targets - sample.num_trained
         return sample
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    messages: handlers.Conversation
+    tools: Tools
+    rendered: Rendered
 
 
 def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatTemplate:
@@ -314,11 +337,29 @@ def _unicode(text: str, name: str) -> str:
     return text
 
 
+def _by_question(messages: handlers.Conversation) -> list[handlers.Conversation]:
+    """The conversation up to the end of each question's answers; earlier ones are not trained."""
+    questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    parts = []
+    for start, end in zip(questions, [*questions[1:], len(messages)], strict=True):
+        answers = messages[start:end]
+        if any(one["role"] == "assistant" and one.get("weight") != 0 for one in answers):
+            before = [
+                {**one, "weight": 0} if one["role"] == "assistant" else one
+                for one in messages[:start]
+            ]
+            parts.append([*before, *answers])
+    return parts
+
+
 def _without_oldest_turn(messages: handlers.Conversation) -> handlers.Conversation | None:
-    """The conversation without its first turn; None if it has only one."""
+    """The conversation without its first question and its answers; None if it has only one."""
     head = messages[:1] if messages[0]["role"] == "system" else []
     rest = messages[len(head) :]
     first = next(i for i, message in enumerate(rest) if message["role"] == "assistant")
     rest = rest[first + 1 :]
-    answered = any(message["role"] == "assistant" for message in rest)
-    return [*head, *rest] if answered else None
+    while rest and rest[0]["role"] == "tool":  # of a call that is no longer there
+        answered = (i for i, message in enumerate(rest) if message["role"] == "assistant")
+        rest = rest[next(answered, len(rest)) + 1 :]
+    answered_later = any(message["role"] == "assistant" for message in rest)
+    return [*head, *rest] if answered_later else None

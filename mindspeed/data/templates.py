@@ -35,7 +35,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mindspeed.data.chat_template import ChatTemplate, Message, Rendered, Span, checked
+from mindspeed.data.chat_template import (
+    ChatTemplate,
+    Message,
+    Rendered,
+    Span,
+    Tools,
+    checked,
+)
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.parsing import read_yaml
 
@@ -62,7 +69,12 @@ class TextTemplate(ChatTemplate):
     special: tuple[str, ...] = ()
     plain: bool = False
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Tools = (),
+    ) -> Rendered:
         system, turns = self._system_and_turns(messages)
         text = self.prefix
         if system and self.system:

@@ -137,8 +137,8 @@ def test_unknown_handlers_are_listed():
         ("SharegptStyleInstructionHandler", {"conversations": [{}]}, "message 1 has no 'from'"),
         (
             "SharegptStyleInstructionHandler",
-            {"conversations": [{"from": "tool", "value": ""}]},
-            "message 1 has the role 'tool'; allowed are ",
+            {"conversations": [{"from": "bystander", "value": ""}]},
+            "message 1 has the role 'bystander'; allowed are ",
         ),
         (
             "OpenAIInstructionHandler",
@@ -166,16 +166,31 @@ PAIR = {"messages": [U, A], "chosen": [A], "rejected": [A]}
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"messages": [U, A], "tools": [{"type": "function"}]}, "'tools' is not read: tools are"),
+        ({"messages": [U, A], "tools": [{"type": "function"}]}, "a definition has no name"),
+        ({"messages": [U, A], "tools": "[{"}, "'tools' is no JSON"),
+        ({"messages": [U, A], "tools": {"name": "f"}}, "'tools' is not a list"),
         ({"messages": [U, A], "function_call": {"name": "f"}}, "'function_call' is not read"),
         (PAIR, "'chosen' is not read: a preference pair"),
         ({"messages": [U, A], "label": False}, "an undesired answer"),
-        ({"messages": [U, A | {"tool_calls": CALL}]}, r"messages\[2\]' has 'tool_calls'"),
+        ({"messages": [U | {"tool_calls": CALL}, A]}, "'tool_calls': only answers call tools"),
+        ({"messages": [U, A | {"tool_calls": [{"name": 1}]}]}, "has a name and arguments"),
+        ({"messages": [U, A | {"tool_calls": [{"name": "f", "arguments": "x"}]}]}, "is no JSON"),
+        ({"messages": [U, A | {"tool_calls": [{"name": "f", "arguments": "3"}]}]}, "not an object"),
         ({"messages": [U, A | {"function_call": {"name": "f"}}]}, "has 'function_call'"),
-        ({"messages": [U, A | {"reasoning_content": "x"}]}, "content as <think>"),
+        ({"messages": [U | {"reasoning": "x"}, A]}, "'reasoning': a message of the user has none"),
+        ({"messages": [U, A | {"tool_call_id": "1"}]}, "a message of the assistant has none"),
         ({"messages": [U, A | {"loss": False}]}, "with weight 0"),
         ({"messages": [U, A | {"weight": 0.5}]}, "weight 0.5: allowed are 0 and 1"),
-        ({"messages": [U, A, {"role": "tool", "content": "7"}]}, "'tool'; .*tools are not"),
+        ({"messages": [U, A, {"role": "tool", "content": "7"}]}, "the result of a call that"),
+        (
+            {
+                "messages": [
+                    *(U, A | {"tool_calls": CALL}),
+                    {"role": "tool", "content": "7", "tool_call_id": "2"},
+                ]
+            },
+            "the result of a call '2' that",
+        ),
         ({"messages": [U, A | {"content": None}]}, r"messages\[2\]' has no content \(null\)"),
         ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "two system"),
     ],
