@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.job import Precision
+from mindspeed.json_fields import read_object
 from mindspeed.parsing import decode_json
 from mindspeed.ranges import NOT_NEGATIVE, number, whole
 
@@ -168,6 +169,10 @@ def _transformers_model(directory: Path, loaded: Any) -> Any:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError("this needs transformers: pip install 'mindspeed[suite]'") from error
+    from mindspeed.models.hf_files import CONFIG
+    from mindspeed.models.transformers_versions import check_spelling
+
+    check_spelling(read_object(directory / CONFIG, DataError), f"--hf {directory}")
     first = next(loaded.stage.parameters())
     try:
         model = AutoModelForCausalLM.from_pretrained(

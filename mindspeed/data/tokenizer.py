@@ -140,6 +140,8 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
         "eos_token": END_OF_TEXT,
         "pad_token": PADDING,
         "clean_up_tokenization_spaces": False,
+        # transformers 4 else returns types of tokens, which no model here takes.
+        "model_input_names": ["input_ids", "attention_mask"],
     }
     atomic_write_text(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
     atomic_write_text(directory / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")

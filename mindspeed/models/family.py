@@ -21,6 +21,7 @@ from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.json_fields import check
+from mindspeed.models import transformers_versions
 from mindspeed.models.config_fields import Fields
 from mindspeed.models.config_json import Codec, Config, Flags, normalized
 from mindspeed.models.table import Rule
@@ -125,8 +126,11 @@ class Family:
         }
         if not self.in_transformers:
             return {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
+        make = self.config_class
+        older = not transformers_versions.gathers_spellings()
         try:
-            made = self.config_class(**copy.deepcopy(given))
+            known = transformers_versions.for_older_class(self.name, given) if older else given
+            made = make(**copy.deepcopy(known))
         except ConfigError:
             raise
         except Exception as error:  # its own checks raise many types
@@ -137,9 +141,12 @@ class Family:
             for key, declared in self.fields.items()
             if declared.role != "no effect" and hasattr(made, key)
         }
+        if older and "rope_parameters" in self.fields:
+            found["rope_parameters"] = transformers_versions.rope_parameters(given, made)
+            found = {k: v for k, v in found.items() if k not in ("rope_theta", "rope_scaling")}
         if "rope_parameters" in found:  # what the class has made of all spellings
-            given = {key: value for key, value in given.items() if not key.startswith("rope_")}
-        return {**self.defaults, **given, **found}
+            known = {key: value for key, value in known.items() if not key.startswith("rope_")}
+        return {**self.defaults, **known, **found}
 
     def write(self, args: Any) -> Flags:
         """A ``config.json`` from a namespace of Megatron's flags."""

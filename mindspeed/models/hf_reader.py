@@ -168,7 +168,7 @@ class HFReader:
         if not same and copy in parameter.tied:
             raise CheckpointError(
                 f"{self.folder}: {CONFIG} says tie_word_embeddings, but {copy} is not equal to "
-                f"{name}; set tie_word_embeddings to false there, as transformers then does"
+                f"{name}; set tie_word_embeddings to false there, as transformers 5 then does"
             )
         if not same:
             raise CheckpointError(

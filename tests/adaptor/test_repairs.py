@@ -61,7 +61,7 @@ def test_yarn_rotates_a_share_of_the_channels(ranks):
         "original_max_position_embeddings": 64,
     }  # fmt: skip
     config = LlamaConfig(
-        hidden_size=64, num_attention_heads=1, max_position_embeddings=256, rope_parameters=scaling
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=256, rope_scaling=scaling
     )
     half, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     expected = torch.cat((half, half))

@@ -9,6 +9,7 @@ import torch
 
 from mindspeed.cli import verify
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.models import transformers_versions
 from tests.support.lazy import Lazy, needs
 
 needs("transformers")
@@ -87,3 +88,12 @@ def test_missing_inputs_are_reported_before_a_model_is_loaded(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match=r"lines of \{'text': ...\} are expected"):
         run("--load", "x", "--hf", tmp_path, "--input", tmp_path / "a.jsonl")
+
+
+def test_a_file_that_older_transformers_would_read_otherwise_is_refused(monkeypatch):
+    monkeypatch.setattr(transformers_versions, "version", lambda name: "4.57.6")
+    transformers_versions.check_spelling({"rope_theta": 5e5}, "--hf x")
+    with pytest.raises(ConfigError, match=r"^--hf x: transformers 4.57.6 .*: install transformers"):
+        transformers_versions.check_spelling({"rope_parameters": {"rope_theta": 5e5}}, "--hf x")
+    monkeypatch.setattr(transformers_versions, "version", lambda name: "5.0.0")
+    transformers_versions.check_spelling({"rope_parameters": {"rope_theta": 5e5}}, "--hf x")

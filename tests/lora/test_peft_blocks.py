@@ -15,6 +15,7 @@ needs("megatron.core")
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import LoraConfig, export, peft
 from mindspeed.lora.hf_names import table_of, whole_parts
+from mindspeed.models import transformers_versions
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.shape import Shape
 from tests.lora import oracle
@@ -115,6 +116,8 @@ def test_expert_adapters_become_one_tensor_of_transformers_5(tmp_path, names):
     assert set(files.config.target_modules) == set(config.target_modules)
     same(peft.whole_tensors(files, MOE), tensors)
 
+    if not transformers_versions.at_least("5"):
+        return  # the model has a parameter for each expert, and peft nothing to merge into
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
     base = oracle.save_base(tmp_path / "base", "Mixtral", **sizes)
     model = hf.AutoModelForCausalLM.from_pretrained(base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindspeed.errors import ConfigError
+from mindspeed.models import transformers_versions
 from mindspeed.models.config_fields import FIELDS, ROPE
 from mindspeed.models.families import FAMILIES, family_of_config
 from mindspeed.models.presets import model_flags, presets
@@ -43,15 +45,22 @@ def tiny_config(name):
     return {**json.loads(made.to_json_string()), "layer_types": None}
 
 
+def fields_of(config_class):
+    if dataclasses.is_dataclass(config_class):
+        return {field.name for field in dataclasses.fields(config_class)}
+    return inspect.signature(config_class).parameters.keys() - {"kwargs"}  # transformers 4
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_field_of_the_class_is_accounted_for(name):
     family = CLASSES[name]
-    known = {field.name for field in dataclasses.fields(family.config_class)}
-    known |= set(family.config_class.attribute_map)
+    known = fields_of(family.config_class) | set(family.config_class.attribute_map)
     assert not known - family.fields.keys()
 
 
 def test_every_rope_parameter_is_accounted_for():
+    if not transformers_versions.at_least("5"):
+        pytest.skip("rope_parameters are of transformers 5")
     from transformers.modeling_rope_utils import RopeParameters
 
     assert not set(RopeParameters.__annotations__) - ROPE.keys()
@@ -61,7 +70,7 @@ def test_every_rope_parameter_is_accounted_for():
 def test_the_defaults_of_the_class_are_what_is_fixed(name):
     family = CLASSES[name]
     made = family.config_class()
-    for key in {field.name for field in dataclasses.fields(made)} & family.fields.keys():
+    for key in fields_of(family.config_class) & family.fields.keys():
         field = family.fields[key]
         if field.role == "fixed":
             assert field.allowed.problem(getattr(made, key)) is None, key
@@ -129,7 +138,8 @@ ONLY_WITH = {
     "use_sliding_window": {"sliding_window": 4, "max_window_layers": 0},
     # Read where there is a window, so that no half of it goes unnoticed.
     "layer_types": {"sliding_window": 4, "use_sliding_window": True},
-    "rope_theta": {"rope_parameters": None},
+    "rope_parameters": {"rope_scaling": None},  # written by transformers 4
+    "rope_theta": {"rope_parameters": None, "rope_scaling": None},
     "rope_scaling": {"rope_parameters": None},
 }
 # An older spelling loses against the same file's newer one, as in the class.

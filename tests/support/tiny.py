@@ -223,7 +223,13 @@ CASES: dict[str, Case] = {
     "llama": Case("Llama"),
     "llama2-gqa": Case("Llama", _GROUPED),
     "llama3.1-scaling": Case(
-        "Llama", _GROUPED | {"max_position_embeddings": 131072, "rope_parameters": _LLAMA3}
+        "Llama",
+        _GROUPED
+        | {
+            "max_position_embeddings": 131072,
+            "rope_theta": _LLAMA3["rope_theta"],
+            "rope_scaling": _LLAMA3,
+        },
     ),
     "llama3.2-tied": Case("Llama", _GROUPED | {"tie_word_embeddings": True}),
     "aquila": Case("Llama", config_json={"model_type": "aquila"}),
@@ -263,6 +269,6 @@ CASES: dict[str, Case] = {
     ),
     "qwen3-moe": Case("Qwen3Moe", _QWEN_MOE | {"norm_topk_prob": True}, flags=_NO_BALANCE),
     "qwen3-moe-raw-probabilities": Case("Qwen3Moe", _QWEN_MOE, flags=_NO_BALANCE),
-    "deepseek-v3": Case("DeepseekV3", _LATENT | {"rope_parameters": _YARN}),
+    "deepseek-v3": Case("DeepseekV3", _LATENT | {"rope_scaling": _YARN}),
     "deepseek-v3-direct-queries": Case("DeepseekV3", _LATENT | {"q_lora_rank": None}),
 }
