@@ -159,6 +159,8 @@ class _DataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         import torch
 
+        if module == "pathlib._local":  # as Python 3.13 writes it
+            module = "pathlib"
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in self.names:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed import unpickle
 from mindspeed.errors import DamagedCheckpoint, SecurityError
 from mindspeed.storage import directory
 from mindspeed.storage.safe_metadata import common_state, read_index
@@ -84,6 +86,13 @@ def test_an_index_that_would_call_a_function_is_refused_and_nothing_is_called(tm
     with pytest.raises(SecurityError, match=r"names (posix|os)\.mkdir"):
         read_index(index(tmp_path, Bomb(tmp_path / "harm")))
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"])
+def test_paths_of_every_python_are_read(module):
+    name = PosixPath.__module__.encode()
+    pickled = pickle.dumps(PosixPath("a/b"), 2).replace(b"c" + name, b"c" + module)
+    assert unpickle.read_index(io.BytesIO(pickled)) == PosixPath("a/b")
 
 
 def test_an_index_with_enums_pickled_as_attributes_loads(tmp_path):
