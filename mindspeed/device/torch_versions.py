@@ -24,6 +24,14 @@ def at_least(release: str) -> bool:
     return Version(release) <= _HERE
 
 
+def libuv_store_takes_a_socket() -> bool:
+    """Whether a ``TCPStore`` on libuv serves a socket that is open already.
+
+    torch 2.7 does not, 2.8 and 2.9 were not tried.
+    """
+    return at_least("2.10")
+
+
 def gloo_reduces_all() -> bool:
     """Whether gloo reduces by ``AVG``, reduces lists and takes complex numbers.
 

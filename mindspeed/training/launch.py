@@ -20,6 +20,7 @@ from typing import cast
 
 import torch.distributed as dist
 
+from mindspeed.device import torch_versions
 from mindspeed.processes import cores
 from mindspeed.training.fail_together import LAUNCHER, report_failure
 
@@ -55,6 +56,7 @@ def run_ranks(command: Sequence[str], ranks: int) -> int:
         wait_for_workers=False,
         timeout=timedelta(minutes=10),
         master_listen_fd=listener.detach(),
+        use_libuv=torch_versions.libuv_store_takes_a_socket(),
     )
     processes = [
         subprocess.Popen(command, env=_environment(rank, ranks, port)) for rank in range(ranks)
