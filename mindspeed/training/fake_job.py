@@ -35,6 +35,9 @@ def fake_groups(rank: int, world_size: int) -> Iterator[None]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
+        # Until torch 2.10 this module alone teaches FakeTensors collectives.
+        from torch.distributed._tools import fake_collectives  # noqa: F401
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     tracker, new_group, journal = get_cuda_rng_tracker(), dist.new_group, Journal()
 

@@ -93,11 +93,11 @@ def test_collectives_of_ranks_that_hold_the_same(ranks) -> None:
 def collectives() -> dict[str, object]:
     """On rank 2 of 4."""
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    from mindspeed.training.fake_job import fake_groups
+
     values, found = torch.tensor([1, 2, 3, 4]), {}
-    with planning():
+    with fake_groups(2, 4), planning():
         x = torch.randint(9, (4,))
         known.assume(x, values)
         gathered = torch.empty(16, dtype=torch.int64)
