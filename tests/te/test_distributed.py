@@ -97,7 +97,7 @@ def test_recomputation_keeps_only_the_input():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         checkpoint(lambda t: t.sin().cos().exp(), x).sum()
-    assert len(saved) <= 1
+    assert sum(t.numel() for t in saved) <= x.numel()
 
 
 def test_distributed_activations_are_refused():
