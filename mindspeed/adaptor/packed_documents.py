@@ -18,7 +18,7 @@ from mindspeed.adaptor.packed_seq_params import model_patches
 from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.pipeline_ends import pipeline_ends, readers_patches
 from mindspeed.adaptor.seam import SeamTable, owner_of
-from mindspeed.adaptor.versions import batch_functions
+from mindspeed.adaptor.versions import at_least, batch_functions
 
 if TYPE_CHECKING:
     from mindspeed.attention.megatron import PlanPackedSeqParams
@@ -68,8 +68,8 @@ def read_patches(seams: SeamTable, owner: str) -> tuple[Patch, ...]:
             lambda original: _broadcast(original, seams),
             owner,
             "one broadcast: the batch, its shape and its documents",
-            expects="(data_iterator, mtp_on_this_rank)",
-            versions=_BEFORE_0_18,
+            expects={">=0.16": "(data_iterator, mtp_on_this_rank)", "<0.16": "(data_iterator)"},
+            versions=">=0.15,<0.18",
         ),
         batch_functions.broadcast_patch(seams, owner),
     )
@@ -83,10 +83,13 @@ def _broadcast(original: Callable[..., Any], seams: SeamTable) -> Callable[..., 
 
         args = get_args()
         first, last = pipeline_ends(seams, None)
+        if not at_least("0.16"):  # the layers that predict tokens are in the last stage
+            mtp_on_this_rank = last and bool(args.mtp_num_layers)
         if args.pipeline_model_parallel_size == 1 or mtp_on_this_rank:
             first = last = True
-        if args.hybrid_context_parallel or args.sft:
-            return original(data_iterator, first and last)  # type: ignore[no-any-return]
+        if args.sft or getattr(args, "hybrid_context_parallel", False):
+            whole = [first and last] if at_least("0.16") else []
+            return original(data_iterator, *whole)  # type: ignore[no-any-return]
         read = read_batch(
             seams,
             data_iterator,

@@ -50,7 +50,7 @@ def readers_patches(seams: SeamTable, owner: str) -> tuple[Patch, ...]:
 
         return is_first_or_last_pipeline_stage
 
-    places = {"": ">=0.16,<0.18", ".common_utils": ">=0.18"}
+    places = {"": ">=0.15,<0.18", ".common_utils": ">=0.18"}
     return tuple(
         Patch(
             f"megatron.training.utils{module}:is_first_or_last_pipeline_stage",
