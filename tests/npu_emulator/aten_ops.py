@@ -26,12 +26,14 @@ def addmm(
 def matmul_backward(
     grad: torch.Tensor, self: torch.Tensor, other: torch.Tensor, mask: list[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of ``torch.matmul``."""
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (self, other)]
-        wanted = [tensor for tensor, needed in zip(inputs, mask, strict=True) if needed]
-        found = iter(torch.autograd.grad(torch.matmul(*inputs), wanted, grad))
-    return tuple(next(found) if needed else None for needed in mask)  # type: ignore[return-value]
+    """Gradients of ``torch.matmul``, by formula: kernels run below autograd."""
+    left, right = torch.atleast_2d(self), other if other.dim() > 1 else other[:, None]
+    grad = grad if other.dim() > 1 else grad[..., None]
+    grad = grad if self.dim() > 1 else grad.unsqueeze(-2)
+    return (
+        (grad @ right.mT).sum_to_size(left.shape).reshape(self.shape) if mask[0] else None,
+        (left.mT @ grad).sum_to_size(right.shape).reshape(other.shape) if mask[1] else None,
+    )
 
 
 def _out(compute):

@@ -27,6 +27,16 @@ INDICES = torch.tensor([[0, 2], [1, 2], [0, 1], [1, 2]])
 
 # name -> (inputs that need a gradient, the call into torch_npu, the same in torch)
 CASES: dict[str, tuple[tuple[torch.Tensor, ...], Callable[..., Any], Callable[..., Any]]] = {
+    "linear layer of one output": (
+        (randn(5, 2, 8), randn(1, 8, seed=1)),
+        lambda x, w: F.linear(x, w),
+        lambda x, w: F.linear(x, w),
+    ),
+    "product with a vector": (
+        (randn(8), randn(3, 8, 2, seed=1)),
+        lambda x, y: x @ y,
+        lambda x, y: x @ y,
+    ),
     "rms_norm": (
         (randn(5, 8), randn(8, seed=1)),
         lambda x, g: _npu().npu_rms_norm(x, g, 1e-5)[0],
