@@ -79,7 +79,7 @@ def with_lengths(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a pipeline schedule of Megatron's for micro-batches of different lengths.
 
     Plans (:mod:`mindspeed.pipeline.schedule.megatron`) exchange lengths themselves: they take the
-    place of the wrapped function and learn from its attribute ``variable_lengths`` that they must.
+    place of the wrapped function.
     """
 
     def forward_backward(
@@ -109,7 +109,6 @@ def with_lengths(schedule: Callable[..., Any]) -> Callable[..., Any]:
             **rest,
         )
 
-    forward_backward.variable_lengths = True  # type: ignore[attr-defined]
     return forward_backward
 
 

@@ -65,19 +65,6 @@ def test_another_schedule_sends_its_messages_in_this_way_already():
     assert schedule_of(**given).request.kind == "zb-h1"
 
 
-@pytest.mark.parametrize("other", [{"optimize_send_recv_comm": True}, SEVERAL])
-def test_variable_lengths_reach_plans_in_any_order_of_attachment(other):
-    flags = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", **other}
-    assert schedule_of(**flags).messages.variable_lengths
-    del flags["variable_seq_lengths"]
-    assert not schedule_of(**flags).messages.variable_lengths
-
-    from mindspeed.pipeline.megatron_lengths import with_lengths
-    from mindspeed.pipeline.schedule.megatron import scheduled
-
-    assert scheduled(with_lengths(megatrons)).messages.variable_lengths
-
-
 def test_declared_shapes_are_those_of_the_arguments_when_a_step_runs():
     values = {**JOB, **SEVERAL}
     seams = OneSeam()

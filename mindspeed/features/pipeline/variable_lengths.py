@@ -69,10 +69,10 @@ class VariableLengths(
 
         def schedule(forward_backward: Any) -> Any:
             from mindspeed.pipeline.megatron_lengths import with_lengths
-            from mindspeed.pipeline.schedule.megatron import ScheduledPipeline, with_messages
+            from mindspeed.pipeline.schedule.megatron import ScheduledPipeline
 
             if isinstance(forward_backward, ScheduledPipeline):
-                return with_messages(forward_backward, variable_lengths=True)
+                return forward_backward  # which knows it from the model's configuration
             return with_lengths(forward_backward)
 
         seams.batch.add(trimmed, owner=self.name)

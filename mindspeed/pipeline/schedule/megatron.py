@@ -9,7 +9,8 @@ Shapes of the messages between stages:
 
 equal micro-batches               known from the flags
 of different sizes (DPP)          known from the sizes
-of different lengths              known where every stage reads ahead, else sent in headers
+of different lengths              known where every stage reads ahead, else sent in headers; the
+                                  model's configuration says so, as frameworks set it alone
 several tensors from a stage      sent in headers (:mod:`mindspeed.pipeline.schedule.headers`)
 stages of multi-token prediction  sent in headers
 """
@@ -49,13 +50,11 @@ class Messages:
     """Ways in which the messages of a pipeline may differ.
 
     Attributes:
-        variable_lengths: micro-batches have different lengths.
         several_tensors: a stage may return several tensors.
         declared: shape and dtype of each tensor that a stage sends, to check them; None checks
             nothing.
     """
 
-    variable_lengths: bool = False
     several_tensors: bool = False
     declared: Callable[[], Sequence[Any] | None] | None = None
 
@@ -109,11 +108,12 @@ def channels_of(
     """The channels of this rank in one step."""
     pp_group = arguments.groups.pp
     rank, directions = pp_group.rank(), directions_of(pp_group)
-    unknown = messages.variable_lengths and arguments.lengths is None
-    if messages.several_tensors or unknown or stages_differ(arguments.config):
+    config = arguments.config
+    unknown = config.variable_seq_lengths and arguments.lengths is None
+    if messages.several_tensors or unknown or stages_differ(config):
         declared = messages.declared() if messages.declared else None
         return HeaderedPeerToPeer(plan, rank, directions, header_group_of(pp_group), declared)
-    dtype = arguments.config.pipeline_dtype or torch.float32
+    dtype = config.pipeline_dtype or torch.float32
     here = device.current().torch_device()
 
     def buffers(transfer: Transfer) -> Tensors:
@@ -218,7 +218,7 @@ class ScheduledPipeline:
                 several_tensors=self.messages.several_tensors,
             ),
         )
-        lengths = lengths_of(readers, num_microbatches) if self.messages.variable_lengths else None
+        lengths = lengths_of(readers, num_microbatches) if config.variable_seq_lengths else None
         arguments = MessageArguments(
             config=config,
             groups=groups,
@@ -266,8 +266,7 @@ def scheduled(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline
         changes: fields of :class:`ScheduleRequest`.
     """
     if not isinstance(previous, ScheduledPipeline):
-        varies = getattr(previous, "variable_lengths", False)
-        previous = ScheduledPipeline(messages=Messages(variable_lengths=varies))
+        previous = ScheduledPipeline()
     return replace(previous, request=replace(previous.request, **changes))
 
 

@@ -152,11 +152,12 @@ def _step(ranks: int, case: Case) -> Result:
         pipeline_model_parallel_size=ranks,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
+        variable_seq_lengths=len(set(case.lengths)) > 1,
+        moe_token_dispatcher_type="alltoall",
     )
     schedule = with_messages(
         scheduled(None, **_request(ranks, case)),
         several_tensors=case.several,
-        variable_lengths=len(set(case.lengths)) > 1,
     )
     placement = schedule.request.placement(ranks, case.chunks)
     stages = placement.stages[parallel_state.get_pipeline_model_parallel_rank()]
