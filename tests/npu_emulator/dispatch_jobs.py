@@ -32,6 +32,11 @@ CASES: dict[str, tuple[tuple[torch.Tensor, ...], Callable[..., Any], Callable[..
         lambda x, w: F.linear(x, w),
         lambda x, w: F.linear(x, w),
     ),
+    "gather": (
+        (randn(4, 3),),
+        lambda x: x.gather(1, INDICES.npu()),
+        lambda x: x.gather(1, INDICES),
+    ),
     "product with a vector": (
         (randn(8), randn(3, 8, 2, seed=1)),
         lambda x, y: x @ y,

@@ -1,4 +1,4 @@
-"""SwiGLU, rotary embedding, masked softmax, dropout, casts."""
+"""SwiGLU, rotary embedding, masked softmax, dropout, casts, gradient of gather."""
 
 from __future__ import annotations
 
@@ -110,6 +110,11 @@ def _npu_dtype_cast_backward(grad, dtype):
     return grad.to(dtype, copy=True)
 
 
+def npu_gather_backward(grad, self_size, dim, index, sparse_grad):
+    refuse("npu_gather_backward", {"sparse_grad": sparse_grad})
+    return grad.new_zeros(self_size).scatter_add(dim, index, grad)
+
+
 REFERENCE = {
     "npu_swiglu": npu_swiglu,
     "npu_swiglu_backward": npu_swiglu_backward,
@@ -121,4 +126,5 @@ REFERENCE = {
     "npu_dropout_backward": npu_dropout_backward,
     "_npu_dtype_cast": _npu_dtype_cast,
     "_npu_dtype_cast_backward": _npu_dtype_cast_backward,
+    "npu_gather_backward": npu_gather_backward,
 }
