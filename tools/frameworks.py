@@ -27,9 +27,9 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from feature_table import ROOT, update
 from megatron_release import Data, load, store
@@ -61,7 +61,8 @@ class Job:
         layout: flags of two ranks.
         model: of tiny_models.py.
         flags: also those of the one rank.
-        reached: features that must have run on the two ranks.
+        options: of this library on the two ranks.
+        reached: features that must have run there.
         adapters: starts with adapters that one rank has trained for a step; those that the
             framework draws differ between layouts.
         loss: relative tolerance.
@@ -74,6 +75,7 @@ class Job:
     layout: str
     model: str = "dense"
     flags: str = ""
+    options: Mapping[str, object] = field(default_factory=dict)
     reached: frozenset[str] = frozenset()
     adapters: bool = False
     loss: float = 1e-6
@@ -97,11 +99,17 @@ class Framework(ABC):
     Args:
         python: interpreter of its environment.
         scratch: folder of models, checkpoints and logs.
+
+    Attributes:
+        versions: packages that the table names, its own first.
+        environment: variables of its processes.
+        environment_of: the framework whose Python environment has it, if that is another.
     """
 
     versions: ClassVar[tuple[str, ...]]
     jobs: ClassVar[Mapping[str, Job]]
     environment: ClassVar[Mapping[str, str]] = {}
+    environment_of: ClassVar[str] = ""
 
     def __init__(self, python: Path, scratch: Path) -> None:
         self._python = python
@@ -188,6 +196,7 @@ EP = "--expert_model_parallel_size 2"
 FULL = "--tuner_type full"
 LORA = "--tuner_type lora --target_modules all-linear --lora_rank 4"
 DPO = "--tuner_type full --rlhf_type dpo"
+HOST = {"swap_attention": True, "swap_min_bytes": 0, "swap_optimizer": True}
 
 
 class MsSwift(Framework):
@@ -214,6 +223,31 @@ class MsSwift(Framework):
         # The loss is of small differences between sums of log-probabilities, which are rounded.
         "dpo-tensor": Job("`rlhf` (DPO), tensor parallel", "rlhf", TP, flags=DPO, loss=1e-5),
         "dpo-pipeline": Job("`rlhf` (DPO), pipeline", "rlhf", PP, flags=DPO, loss=1e-5),
+        "features-tensor": Job(
+            "`sft`, tensor and sequence parallel, with fused norms and products, activations and "
+            "optimizer states in host memory",
+            "sft",
+            f"{TP} --sequence_parallel",
+            flags=FULL,
+            options=HOST | {"use_fused_rmsnorm": True, "use_ascend_mc2": True},
+            reached=frozenset({"fused-rmsnorm", "mc2", "swap-attention", "swap-optimizer"}),
+        ),
+        "features-pipeline": Job(
+            "`sft`, pipeline, with the schedule ZB-H1",
+            "sft",
+            PP,
+            flags=FULL,
+            options={"pipeline_schedule": "zb-h1"},
+            reached=frozenset({"pipeline-schedule"}),
+        ),
+        "features-context": Job(
+            "`sft`, context parallel, with Ulysses",
+            "sft",
+            CP,
+            flags=FULL,
+            options={"context_parallel_algo": "ulysses_cp_algo"},
+            reached=frozenset({"context-parallel"}),
+        ),
     }
     _flags = """
     --split_dataset_ratio 0 --load_from_cache_file false --max_length 64
@@ -253,6 +287,7 @@ class MsSwift(Framework):
             ],
             0 if on_npu else ranks,
             device,
+            MINDSPEED_CONFIG=str(self._config(job.options if ranks > 1 else {})),
             NPROC_PER_NODE=str(ranks),
             MASTER_PORT=str(free_port()),
         )
@@ -263,22 +298,60 @@ class MsSwift(Framework):
         losses = [record["loss"] for record in records]
         return Numbers(losses, [record["grad_norm"] for record in records], output, log)
 
+    def _config(self, options: Mapping[str, object]) -> Path:
+        """A file with options, which ms-swift's parser does not know; JSON is YAML."""
+        file = Path(tempfile.mkdtemp(dir=self.scratch)) / "options.yaml"
+        file.write_text(json.dumps(options))
+        return file
+
 
 _TP, _PP = "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"
 _CP, _EP = "context_parallel_size=2", "expert_model_parallel_size=2"
+_ADAPTERS = "--adapters adapters"
 PADDED = "--padded"
 
 
-def _updates(shown: str, role: str, layout: str, model: str = "dense", flags: str = "") -> Job:
+def _updates(
+    shown: str, role: str, layout: str, model: str = "dense", flags: str = "", **more: Any
+) -> Job:
     """A job of verl's training worker; its losses are small sums of large numbers."""
     plain = role != "critic"  # whose head is drawn, differently in plain torch
-    return Job(shown, role, layout, model, flags, loss=1e-5, norm=3e-5, plain=plain)
+    return Job(shown, role, layout, model, flags, loss=1e-5, norm=3e-5, plain=plain, **more)
 
 
-class Verl(Framework):
+class Updates(Framework):
+    """Trainings by a script that writes losses, norms and weights."""
+
+    script: ClassVar[str]
+
+    def train(self, job: Job, ranks: int, layout: str, device: str) -> Numbers:
+        """Run the script."""
+        output = Path(tempfile.mkdtemp(dir=self.scratch)) / "found.pt"
+        return self._update(job, output, ["--layout", *layout.split()], ranks, device)
+
+    def plain(self, job: Job) -> Numbers:
+        """The same in plain torch, once."""
+        output = self.scratch / ("-".join([job.command, job.model, *job.flags.split()]) + ".pt")
+        return self._update(job, output, ["--plain"], 0, "cpu")
+
+    def _update(
+        self, job: Job, output: Path, more: Sequence[str], ranks: int, device: str
+    ) -> Numbers:
+        numbers, log = output.with_suffix(".json"), ""
+        if not numbers.exists():
+            program = [str(FILES / self.script), job.command, str(self.scratch / job.model)]
+            plain = ["--equal-to", str(self.plain(job).folder)] if job.plain and ranks else []
+            more = [*job.flags.split(), *plain, *more]
+            log = self.run([*program, "--output", str(output), *more], ranks, device)
+        found = json.loads(numbers.read_text())
+        return Numbers(found["losses"], found["norms"], output, log)
+
+
+class Verl(Updates):
     """Updates by its training worker, and its command for fine-tuning."""
 
     versions = ("verl", "mbridge", "megatron-core", "transformers", "torch")
+    script = "verl_updates.py"
     environment: ClassVar[Mapping[str, str]] = {"VERL_ENGINE_DEVICE": "npu"}  # what Ascend runs
     jobs: ClassVar[Mapping[str, Job]] = {
         "actor-tensor": _updates("actor, tensor and sequence parallel", "actor", _TP),
@@ -298,6 +371,36 @@ class Verl(Framework):
             loss=1e-2,
             norm=2e-2,
         ),
+        "features-tensor": _updates(
+            "actor, tensor and sequence parallel, with fused norms and activations recomputed",
+            "actor",
+            _TP,
+            options={"use_fused_rmsnorm": True, "recompute_activation_function": True},
+            reached=frozenset({"fused-rmsnorm", "recompute-activation-function"}),
+        ),
+        "features-pipeline": _updates(
+            "actor, pipeline, with the schedule ZB-H1",
+            "actor",
+            _PP,
+            options={"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2},
+            reached=frozenset({"pipeline-schedule"}),
+        ),
+        "features-context": _updates(
+            "actor, context parallel, with Ulysses",
+            "actor",
+            _CP,
+            options={"context_parallel_algo": "ulysses_cp_algo"},
+            reached=frozenset({"context-parallel"}),
+        ),
+        "features-optimizer": Job(
+            "`sft_trainer` in bf16, tensor parallel, weights within the main weights",
+            "sft",
+            f"engine.{_TP}",
+            options={"reuse_fp32_param": True},
+            reached=frozenset({"reuse-fp32-param"}),
+            loss=1e-2,
+            norm=2e-2,
+        ),
     }
     _flags = """
     engine=megatron optim=megatron engine.vanilla_mbridge=True
@@ -309,10 +412,10 @@ class Verl(Framework):
 
     def train(self, job: Job, ranks: int, layout: str, device: str) -> Numbers:
         """Update, or run the command."""
-        output = Path(tempfile.mkdtemp(dir=self.scratch)) / "found.pt"
+        options = [f"{name}={value}" for name, value in job.options.items() if ranks > 1]
         if job.command != "sft":
-            more = ["--layout", *layout.split(), *job.flags.split()]
-            return self._update(job, output, more, ranks, device)
+            return super().train(job, ranks, f"{layout} --options {' '.join(options)}", device)
+        output = Path(tempfile.mkdtemp(dir=self.scratch))
         on_npu = device == "npu"
         program = ["-m", "verl.trainer.sft_trainer"] if on_npu else [str(FILES / "verl_cpu.py")]
         log = self.run(
@@ -321,8 +424,9 @@ class Verl(Framework):
                 f"model.path={self.scratch / job.model}",
                 f"data.train_files={self.scratch / 'sft.parquet'}",
                 f"trainer.n_gpus_per_node={ranks}",
-                f"trainer.default_local_dir={output.parent}",
+                f"trainer.default_local_dir={output}",
                 *f"{self._flags} {layout}".split(),
+                *(f"+engine.override_transformer_config.{option}" for option in options),
             ],
             ranks,
             device,
@@ -333,26 +437,71 @@ class Verl(Framework):
         losses, norms = (
             [float(number) for number in numbers] for numbers in zip(*found, strict=True)
         )
-        return Numbers(losses, norms, output.parent, log)
-
-    def plain(self, job: Job) -> Numbers:
-        """Update in plain torch."""
-        output = self.scratch / f"{job.command}-{job.model}.pt"
-        return self._update(job, output, ["--plain"], 0, "cpu")
-
-    def _update(
-        self, job: Job, output: Path, more: Sequence[str], ranks: int, device: str
-    ) -> Numbers:
-        numbers, log = output.with_suffix(".json"), ""
-        if not numbers.exists():
-            program = [str(FILES / "verl_updates.py"), job.command, str(self.scratch / job.model)]
-            plain = ["--equal-to", str(self.plain(job).folder)] if job.plain and ranks else []
-            log = self.run([*program, "--output", str(output), *plain, *more], ranks, device)
-        found = json.loads(numbers.read_text())
-        return Numbers(found["losses"], found["norms"], output, log)
+        return Numbers(losses, norms, output, log)
 
 
-FRAMEWORKS: dict[str, type[Framework]] = {"ms-swift": MsSwift, "verl": Verl}
+def _bridged(
+    shown: str, bridge: str, layout: str, model: str = "dense", flags: str = "", **more: Any
+) -> Job:
+    """A job of a bridge, whose logits and saved weights are compared, too."""
+    return Job(shown, bridge, layout, model, flags, plain=True, **more)
+
+
+class Mbridge(Updates):
+    """Its models, in Megatron's training."""
+
+    versions = ("mbridge", "megatron-core", "transformers", "torch")
+    script = "bridge_updates.py"
+    environment_of = "verl"
+    jobs: ClassVar[Mapping[str, Job]] = {
+        "tensor": _bridged("tensor and sequence parallel", "mbridge", _TP),
+        "pipeline": _bridged("pipeline", "mbridge", _PP),
+        "expert": _bridged("experts, expert parallel", "mbridge", _EP, "moe"),
+    }
+
+
+class McoreBridge(Updates):
+    """The same."""
+
+    versions = ("mcore-bridge", "megatron-core", "transformers", "peft", "torch")
+    script = "bridge_updates.py"
+    environment_of = "ms-swift"
+    jobs: ClassVar[Mapping[str, Job]] = {
+        "tensor": _bridged("tensor and sequence parallel", "mcore-bridge", _TP),
+        "pipeline": _bridged("pipeline", "mcore-bridge", _PP),
+        "expert": _bridged("experts, expert parallel", "mcore-bridge", _EP, "moe"),
+        "moe-pipeline": _bridged("experts, pipeline", "mcore-bridge", _PP, "moe"),
+        "latent": _bridged(
+            "latent attention, tensor and sequence parallel", "mcore-bridge", _TP, "mla"
+        ),
+        "latent-pipeline": _bridged("latent attention, pipeline", "mcore-bridge", _PP, "mla"),
+        "lora": _bridged("LoRA adapters, tensor parallel", "mcore-bridge", _TP, flags=_ADAPTERS),
+        "lora-pipeline": _bridged("LoRA adapters, pipeline", "mcore-bridge", _PP, flags=_ADAPTERS),
+    }
+
+
+class MegatronBridge(Updates):
+    """The same, and recipes by its own training loop."""
+
+    versions = ("megatron-bridge", "megatron-core", "transformers", "torch")
+    script = "bridge_updates.py"
+    jobs: ClassVar[Mapping[str, Job]] = {
+        "tensor": _bridged("tensor and sequence parallel", "megatron-bridge", _TP),
+        "pipeline": _bridged("pipeline", "megatron-bridge", _PP),
+        "expert": _bridged("experts, expert parallel", "megatron-bridge", _EP, "moe"),
+        "latent": _bridged(
+            "latent attention, tensor and sequence parallel", "megatron-bridge", _TP, "mla"
+        ),
+    }
+
+
+FRAMEWORKS: dict[str, type[Framework]] = {
+    "ms-swift": MsSwift,
+    "verl": Verl,
+    "mbridge": Mbridge,
+    "mcore-bridge": McoreBridge,
+    "megatron-bridge": MegatronBridge,
+}
 
 
 def build(name: str, folder: Path, torch_index: str) -> Path:
@@ -373,6 +522,8 @@ def build(name: str, folder: Path, torch_index: str) -> Path:
     index = ["--index-url", torch_index] if torch_index else []
     subprocess.run([*pip, *index, torch], check=True)
     subprocess.run([*pip, "-r", str(pins)], check=True)
+    if (alone := pins.with_suffix(".no-deps.txt")).exists():
+        subprocess.run([*pip, "--no-deps", "-r", str(alone)], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
     return python
 
@@ -457,7 +608,9 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"{name} has no job {', '.join(sorted(unknown))}; it has {known}")
     data = load(DATA)
     for name in args.measure:
-        python = build(name, args.environments.absolute(), args.torch_index)
+        python = build(
+            FRAMEWORKS[name].environment_of or name, args.environments.absolute(), args.torch_index
+        )
         for part, found in measure(name, python, args.device, args.only):
             data[part] = data.get(part, {}) | found
             store(DATA, _HEAD, data)

@@ -1,4 +1,4 @@
-"""Write tiny Qwen3 models and data for the jobs of tools/frameworks.py.
+"""Write tiny Qwen3 and DeepSeek-V3 models, and data for the jobs of tools/frameworks.py.
 
 Runs in the environment of a framework, so its transformers saves the models: python tiny_models.py
 DIR
@@ -14,6 +14,8 @@ import pyarrow.parquet
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -45,7 +47,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write(folder: Path) -> None:
-    """Models ``dense`` and ``moe``, ``sft``, ``pt`` and ``rlhf.jsonl``, and ``sft.parquet``."""
+    """Three models, ``sft``, ``pt`` and ``rlhf.jsonl``, and ``sft.parquet``."""
     tokens = tokenizer()
     sizes = {
         "vocab_size": 320,
@@ -71,7 +73,27 @@ def write(folder: Path) -> None:
     torch.manual_seed(1)
     dense = Qwen3ForCausalLM(Qwen3Config(**sizes))
     moe = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
-    for name, model in {"dense": dense, "moe": moe}.items():
+    latent = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "num_nextn_predict_layers": 0,
+        # In published files of the model; transformers does not read them, bridges do.
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    mla = DeepseekV3ForCausalLM(DeepseekV3Config(**{**sizes, **latent, "head_dim": 8}))
+    for name, model in {"dense": dense, "moe": moe, "mla": mla}.items():
         model.save_pretrained(folder / name)
         tokens.save_pretrained(folder / name)
     random.seed(1)

@@ -10,15 +10,15 @@ time after the checkpoint of the second one was loaded, which must change nothin
 """
 
 import argparse
-import json
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from updates import refuse_others, write
 
 import mindspeed.megatron_adaptor  # noqa: F401 (before anything of Megatron)
 from mindspeed.device import treat_as_megatron
@@ -77,6 +77,7 @@ def with_verl(args: argparse.Namespace) -> None:
 
     role, output = args.role, args.output
     layout = {name: int(size) for name, size in (pair.split("=") for pair in args.layout)}
+    options = {name: yaml.safe_load(value) for name, value in (o.split("=") for o in args.options)}
     initialize_global_process_group()
     engine = McoreEngineConfig(
         vanilla_mbridge=True,
@@ -86,7 +87,7 @@ def with_verl(args: argparse.Namespace) -> None:
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=2,
         infer_micro_batch_size_per_gpu=2,
-        override_transformer_config={"attention_backend": "unfused"},
+        override_transformer_config={"attention_backend": "unfused", **options},
         **layout,
     )
     object.__setattr__(engine, "dtype", "float32")  # its own check knows half precision alone
@@ -136,7 +137,8 @@ def with_verl(args: argparse.Namespace) -> None:
     exported, _ = worker.engine.get_per_tensor_param()
     weights = {name: weight.clone() for name, weight in exported}
     if args.equal_to:
-        refuse_others(weights, torch.load(args.equal_to))
+        # Where a gradient is next to zero, its rounding decides the sign of Adam's step.
+        refuse_others(weights, torch.load(args.equal_to), 0.1 * STEPS * RATE)
     if third:
         write(output, numbers + third, weights)
 
@@ -178,44 +180,13 @@ def plain(role: str, model: str, output: Path) -> None:
         write(output, numbers, load_file(Path(folder) / "model.safetensors"))
 
 
-def write(
-    output: Path, numbers: Sequence[float], weights: dict[str, torch.Tensor] | None = None
-) -> None:
-    """Write the numbers next to the weights, by the rank that comes last; all have the same.
-
-    Args:
-        output: file of the weights; that of the numbers ends in ``.json``.
-        numbers: losses and gradient norms in turn; without weights losses alone.
-        weights: by Hugging Face's names.
-    """
-    torch.save(weights, output)
-    step = 1 if weights is None else 2
-    found = {"losses": numbers[::step], "norms": numbers[1::2] if weights is not None else []}
-    output.with_suffix(".json").write_text(json.dumps(found))
-
-
-def refuse_others(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Compare weights with those of plain torch.
-
-    Where a gradient is next to zero, its rounding decides the sign of Adam's step.
-
-    Raises:
-        ValueError: other names, or values that differ by a tenth of what the steps can move.
-    """
-    if weights.keys() != expected.keys():
-        raise ValueError(f"other names: {sorted(weights.keys() ^ expected.keys())}")
-    for name, weight in weights.items():
-        error = (weight - expected[name]).abs().max().item()
-        if error > 0.1 * STEPS * RATE:
-            raise ValueError(f"{name} differs by {error} from plain torch")
-
-
 def main() -> None:
     """Run one role and print its numbers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("role", choices=("actor", "critic", "reference"))
     parser.add_argument("model", help="folder of a Hugging Face model")
     parser.add_argument("--layout", nargs="*", default=[], metavar="SIZE=N")
+    parser.add_argument("--options", nargs="*", default=[], metavar="OPTION=VALUE")
     parser.add_argument("--padded", action="store_true", help="padded instead of packed")
     parser.add_argument("--plain", action="store_true", help="transformers and torch")
     parser.add_argument("--equal-to", metavar="FILE", help="an --output of --plain")
