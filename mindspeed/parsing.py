@@ -138,6 +138,18 @@ def read_yaml(path: Path | str, where: str, error: Error = ConfigError) -> Any:
     return parse_yaml(read_text(path, where, error), where, error)
 
 
+def parse_object(text: str, flag: str) -> dict[str, Any]:
+    """The JSON object that is the value of a flag.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = parse_json(text, f"{flag} {text}")
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} {text}: a JSON object is expected")
+    return found
+
+
 def read_json(path: Path | str, where: str, error: Error = ConfigError) -> Any:
     """:func:`read_text`, then :func:`parse_json`."""
     return parse_json(read_text(path, where, error), where, error)

@@ -20,6 +20,7 @@ from mindspeed.cli.inference_flags import (
     sampling_options,
 )
 from mindspeed.errors import ConfigError
+from mindspeed.parsing import parse_object
 from mindspeed.ranges import whole
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ def add_template_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-chat-template",
         action="store_true",
         help="the tokenizer's template, like --prompt-type hf",
+    )
+    add(
+        "--chat-template-kwargs",
+        default="{}",
+        metavar="JSON",
+        help="variables of the tokenizer's template, such as '{\"enable_thinking\": false}'",
     )
 
 
@@ -73,12 +80,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the chat; outside a job with more than one rank, launch the ranks first."""
     name = template_name(args)
     options = sampling_options(args)
+    variables = parse_object(args.chat_template_kwargs, "--chat-template-kwargs")
 
     def body(generator: TextGenerator) -> None:
         from mindspeed.inference.chat import run_chat
         from mindspeed.inference.conversation import Conversation, template_of, with_stops
 
-        template = template_of(generator, name)
+        template = template_of(generator, name).with_variables(variables)
         conversation = Conversation(generator, template, args.system or "", args.history_turns)
         run_chat(generator, conversation, with_stops(options, template))
 

@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--map-keys", default="{}", metavar="JSON", help="column names of the format"
     )
     group.add_argument("--prompt-type", metavar="NAME", help="chat template")
+    group.add_argument(
+        "--chat-template-kwargs", default="{}", metavar="JSON", help="variables of the template"
+    )
     group.add_argument("--train-on", choices=("all", "last"), default="all", help="trained answers")
     group.add_argument("--data-cache-path", metavar="DIR", help="where tokens are kept")
     add_tokenizer_arguments(parser)

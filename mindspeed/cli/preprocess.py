@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import glob
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -32,8 +31,7 @@ from mindspeed.data.preprocess_report import (
 from mindspeed.data.sources import TEXT_UNITS
 from mindspeed.data.tokenizer import add_tokenizer_arguments
 from mindspeed.data.tokenizer_types import TokenizerOptions
-from mindspeed.errors import ConfigError
-from mindspeed.parsing import parse_json
+from mindspeed.parsing import parse_object
 from mindspeed.ranges import MAX_SIZE, whole
 
 HELP = "tokenize texts and conversations into Megatron's data sets"
@@ -129,6 +127,12 @@ def _conversation_arguments(group: argparse._ArgumentGroup) -> None:
         "hf (the tokenizer's template), or a .yaml or .jinja file (default: the handler's)",
     )
     add(
+        "--chat-template-kwargs",
+        default="{}",
+        metavar="JSON",
+        help="variables of the tokenizer's template, such as '{\"enable_thinking\": false}'",
+    )
+    add(
         "--train-on",
         choices=("all", "last"),
         default="all",
@@ -189,8 +193,9 @@ def run(args: argparse.Namespace) -> int:
         strict=args.strict,
         overwrite=args.overwrite,
         handler=args.handler_name,
-        map_keys=_map_keys(args.map_keys),
+        map_keys=parse_object(args.map_keys, "--map-keys"),
         prompt_type=args.prompt_type,
+        template_variables=parse_object(args.chat_template_kwargs, "--chat-template-kwargs"),
         train_on=args.train_on,
         train_on_inputs=args.train_on_inputs,
         label_boundary=args.label_boundary,
@@ -205,13 +210,6 @@ def run(args: argparse.Namespace) -> int:
     )
     print_report(preprocess_with_bar(options, console), console)
     return 0
-
-
-def _map_keys(text: str) -> dict[str, Any]:
-    keys = parse_json(text, f"--map-keys {text}")
-    if not isinstance(keys, dict):
-        raise ConfigError(f"--map-keys {text}: a JSON object is expected")
-    return keys
 
 
 def _inputs(name: str, output_prefix: Path) -> list[Path]:

@@ -14,12 +14,14 @@ import argparse
 import ipaddress
 import os
 import resource
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.cli.chat import add_template_arguments, template_name
 from mindspeed.cli.inference_flags import add_model_arguments, run_model
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.parsing import parse_object
 from mindspeed.ranges import ABOVE_ZERO, number, whole
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the server; outside a job with more than one rank, launch the ranks first."""
     name, key = template_name(args), api_key(args)
     _check(args, key)
+    variables = parse_object(args.chat_template_kwargs, "--chat-template-kwargs")
 
     def body(generator: TextGenerator) -> None:
         from mindspeed.inference.server.connections import ConnectionLimits
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             served,
             Address(args.host, args.port),
             RequestLimits(key, args.max_body_bytes),
-            _template(generator, name),
+            _template(generator, name, variables),
             args.max_tokens,
             args.max_rows,
             args.max_waiting,
@@ -143,13 +146,15 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _template(generator: TextGenerator, name: str | None) -> ChatTemplate | None:
+def _template(
+    generator: TextGenerator, name: str | None, variables: Mapping[str, Any]
+) -> ChatTemplate | None:
     """The chat template; a model without one still serves completions."""
     from mindspeed.inference.conversation import template_of
 
     try:
-        return template_of(generator, name)
+        return template_of(generator, name).with_variables(variables)
     except (ConfigError, DataError):
-        if name is not None:
+        if name is not None or variables:
             raise
         return None

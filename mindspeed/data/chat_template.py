@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.errors import DataError
+from mindspeed.errors import ConfigError, DataError
 
 ROLES = ("system", "user", "assistant")
 
@@ -112,6 +112,19 @@ class ChatTemplate(ABC):
                 f"the chat template {self.name} does not render tools: give one that does with "
                 "--prompt-type, such as hf, the tokenizer's"
             )
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The template with values of its own variables, such as ``enable_thinking``.
+
+        Raises:
+            ConfigError: it has no such variable.
+        """
+        if variables:
+            raise ConfigError(
+                f"the chat template {self.name} has no variable {next(iter(variables))!r}: "
+                "variables are those of a tokenizer's template (--prompt-type hf)"
+            )
+        return self
 
     @property
     def renders_tools(self) -> bool:

@@ -13,6 +13,7 @@ exactly the text between the tags is trained.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -44,6 +45,7 @@ _GENERATION_MARKS = (
 )
 _PARTS_OF_ANSWERS = ("tool_calls", "reasoning_content")
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_OURS = ("messages", "tools", "documents", "add_generation_prompt", *_TOKEN_NAMES)
 
 
 def load(tokenizer: Any, source: Path | None = None) -> JinjaTemplate:
@@ -84,9 +86,22 @@ class JinjaTemplate(ChatTemplate):
         self._marks_answers = bool(_GENERATION_TAG.search(source))
         self._tokens = {key: _content(config.get(key)) for key in _TOKEN_NAMES}
         self._known = _special_tokens(config)
+        self._variables: Mapping[str, Any] = {}
         self.special = ()
         self._header = self._generation_header()
         self.stop = self._stop()
+
+    def with_variables(self, variables: Mapping[str, Any]) -> JinjaTemplate:
+        if not variables:
+            return self
+        for name in variables:
+            if name in _OURS or not self._knows(name):
+                raise ConfigError(f"the chat template {self.name} has no variable {name!r} to set")
+        found = copy.copy(self)
+        found._variables = {**self._variables, **variables}
+        found._header = found._generation_header()
+        found.stop = found._stop()
+        return found
 
     @property
     def renders_tools(self) -> bool:
@@ -227,6 +242,7 @@ class JinjaTemplate(ChatTemplate):
                 {
                     **common,
                     **tokens,
+                    **self._variables,
                     **variables,
                     "messages": [_without_weight(m) for m in messages],
                 }

@@ -32,6 +32,7 @@ class PreprocessOptions:
         handler: name of :data:`mindspeed.data.handlers.HANDLERS`.
         map_keys: column names for the handler.
         prompt_type: chat template (default: the handler's).
+        template_variables: values of variables of the tokenizer's chat template.
         train_on: which answers are trained.
         train_on_inputs: also train the prompts.
         label_boundary: ``exact``, or ``legacy`` (:mod:`mindspeed.data.loss_mask`).
@@ -56,6 +57,7 @@ class PreprocessOptions:
     handler: str = ""
     map_keys: Mapping[str, Any] = field(default_factory=dict)
     prompt_type: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
     train_on: Literal["all", "last"] = "all"
     train_on_inputs: bool = False
     label_boundary: Literal["exact", "legacy"] = "exact"

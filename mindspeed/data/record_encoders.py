@@ -285,7 +285,7 @@ class _Conversation:
 def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatTemplate:
     """The chat template of ``--prompt-type``, or the handler's default."""
     name = options.prompt_type or handlers.find(options.handler).prompt_type
-    return templates.load(name, tokenizer)
+    return templates.load(name, tokenizer).with_variables(options.template_variables)
 
 
 def first_record(blocks: Iterable[Block]) -> Mapping[str, Any] | None:

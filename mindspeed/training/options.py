@@ -211,6 +211,9 @@ class DataOptions:
     prompt_type: str | None = flag(
         None, "--data: chat template (default: the tokenizer's, else that of the format)"
     )
+    chat_template_kwargs: str = flag(
+        "{}", "--data: JSON object of variables of the tokenizer's chat template"
+    )
     train_on: Literal["all", "last"] = flag("all", "--data: answers that are trained")
     data_path: tuple[str, ...] | None = flag(
         None, "data set prefix, several prefixes, or weight prefix pairs"

@@ -48,7 +48,7 @@ from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open
 from mindspeed.models.hf_files import read_config
 from mindspeed.models.hf_load import folder_of, is_hf
-from mindspeed.parsing import parse_json, read_json
+from mindspeed.parsing import parse_object, read_json
 from mindspeed.processes import cores
 from mindspeed.storage.directory import tracked
 from mindspeed.training.fail_together import LAUNCHER
@@ -64,7 +64,7 @@ STEPS_OF_AN_EPOCH = 8
 SHOWN = 3
 """Samples that are printed before training."""
 _BYTES_OF_A_WORKER = 4 << 20  # less is tokenized before a process has started
-_ONLY_CONVERSATIONS = ("epochs", "prompt_type", "train_on")
+_ONLY_CONVERSATIONS = ("epochs", "prompt_type", "chat_template_kwargs", "train_on")
 _ONLY_WITH_DATA = ("eval_data", "handler_name", "map_keys", *_ONLY_CONVERSATIONS)
 _OTHER_SOURCES = ("data_path", "train_data_path", "valid_data_path", "data_args_path", "mock_data")
 
@@ -239,7 +239,7 @@ def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptio
     """How a file is tokenized; its format follows from its first record."""
     tokenizer = TokenizerOptions.from_args(args)
     source = find_files([path], flag=flag)
-    handler, keys = args.handler_name, parse_json(args.map_keys, f"--map-keys {args.map_keys}")
+    handler, keys = args.handler_name, parse_object(args.map_keys, "--map-keys")
     workers = max(1, min(cores(), source.size // _BYTES_OF_A_WORKER))
     options = PreprocessOptions((path,), Path(path.name), tokenizer, workers=workers)
     record = first_record(source.blocks())
@@ -263,6 +263,7 @@ def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptio
         handler=handler,
         map_keys=keys,
         prompt_type=args.prompt_type or _own_template(tokenizer),
+        template_variables=parse_object(args.chat_template_kwargs, "--chat-template-kwargs"),
         train_on=args.train_on,
         seq_length=_longest(args),
     )

@@ -274,3 +274,28 @@ def test_a_prompt_that_generation_does_not_write_is_said(tmp_path):
     rendered = hf_template.load(tmp_path).render(CONVERSATION)
     assert rendered.remarks == (OTHER_PROMPT, OTHER_PROMPT)
     assert templates.load("chatml").render(CONVERSATION).remarks == ()
+
+
+SWITCHED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+
+
+def test_variables_of_a_template_are_set_and_unknown_ones_refused(tmp_path):
+    config = {"eos_token": "<|im_end|>", "chat_template": SWITCHED}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    template = hf_template.load(tmp_path)
+    assert template.with_variables({}) is template
+    quiet = template.with_variables({"enable_thinking": False})
+    user = CONVERSATION[:1]
+    assert quiet.prompt(user) == template.prompt(user) + "<think></think>"
+    assert quiet.with_variables({"enable_thinking": True}).prompt(user) == template.prompt(user)
+    assert quiet.stop == template.stop == ("<|im_end|>",)
+    for name in ("enable_thought", "messages", "add_generation_prompt"):
+        with pytest.raises(ConfigError, match=f"hf has no variable '{name}'"):
+            template.with_variables({name: False})
+    with pytest.raises(ConfigError, match="chatml has no variable 'enable_thinking'"):
+        templates.load("chatml").with_variables({"enable_thinking": False})

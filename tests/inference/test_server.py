@@ -68,7 +68,8 @@ SPECIAL = ("<|endoftext|>", "<|padding|>")
 TOOLS_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{{ m.reasoning_content or '' }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}"
-    "{% endfor %}{% if m.role == 'tool' %}!{% endif %}\n{% endfor %}assistant: "
+    "{% endfor %}{% if m.role == 'tool' %}!{% endif %}\n{% endfor %}"
+    "{{ 'quiet ' if quiet is defined and quiet }}assistant: "
 )
 CHAT_TEXT = "system: be brief\nuser: hello\nassistant: "
 
@@ -224,15 +225,22 @@ def test_fields_of_the_history_are_rendered_or_refused(ask, ranks, tiny, tmp_pat
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = TOOLS_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (answers,) = ranks(1, server_ranks.ask, str(folder), requests, setup=SETUP)
+    set_by_request = chat(messages=[user], max_tokens=1, chat_template_kwargs={"quiet": True})
+    refused = chat(messages=[user], chat_template_kwargs={"loud": True})
+    more = [*requests, set_by_request, refused]
+    ((*answers, error),) = ranks(1, server_ranks.ask, str(folder), more, setup=SETUP)
+    assert error[0] == 400 and "has no variable 'loud'" in error[1]["error"]["message"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     call = {**call, "function": {"name": "f", "arguments": {"a": 1}}}  # as templates expect it
-    for answer, history in zip(
+    for answer, history, variables in zip(
         answers,
-        ([user, {**called, "tool_calls": [call]}, result], [user, thought, user]),
+        ([user, {**called, "tool_calls": [call]}, result], [user, thought, user], [user]),
+        ({}, {}, {"quiet": True}),
         strict=True,
     ):
-        right = tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
+        right = tokenizer.apply_chat_template(
+            history, add_generation_prompt=True, tokenize=False, **variables
+        )
         assert answer[1]["usage"]["prompt_tokens"] == len(tokenizer(right)["input_ids"])
 
 

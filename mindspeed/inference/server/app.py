@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from mindspeed.data.chat_template import ChatTemplate
-from mindspeed.errors import MindSpeedError
+from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.inference.continuous_batching import PromptScores
 from mindspeed.inference.conversation import prompt_of
 from mindspeed.inference.generate import TokenScores, check_prompts
@@ -139,12 +139,16 @@ def _chat_job(service: Service, body: ChatRequest) -> GenerationJob:
     if body.max_tokens == 0:
         raise ApiError(400, "max_tokens=0: an answer needs at least 1", param="max_tokens")
     messages = [message.plain for message in body.messages]
-    prompt = prompt_of(service.generator, service.template, messages)
+    try:
+        template = service.template.with_variables(body.chat_template_kwargs)
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="chat_template_kwargs") from error
+    prompt = prompt_of(service.generator, template, messages)
     available = service.generator.context_length - len(prompt)
     tokens = body.max_completion_tokens or body.max_tokens
     tokens = tokens or max(1, min(service.max_tokens, available))
     logprobs = body.top_logprobs if body.logprobs else None
-    return _job(service, body, [prompt], tokens, logprobs, service.template.stop)
+    return _job(service, body, [prompt], tokens, logprobs, template.stop)
 
 
 def _check(service: Service, body: ModelRequest) -> None:

@@ -206,6 +206,7 @@ class ChatRequest(Request):
     """``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
