@@ -32,7 +32,7 @@ from mindspeed.adaptor.importing import (
 from mindspeed.adaptor.inventory import all_patches
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.repairs import repairs_for, repairs_for_arguments
-from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles
+from mindspeed.adaptor.repairs.checkpoints import checkpoint_pickles, serialization_format
 from mindspeed.adaptor.repairs.layers import bridge_adapters
 from mindspeed.adaptor.repairs.layers.cuda_kernels import corrected_arguments
 from mindspeed.adaptor.repairs.scripts import absent_triton, eager_wandb, failed_exit, numpy_names
@@ -105,6 +105,7 @@ class Session:
         eager_wandb.install(self.hooks)
         checkpoint_pickles.install(self.hooks, self.journal)
         bridge_adapters.install(self.hooks, self.journal)
+        serialization_format.install(self.hooks, self.journal)
         failed_exit.install(self.journal)
         numpy_names.install(self.journal)
         of_arguments = argument_patches(

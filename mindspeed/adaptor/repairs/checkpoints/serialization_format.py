@@ -13,12 +13,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from torch.distributed.checkpoint import filesystem
 
-from mindspeed.adaptor.patch import repair
+from mindspeed.adaptor.importing import PostImportHooks
+from mindspeed.adaptor.versions import at_least
+from mindspeed.journal import Journal
 
+OWNER = "format of checkpoints"
 _FORMAT = "serialization_format"
 
 
@@ -34,12 +38,12 @@ def in_torchs_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return _write_item
 
 
-PATCHES = (
-    repair(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
-        in_torchs_format,
-        "a file has the format that torch had before it asked",
-        expects="(transforms, stream, data, write_item, storage_key, ...)",
-        versions="<0.13",
-    ),
-)
+def install(hooks: PostImportHooks, journal: Journal) -> None:
+    """Replace the name in the module, when it is imported: the function itself is torch's."""
+
+    def writers(module: ModuleType) -> None:
+        if not at_least("0.13"):
+            write = in_torchs_format(module._write_item)
+            journal.set(module, "_write_item", write, owner=OWNER)
+
+    hooks.when_imported("megatron.core.dist_checkpointing.strategies.filesystem_async", writers)
