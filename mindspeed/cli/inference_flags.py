@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.ranges import ABOVE_ZERO, MAX_RANKS, NOT_NEGATIVE, Range, number, whole
+from mindspeed.ranges import ABOVE_ZERO, FRACTION, MAX_RANKS, NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
     from mindspeed.inference.text_generator import TextGenerator
@@ -71,6 +71,24 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="nucleus sampling: keep the most likely tokens with this total probability ",
     )
     add(
+        "--min-p",
+        type=number(FRACTION),
+        default=0.0,
+        help="drop tokens less likely than this fraction of the most likely one",
+    )
+    add(
+        "--presence-penalty",
+        type=number(),
+        default=0.0,
+        help="subtracted from logits of tokens that have been generated",
+    )
+    add(
+        "--frequency-penalty",
+        type=number(),
+        default=0.0,
+        help="the same, for each time that they have been generated",
+    )
+    add(
         "--repetition-penalty",
         type=number(ABOVE_ZERO),
         default=1.0,
@@ -95,6 +113,9 @@ def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOption
         "top_k": args.top_k,
         "top_p": args.top_p,
         "repetition_penalty": args.repetition_penalty,
+        "min_p": args.min_p,
+        "presence_penalty": args.presence_penalty,
+        "frequency_penalty": args.frequency_penalty,
         "stop": tuple(args.stop or ()),
         "seed": args.seed,
     }

@@ -26,7 +26,7 @@ from mindspeed.inference.generate import check_prompts
 from mindspeed.inference.parallel_groups import ModelParallelGroups
 from mindspeed.inference.sampling import (
     SamplingOptions,
-    filter_top_k_top_p,
+    filter_scores,
     generator_of,
     process_logits,
 )
@@ -253,6 +253,6 @@ def _advance(
     scores = process_logits(logprobs, history, options, eos, [length - len(prompt)] * size)
     if not options.greedy:
         scores = scores / options.temperature
-    scores = filter_top_k_top_p(scores, options, at_least=2)
+    scores = filter_scores(scores, options, at_least=2)
     tokens, parents = search.advance(scores.cpu(), logprobs.cpu())
     return torch.tensor([int(search.done), *parents, *tokens])

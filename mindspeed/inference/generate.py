@@ -285,6 +285,8 @@ def check_prompts(
         raise DataError("every prompt needs at least one token")
     if any(not 0 <= token < vocab_size for prompt in prompts for token in prompt):
         raise DataError(f"a prompt has token ids outside the vocabulary of {vocab_size:,} entries")
+    if outside := [token for token, _ in options.logit_bias if not 0 <= token < vocab_size]:
+        raise DataError(f"logit_bias: the vocabulary of {vocab_size:,} entries has no {outside[0]}")
     if options.logprobs is not None and options.logprobs > vocab_size:
         raise DataError(f"--logprobs {options.logprobs}: the vocabulary has {vocab_size:,} entries")
     longest = max(map(len, prompts)) + options.max_new_tokens

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -157,6 +157,10 @@ class GPTModel(MegatronGPTModel):
         max_new_tokens: int = 0,
         min_new_tokens: int = 0,
         repetition_penalty: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         bos_token_id: int | None = None,
         pad_token_id: int | None = None,
@@ -188,6 +192,10 @@ class GPTModel(MegatronGPTModel):
             max_new_tokens: Maximum number of new tokens, instead of ``max_length``.
             min_new_tokens: No end token before this many new tokens.
             repetition_penalty: Above 1 makes tokens that occurred less likely.
+            min_p: Drop tokens less likely than this fraction of the most likely one.
+            presence_penalty: Subtracted from logits of tokens that have been generated.
+            frequency_penalty: The same, for each time that they have been.
+            logit_bias: Token ids, and what is added to their logits.
             eos_token_id: Ids that end a text; default the checkpoint's.
             bos_token_id: Start of an empty prompt; default the end-of-text token.
             pad_token_id: Padding id at the start of a tensor ``[b, s]``, if no mask is given.
@@ -221,6 +229,10 @@ class GPTModel(MegatronGPTModel):
             seed=int(torch.randint(2**62, ())) if seed is None else seed,
             min_new_tokens=min_new_tokens,
             repetition_penalty=repetition_penalty,
+            min_p=min_p,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=tuple((logit_bias or {}).items()),
             num_beams=num_beams,
             length_penalty=length_penalty,
             early_stopping=early_stopping,

@@ -1,9 +1,10 @@
 """Sampling of the next token from logits ``[b, v]``.
 
-    logits -> repetition penalty -> no end token before min_new_tokens   greedy: the argmax
-                                 -> / temperature -> top_k -> top_p      sampling: a random draw
+    logits -> + bias -> penalties -> no end token before min_new_tokens  greedy: the argmax
+                     -> / temperature -> top_k -> top_p -> min_p         sampling: a random draw
 
-The order is Hugging Face's; top-k and top-p may be combined. Every sequence draws from its own CPU
+The order is Hugging Face's; the filters may be combined. Bias, presence and frequency penalty are
+OpenAI's. Every sequence draws from its own CPU
 generator, seeded with ``seed`` and the index of the sequence, so its text depends neither on the
 device, nor on the parallel layout, nor on the rest of the batch.
 """
@@ -30,9 +31,13 @@ class SamplingOptions:
         temperature: Divides the logits before sampling.
         top_k: Sample from the ``top_k`` most likely tokens; 0 keeps all.
         top_p: Sample from the smallest set of most likely tokens whose probabilities sum to this.
+        min_p: Drop tokens less likely than this fraction of the most likely one.
         seed: Random seed.
         min_new_tokens: No end token before this many new tokens.
         repetition_penalty: Divides positive logits of tokens that occurred, multiplies negative.
+        presence_penalty: Subtracted from logits of tokens that have been generated.
+        frequency_penalty: The same, for each time that they have been.
+        logit_bias: Token ids, and what is added to their logits.
         num_beams: Width of a beam search; 1 disables it.
         length_penalty: A finished beam scores its log-probability / length ** penalty.
         early_stopping: End a beam search when ``num_beams`` sequences have finished instead of
@@ -48,9 +53,13 @@ class SamplingOptions:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 1234
     min_new_tokens: int = 0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
@@ -81,6 +90,8 @@ class SamplingOptions:
             return f"--top-k {self.top_k}: 0 (all tokens) or more is allowed"
         if not 0 < self.top_p <= 1:
             return f"--top-p {self.top_p}: above 0 up to 1 (all tokens) is allowed"
+        if not 0 <= self.min_p <= 1:
+            return f"--min-p {self.min_p}: 0 (all tokens) up to 1 is allowed"
         if not self.repetition_penalty > 0:
             return f"--repetition-penalty {self.repetition_penalty}: a value above 0 is needed"
         return self._number_problem()
@@ -116,18 +127,22 @@ def process_logits(
     eos: Collection[int],
     new_tokens: Sequence[int],
 ) -> torch.Tensor:
-    """Apply repetition penalty and minimum length, as for greedy decoding, sampling and beams.
+    """Apply bias, penalties and minimum length, as for greedy decoding, sampling and beams.
 
     Args:
         scores: Logits, or in beam search log-probabilities, fp32 ``[b, v]``.
         tokens: Prompt and new tokens, int64 ``[b, s]``.
-        options: Repetition penalty and minimum number of new tokens.
+        options: Bias, penalties and minimum number of new tokens.
         eos: Ids that end a sequence.
         new_tokens: Number of new tokens of each sequence.
 
     Returns:
         Processed scores, fp32 ``[b, v]``.
     """
+    if options.logit_bias:
+        scores = scores + _bias(options.logit_bias, scores)
+    if options.presence_penalty or options.frequency_penalty:
+        scores = scores - _penalties(tokens, options, new_tokens, scores)
     if options.repetition_penalty != 1:
         tokens = tokens.to(scores.device)
         seen = scores.gather(1, tokens)
@@ -142,10 +157,33 @@ def process_logits(
     return scores
 
 
-def filter_top_k_top_p(
+def _bias(given: Sequence[tuple[int, float]], scores: torch.Tensor) -> torch.Tensor:
+    """What is added to each logit, ``[v]``, like ``scores`` ``[b, v]``."""
+    bias = scores.new_zeros(scores.shape[1])
+    for token, value in given:
+        bias[token] += value
+    return bias
+
+
+def _penalties(
+    tokens: torch.Tensor,
+    options: SamplingOptions,
+    new_tokens: Sequence[int],
+    scores: torch.Tensor,
+) -> torch.Tensor:
+    """What tokens ``[b, s]`` that have been generated lose, ``[b, v]``, like ``scores``."""
+    rows = [
+        row[len(row) - count :].bincount(minlength=scores.shape[1])
+        for row, count in zip(tokens, new_tokens, strict=True)
+    ]
+    times = torch.stack(rows).to(scores)
+    return times * options.frequency_penalty + (times > 0) * options.presence_penalty
+
+
+def filter_scores(
     scores: torch.Tensor, options: SamplingOptions, at_least: int = 1
 ) -> torch.Tensor:
-    """Set scores ``[b, v]`` outside ``top_k`` and ``top_p`` to -inf; keep ``at_least`` tokens.
+    """Set scores ``[b, v]`` outside the filters to -inf; keep ``at_least`` tokens.
 
     The result has the dtype of ``scores``, a floating one.
     """
@@ -159,12 +197,17 @@ def filter_top_k_top_p(
         before[:, :at_least] = 0.0
         dropped = (before >= options.top_p).scatter(-1, order, before >= options.top_p)
         scores = scores.masked_fill(dropped, float("-inf"))
+    if options.min_p > 0:
+        probabilities = scores.softmax(-1)
+        limit = options.min_p * probabilities.amax(-1, keepdim=True)
+        kept = probabilities.topk(at_least).values[:, -1:]
+        scores = scores.masked_fill(probabilities < torch.minimum(limit, kept), float("-inf"))
     return scores
 
 
 def next_token_probabilities(logits: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """Probabilities that sampling draws from, fp32 ``[b, v]``, of ``logits`` ``[b, v]``."""
-    return filter_top_k_top_p(logits.float() / options.temperature, options).softmax(-1)
+    return filter_scores(logits.float() / options.temperature, options).softmax(-1)
 
 
 def sample_tokens(

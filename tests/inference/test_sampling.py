@@ -11,7 +11,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.inference.beam_search import BeamSearch
 from mindspeed.inference.sampling import (
     SamplingOptions,
-    filter_top_k_top_p,
+    filter_scores,
     generator_of,
     next_token_probabilities,
     process_logits,
@@ -75,7 +75,7 @@ def test_beams_keep_two_tokens_as_in_hugging_face(top_k, top_p):
         expected = transformers.TopKLogitsWarper(top_k, min_tokens_to_keep=2)(None, expected)
     if top_p < 1:
         expected = transformers.TopPLogitsWarper(top_p, min_tokens_to_keep=2)(None, expected)
-    kept = filter_top_k_top_p(scores, SamplingOptions(top_k=top_k, top_p=top_p), at_least=2)
+    kept = filter_scores(scores, SamplingOptions(top_k=top_k, top_p=top_p), at_least=2)
     torch.testing.assert_close(kept, expected)
 
 
@@ -92,6 +92,38 @@ def test_penalty_and_minimum_length_equal_those_of_hugging_face():
         logits, tokens, options, {9, 7}, [3, 4, 5]
     )  # only the first row is too short
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("at_least", [1, 2])
+@pytest.mark.parametrize("min_p", [0.05, 0.3, 1.0])
+def test_min_p_is_hugging_faces(min_p, at_least):
+    transformers = pytest.importorskip("transformers")
+    scores = 3 * torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
+    warper = transformers.MinPLogitsWarper(min_p, min_tokens_to_keep=at_least)
+    kept = filter_scores(scores, SamplingOptions(min_p=min_p), at_least=at_least)
+    torch.testing.assert_close(kept, warper(None, scores))
+
+
+def test_bias_and_openais_penalties_are_those_of_its_formula():
+    """mu[j] - c[j] * frequency - (c[j] > 0) * presence + bias[j], of generated tokens only."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 7, generator=generator)
+    tokens = torch.tensor([[1, 1, 2, 2, 2, 5], [0, 0, 3, 3, 6, 6], [4, 4, 4, 4, 4, 4]])
+    new_tokens = [4, 1, 0]
+    options = SamplingOptions(
+        presence_penalty=0.7, frequency_penalty=-0.2, logit_bias=((2, 1.5), (6, -100.0))
+    )
+    expected = logits.clone()
+    for row, count in enumerate(new_tokens):
+        generated = tokens[row, 6 - count :].tolist()
+        for token in range(7):
+            times = generated.count(token)
+            expected[row, token] -= times * -0.2 + (times > 0) * 0.7
+            expected[row, token] += {2: 1.5, 6: -100.0}.get(token, 0.0)
+    before = logits.clone()
+    found = process_logits(logits, tokens, options, set(), new_tokens)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(logits, before)
 
 
 def test_sampling_of_a_sequence_does_not_depend_on_its_batch():

@@ -1,8 +1,8 @@
 """OpenAI's requests and responses: fields that are supported, refused and returned.
 
 Unsupported fields that would change the response are refused by name; fields that only describe the
-caller are ignored. ``top_k``, ``repetition_penalty`` and ``min_tokens`` are extensions that other
-servers have as well. ``temperature`` 0 means greedy decoding.
+caller are ignored. ``top_k``, ``min_p``, ``repetition_penalty`` and ``min_tokens`` are extensions
+that other servers have as well. ``temperature`` 0 means greedy decoding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,9 +25,6 @@ from mindspeed.inference.text_stream import TextStream
 from mindspeed.parsing import decode_json
 
 _UNSUPPORTED = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": (None, {}),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "tools": (None, []),
@@ -70,7 +67,11 @@ class Request(BaseModel):
     stop: str | list[str] | None = Field(None, max_length=64)
     seed: int | None = None
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     min_tokens: int = Field(0, ge=0)
 
     @model_validator(mode="before")
@@ -130,7 +131,11 @@ class Request(BaseModel):
                 top_p=self.top_p,
                 seed=seed,
                 min_new_tokens=self.min_tokens,
+                min_p=self.min_p,
                 repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                logit_bias=tuple((self.logit_bias or {}).items()),
                 num_return_sequences=self.n,
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 logprobs=logprobs,
