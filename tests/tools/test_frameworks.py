@@ -101,3 +101,38 @@ def test_a_job_that_a_framework_has_not_is_named(capsys):
     with pytest.raises(SystemExit):
         frameworks.main(["--measure", "verl", "--only", "dpo-tensor"])
     assert "verl has no job dpo-tensor; it has actor-tensor" in capsys.readouterr().err
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """``commands(framework)``: one whose programs are recorded and write what they found."""
+    ran = []
+
+    def of(framework):
+        def run(self, arguments, ranks=0, device="cpu", **more):
+            ran.append((ranks, " ".join(map(str, arguments))))
+            if "--output" in arguments:
+                output = Path(arguments[arguments.index("--output") + 1])
+                output.with_suffix(".json").write_text('{"losses": [1.0], "norms": [1.0]}')
+            return "features reached in the first step: pipeline-schedule\n"
+
+        monkeypatch.setattr(framework, "run", run)
+        return framework(Path(sys.executable), tmp_path), ran
+
+    return of
+
+
+def test_options_are_for_the_two_ranks_alone(commands):
+    verl, ran = commands(frameworks.Verl)
+    assert verl.verdict(verl.jobs["features-pipeline"]) == EQUAL
+    assert [ranks for ranks, line in ran if "pipeline_schedule=zb-h1" in line] == [2]
+
+
+def test_plain_torch_runs_once_and_is_what_all_ranks_are_compared_with(commands):
+    bridge, ran = commands(frameworks.McoreBridge)
+    for name in ("lora", "lora-pipeline"):
+        assert bridge.verdict(bridge.jobs[name]) == EQUAL
+    assert sum("--plain" in line for _, line in ran) == 1
+    trained = [(ranks, line) for ranks, line in ran if "--layout" in line]
+    assert [ranks for ranks, _ in trained] == [1, 2, 2]
+    assert all("--equal-to" in line and "--adapters adapters" in line for _, line in trained)
