@@ -14,6 +14,7 @@ Batches of conversations (``--is-instruction-dataset``) hold samples of differen
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
+from mindspeed.adaptor.repairs.data.dataset_helpers import ensure_helper
 from mindspeed.adaptor.versions.trainer import known_options, predicts_tokens, surplus_option
 from mindspeed.data.instruction_dataset import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.megatron import (
@@ -151,6 +153,8 @@ def build_datasets(
     args: argparse.Namespace, config: TransformerConfig, tokenizer: TextTokenizer
 ) -> DataSets:
     """Build the three splits; collective, rank 0 writes missing index files first."""
+    # Megatron's training script does it at its start.
+    ensure_helper(Path(inspect.getfile(GPTDataset)).parent)
     if args.is_instruction_dataset:
         dataset_config = _instruction_config(args)
     else:

@@ -36,11 +36,20 @@ def build_for_this_python(original: Callable[[], None]) -> Callable[[], None]:
     directory = Path(original.__code__.co_filename).parent
 
     def compile_helpers() -> None:
-        if importlib.util.find_spec(_MODULE) is None:
-            _build(directory)
-            importlib.invalidate_caches()
+        ensure_helper(directory)
 
     return compile_helpers
+
+
+def ensure_helper(directory: Path) -> None:
+    """Build the helper where a checkout has none; several processes may do it at once.
+
+    Args:
+        directory: of ``megatron.core.datasets``.
+    """
+    if importlib.util.find_spec(_MODULE) is None:
+        _build(directory)
+        importlib.invalidate_caches()
 
 
 def _build(directory: Path) -> None:
