@@ -454,8 +454,10 @@ def layer_with_bias() -> tuple[torch.Tensor, torch.nn.Linear]:
 
 
 def vocabulary_losses() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Losses and gradients of smoothed labels, and losses of gathered logits: found and right."""
+    """Losses and gradients of smoothed labels, losses of gathered logits, gradients of the fused
+    loss: found and right."""
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -478,7 +480,16 @@ def vocabulary_losses() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     loss = LanguageModule.compute_language_model_loss
     gathered = tensor_parallel.gather_from_tensor_model_parallel_region(part.detach().clone())
     plain = torch.nn.functional.cross_entropy(whole.detach().flatten(0, 1), target.flatten())
+    fused_part = part.detach().clone().requires_grad_()
+    fused = fused_vocab_parallel_cross_entropy(fused_part.clone(), target, model.tp_group)
+    fused.square().sum().backward()
+    logits = whole.detach().clone().requires_grad_()
+    each = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none"
+    )
+    each.square().sum().backward()
     return {
+        "fused": (fused_part.grad, logits.grad.chunk(2, -1)[dist.get_rank()]),
         "smoothed": (smoothed.detach(), right.detach()),
         "gradient": (part.grad, whole.grad.chunk(2, -1)[dist.get_rank()]),
         "gathered": (loss(model, target.t(), gathered).mean(), plain),

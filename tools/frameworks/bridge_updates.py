@@ -96,8 +96,6 @@ def megatron_bridge(
         "bf16": False,
         "variable_seq_lengths": False,
         "seq_length": LENGTH,
-        # Rounds gradients to bf16 (megatron/core/fusions/fused_cross_entropy.py:82).
-        "cross_entropy_loss_fusion": False,
     }
     for name, value in (options | UNBIASED | layout).items():
         setattr(provider, name, value)

@@ -25,6 +25,14 @@ Symptom: silent; with smoothing the ranks have different losses, none of them ri
 logits the loss is too large by the logarithm of the tensor-parallel size.
 Fix: smoothing is added to the plain loss, with one all-reduce over the whole vocabulary; gathered
 logits are split again.
+
+Defect: the fused loss rounds its gradient to bf16, whatever the logits are.
+
+Where: ``megatron.core.fusions.fused_cross_entropy:calculate_gradients``, line 82, behind
+``cross_entropy_loss_fusion`` with the implementation ``native``, the default of Megatron-Bridge.
+Symptom: silent; a training in fp32 or fp16 has gradients with 8 bits of precision.
+Fix: the gradient stays in fp32, and autograd gives it the dtype of the logits.
+Versions: all.
 """
 
 from __future__ import annotations
@@ -181,6 +189,28 @@ def _excess(logits: torch.Tensor, target: torch.Tensor, group: Any, *given: Any)
     return whole
 
 
+def keep_precision(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Replace ``calculate_gradients``; its result is fp32 ``[s * b, v / ranks]``."""
+
+    def calculate_gradients(
+        softmax: torch.Tensor,
+        grad_output: torch.Tensor,
+        target_mask: torch.Tensor,
+        masked_target_1d: torch.Tensor,
+    ) -> torch.Tensor:
+        from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy as Loss
+
+        rows, row, update, gradient = Loss.prepare_gradient_calculation_operands(
+            softmax, target_mask
+        )
+        found: torch.Tensor = Loss.calculate_gradients(
+            rows, row, masked_target_1d, update, gradient, grad_output
+        )
+        return found
+
+    return calculate_gradients
+
+
 def split_gathered(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap ``LanguageModule.compute_language_model_loss`` of logits ``[s, b, v]`` or a part."""
 
@@ -223,6 +253,12 @@ PATCHES = (
             "<0.19": "(vocab_parallel_logits, target, label_smoothing)",
             ">=0.19": "(vocab_parallel_logits, target, label_smoothing, tp_group)",
         },
+    ),
+    repair(
+        "megatron.core.fusions.fused_cross_entropy:calculate_gradients",
+        keep_precision,
+        "the gradient of the fused loss has the precision of the logits",
+        expects="(softmax, grad_output, target_mask, masked_target_1d)",
     ),
     repair(
         "megatron.core.models.common.language_module.language_module:"
