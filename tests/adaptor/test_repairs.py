@@ -450,6 +450,13 @@ def test_vocabulary_parallel_losses_are_those_of_the_whole_vocabulary(ranks):
             torch.testing.assert_close(value, right, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
+def test_the_fused_loss_does_not_round_gradients_of_fp32_logits(ranks):
+    for found, right in ranks(2, repair_ranks.fused_loss, setup=ADAPTOR, timeout=120):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
 def test_strided_tensors_are_reduced(ranks):
     for found in ranks(2, repair_ranks.strided_sums, setup=ADAPTOR, timeout=120):
         assert all(bool((value == 3).all()) for value in found)

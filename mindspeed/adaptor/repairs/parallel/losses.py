@@ -191,6 +191,7 @@ def _excess(logits: torch.Tensor, target: torch.Tensor, group: Any, *given: Any)
 
 def keep_precision(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Replace ``calculate_gradients``; its result is fp32 ``[s * b, v / ranks]``."""
+    from megatron.core.jit import jit_fuser
 
     def calculate_gradients(
         softmax: torch.Tensor,
@@ -208,7 +209,7 @@ def keep_precision(original: Callable[..., torch.Tensor]) -> Callable[..., torch
         )
         return found
 
-    return calculate_gradients
+    return jit_fuser(calculate_gradients)  # type: ignore[no-any-return]
 
 
 def split_gathered(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
