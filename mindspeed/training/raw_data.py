@@ -314,8 +314,8 @@ def _follow_conversations(
     if flags.free("lr_warmup_iters", "lr_warmup_samples"):
         flags.assume(lr_warmup_fraction=0.03)
     if is_hf(args.load) and flags.free("fp16", "bf16"):
-        dtype = read_config(Path(folder_of(args.load))).get("torch_dtype")
-        if dtype == "bfloat16":
+        config = read_config(Path(folder_of(args.load)))
+        if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")):  # by its age
             flags.assume(bf16=True)
     if flags.free("recompute_granularity"):
         flags.assume(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,19 @@ def test_flags_that_are_given_stay(prepared):
     assert args["global_batch_size"] == 2 and args["split"] == "90,10,0"
     assert not args["pack_sequences"] and args["recompute_granularity"] == "selective"
     assert args["train_iters"] == 5 and "--lr " not in messages.split("assumed:")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_is_that_of_the_folder(prepared, model, tmp_path, key):
+    folder = tmp_path / "half"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
+    assert prepared("--load", f"hf:{folder}")[0]["bf16"] is True
+    assert prepared("--load", f"hf:{folder}", "--fp16")[0]["bf16"] is False
+    assert prepared()[0]["bf16"] is False
 
 
 @pytest.mark.slow
