@@ -14,16 +14,19 @@ MOSSInstructionHandler             chat                                 one per 
 MOSSMultiTurnHandler               chat                                 one conversation
 LeetcodePythonInstructionHandler   code_with_problem, code_only,        one question and answer
                                    explanation_only
+UltraChatHandler                   data [question, answer, ...]         one conversation
+GlaiveHandler                      system (functions), chat             one conversation
+                                   (USER:/ASSISTANT: turns)
 SharegptStyleInstructionHandler    conversations [from, value]          one conversation
 OpenAIInstructionHandler           messages [role, content]             one conversation
 ================================== ==================================== ==========================
 
 ``--map-keys`` names other columns. A missing column is a ValueError that lists those of the record.
 
-The last two also read tools: their definitions (column ``tools``, a list or its JSON), calls of an
-answer (``tool_calls``, or a message of the role ``function_call``) with their results (role
-``tool``, ``observation``, ...), and the reasoning of an answer (``reasoning_content``). The chat
-template must render them.
+The last three also read tools: their definitions (column ``tools``, a list or its JSON), calls of
+an answer (``tool_calls``, or a message of the role ``function_call``) with their results (role
+``tool``, ``observation``, ...), and reasoning (``reasoning_content``). The chat template must
+render them.
 
 Nothing is dropped in silence: :class:`Fields` knows which columns a handler has read. Of the others
 those that change what an answer means (:data:`REFUSED`, in a message
@@ -41,6 +44,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from mindspeed.data import tools
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import decode_json
@@ -72,6 +76,10 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
 
 _BELLE_TURN = re.compile(r"(?:^|(?<=\n))[ \t]*(Human|Assistant)[ \t]*[:\uff1a]")
 _BELLE_ROLES = {"Human": "user", "Assistant": "assistant"}
+_GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
+_GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
+_GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*?))?\s*\}', re.S)
+_GLAIVE_FUNCTIONS = " with access to the following functions. Use them if required -"
 _MOSS_MARKS = re.compile(r"<\|(?:Human|MOSS)\|>:|<eo[hm]>")
 
 
@@ -233,6 +241,8 @@ def _is_of(name: str, record: Mapping[str, Any], keys: Mapping[str, str]) -> boo
         messages = record[keys["messages"]]
         first = messages[0] if isinstance(messages, list) and messages else None
         return isinstance(first, Mapping) and keys["role_tag"] in first
+    if name.startswith("Glaive"):
+        return bool(_GLAIVE_TURN.match(str(record[keys["chat"]])))
     if name.startswith("Belle"):
         return bool(_BELLE_TURN.search(str(record[keys["prompt"]])))
     return True
@@ -254,7 +264,7 @@ def _text(value: Any, column: str) -> str:
     return value
 
 
-def _message(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -331,6 +341,50 @@ def _leetcode(fields: Fields) -> list[Conversation]:
     return [[_message("user", problem), _message("assistant", answer)]]
 
 
+def _ultrachat(fields: Fields) -> list[Conversation]:
+    """Questions and answers that alternate."""
+    said = fields.items("data")
+    return [
+        [
+            _message(("user", "assistant")[index % 2], _text(text, f"data[{index + 1}]"))
+            for index, text in enumerate(said)
+        ]
+    ]
+
+
+def _glaive(fields: Fields) -> list[Conversation]:
+    """Turns in one text, with calls of the functions that the system message defines."""
+    system = fields.optional("system").removeprefix("SYSTEM:").strip()
+    head, found, defined = system.partition(_GLAIVE_FUNCTIONS)
+    fields.tools = tools.definitions(list(tools.objects(defined)))
+    messages = [_message("system", f"{head}." if found else head)] if head else []
+    before, *parts = _GLAIVE_TURN.split(fields.text("chat"))
+    if before.strip():
+        raise ValueError(f"text before the first turn is not trained: {before.strip()[:40]!r}")
+    for who, said in zip(parts[::2], parts[1::2], strict=True):
+        text, where = said.replace("<|endoftext|>", "").strip(), f"chat[{len(messages) + 1}]"
+        content, call, rest = text.partition("<functioncall>")
+        message = _message(_GLAIVE_ROLES[who], content.strip() if who == "ASSISTANT" else text)
+        if call and who == "ASSISTANT":
+            message |= {"tool_calls": [_glaive_call(rest.strip(), where)]}
+        if who == "FUNCTION RESPONSE":
+            tools.check_result(messages, message, where)
+        messages.append(message)
+    return [messages]
+
+
+def _glaive_call(text: str, where: str) -> dict[str, Any]:
+    """A call whose arguments are JSON in single quotes, or an object."""
+    found = _GLAIVE_CALL.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{where!r} is no call of a function: {text[:40]!r}")
+    arguments = (found[2] or "{}").strip()
+    if arguments[:1] == arguments[-1:] == "'":
+        arguments = arguments[1:-1].replace("\\'", "'")
+    (call,) = tools.calls_of({"name": found[1], "arguments": arguments}, where)
+    return call
+
+
 def _tagged(fields: Fields) -> list[Conversation]:
     """A list of messages with configurable keys for role and text."""
     roles = {fields.tag(f"{role}_tag"): role for role in ("user", "assistant", "system")}
@@ -339,7 +393,7 @@ def _tagged(fields: Fields) -> list[Conversation]:
     roles |= dict.fromkeys(_RESULT_ROLES, "tool") | {"function_call": "assistant"}
     column = fields.tag("messages")
     role_tag, content_tag = fields.tag("role_tag"), fields.tag("content_tag")
-    fields.tools = _tools(fields)
+    fields.tools = _tools_of(fields)
     messages: Conversation = []
     for number, item in enumerate(fields.items("messages"), start=1):
         if not isinstance(item, Mapping) or role_tag not in item:
@@ -352,13 +406,15 @@ def _tagged(fields: Fields) -> list[Conversation]:
             )
         where, content = f"{column}[{number}]", item.get(content_tag)
         if item[role_tag] == "function_call":
-            message = _message(role, "") | {"tool_calls": _calls(_from_json(content, where), where)}
+            message = _message(role, "") | {
+                "tool_calls": tools.calls_of(tools.from_json(content, where), where)
+            }
         else:
             more = _message_options(item, role, (role_tag, content_tag), where, fields.remarks)
             empty = "" if content is None and "tool_calls" in more else content
             message = _message(role, _joined(empty, where)) | more
         if role == "tool":
-            _check_result(messages, message, where)
+            tools.check_result(messages, message, where)
         messages.append(message)
     system = fields.optional("system")
     if system and (not messages or messages[0]["role"] != "system"):
@@ -385,7 +441,7 @@ def _message_options(
         if role == "assistant" and name in _REASONING and "reasoning_content" not in found:
             found["reasoning_content"] = _text(value, f"{where}.{name}")
         elif role == "assistant" and name == "tool_calls":
-            found[name] = _calls(value, where)
+            found[name] = tools.calls_of(value, where)
         elif role == "tool" and name in ("name", "tool_call_id"):
             found[name] = _text(value, f"{where}.{name}")
         elif name in (*REFUSED_IN_MESSAGE, *_REASONING, "tool_call_id"):
@@ -404,65 +460,12 @@ def _message_options(
     return {**found, "weight": 0}
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """Definitions of tools; functions alone are put into OpenAI's form."""
+def _tools_of(fields: Fields) -> list[dict[str, Any]]:
+    """Definitions in a column."""
     value = fields.either("tools", "functions")
     if value in _EMPTY:
         return []
-    found = _from_json(value, "tools")
-    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-        raise ValueError("'tools' is not a list of definitions")
-    tools = [
-        dict(one) if "function" in one else {"type": "function", "function": dict(one)}
-        for one in found
-    ]
-    if nameless := [one for one in tools if not _named(one["function"])]:
-        raise ValueError(f"'tools': a definition has no name: {json.dumps(nameless[0])[:60]}")
-    return tools
-
-
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form, with arguments as an object, as chat templates read them."""
-    calls = []
-    for one in value if isinstance(value, list) else [value]:
-        function = one.get("function", one) if isinstance(one, Mapping) else {}
-        if not _named(function):
-            raise ValueError(f"{where!r}: a call of a tool has a name and arguments")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = _from_json(arguments, f"{where}: arguments of {function['name']}")
-        if not isinstance(arguments, Mapping):
-            raise ValueError(f"{where!r}: the arguments of {function['name']} are not an object")
-        call = {"name": function["name"], "arguments": dict(arguments)}
-        calls.append({"type": "function", "function": call})
-        if isinstance(one.get("id"), str):
-            calls[-1]["id"] = one["id"]
-    return calls
-
-
-def _named(function: Any) -> bool:
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
-
-
-def _from_json(value: Any, where: str) -> Any:
-    """The value of a JSON text; others as they are."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return decode_json(value)
-    except ValueError as error:
-        raise ValueError(f"{where!r} is no JSON: {value[:40]!r}") from error
-
-
-def _check_result(before: Conversation, result: Mapping[str, Any], where: str) -> None:
-    """Refuse the result of a tool that the answer before has not called."""
-    answer = next((one for one in reversed(before) if one["role"] != "tool"), {})
-    calls = answer.get("tool_calls", ())
-    known = [call["id"] for call in calls if "id" in call]
-    asked = result.get("tool_call_id")
-    if not calls or (asked and known and asked not in known):
-        which = f" {asked!r}" if asked else ""
-        raise ValueError(f"{where!r}: the result of a call{which} that the answer before lacks")
+    return tools.definitions(tools.from_json(value, "tools"))
 
 
 def _joined(content: Any, where: str) -> str:
@@ -529,6 +532,8 @@ HANDLERS: dict[str, Handler] = {
         },
         _leetcode,
     ),
+    "UltraChatHandler": Handler({"data": "data"}, _ultrachat, prompt_type="chatml"),
+    "GlaiveHandler": Handler({"system": "system", "chat": "chat"}, _glaive, prompt_type="chatml"),
     "SharegptStyleInstructionHandler": Handler(_MESSAGES, _tagged, prompt_type="chatml"),
     "OpenAIInstructionHandler": Handler(_OPENAI, _tagged, prompt_type="chatml"),
 }
@@ -537,7 +542,9 @@ _BY_COLUMNS: tuple[tuple[frozenset[str], str, dict[str, str]], ...] = (
     (frozenset({"messages"}), "OpenAIInstructionHandler", {}),
     (frozenset({"conversations"}), "SharegptStyleInstructionHandler", {}),
     (frozenset({"conversations"}), "OpenAIInstructionHandler", {"messages": "conversations"}),
+    (frozenset({"chat", "system"}), "GlaiveHandler", {}),
     (frozenset({"chat"}), "MOSSMultiTurnHandler", {}),
+    (frozenset({"data"}), "UltraChatHandler", {}),
     (frozenset({"instruction", "output"}), "BelleMultiTurnInstructionHandler", {}),
     (frozenset({"instruction", "output"}), "AlpacaStyleInstructionHandler", {}),
     *(

@@ -31,6 +31,14 @@ CASES = {
         {"chat": MOSS},
         [["hi", "hello"], ["hi", "hello", "more", "ok"]],
     ),
+    "UltraChatHandler": ({"data": ["a", "b", "c", "d"]}, [["a", "b", "c", "d"]]),
+    "GlaiveHandler": (
+        {
+            "system": "",
+            "chat": "USER: a: b\n\n\nASSISTANT: c\nd <|endoftext|>\n\n\nUSER: e\n\n\nASSISTANT: f",
+        },
+        [["a: b", "c\nd", "e", "f"]],
+    ),
     "MOSSMultiTurnHandler": ({"chat": json.dumps(MOSS)}, [["hi", "hello", "more", "ok"]]),
     "LeetcodePythonInstructionHandler": (
         {
@@ -269,6 +277,8 @@ def test_every_handler_counts_a_column_that_it_does_not_know(name):
         ({"conversations": [{"from": "human", "value": "a"}]}, "SharegptStyleInstructionHandler"),
         ({"conversations": [{"role": "user", "content": "a"}]}, "OpenAIInstructionHandler"),
         ({"chat": {"turn_1": {}}}, "MOSSMultiTurnHandler"),
+        ({"chat": "USER: a", "system": ""}, "GlaiveHandler"),
+        ({"data": ["a", "b"]}, "UltraChatHandler"),
         (
             {"instruction": "Human: a\nAssistant:", "output": "b"},
             "BelleMultiTurnInstructionHandler",

@@ -71,6 +71,17 @@ SHAREGPT = {
         {"from": "gpt", "value": "No."},
     ],
 }
+GLAIVE = {
+    "system": (
+        "SYSTEM: You are a helpful assistant with access to the following functions. Use them if "
+        f"required -\n{json.dumps(WEATHER, indent=4)}\n\n"
+    ),
+    "chat": (
+        "USER: rain?\n\n\nASSISTANT: <functioncall> "
+        '{"name": "weather", "arguments": \'' + json.dumps(CALLED["arguments"]) + "'} "
+        "<|endoftext|>\n\n\nFUNCTION RESPONSE: dry\n\n\nASSISTANT: No. <|endoftext|>\n\n\n"
+    ),
+}
 CALL = "<tool_call>" + json.dumps(CALLED) + "</tool_call><|im_end|>"
 
 
@@ -131,12 +142,15 @@ def encoded(folder: Path, record: dict, **options) -> tuple[list[str], dict[str,
     ], found.counts.remarks
 
 
-def test_two_forms_of_a_call_are_one_conversation():
+def test_three_forms_of_a_call_are_one_conversation():
     messages, tools = read(OPENAI)
     assert tools == [DEFINED] == read(SHAREGPT)[1]
     plain = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
     del plain[1]["tool_calls"][0]["id"], plain[2]["tool_call_id"]
     assert plain == read(SHAREGPT)[0]
+    (system, *others), defined = read(GLAIVE)
+    assert others == plain and defined == tools
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
     assert plain[1]["tool_calls"][0]["function"] == CALLED  # arguments as an object
 
 
@@ -224,3 +238,22 @@ def test_records_that_the_template_does_not_render_whole_are_not_trained(folder)
         found = make_encoder(chosen)(Block("file", 1, [OPENAI], 1))
         assert found.counts.documents == 0
         assert f"{reason}the chat template {name} does not render" in str(found.counts.broken[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"system": GLAIVE["system"] + "{broken"}, "no definition of a function: '{broken'"),
+        ({"chat": "Hello.\nUSER: a"}, "text before the first turn is not trained: 'Hello.'"),
+        (
+            {"chat": "USER: a\nASSISTANT: <functioncall> weather"},
+            "no call of a function: 'weather'",
+        ),
+        ({"chat": "USER: a\nASSISTANT: b\nFUNCTION RESPONSE: c"}, "the result of a call that"),
+    ],
+    ids=["definition", "beginning", "call", "result"],
+)
+def test_glaives_records_that_cannot_be_read_are_refused(change, said):
+    handler = handlers.find("GlaiveHandler")
+    with pytest.raises(ValueError, match=said):
+        handler.conversations(handlers.Fields(GLAIVE | change, handler.keys))
