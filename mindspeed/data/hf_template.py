@@ -87,6 +87,9 @@ class JinjaTemplate(ChatTemplate):
         self._tokens = {key: _content(config.get(key)) for key in _TOKEN_NAMES}
         self._known = _special_tokens(config)
         self._variables: Mapping[str, Any] = {}
+        others = [name for name in ("thinking", "reasoning") if _reads(source, name)]
+        known = self._knows("reasoning_content")
+        self._reasoning = others[0] if others and not known else ""
         self.special = ()
         self._header = self._generation_header()
         self.stop = self._stop()
@@ -205,10 +208,17 @@ class JinjaTemplate(ChatTemplate):
     def not_rendered(self, message: Message) -> str | None:
         """A field or role other than the usual ones that does not occur in the Jinja program."""
         known = ("role", "content", "name", "tool_call_id", "weight")
-        names = [name for name in message if name not in known]
+        names = [name for name in self._plain(message) if name not in known]
         role = message.get("role")
         names += [str(role)] if role not in ROLES else []
         return next((name for name in names if not self._knows(name)), None)
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """A message as the program reads it: without weight, with its name of the reasoning."""
+        found = {name: value for name, value in message.items() if name != "weight"}
+        if self._reasoning and "reasoning_content" in found:
+            found[self._reasoning] = found.pop("reasoning_content")
+        return found
 
     def _knows(self, name: str) -> bool:
         """Whether a name occurs in the Jinja program."""
@@ -244,7 +254,7 @@ class JinjaTemplate(ChatTemplate):
                     **tokens,
                     **self._variables,
                     **variables,
-                    "messages": [_without_weight(m) for m in messages],
+                    "messages": [self._plain(m) for m in messages],
                 }
                 for messages in conversations
             ]
@@ -270,8 +280,9 @@ class JinjaTemplate(ChatTemplate):
         return blanks + max(map(len, matching)) if matching else 0
 
 
-def _without_weight(message: Message) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name != "weight"}
+def _reads(source: str, name: str) -> bool:
+    """Whether a Jinja program reads a field of this name."""
+    return bool(re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source))
 
 
 def _equal_characters(one: str, other: str) -> int:

@@ -28,9 +28,9 @@ from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
 from mindspeed.parsing import decode_json
 
-BY_QUESTION = (
-    "conversations are one sample for each question, because the chat template renders earlier "
-    "answers otherwise, such as without their reasoning"
+SEVERAL_SAMPLES = (
+    "conversations are several samples, one for each question or answer, because the chat template "
+    "renders earlier answers otherwise, such as without their reasoning"
 )
 
 
@@ -224,15 +224,24 @@ class ConversationEncoder:
     def _render_parts(
         self, messages: handlers.Conversation, tools: Tools, remarks: Counter[str]
     ) -> list[_Conversation]:
-        """The conversation; one for each question, where later ones change earlier answers."""
+        """The conversation, or several where later messages change answers: one for each question,
+        which ends with its answers, or else one for each answer, which is then the last message."""
+        found = self._parts(messages, tools, _ends_of_questions)
+        if len(found) > 1:
+            remarks[SEVERAL_SAMPLES] += 1
+        return found
+
+    def _parts(
+        self, messages: handlers.Conversation, tools: Tools, ends: Ends | None
+    ) -> list[_Conversation]:
         try:
             return [_Conversation(messages, tools, self._render(messages, tools))]
         except ChangedAnswerError:
-            parts = _by_question(messages)
-            if len(parts) < 2:
+            if ends is None:
                 raise
-        remarks[BY_QUESTION] += 1
-        return [_Conversation(part, tools, self._render(part, tools)) for part in parts]
+        finer = _ends_of_answers if ends is _ends_of_questions else None
+        parts = _trained_in_turn(messages, ends(messages))
+        return [one for part in parts for one in self._parts(part, tools, finer)]
 
     def _render(self, messages: handlers.Conversation, tools: Tools) -> Rendered:
         trained = [m.get("weight") != 0 for m in messages if m["role"] == "assistant"]
@@ -337,18 +346,33 @@ def _unicode(text: str, name: str) -> str:
     return text
 
 
-def _by_question(messages: handlers.Conversation) -> list[handlers.Conversation]:
-    """The conversation up to the end of each question's answers; earlier ones are not trained."""
+Ends = Callable[[handlers.Conversation], list[int]]
+
+
+def _ends_of_questions(messages: handlers.Conversation) -> list[int]:
+    """Where the answers to each question end."""
     questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    return [*questions[1:], len(messages)]
+
+
+def _ends_of_answers(messages: handlers.Conversation) -> list[int]:
+    return [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _trained_in_turn(
+    messages: handlers.Conversation, ends: list[int]
+) -> list[handlers.Conversation]:
+    """The conversation up to each end, without training what one before has trained."""
     parts = []
-    for start, end in zip(questions, [*questions[1:], len(messages)], strict=True):
-        answers = messages[start:end]
-        if any(one["role"] == "assistant" and one.get("weight") != 0 for one in answers):
+    for start, end in zip([0, *ends], ends, strict=False):
+        if any(
+            one["role"] == "assistant" and one.get("weight") != 0 for one in messages[start:end]
+        ):
             before = [
                 {**one, "weight": 0} if one["role"] == "assistant" else one
                 for one in messages[:start]
             ]
-            parts.append([*before, *answers])
+            parts.append([*before, *messages[start:end]])
     return parts
 
 

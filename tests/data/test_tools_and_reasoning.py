@@ -14,7 +14,7 @@ from mindspeed.data import handlers, hf_template, templates
 from mindspeed.data.file_formats import Block
 from mindspeed.data.loss_mask import IGNORED
 from mindspeed.data.preprocess_options import PreprocessOptions
-from mindspeed.data.record_encoders import BY_QUESTION, make_encoder
+from mindspeed.data.record_encoders import SEVERAL_SAMPLES, make_encoder
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import DataError
 
@@ -187,7 +187,7 @@ def test_reasoning_to_each_question_is_trained_as_the_model_will_write_it(folder
     ]
     trained, remarks = encoded(folder, {"messages": turns})
     assert trained == ["<think>r1</think>\nb<|im_end|>", "<think>r2</think>\nd<|im_end|>"]
-    assert remarks[BY_QUESTION] == 1
+    assert remarks[SEVERAL_SAMPLES] == 1
     # The last sample is the text that transformers renders of the whole conversation.
     messages, tools = read({"messages": turns})
     messages[1]["weight"] = 0
@@ -257,3 +257,35 @@ def test_glaives_records_that_cannot_be_read_are_refused(change, said):
     handler = handlers.find("GlaiveHandler")
     with pytest.raises(ValueError, match=said):
         handler.conversations(handlers.Fields(GLAIVE | change, handler.keys))
+
+
+# In the manner of Qwen3: an answer without reasoning has an empty block of it where it is last.
+EMPTY_BLOCK = SOURCE.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and loop.last and not m.reasoning_content %}<think></think>"
+    "{% endif %}{{ m.content }}",
+)
+
+
+def test_an_answer_that_others_change_is_the_last_of_a_sample(folder):
+    """Calls without reasoning: each answer is trained as the model has to write it."""
+    (folder / "chat_template.jinja").write_text(EMPTY_BLOCK)
+    trained, remarks = encoded(folder, SHAREGPT)
+    assert trained == [f"<think></think>{CALL}", "<think></think>No.<|im_end|>"]
+    assert remarks[SEVERAL_SAMPLES] == 1
+    weighted = {"tools": OPENAI["tools"], "messages": read(SHAREGPT)[0]}
+    weighted["messages"][1]["weight"] = 0
+    assert encoded(folder, weighted)[0] == ["<think></think>No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning"])
+def test_reasoning_has_the_name_that_the_template_reads(folder, name):
+    source = SOURCE.replace("m.reasoning_content", f"m['{name}']")
+    (folder / "chat_template.jinja").write_text(source)
+    (trained,), _ = encoded(folder, OPENAI)
+    assert trained == f"<think>look</think>\n{CALL}No.<|im_end|>"
+    (folder / "chat_template.jinja").write_text(
+        source.replace(f"m['{name}']", "m.other") + f"{{# {name} #}}"
+    )
+    with pytest.raises(DataError, match="does not render reasoning_content"):
+        hf_template.load(folder).check(read(OPENAI)[0])
