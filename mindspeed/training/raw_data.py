@@ -223,8 +223,10 @@ def tokenize_file(args: argparse.Namespace, path: Path, flag: str, console: Cons
 
 
 def _cache(args: argparse.Namespace) -> Path:
-    given = args.data_cache_path or os.environ.get("XDG_CACHE_HOME")
-    return Path(given) if given else Path.home() / ".cache" / "mindspeed"
+    """Where tokens are kept."""
+    if args.data_cache_path:
+        return Path(args.data_cache_path)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed"
 
 
 @contextlib.contextmanager
@@ -327,10 +329,11 @@ def _assume_directory(args: argparse.Namespace, flags: _Flags) -> None:
     """Save to a directory that is called after the model and the data."""
     model, data = Path(folder_of(args.load or "model")).name, Path(args.data[-1]).name
     save = f"{model}-{data.partition('.')[0]}"
-    if flags.free("save") and tracked(save) is not None and not args.dry_run:
+    resumed = args.auto_resume or args.dry_run
+    if flags.free("save") and tracked(save) is not None and not resumed:
         raise ConfigError(
             f"{save} has a trained model already: name another directory with --save, or go on "
-            f"with --save {save} --auto-resume"
+            "with --auto-resume"
         )
     flags.assume(save=save)
 

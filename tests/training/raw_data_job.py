@@ -105,3 +105,24 @@ def helped(flags: Sequence[str]) -> dict[str, str]:
             main(["finetune", *words.split()])
         found[words] = output.getvalue()
     return found
+
+
+def assumed_directory(folder: str, resume: bool) -> str:
+    """Where a run in a folder would save, or why it does not start."""
+    import argparse
+    import os
+
+    import mindspeed.megatron_adaptor  # noqa: F401
+    from mindspeed.errors import ConfigError
+    from mindspeed.training.raw_data import _assume_directory, _Flags
+
+    args = argparse.Namespace(load="hf:models/tiny-1.5b", data=("chat.jsonl.gz",), dry_run=False)
+    args.auto_resume, here = resume, os.getcwd()
+    os.chdir(folder)
+    try:
+        _assume_directory(args, _Flags(args, ()))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        os.chdir(here)
+    return args.save

@@ -139,6 +139,19 @@ def test_what_cannot_be_trained_is_refused(prepared, tmp_path, words, message):
 
 
 @pytest.mark.slow
+def test_a_directory_that_has_a_model_is_taken_to_go_on_only(rank_pool, tmp_path):
+    def assumed(resume: bool) -> str:
+        call = raw_data_job.assumed_directory, str(tmp_path), resume
+        return rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=60)[0]
+
+    assert assumed(False) == "tiny-1.5b-chat"
+    (tmp_path / "tiny-1.5b-chat").mkdir()
+    (tmp_path / "tiny-1.5b-chat" / "latest_checkpointed_iteration.txt").write_text("4")
+    assert "tiny-1.5b-chat has a trained model already" in assumed(False)
+    assert assumed(True) == "tiny-1.5b-chat"
+
+
+@pytest.mark.slow
 def test_one_command_trains_as_preprocess_and_flags_do(rank_pool, model, chat, tmp_path):
     """The data set and every assumed flag by hand: equal losses, bit for bit."""
 
