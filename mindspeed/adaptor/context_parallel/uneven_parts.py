@@ -19,12 +19,13 @@ import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
 from mindspeed.spmd import Collective, I, V, typed
+from mindspeed.tensor_parallel.unaligned.rows import gather_rows
+from mindspeed.tensor_parallel.unaligned.sizes import parts
 
 
 def cal_split_sizes(dim_size: int, world_size: int) -> list[int]:
     """The sizes of the parts of ``dim_size`` elements; the first ones get one more of the rest."""
-    least, more = divmod(dim_size, world_size)
-    return [least + (rank < more) for rank in range(world_size)]
+    return list(parts(dim_size, world_size))
 
 
 @typed(Collective(I, V))
@@ -189,13 +190,8 @@ def _part(
 def _whole(
     x: torch.Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]
 ) -> torch.Tensor:
-    rows, most = x.movedim(dim, 0), max(sizes)
-    padded = rows.new_zeros((most, *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    every = padded.new_empty((len(sizes) * most, *rows.shape[1:]))
-    dist.all_gather_into_tensor(every, padded, group=group)
-    parts = [part[:size] for part, size in zip(every.split(most), sizes, strict=True)]
-    return torch.cat(parts).movedim(0, dim).contiguous()
+    rows, _ = gather_rows(x.movedim(dim, 0), sizes, group)
+    return rows.movedim(0, dim).contiguous()
 
 
 def _exchange(
@@ -205,17 +201,17 @@ def _exchange(
     sizes: tuple[Sequence[int], Sequence[int]],
 ) -> torch.Tensor:
     (scatter, gather), (sent, received) = dims, sizes
-    parts = x.split(list(sent), scatter)
-    shapes = [list(parts[group.rank()].shape) for _ in received]
+    given = x.split(list(sent), scatter)
+    shapes = [list(given[group.rank()].shape) for _ in received]
     for shape, size in zip(shapes, received, strict=True):
         shape[gather] = size
     lengths = [torch.Size(shape).numel() for shape in shapes]
     arrived = x.new_empty(sum(lengths))
     dist.all_to_all_single(
         arrived,
-        torch.cat([part.flatten() for part in parts]),
+        torch.cat([part.flatten() for part in given]),
         lengths,
-        [part.numel() for part in parts],
+        [part.numel() for part in given],
         group=group,
     )
     pieces = [
