@@ -96,7 +96,7 @@ def _figures(lengths: np.ndarray, limit: int) -> list[str]:
     quantiles = np.percentile(lengths, (50, 90, 99)).round().astype(int)
     inputs = lengths - 1  # the last token is only predicted
     clipped = np.minimum(inputs[inputs > 0], limit)
-    packed = len(packing.packed(np.arange(len(clipped)), clipped, limit, None))
+    packed = packing.count(clipped, limit)
     long = inputs > limit
     lost = int((inputs[long] - limit).sum())
     return [

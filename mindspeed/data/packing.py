@@ -63,6 +63,12 @@ def packed(
     return sequences
 
 
+def count(lengths: np.ndarray, capacity: int) -> int:
+    """Number of packed sequences of one epoch of samples ``[samples]``; longer ones are cut."""
+    clipped = np.minimum(lengths, capacity)
+    return len(packed(np.arange(len(clipped)), clipped, capacity, None))
+
+
 def grouped(
     order: np.ndarray, lengths: np.ndarray, batch: int, random: np.random.RandomState
 ) -> np.ndarray:

@@ -133,8 +133,9 @@ def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -
     wrong = [name for name in _ONLY_CONVERSATIONS if name in given]
     if wrong and not args.is_instruction_dataset:
         raise ConfigError(f"{_words(wrong)}: only for conversations (mindspeed finetune)")
-    tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
     console = Console(stderr=True, quiet="RANK" in os.environ and not _speaks())
+    # Before the progress bar: a tokenizer that cannot be read is an error of its own.
+    tokenizer = None if console.quiet else build_tokenizer(TokenizerOptions.from_args(args))
     flags = _Flags(args, given)
     if args.is_instruction_dataset:
         _assume_directory(args, flags)
@@ -148,9 +149,9 @@ def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -
         flags.assume(split="100,0,0")
     if args.is_instruction_dataset:
         _follow_conversations(args, flags, train, held_out, ranks)
-    if args.is_instruction_dataset and not console.quiet:
-        files = InstructionFiles(train[0].prefix)
-        print_samples([files[i] for i in range(min(SHOWN, len(files)))], tokenizer, console)
+        if tokenizer is not None:
+            files = InstructionFiles(train[0].prefix)
+            print_samples([files[i] for i in range(min(SHOWN, len(files)))], tokenizer, console)
     if flags.assumed:
         say(console, f"not given, so assumed: {' '.join(flags.assumed)}")
     return {*_OTHER_SOURCES, *(() if "train_iters" in given else ("train_iters",))}
@@ -348,5 +349,4 @@ def _sequences(lengths: np.ndarray, args: argparse.Namespace) -> int:
     """Sequences of an epoch."""
     if not args.pack_sequences:
         return len(lengths)
-    clipped = np.minimum(lengths, args.seq_length)
-    return len(packing.packed(np.arange(len(clipped)), clipped, args.seq_length, None))
+    return packing.count(lengths, args.seq_length)
