@@ -101,25 +101,20 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOptions:
-    """The options of :func:`add_sampling_arguments`.
+    """The options of :func:`add_sampling_arguments`, as far as a command has them.
 
     Raises:
         ConfigError: A value is invalid.
     """
-    values: dict[str, object] = {
-        "max_new_tokens": args.max_new_tokens,
-        "greedy": args.greedy,
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "repetition_penalty": args.repetition_penalty,
-        "min_p": args.min_p,
-        "presence_penalty": args.presence_penalty,
-        "frequency_penalty": args.frequency_penalty,
-        "stop": tuple(args.stop or ()),
-        "seed": args.seed,
-    }
-    return SamplingOptions(**{**values, **more})  # type: ignore[arg-type]
+    values = {name: value for name, value in vars(args).items() if name in _SAMPLING}
+    values["stop"] = tuple(values.get("stop") or ())
+    return SamplingOptions(**{**values, **more})
+
+
+_SAMPLING = (
+    *("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "min_p", "stop", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenerator], None]) -> int:

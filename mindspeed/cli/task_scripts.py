@@ -69,8 +69,6 @@ def _infer(script: str, argv: Sequence[str]) -> int:
     parser.add_argument("--top-k", type=whole(0), default=50)
     parser.add_argument("--top-p", type=number(Range(0, 1, above=True)), default=0.95)
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=1234)
-    parser.set_defaults(repetition_penalty=1.0, stop=None, greedy=False)
-    parser.set_defaults(min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0)
     args = _parse(parser, argv)
     if not inside_a_job() and args.tp * args.pp > 1:
         return run_ranks([sys.executable, script, *argv], args.tp * args.pp)
