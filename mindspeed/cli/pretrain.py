@@ -65,7 +65,7 @@ def _prepare(
     from mindspeed.training.arguments import build_parser
     from mindspeed.training.initialize import prepare
 
-    parser = build_parser(with_help=not help_page.WORDS.isdisjoint(argv))
+    parser = build_parser(with_help=help_page.is_asked(argv))
     parser.prog = f"mindspeed {command}"
     parser.set_defaults(**(defaults or {}))
     return prepare(argv, ranks, parser=parser)

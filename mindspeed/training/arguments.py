@@ -224,7 +224,7 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
     Raises:
         ConfigError: a flag is unknown (the closest names are suggested) or a value is not allowed.
     """
-    parser = parser or build_parser(with_help=not help_page.WORDS.isdisjoint(tokens))
+    parser = parser or build_parser(with_help=help_page.is_asked(tokens))
     args, unknown = parser.parse_known_args(list(tokens))
     if unknown:
         raise ConfigError(_unknown_flags(parser, unknown))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mindspeed.ranges import Number
@@ -30,7 +30,12 @@ PAGE: dict[str, tuple[str, ...]] = {
     "adapters": ("lora_r", "lora_alpha", "lora_target_modules", "lora_load", "lora_export"),
 }
 """Heading -> flags, by their names in the namespace."""
-WORDS = frozenset({"-h", "--help", "--help-all"})
+_WORDS = frozenset({"-h", "--help", "--help-all"})
+
+
+def is_asked(words: Collection[str]) -> bool:
+    """Whether a command line asks for help, for which the parser needs all descriptions."""
+    return not _WORDS.isdisjoint(words)
 
 
 def add_help(parser: argparse.ArgumentParser) -> None:

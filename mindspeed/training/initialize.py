@@ -56,13 +56,13 @@ def prepare(
     Raises:
         MindSpeedError: a flag or a file is wrong; names it.
     """
-    parser = parser or build_parser(with_help=not help_page.WORDS.isdisjoint(argv))
+    parser = parser or build_parser(with_help=help_page.is_asked(argv))
     args = parse_with_recipe(argv, parser)
     _warn_of_ignored(args)
-    if args.use_checkpoint_args and args.load:
-        take_architecture(args, saved_args(args.load, args.ckpt_step), given(argv, parser))
-    ranks = ranks or args.nproc or default_ranks(args)
     set_by_user = given(argv, parser)
+    if args.use_checkpoint_args and args.load:
+        take_architecture(args, saved_args(args.load, args.ckpt_step), set_by_user)
+    ranks = ranks or args.nproc or default_ranks(args)
     lora_flags.assume_targets(args, set_by_user)
     derived = use_raw_data(args, set_by_user, ranks) if training else set()
     recipe = dump(args, parser, leave_out=derived)
