@@ -28,10 +28,10 @@ an answer (``tool_calls``, or a message of the role ``function_call``) with thei
 ``tool``, ``observation``, ...), and reasoning (``reasoning_content``). The chat template must
 render them.
 
-Nothing is dropped in silence: :class:`Fields` knows which columns a handler has read. Of the others
-those that change what an answer means (:data:`REFUSED`, in a message
-:data:`REFUSED_IN_MESSAGE`) make the record invalid, and the rest is counted in
-:attr:`Fields.remarks`.
+Nothing is dropped in silence: :class:`~mindspeed.data.record_fields.Fields` knows which columns a
+handler has read. Of the others those that change what an answer means (``REFUSED`` there, in a
+message :data:`REFUSED_IN_MESSAGE`) make the record invalid, and the rest is counted in
+``Fields.remarks``.
 """
 
 from __future__ import annotations
@@ -46,22 +46,13 @@ from typing import Any
 
 from mindspeed.data import tools
 from mindspeed.data.chat_template import ChatTemplate
+from mindspeed.data.record_fields import EMPTY, Fields, text_of, unused_columns
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import decode_json
 
 Conversation = list[dict[str, Any]]
 """Messages: role, content, weight 0 of an answer not to train, fields of tools and reasoning."""
 
-_TOOLS = "this format has no tools: the model would be trained without a part of the conversation"
-_PAIR = "a preference pair is not one answer: name the column to train with --map-keys"
-REFUSED: dict[str, str] = {
-    "tools": _TOOLS,
-    "functions": _TOOLS,
-    "tool_calls": _TOOLS,
-    "function_call": _TOOLS,
-    "chosen": _PAIR,
-    "rejected": _PAIR,
-}
 REFUSED_IN_MESSAGE: dict[str, str] = {
     "tool_calls": "only answers call tools",
     "function_call": "write it as tool_calls",
@@ -71,9 +62,6 @@ REFUSED_IN_MESSAGE: dict[str, str] = {
 _SWITCHES = ("loss", "train", "training", "trainable")  # other tools' ways to say weight 0
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _RESULT_ROLES = ("tool", "function", "observation", "ipython", "function_response")
-# Columnar files fill the fields that a record lacks with null.
-_EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
-
 _BELLE_TURN = re.compile(r"(?:^|(?<=\n))[ \t]*(Human|Assistant)[ \t]*[:\uff1a]")
 _BELLE_ROLES = {"Human": "user", "Assistant": "assistant"}
 _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -81,83 +69,6 @@ _GLAIVE_ROLES = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": 
 _GLAIVE_CALL = re.compile(r'\{\s*"name":\s*"([^"]+)"\s*(?:,\s*"arguments":\s*(.*?))?\s*\}', re.S)
 _GLAIVE_FUNCTIONS = " with access to the following functions. Use them if required -"
 _MOSS_MARKS = re.compile(r"<\|(?:Human|MOSS)\|>:|<eo[hm]>")
-
-
-class Fields:
-    """A record whose columns are accessed through ``--map-keys``.
-
-    Args:
-        record: columns and values.
-        keys: role of a column in the handler -> name of the column.
-
-    Attributes:
-        remarks: what of the record is not used -> how often.
-        tools: definitions of tools, in OpenAI's form.
-    """
-
-    def __init__(self, record: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-        self._record = record
-        self._keys = keys
-        self._read: set[str] = set()
-        self.remarks: Counter[str] = Counter()
-        self.tools: list[dict[str, Any]] = []
-
-    def _get(self, key: str) -> Any:
-        self._read.add(self._keys[key])
-        return self._record.get(self._keys[key])
-
-    def check_rest(self) -> None:
-        """Count the columns that were not read in :attr:`remarks`.
-
-        Raises:
-            ValueError: one of them changes what the record means for training.
-        """
-        unread = unused_columns(self._record, self._read)
-        for column in unread:
-            pair = column == "rejected" and "chosen" in self._read
-            if column in REFUSED and not pair:
-                raise ValueError(f"the column {column!r} is not read: {REFUSED[column]}")
-        if self._record.get("label") is False and "label" in unread:
-            raise ValueError("'label' is false: an undesired answer is not trained")
-        self.remarks.update(map(unused_column, unread))
-
-    def value(self, key: str) -> Any:
-        """The value of a required column."""
-        column = self._keys[key]
-        if column not in self._record:
-            has = ", ".join(map(repr, self._record)) or "nothing"
-            raise ValueError(f"no column {column!r} ({key}); the record has {has}")
-        return self._get(key)
-
-    def text(self, key: str) -> str:
-        """The text of a required column."""
-        return _text(self.value(key), self._keys[key])
-
-    def either(self, key: str, other: str) -> Any:
-        """The value of an optional column, or of one with another name."""
-        value = self._get(key)
-        if value not in _EMPTY or other not in self._record:
-            return value
-        self._read.add(other)
-        return self._record[other]
-
-    def optional(self, key: str) -> str:
-        """The text of an optional column; empty if it is missing or null."""
-        value = self._get(key)
-        return "" if value is None else _text(value, self._keys[key])
-
-    def items(self, key: str, required: bool = True) -> list[Any]:
-        value = self.value(key) if required else self._get(key)
-        if value is None and not required:
-            return []
-        if not isinstance(value, list):
-            column = self._keys[key]
-            raise ValueError(f"{column!r} is {type(value).__name__}, a list is expected")
-        return value
-
-    def tag(self, key: str) -> str:
-        """A key or role name that ``--map-keys`` sets, used inside a list of messages."""
-        return self._keys[key]
 
 
 @dataclass(frozen=True)
@@ -248,22 +159,6 @@ def _is_of(name: str, record: Mapping[str, Any], keys: Mapping[str, str]) -> boo
     return True
 
 
-def unused_columns(record: Mapping[str, Any], used: Collection[str]) -> list[str]:
-    """The columns with a value that are not among ``used``."""
-    return [name for name, value in record.items() if name not in used and value not in _EMPTY]
-
-
-def unused_column(name: str) -> str:
-    """How a column that nothing reads is reported, after the number of records."""
-    return f"records have a column {name!r} that is not used"
-
-
-def _text(value: Any, column: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{column!r} is {type(value).__name__}, a string is expected")
-    return value
-
-
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -280,8 +175,8 @@ def _alpaca_style(fields: Fields) -> list[Conversation]:
     for turn in fields.items("history", required=False):
         if not isinstance(turn, Sequence) or len(turn) != 2:
             raise ValueError("'history' is a list of [question, answer]")
-        messages.append(_message("user", _text(turn[0], "history")))
-        messages.append(_message("assistant", _text(turn[1], "history")))
+        messages.append(_message("user", text_of(turn[0], "history")))
+        messages.append(_message("assistant", text_of(turn[1], "history")))
     query = fields.optional("query")
     question = fields.text("prompt") + ("\n" + query if query else "")
     messages.append(_message("user", question))
@@ -317,7 +212,7 @@ def _moss_turns(fields: Fields) -> list[Conversation]:
         for who in ("Human", "MOSS"):
             if not isinstance(turn, Mapping) or who not in turn:
                 raise ValueError(f"{name} of 'chat' has no {who!r}")
-        said = [_MOSS_MARKS.sub("", _text(turn[who], who)).strip() for who in ("Human", "MOSS")]
+        said = [_MOSS_MARKS.sub("", text_of(turn[who], who)).strip() for who in ("Human", "MOSS")]
         turns.append([_message("user", said[0]), _message("assistant", said[1])])
         for part in unused_columns(turn, ("Human", "MOSS")):
             text = str(turn[part]).partition("|>:")[2].strip()
@@ -346,7 +241,7 @@ def _ultrachat(fields: Fields) -> list[Conversation]:
     said = fields.items("data")
     return [
         [
-            _message(("user", "assistant")[index % 2], _text(text, f"data[{index + 1}]"))
+            _message(("user", "assistant")[index % 2], text_of(text, f"data[{index + 1}]"))
             for index, text in enumerate(said)
         ]
     ]
@@ -439,11 +334,11 @@ def _message_options(
     for name in unused_columns(item, used):
         value = item[name]
         if role == "assistant" and name in _REASONING and "reasoning_content" not in found:
-            found["reasoning_content"] = _text(value, f"{where}.{name}")
+            found["reasoning_content"] = text_of(value, f"{where}.{name}")
         elif role == "assistant" and name == "tool_calls":
             found[name] = tools.calls_of(value, where)
         elif role == "tool" and name in ("name", "tool_call_id"):
-            found[name] = _text(value, f"{where}.{name}")
+            found[name] = text_of(value, f"{where}.{name}")
         elif name in (*REFUSED_IN_MESSAGE, *_REASONING, "tool_call_id"):
             why = REFUSED_IN_MESSAGE.get(name, f"a message of the {role} has none")
             raise ValueError(f"{where!r} has {name!r}: {why}")
@@ -463,7 +358,7 @@ def _message_options(
 def _tools_of(fields: Fields) -> list[dict[str, Any]]:
     """Definitions in a column."""
     value = fields.either("tools", "functions")
-    if value in _EMPTY:
+    if value in EMPTY:
         return []
     return tools.definitions(tools.from_json(value, "tools"))
 
@@ -473,10 +368,10 @@ def _joined(content: Any, where: str) -> str:
     if isinstance(content, list):
         if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
             raise ValueError(f"{where!r}: only parts of type text are supported")
-        content = "".join(_text(part.get("text"), where) for part in content)
+        content = "".join(text_of(part.get("text"), where) for part in content)
     if content is None:
         raise ValueError(f"{where!r} has no content (null); an empty text is ''")
-    return _text(content, where)
+    return text_of(content, where)
 
 
 def _alpaca_text(fields: Fields, template: ChatTemplate) -> str:

@@ -22,6 +22,7 @@ from mindspeed.data.chat_template import ChangedAnswerError, ChatTemplate, Rende
 from mindspeed.data.file_formats import Block
 from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
 from mindspeed.data.preprocess_options import PreprocessOptions
+from mindspeed.data.record_fields import Fields, unused_column, unused_columns
 from mindspeed.data.sentence_splitting import sentences
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer
@@ -152,13 +153,13 @@ class TextEncoder:
     def _texts(self, remarks: Counter[str], record: Mapping[str, Any]) -> list[list[str]]:
         """The texts of every key; the value of a key may be a list of sentences."""
         if self._handler.text is not None and self._template is not None:
-            fields = handlers.Fields(record, self._columns)
+            fields = Fields(record, self._columns)
             found = [[_unicode(self._handler.text(fields, self._template), "text")]]
             fields.check_rest()
             remarks.update(fields.remarks)
         else:
             found = [_sentences(record, key) for key in self._keys]
-            remarks.update(map(handlers.unused_column, handlers.unused_columns(record, self._keys)))
+            remarks.update(map(unused_column, unused_columns(record, self._keys)))
         if self._split is None:
             return found
         return [[part for text in texts for part in self._split(text)] for texts in found]
@@ -204,7 +205,7 @@ class ConversationEncoder:
         return Encoded(tokens, [lengths] * 3, [np.ones_like(lengths)] * 3, counts, block.size)
 
     def _read(self, remarks: Counter[str], record: Mapping[str, Any]) -> list[_Conversation]:
-        fields = handlers.Fields(record, self._columns)
+        fields = Fields(record, self._columns)
         found = []
         conversations = self._conversations(fields)
         fields.check_rest()
