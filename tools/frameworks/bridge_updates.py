@@ -11,7 +11,6 @@ losses and gradient norms of five steps of Adam.
 
 import argparse
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from updates import refuse_others, write
+from updates import refuse_others, saved_weights, stepped, write
 
 import mindspeed.megatron_adaptor  # noqa: F401 (before anything of Megatron)
 from mindspeed import device
@@ -225,18 +224,14 @@ def plain(args: argparse.Namespace) -> None:
         torch.save(logits(), args.output.with_suffix(".logits"))
     # Norms decay, too: that they do not is up to Megatron's scheduler, which does not run.
     optimizer = torch.optim.AdamW(trained.parameters(), RATE, eps=EPSILON, weight_decay=DECAY)
-    numbers = []
-    for _ in range(STEPS):
-        loss = torch.nn.functional.cross_entropy(logits().flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
-        numbers += [loss.item(), norm.item()]
-    with tempfile.TemporaryDirectory() as folder:  # whose names are not those of the modules
-        trained.save_pretrained(folder)
-        file = "adapter_model" if args.adapters else "model"
-        write(args.output, numbers, load_file(Path(folder) / f"{file}.safetensors"))
+
+    def loss() -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits().flatten(0, 1), tokens[:, 1:].flatten())
+
+    numbers = stepped(trained, optimizer, loss, STEPS)
+    write(
+        args.output, numbers, saved_weights(trained, "adapter_model" if args.adapters else "model")
+    )
 
 
 def main() -> None:

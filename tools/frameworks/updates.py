@@ -1,10 +1,38 @@
-"""What update scripts write, and how weights are compared."""
+"""What update scripts have in common: steps of plain torch, what they write, how they compare."""
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
+
+
+def stepped(
+    trained: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[], torch.Tensor],
+    steps: int,
+) -> list[float]:
+    """Losses and norms of clipped gradients, in turn, of steps of a model."""
+    numbers: list[float] = []
+    for _ in range(steps):
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        numbers += [loss.item(), norm.item()]
+    return numbers
+
+
+def saved_weights(trained: Any, file: str = "model") -> dict[str, torch.Tensor]:
+    """The weights by the names of a saved model, which are not those of its modules."""
+    with tempfile.TemporaryDirectory() as folder:
+        trained.save_pretrained(folder)
+        return load_file(Path(folder) / f"{file}.safetensors")
 
 
 def write(

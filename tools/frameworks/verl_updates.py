@@ -10,15 +10,13 @@ time after the checkpoint of the second one was loaded, which must change nothin
 """
 
 import argparse
-import tempfile
 from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from updates import refuse_others, write
+from updates import refuse_others, saved_weights, stepped, write
 
 import mindspeed.megatron_adaptor  # noqa: F401 (before anything of Megatron)
 from mindspeed.device import treat_as_megatron
@@ -163,21 +161,15 @@ def plain(role: str, model: str, output: Path) -> None:
         {"params": [p for p in trained.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, RATE)
-    numbers = []
-    for _ in range(STEPS):
+
+    def loss() -> torch.Tensor:
         ratio = (log_probabilities() - data["old_log_probs"]).exp()
         gain, clipped = data["advantages"], ratio.clamp(1 - CLIP_RATIO, 1 + CLIP_RATIO)
         losses = torch.maximum(-gain * ratio, -gain * clipped)
         losses = torch.where(gain < 0, torch.minimum(losses, -gain * 3), losses)  # dual clip
-        loss = losses[mask].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
-        optimizer.step()
-        numbers += [loss.item(), norm.item()]
-    with tempfile.TemporaryDirectory() as folder:  # whose names are not those of the modules
-        trained.save_pretrained(folder)
-        write(output, numbers, load_file(Path(folder) / "model.safetensors"))
+        return losses[mask].mean()
+
+    write(output, stepped(trained, optimizer, loss, STEPS), saved_weights(trained))
 
 
 def main() -> None:
