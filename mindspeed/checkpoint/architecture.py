@@ -49,6 +49,7 @@ SHAPES = (
     "v_head_dim",
     "moe_layer_freq",
     "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate",
 )
 DETAILS = (
     *SHAPES,
@@ -60,6 +61,8 @@ DETAILS = (
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "rope_parameters",
+    "no_rope_freq",
     "rope_type",
     "rotary_scaling_factor",
     "original_max_position_embeddings",
@@ -69,6 +72,7 @@ DETAILS = (
     "mscale_all_dim",
     "apply_rope_fusion",
     "window_size",
+    "window_attn_skip_freq",
     "model_family",
     "mask_padded_vocab",
     "z_loss_weight",

@@ -85,13 +85,20 @@ ROPE: Fields = {
     "beta_slow": used(Real(0, 1e6)),
     "mscale": used(Real(0, 1e6)),
     "mscale_all_dim": used(Real(0, 1e6)),
-    "truncate": fixed(True),
+    "truncate": used(BOOL),
     "partial_rotary_factor": fixed(1.0),
-    "short_factor": fixed(),
-    "long_factor": fixed(),
+    "short_factor": used(ListOf(Real(1e-6, 1e6))),
+    "long_factor": used(ListOf(Real(1e-6, 1e6))),
     "mrope_section": fixed(),
 }
-_ROPE_OBJECT = used(Object({name: field.allowed for name, field in ROPE.items()}))
+
+
+def _rope_object(keys: Fields) -> Field:
+    return used(Object({name: field.allowed for name, field in keys.items()}))
+
+
+_ROPE_OBJECT = _rope_object(ROPE)
+_PART: Fields = {"partial_rotary_factor": used(Real(0, 1))}
 
 _EVERY: Fields = {
     **_no_effect(
@@ -128,6 +135,11 @@ _ROTARY: Fields = {
     "rope_theta": ROPE["rope_theta"],
     "partial_rotary_factor": ROPE["partial_rotary_factor"],
 }
+_PARTLY_ROTARY: Fields = {
+    **_ROTARY,
+    **_PART,
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope_object({**ROPE, **_PART})),
+}
 _GATED: Fields = {
     **_EVERY,
     "intermediate_size": used(_SIZE),
@@ -159,6 +171,32 @@ _EXPERTS: Fields = {
     "num_local_experts": used(_COUNT),
     "num_experts_per_tok": used(_COUNT),
     "router_aux_loss_coef": used(Real(0, 1e6)),
+}
+_LATENT: Fields = {
+    "num_key_value_heads": used(_COUNT),
+    # The norms inside latent attention have this epsilon whatever the file says.
+    "rms_norm_eps": fixed(1e-6),
+    "attention_bias": fixed(False),
+    "q_lora_rank": used(_SIZE),
+    "kv_lora_rank": used(_SIZE),
+    "qk_nope_head_dim": used(_SIZE),
+    "qk_rope_head_dim": used(_SIZE),
+    "v_head_dim": used(_SIZE),
+}
+_ROUTED: Fields = {
+    "n_routed_experts": used(_COUNT),
+    "num_experts_per_tok": used(_COUNT),
+    "n_shared_experts": used(Whole(0, 2**16)),
+    "n_group": used(_COUNT),
+    "topk_group": used(_COUNT),
+    "routed_scaling_factor": used(Real(0, 1e6)),
+    "first_k_dense_replace": used(Whole()),
+    "moe_intermediate_size": used(_SIZE),
+}
+_PREDICTION: Fields = {
+    # Layers of multi-token prediction: read with --mtp-num-layers.
+    "num_mtp_layers": Field(or_null(Whole(0, 64)), "no effect"),
+    "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
 }
 _PLAIN_ROPE = Field(
     or_null(Object({"rope_theta": OneOf(10000.0), "rope_type": OneOf("default"), "factor": NULL})),
@@ -192,33 +230,90 @@ FIELDS: Mapping[str, Fields] = {
         **_GATED,
         **_ROTARY,
         **_DROPOUT,
-        "num_key_value_heads": used(_COUNT),
-        # The norms inside latent attention have this epsilon whatever the file says.
-        "rms_norm_eps": fixed(1e-6),
-        "attention_bias": fixed(False),
+        **_LATENT,
+        **_ROUTED,
+        **_PREDICTION,
         "rope_interleave": fixed(True),
         "norm_topk_prob": fixed(True),
-        "n_routed_experts": used(_COUNT),
         "num_local_experts": used(_COUNT),
-        "num_experts_per_tok": used(_COUNT),
-        "n_shared_experts": used(Whole(0, 2**16)),
-        "n_group": used(_COUNT),
-        "topk_group": used(_COUNT),
-        "routed_scaling_factor": used(Real(0, 1e6)),
-        "first_k_dense_replace": used(Whole()),
-        "moe_intermediate_size": used(_SIZE),
-        "q_lora_rank": used(_SIZE),
-        "kv_lora_rank": used(_SIZE),
-        "qk_nope_head_dim": used(_SIZE),
-        "qk_rope_head_dim": used(_SIZE),
-        "v_head_dim": used(_SIZE),
-        # Layers of multi-token prediction: read with --mtp-num-layers.
-        "num_mtp_layers": Field(or_null(Whole(0, 64)), "no effect"),
-        "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
         # Of the class next to the weights, which has the same model under more names.
         "scoring_func": fixed("sigmoid"),
         "topk_method": fixed("noaux_tc"),
         "moe_layer_freq": fixed(1),
+    },
+    "deepseek_v2": {
+        **_GATED,
+        **_ROTARY,
+        **_DROPOUT,
+        **_LATENT,
+        **_ROUTED,
+        "head_dim": Field(or_null(_COUNT), "no effect"),  # qk_rope_head_dim again
+        "mlp_bias": fixed(False),
+        # Its class multiplies the probabilities by routed_scaling_factor and does no more.
+        "norm_topk_prob": fixed(False),
+        "num_experts": used(_COUNT),
+        "topk_method": used(OneOf("greedy", "group_limited_greedy")),
+        "scoring_func": fixed("softmax"),
+        "moe_layer_freq": fixed(1),
+    },
+    "glm4_moe": {
+        **_GATED,
+        **_PARTLY_ROTARY,
+        **_DROPOUT,
+        **_ROUTED,
+        **_PREDICTION,
+        "num_key_value_heads": used(_COUNT),
+        "head_dim": used(_COUNT),
+        "attention_bias": used(BOOL),
+        "use_qk_norm": used(BOOL),
+        "norm_topk_prob": fixed(True),
+        "num_local_experts": used(_COUNT),
+    },
+    "seed_oss": {
+        **_LLAMA_LIKE,
+        **_BIAS,
+        "attention_out_bias": used(BOOL),
+        "residual_dropout": used(Real(0, 1)),
+        "mlp_bias": fixed(False),
+    },
+    "qwen2_moe": {
+        **_LLAMA_LIKE,
+        **_SWITCHED_WINDOW,
+        **_EXPERTS,
+        "sliding_window": used(Whole(0)),  # 0 by default, which counts where the window is on
+        "qkv_bias": used(BOOL),
+        "moe_intermediate_size": used(_SIZE),
+        "shared_expert_intermediate_size": used(_SIZE),
+        "norm_topk_prob": used(BOOL),
+        "decoder_sparse_step": used(_COUNT),
+        "mlp_only_layers": used(ListOf(Whole())),
+    },
+    "phi3": {
+        **_GATED,
+        **_PARTLY_ROTARY,
+        **_DROPOUT,
+        **_WINDOW,
+        "num_key_value_heads": used(_COUNT),
+        "head_dim": used(_COUNT),
+        "original_max_position_embeddings": used(Whole(1, 2**24)),
+        "resid_pdrop": fixed(0.0),
+        "embd_pdrop": fixed(0.0),
+    },
+    "ernie4_5": {
+        **_GATED,
+        **_ROTARY,
+        "num_key_value_heads": used(_COUNT),
+        "head_dim": used(_COUNT),
+        "use_bias": fixed(False),
+    },
+    "smollm3": {
+        **_LLAMA_LIKE,
+        **_WINDOW,
+        "use_sliding_window": used(BOOL),
+        **_BIAS,
+        "mlp_bias": fixed(False),
+        "no_rope_layers": used(ListOf(Whole(0, 1))),
+        "no_rope_layer_interval": used(_COUNT),
     },
     "bloom": {
         **_EVERY,
@@ -231,6 +326,12 @@ FIELDS: Mapping[str, Fields] = {
         "hidden_dropout": used(Real(0, 1)),
         "apply_residual_connection_post_layernorm": fixed(False),
         "seq_length": used(Whole(1)),
+    },
+    "internlm2": {
+        **_GATED,
+        **_ROTARY,
+        "num_key_value_heads": used(_COUNT),
+        "bias": fixed(False),
     },
     "internlm": {
         **_OWN,

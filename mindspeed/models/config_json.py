@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mindspeed.errors import ConfigError
+from mindspeed.models.rope_parameters import RopeParameters
 
 Config = Mapping[str, Any]
 Flags = dict[str, Any]
@@ -30,13 +31,14 @@ class Codec(Protocol):
 
 
 def normalized(config: Config) -> dict[str, Any]:
-    """``config`` with the rotary settings of either spelling under ``rope_theta`` and
-    ``rope_scaling``, and without keys that are null."""
+    """``config`` with the rotary settings of either spelling under ``rope_theta``,
+    ``partial_rotary_factor`` and ``rope_scaling``, and without keys that are null."""
     result = {key: value for key, value in config.items() if value is not None}
     rope = {**result.pop("rope_scaling", {}), **result.pop("rope_parameters", {})}
     scaling = {key: value for key, value in rope.items() if value is not None}
-    if "rope_theta" in scaling:
-        result["rope_theta"] = scaling.pop("rope_theta")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in scaling:
+            result[key] = scaling.pop(key)
     kind = scaling.pop("type", None)
     scaling.setdefault("rope_type", kind or "default")
     if scaling["rope_type"] != "default":
@@ -166,47 +168,66 @@ def rotary_base(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Rope:
-    """Base and scaling of the rotary embedding."""
+    """Base and scaling of the rotary embedding.
+
+    Attributes:
+        interleaved: Channels 2i and 2i + 1 are a pair, not i and i + d/2.
+        partial: The family's files may say that a part of each head is not rotated.
+    """
+
+    interleaved: bool = False
+    partial: bool = False
 
     def read(self, config: Config) -> Flags:
-        """Plain, linear (positions divided by a factor) or Llama 3.1's scaling."""
+        """Megatron's own flags where they say it, else ``--rope-parameters``."""
         head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        if head % 2:
-            raise ConfigError(f"config.json: head_dim is {head}; allowed is an even number")
-        flags: Flags = {"position_embedding_type": "rope", "rotary_base": rotary_base(config)}
-        scaling = config.get("rope_scaling", {})
-        kind = scaling.get("rope_type")
-        if kind == "llama3":
-            flags |= self._llama3(scaling)
-        elif kind == "linear" and (factor := scaling.get("factor")) and factor == int(factor):
-            flags["rotary_seq_len_interpolation_factor"] = int(factor)
-        elif scaling:
+        part = config.get("partial_rotary_factor", 1.0)
+        rotated = int(head * part)
+        if rotated % 2 or not rotated:
+            what = f"head_dim is {head}" + (f", partial_rotary_factor {part}" if part != 1 else "")
             raise ConfigError(
-                f"config.json: rope_scaling is {dict(scaling)}; allowed are llama3, and linear "
-                "with a whole factor"
+                f"config.json: {what}; allowed is an even number of rotated channels"
+                if part != 1
+                else f"config.json: {what}; allowed is an even number"
             )
+        flags: Flags = {"position_embedding_type": "rope", "rotary_base": rotary_base(config)}
+        if self.partial:
+            flags["rotary_percent"] = float(part)
+        if self.interleaved:
+            flags["rotary_interleaved"] = True
+        scaling = config.get("rope_scaling", {})
+        kind, factor = scaling.get("rope_type"), scaling.get("factor")
+        if not scaling:
+            pass
+        elif kind == "llama3" and all(scaling.get(key) == _LLAMA3[key] for key in _LLAMA3):
+            if not factor:
+                raise ConfigError("config.json has no rope_scaling.factor")
+            flags |= {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+        elif kind == "linear" and factor and factor == int(factor):
+            flags["rotary_seq_len_interpolation_factor"] = int(factor)
+        else:
+            longest = config.get("max_position_embeddings")
+            flags["rope_parameters"] = RopeParameters.read(
+                scaling, longest, "config.json: rope_scaling"
+            ).text()
         return flags
 
-    def _llama3(self, scaling: Config) -> Flags:
-        for key, value in _LLAMA3.items():
-            if scaling.get(key) != value:
-                raise ConfigError(
-                    f"config.json: rope_scaling.{key} is {scaling.get(key)}; Megatron Core has "
-                    f"{value} built in"
-                )
-        if "factor" not in scaling:
-            raise ConfigError("config.json has no rope_scaling.factor")
-        return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
-
     def write(self, args: Any) -> Flags:
-        """Base, and scaling if there is one."""
+        """Base, the part that is rotated, and scaling if there is one."""
         keys: Flags = {"rope_theta": float(args.rotary_base)}
+        if self.partial:
+            keys["partial_rotary_factor"] = args.rotary_percent
         if getattr(args, "use_rope_scaling", False):
             factor = float(args.rope_scaling_factor)
             keys["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
         elif getattr(args, "rotary_seq_len_interpolation_factor", None):
             factor = float(args.rotary_seq_len_interpolation_factor)
             keys["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+        elif text := getattr(args, "rope_parameters", None):
+            scaling = RopeParameters.of(text)
+            keys["rope_scaling"] = scaling.keys()
+            if scaling.rope_type == "dynamic":
+                keys["max_position_embeddings"] = scaling.original_max_position_embeddings
         return keys
 
 
@@ -247,32 +268,43 @@ class Window:
     Attributes:
         enabled_by: Key that must be true for the window to count, in some families.
         typed_layers: The family's class knows ``layer_types``.
+        max_layers: It knows ``max_window_layers``, too.
     """
 
     enabled_by: str | None = None
     typed_layers: bool = False
+    max_layers: bool = True
 
     def read(self, config: Config) -> Flags:
-        """No window is no flag."""
+        """No window is no flag; a pattern only where some layers have none."""
         size = config.get("sliding_window")
         if self.enabled_by and not config[self.enabled_by]:
             size = None
-        kinds = set(config.get("layer_types", ()))
-        if not kinds:
-            # Where no class has made types of it, releases of transformers do not agree on it.
-            partly = size is not None and bool(config.get("max_window_layers"))
-        elif size is None:
-            partly = kinds != {"full_attention"}
-        else:
-            partly = kinds not in ({"full_attention"}, {"sliding_attention"})
-        if partly:
+        kinds = config.get("layer_types", ())
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise ConfigError(
-                "config.json: a sliding window in some layers only (layer_types, "
-                "max_window_layers) is not supported; allowed are all layers or none"
+                f"config.json: layer_types has {', '.join(sorted(unknown))}; allowed are "
+                "full_attention and sliding_attention"
             )
-        if size is None or (self.typed_layers and kinds == {"full_attention"}):
+        pattern = [int(kind == "sliding_attention") for kind in kinds]
+        # Where no class has made types of it, releases of transformers do not agree on it.
+        untyped = not kinds and size is not None and bool(config.get("max_window_layers"))
+        if untyped or (size is None and any(pattern)):
+            raise ConfigError(
+                "config.json: a sliding window in some layers only needs layer_types, one word a "
+                "layer, and sliding_window"
+            )
+        if size is None or (self.typed_layers and not any(pattern)):
             return {}
-        return {"window_size": (size - 1, 0)}
+        flags: Flags = {"window_size": (size - 1, 0)}
+        if self.typed_layers and not all(pattern):
+            flags["window_attn_skip_freq"] = pattern
+        elif len(set(pattern)) > 1:
+            raise ConfigError(
+                "config.json: layer_types has two kinds, which this family's class does not know; "
+                "allowed is one"
+            )
+        return flags
 
     def write(self, args: Any) -> Flags:
         """Null without a window."""
@@ -280,9 +312,31 @@ class Window:
         keys: Flags = {"sliding_window": window[0] + 1 if window else None}
         if self.enabled_by:
             keys[self.enabled_by] = bool(window)
-            if window:
+            if window and self.max_layers:
                 keys["max_window_layers"] = 0
         if self.typed_layers:
-            kind = "sliding_attention" if window else "full_attention"
-            keys["layer_types"] = [kind] * args.num_layers
+            every = [int(bool(window))] * args.num_layers
+            pattern = getattr(args, "window_attn_skip_freq", None) or every
+            kinds = ("full_attention", "sliding_attention")
+            keys["layer_types"] = [kinds[bool(has_window)] for has_window in pattern]
         return keys
+
+
+@dataclass(frozen=True)
+class NoRopeLayers:
+    """Layers without positions (SmolLM3)."""
+
+    def read(self, config: Config) -> Flags:
+        """Megatron's pattern says which layers lack them, the file's which have them."""
+        pattern = [int(not used) for used in config["no_rope_layers"]]
+        if len(pattern) != config["num_hidden_layers"]:
+            raise ConfigError(
+                f"config.json: no_rope_layers has {len(pattern)} entries; allowed are "
+                f"num_hidden_layers, {config['num_hidden_layers']}"
+            )
+        return {"no_rope_freq": pattern} if any(pattern) else {}
+
+    def write(self, args: Any) -> Flags:
+        """One entry a layer."""
+        pattern = getattr(args, "no_rope_freq", None) or [0] * args.num_layers
+        return {"no_rope_layers": [int(not lacks) for lacks in pattern]}

@@ -185,6 +185,12 @@ _PLAIN: Flags = {
     "quick_geglu": False,
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "rope_parameters": None,
+    "no_rope_freq": None,
+    "window_attn_skip_freq": None,
+    "moe_shared_expert_gate": False,
 }
 # Flags that config readers set, but that leave the model the same.
 _NO_ARCHITECTURE = {

@@ -85,6 +85,7 @@ class ModelConfig:
     group_query_attention: bool = False
     num_query_groups: int = 1
     window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | list[int] | None = None
     apply_query_key_layer_scaling: bool = False
     position_embedding_type: str = "learned_absolute"
     add_position_embedding: bool = True
@@ -96,6 +97,8 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: int | None = None
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
+    rope_parameters: str | None = None
+    no_rope_freq: int | list[int] | None = None
     rope_type: str | None = None
     rotary_scaling_factor: float = 1.0
     original_max_position_embeddings: int = 4096
@@ -116,6 +119,7 @@ class ModelConfig:
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
     moe_layer_freq: int | list[int] = 1
     moe_grouped_gemm: bool = False
     moe_router_topk: int = 2

@@ -5,6 +5,7 @@
 ``--embed-layernorm``     a norm after the word embeddings             BLOOM
 ``--lm-norm-weight``      output layer with rows of length one         Baichuan 2
 ``--z-loss-weight``       a loss on the largest logit                  Baichuan 2
+``--rope-parameters``     scaled rotary embeddings                     Phi, Qwen, GLM, ...
 ``--mask-padded-vocab``   logits of padding entries are -infinity      every family
 ========================  ==========================================  ==========================
 
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mindspeed.adaptor.versions.trainer import scale_rotation
+from mindspeed.models.rope_parameters import RopeParameters
 from mindspeed.spmd import Collective, I, V, typed
 
 
@@ -51,6 +54,8 @@ def change_spec(args: argparse.Namespace, spec: Any) -> Any:
 
 def change_model(args: argparse.Namespace, model: Any) -> None:
     """Add the extras of a built stage that no layer spec has."""
+    if args.rope_parameters:
+        _scale_positions(args, model)
     if args.embed_layernorm and model.pre_process:
         _normalize_embeddings(model)
     if not model.post_process:
@@ -64,6 +69,22 @@ def change_model(args: argparse.Namespace, model: Any) -> None:
     if args.mask_padded_vocab and args.vocab_size and args.vocab_size < args.padded_vocab_size:
         mask = functools.partial(_mask_padding, args.vocab_size)
         model.output_layer.register_forward_hook(mask)
+
+
+def _scale_positions(args: argparse.Namespace, model: Any) -> None:
+    """Other frequencies in the rotary embedding, and a factor on its sine and cosine."""
+    scaling = RopeParameters.of(args.rope_parameters)
+    scale_rotation(model.config, scaling.scale, f"--rope-parameters {scaling.rope_type}")
+    rotary = model.rotary_pos_emb
+    channels = 2 * rotary.inv_freq.numel()
+    plain = rotary.get_freqs_non_repeated
+
+    def scaled(max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        frequencies = scaling.frequencies(args.rotary_base, channels, max_seq_len)
+        rotary.inv_freq = frequencies.to(rotary.inv_freq.device)
+        return plain(max_seq_len, offset)
+
+    rotary.get_freqs_non_repeated = scaled
 
 
 def _add_z_loss(weight: float, model: Any) -> None:

@@ -71,6 +71,84 @@ class SoftmaxExperts:
 
 
 @dataclass(frozen=True)
+class GatedSharedExpert:
+    """A shared expert whose output a gate scales (Qwen2-MoE)."""
+
+    def read(self, config: Config) -> Flags:
+        """Its size; the gate is always there."""
+        size = config["shared_expert_intermediate_size"]
+        return {"moe_shared_expert_intermediate_size": size, "moe_shared_expert_gate": True}
+
+    def write(self, args: Any) -> Flags:
+        """The size."""
+        return {"shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size}
+
+
+_GREEDY_FIELDS = Fields(
+    {
+        "num_experts": ("n_routed_experts", "num_experts"),
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_router_topk_scaling_factor": "routed_scaling_factor",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+    }
+)
+
+
+@dataclass(frozen=True)
+class GreedyExperts:
+    """Experts of DeepSeek-V2: softmax over all, the chosen ones' probabilities times a factor."""
+
+    def read(self, config: Config) -> Flags:
+        """Flags; refused where Megatron's group score is another than Hugging Face's.
+
+        Hugging Face scores a group by its best expert, Megatron by its best topk / groups chosen.
+        """
+        flags = _GREEDY_FIELDS.read(config)
+        topk, size = flags["moe_router_topk"], flags["moe_ffn_hidden_size"]
+        _check_choice(topk, flags["num_experts"])
+        flags |= {
+            "moe_router_pre_softmax": True,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": ["none"],
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_shared_expert_intermediate_size": config["n_shared_experts"] * size or None,
+            "moe_layer_freq": _frequency(
+                [
+                    int(i >= config["first_k_dense_replace"])
+                    for i in range(config["num_hidden_layers"])
+                ]
+            ),
+        }
+        if config["topk_method"] == "group_limited_greedy":
+            chosen = config["topk_group"]
+            if topk != chosen:
+                raise ConfigError(
+                    f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: Megatron "
+                    f"scores a group by its best {topk / chosen:g} experts, the model by its best"
+                )
+            flags["moe_router_num_groups"] = config["n_group"]
+            flags["moe_router_group_topk"] = chosen
+        return flags
+
+    def write(self, args: Any) -> Flags:
+        """Keys of the experts and their router."""
+        size = args.moe_ffn_hidden_size
+        keys = _GREEDY_FIELDS.write(args) | {
+            "n_shared_experts": (args.moe_shared_expert_intermediate_size or 0) // size,
+            "first_k_dense_replace": len(_dense_layers(args)),
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+        }
+        if args.moe_router_num_groups:
+            keys |= {
+                "topk_method": "group_limited_greedy",
+                "n_group": args.moe_router_num_groups,
+                "topk_group": args.moe_router_group_topk,
+            }
+        return keys
+
+
+@dataclass(frozen=True)
 class SigmoidExperts:
     """Experts of DeepSeek-V3: sigmoid scores, a bias that balances, groups, a shared expert."""
 
@@ -167,7 +245,7 @@ class Latent:
     def write(self, args: Any) -> Flags:
         """The same keys; a model without YaRN has no ``rope_scaling``."""
         keys = self._FIELDS.write(args)
-        keys |= {"rope_theta": float(args.rotary_base), "rope_interleave": True}
+        keys["rope_theta"] = float(args.rotary_base)
         keys["num_key_value_heads"] = args.num_attention_heads
         if args.rope_type == "yarn":
             keys["rope_scaling"] = _write_yarn(args)
@@ -192,6 +270,10 @@ def _read_yarn(scaling: Config) -> Flags:
         return {}
     if kind != "yarn":
         raise ConfigError(f"config.json: rope_scaling.rope_type is {kind!r}; allowed is yarn")
+    if scaling.get("truncate") is False:
+        raise ConfigError(
+            "config.json: rope_scaling.truncate is false; allowed is true with latent attention"
+        )
     if not {"factor", "original_max_position_embeddings"} <= scaling.keys():
         raise ConfigError(
             "config.json: rope_scaling has no factor or no original_max_position_embeddings"

@@ -93,6 +93,7 @@ def shape_of(args: Any) -> Shape:
         "positions": value("max_position_embeddings"),
         "mtp": value("mtp_num_layers"),
         "two_hidden": 2 * args.hidden_size,
+        "one": 1,
     }
     latent = value("multi_latent_attention")
     if latent:
@@ -115,6 +116,7 @@ def shape_of(args: Any) -> Shape:
         "direct_q": latent and not value("q_lora_rank"),
         "expert_bias": value("moe_router_enable_expert_bias"),
         "shared_expert": shared_ffn,
+        "shared_gate": shared_ffn and value("moe_shared_expert_gate"),
         "gated": gated,
         "norm_bias": value("normalization") != "RMSNorm",
         "mlp_bias": args.add_bias_linear,

@@ -113,21 +113,29 @@ _MIXTRAL_EXPERTS = _experts(
     *(f"block_sparse_moe.experts.{{expert}}.{part}.weight" for part in ("w1", "w3", "w2")),
 )
 _PLAIN_EXPERTS = _experts("mlp.gate.weight", *_mlp_names("mlp.experts.{expert}."))
-_SHARED_EXPERT = (
+_EXPERT_BIAS = (
     Rule(
         _LAYER + "mlp.router.expert_bias",
         whole(_HF + "mlp.gate.e_score_correction_bias", "experts"),
         needs="expert_bias",
         layers="moe",
     ),
-    *_in(
-        _gated_mlp(
-            _LAYER + "mlp.shared_experts.", *_mlp_names(_HF + "mlp.shared_experts."), "shared_ffn"
-        ),
-        needs="shared_expert",
-        layers="moe",
-    ),
 )
+
+
+def _shared_expert(name: str) -> tuple[Rule, ...]:
+    mlp = _gated_mlp(_LAYER + "mlp.shared_experts.", *_mlp_names(f"{_HF}mlp.{name}."), "shared_ffn")
+    gate = Rule(
+        _LAYER + "mlp.shared_experts.gate_weight",
+        whole(f"{_HF}mlp.{name}_gate.weight", "one"),
+        "hidden",
+        layers="moe",
+        needs="shared_gate",
+    )
+    return (*_in(mlp, needs="shared_expert", layers="moe"), gate)
+
+
+_SHARED_EXPERTS = _shared_expert("shared_experts")
 
 
 def _latent() -> tuple[Rule, ...]:
@@ -171,6 +179,32 @@ def _multi_token_prediction(layer: tuple[Rule, ...]) -> tuple[Rule, ...]:
         rule("eh_proj", "eh_proj", "two_hidden", split="rows"),
         *inner,
         rule("final_layernorm", "shared_head.norm"),
+    )
+
+
+def _internlm2() -> tuple[Rule, ...]:
+    """LLaMA under other names, with q, k and v packed group by group, as Megatron does."""
+
+    def rule(ours: str, theirs: str, rows: str, *more: Any) -> Rule:
+        return Rule(f"{_LAYER}{ours}.weight", whole(f"{_HF}{theirs}.weight", rows), *more)
+
+    words, head = "model.tok_embeddings.weight", "output.weight"
+    gate, up, down = (f"{_HF}feed_forward.{part}.weight" for part in ("w1", "w3", "w2"))
+    return (
+        Rule(
+            "embedding.word_embeddings.weight",
+            padded_vocabulary(words),
+            "hidden",
+            "rows",
+            tied=(head,),
+        ),
+        Rule("decoder.final_layernorm.weight", whole("model.norm.weight", "hidden")),
+        Rule("output_layer.weight", padded_vocabulary(head), "hidden", "rows", needs="untied"),
+        rule("input_layernorm", "attention_norm", "hidden"),
+        rule("pre_mlp_layernorm", "ffn_norm", "hidden"),
+        rule("self_attention.linear_qkv", "attention.wqkv", "qkv", "hidden", "rows"),
+        rule("self_attention.linear_proj", "attention.wo", "hidden", "query", "columns"),
+        *_gated_mlp(_LAYER + "mlp.", gate, up, down, "ffn"),
     )
 
 
@@ -252,7 +286,29 @@ LLAMA = _OUTSIDE + _NORMS + _SEPARATE + _DENSE
 BAICHUAN = _OUTSIDE + _NORMS + _PACKED + _DENSE
 MIXTRAL = _OUTSIDE + _NORMS + _SEPARATE + _MIXTRAL_EXPERTS
 QWEN_MOE = _OUTSIDE + _NORMS + _SEPARATE + _DENSE + _PLAIN_EXPERTS
-_DEEPSEEK_LAYER = _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _SHARED_EXPERT
+_DEEPSEEK_LAYER = _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _EXPERT_BIAS + _SHARED_EXPERTS
 DEEPSEEK = _with_copies(_OUTSIDE) + _DEEPSEEK_LAYER + _multi_token_prediction(_DEEPSEEK_LAYER)
+DEEPSEEK_V2 = _OUTSIDE + _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _SHARED_EXPERTS
+_GLM_MOE_LAYER = _NORMS + _SEPARATE + _DENSE + _PLAIN_EXPERTS + _EXPERT_BIAS + _SHARED_EXPERTS
+GLM_MOE = _with_copies(_OUTSIDE) + _GLM_MOE_LAYER + _multi_token_prediction(_GLM_MOE_LAYER)
+QWEN2_MOE = QWEN_MOE + _shared_expert("shared_expert")
+PHI3 = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_attention({"weight": grouped_pack(_HF_ATTENTION + "qkv_proj.weight")}),
+    Rule(
+        _LAYER + "mlp.linear_fc1.weight",
+        whole(_HF + "mlp.gate_up_proj.weight", "fc1"),
+        "hidden",
+        "halves",
+    ),
+    Rule(
+        _LAYER + "mlp.linear_fc2.weight",
+        whole(_HF + "mlp.down_proj.weight", "hidden"),
+        "ffn",
+        "columns",
+    ),
+)
+INTERNLM2 = _internlm2()
 BLOOM = _bloom()
 GPT = _gpt()

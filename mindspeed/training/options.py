@@ -67,6 +67,11 @@ class ModelOptions:
     use_rope_scaling: bool = flag(False, "rotary scaling of Llama 3.1")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", range=Range(1))
     rope_type: Literal["rope", "yarn"] | None = flag(None, "default: yarn with MLA, else rope")
+    rope_parameters: str | None = flag(
+        None,
+        "scaled rotary embedding as config.json has it, in JSON: yarn, longrope, dynamic, linear, "
+        "llama3",
+    )
     group_query_attention: bool = flag(False, "grouped-query attention with --num-query-groups")
     num_query_groups: int | None = flag(
         None, "key/value heads; turns on grouped-query attention", range=SIZE

@@ -19,7 +19,7 @@ from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models import transformers_versions
 from mindspeed.models.presets import model_flags
 from tests.models import model_ranks
-from tests.support.tiny import _YARN, CASES, SIZES, Case, batch
+from tests.support.tiny import _LLAMA3, _YARN, CASES, SIZES, Case, batch
 
 HFWeights = Lazy("mindspeed.checkpoint.weights.hugging_face", "HFWeights")
 transformers = Lazy("transformers")
@@ -51,7 +51,37 @@ def _deepseek(**rope: Any) -> File:
 _SIXTEEN = {"hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 2}
 _BLOOM_SIZES = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), MISSING)
 
+_SOME_LAYERS = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "max_window_layers": 1,
+    "layer_types": MISSING,
+}
+
 FILES = {
+    # Scaled rotary embeddings that Megatron does not have.
+    "llama-yarn": File(CASES["llama"], {"rope_parameters": _YARN}),
+    "llama-yarn-without-truncation": File(
+        CASES["llama"], {"rope_parameters": {**_YARN, "truncate": False, "mscale": 0.7}}
+    ),
+    "llama-linear-with-a-fraction": File(
+        CASES["llama"], {"rope_parameters": {"rope_type": "linear", "factor": 2.5}}
+    ),
+    "llama-llama3-of-other-numbers": File(
+        CASES["llama"], {"rope_parameters": {**_LLAMA3, "low_freq_factor": 2.0, "factor": 3.0}}
+    ),
+    "llama-dynamic-beyond-its-length": File(
+        CASES["llama"],
+        {
+            "max_position_embeddings": 8,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
+        },
+    ),
+    "phi-longrope-within-the-original-length": File(
+        CASES["phi4-mini"], {"original_max_position_embeddings": 32}
+    ),
+    "qwen2-window-in-some-layers": File(CASES["qwen2.5"], _SOME_LAYERS),
+    "phi3-window": File(CASES["phi3"], {"sliding_window": 5}),
     # Sliding windows: the class says which layers have one.
     "qwen2-window-without-max_window_layers": File(
         CASES["qwen2.5"],
@@ -192,12 +222,6 @@ def test_logits_equal_those_of_transformers(computed, name):
 
 
 _ONE_TYPE = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
-_SOME_LAYERS = {
-    "use_sliding_window": True,
-    "sliding_window": 4,
-    "max_window_layers": 1,
-    "layer_types": MISSING,
-}
 REFUSED = {
     "fraction-mla": (
         "deepseek-v3",
@@ -208,17 +232,21 @@ REFUSED = {
     "truncate": (
         "deepseek-v3",
         {"rope_parameters": {**_YARN, "truncate": False}},
-        "rope_parameters.truncate is false; allowed is true",
+        "rope_scaling.truncate is false; allowed is true",
     ),
     "small-attention_factor": (
         "deepseek-v3",
         {"rope_parameters": {**_YARN, "mscale_all_dim": 0.5, "attention_factor": 0.8}},
         "would need a negative --mscale",
     ),
-    "yarn-in-llama": ("llama", {"rope_parameters": _YARN}, "allowed are llama3, and linear"),
+    "unknown-scaling": ("llama", {"rope_parameters": {"rope_type": "ntk"}}, "ntk"),
+    "longrope-without-divisors": (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4}},
+        "long_factor",
+    ),
     "partial": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
-    "window-in-some-layers": ("qwen2.5", _SOME_LAYERS, "in some layers only"),
     "window-moe": ("qwen3-moe", _SOME_LAYERS, "in some layers only"),
     "rope-per-layer-type": ("qwen2.5", _ONE_TYPE, "rope"),
     "per-layer": ("llama", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is"),

@@ -116,6 +116,13 @@ MORE_LAYOUTS = [
     ("qwen3-moe", 2, TP_SP),
     ("qwen3-moe", 2, PP),
     ("deepseek-v3", 2, (*PP, "--decoder-first-pipeline-num-layers=1")),
+    # A layer pattern is counted over all stages.
+    *((name, 2, PP) for name in ("glm4-moe", "deepseek-v2", "smollm3", "qwen2-moe", "phi4-mini")),
+    *((name, 2, TP_SP) for name in ("glm4-moe", "deepseek-v2", "qwen2-moe", "seed-oss")),
+    *((name, 2, TP_SP) for name in ("phi3", "phi4-mini", "ernie4.5", "internlm2", "qwen3-yarn")),
+    *((name, 2, (*EP, *GROUPED)) for name in ("glm4-moe", "deepseek-v2", "qwen2-moe", "kimi-k2")),
+    *((name, 1, LOCAL) for name in ("glm4-moe", "deepseek-v2", "qwen2-moe", "smollm3")),
+    *((name, 1, LOCAL) for name in ("phi4-mini", "ernie4.5", "internlm2", "seed-oss")),
 ]
 
 

@@ -51,6 +51,37 @@ def packed(tensors: Tensors) -> Tensors:
     return result
 
 
+def internlm2(tensors: Tensors) -> Tensors:
+    """LLaMA's names to InternLM2's: q, k and v of each group of heads in one tensor."""
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    result = {}
+    for name, tensor in tensors.items():
+        if name.endswith("self_attn.q_proj.weight"):
+            prefix = name.removesuffix("self_attn.q_proj.weight")
+            key, value = (tensors[f"{prefix}self_attn.{part}_proj.weight"] for part in "kv")
+            heads = SIZES["num_attention_heads"]
+            head = tensor.shape[0] // heads
+            groups = [
+                part.view(key.shape[0] // head, -1, head, 32) for part in (tensor, key, value)
+            ]
+            result[prefix + "attention.wqkv.weight"] = torch.cat(groups, 1).flatten(0, 2)
+        elif "k_proj" in name or "v_proj" in name:
+            continue
+        else:
+            old = next((old for old in names if old in name), None)
+            result[name.replace(old, names[old]) if old else name] = tensor
+    return result
+
+
 @dataclass(frozen=True)
 class Case:
     """One model.
@@ -189,9 +220,7 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-_LATENT = {
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 4,
+_ROUTED = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
@@ -199,12 +228,17 @@ _LATENT = {
     "topk_group": 2,
     "moe_intermediate_size": 24,
     "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+}
+_UNGROUPED = {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+_LATENT = _ROUTED | {
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 12,
-    "routed_scaling_factor": 2.5,
 }
 _QWEN_MOE = {
     "num_key_value_heads": 2,
@@ -270,5 +304,85 @@ CASES: dict[str, Case] = {
     "qwen3-moe": Case("Qwen3Moe", _QWEN_MOE | {"norm_topk_prob": True}, flags=_NO_BALANCE),
     "qwen3-moe-raw-probabilities": Case("Qwen3Moe", _QWEN_MOE, flags=_NO_BALANCE),
     "deepseek-v3": Case("DeepseekV3", _LATENT | {"rope_scaling": _YARN}),
+    "kimi-k2": Case(
+        "DeepseekV3",
+        _LATENT | _UNGROUPED,
+        config_json={"model_type": "kimi_k2"},
+    ),
+    "deepseek-v2": Case(
+        "DeepseekV2",
+        _LATENT
+        | {
+            "topk_method": "group_limited_greedy",
+            "num_experts_per_tok": 2,
+            "rope_scaling": _YARN,
+        },
+    ),
+    "deepseek-v2-lite": Case(
+        "DeepseekV2",
+        _LATENT | _UNGROUPED | {"q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "glm4-moe": Case(
+        "Glm4Moe",
+        _ROUTED
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        }
+        | _UNGROUPED,
+    ),
+    "seed-oss": Case(
+        "SeedOss",
+        _GROUPED | {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
+    "qwen2-moe": Case(
+        "Qwen2Moe",
+        {k: v for k, v in _QWEN_MOE.items() if k != "head_dim"}
+        | {"shared_expert_intermediate_size": 40},
+        flags=_NO_BALANCE,
+    ),
+    "phi3": Case("Phi3", _GROUPED | {"pad_token_id": 0}),
+    "phi4-mini": Case(
+        "Phi3",
+        {
+            "hidden_size": 64,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 12,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)],
+                "long_factor": [1.0 + 0.5 * i for i in range(6)],
+            },
+        },
+    ),
+    "ernie4.5": Case("Ernie4_5", _GROUPED | {"head_dim": 16, "tie_word_embeddings": True}),
+    "smollm3": Case(
+        "SmolLM3",
+        _GROUPED | {"no_rope_layers": [1, 0], "tie_word_embeddings": True, "pad_token_id": 0},
+    ),
+    "internlm2": Case(
+        "Llama",
+        _GROUPED,
+        on_disk=internlm2,
+        config_json={"model_type": "internlm2", "bias": False},
+    ),
+    "qwen3-yarn": Case(
+        "Qwen3",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "deepseek-v3-direct-queries": Case("DeepseekV3", _LATENT | {"q_lora_rank": None}),
 }

@@ -6,6 +6,7 @@ A function of the newest name is taken where it exists; what stands here for old
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,31 @@ def counted_tokens(count: torch.Tensor, per_token: bool) -> torch.Tensor:
         count = count.clone()
         dist.all_reduce(count, group=parallel_state.get_context_parallel_group())
     return count if per_token else count.clamp(min=1)
+
+
+def scale_rotation(config: TransformerConfig, scale: float, flag: str) -> None:
+    """Let attention multiply the sine and cosine of its rotary embedding, as Megatron's YaRN does.
+
+    Its factor is ``1 + 0.1 mscale ln(factor)`` over the same of ``mscale_all_dim``.
+
+    Args:
+        config: of the layers; it is changed.
+        scale: the factor.
+        flag: what asks for it, for the message.
+
+    Raises:
+        ConfigError: this release has no such factor.
+    """
+    if scale == 1.0:
+        return
+    if not at_least("0.15"):
+        raise ConfigError(
+            f"{flag} scales sine and cosine by {scale:g}, which megatron-core {megatron_version()} "
+            "cannot: install 0.15 or newer"
+        )
+    factors = {"rotary_scaling_factor": math.e, "mscale": 10 * (scale - 1), "mscale_all_dim": 0.0}
+    for name, value in factors.items():
+        setattr(config, f"yarn_{name}", value)
 
 
 def expert_metrics(**options: Any) -> None:
