@@ -1,7 +1,7 @@
 """Expandable segments of a device's caching allocator.
 
-torch and torch_npu read ``PYTORCH_ALLOC_CONF``, or an older name with the device in it, when the
-device is first used; later a call changes the setting for segments to come.
+torch and torch_npu read an environment variable when the device is first used; later a call changes
+the setting for segments to come.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mindspeed.device.torch_versions import allocator_variables
 from mindspeed.errors import ConfigError
 
 if TYPE_CHECKING:
     from mindspeed.device.accelerator import Accelerator
 
-VARIABLE = "PYTORCH_ALLOC_CONF"
 _OPTION = "expandable_segments"
 
 
@@ -34,7 +34,7 @@ def problem(device: Accelerator) -> str | None:
     if device.module.is_initialized() and device.allocator_setter() is None:
         return (
             f"the {device.name} is in use, and its allocator cannot be changed any more: set "
-            f"{VARIABLE}={_OPTION}:True in the environment"
+            f"{allocator_variables(device.name)[0]}={_OPTION}:True in the environment"
         )
     return None
 
@@ -47,7 +47,7 @@ def use_expandable_segments(device: Accelerator) -> Callable[[], None]:
     """
     if found := problem(device):
         raise ConfigError(found)
-    ((name, before),) = (_given(device) or {VARIABLE: ""}).items()
+    ((name, before),) = (_given(device) or {allocator_variables(device.name)[0]: ""}).items()
     options = _options(before)
 
     def apply(text: str, expandable: bool) -> None:
@@ -63,7 +63,7 @@ def use_expandable_segments(device: Accelerator) -> Callable[[], None]:
 
 
 def _given(device: Accelerator) -> dict[str, str]:
-    names = (VARIABLE, f"PYTORCH_{device.name.upper()}_ALLOC_CONF")
+    names = allocator_variables(device.name)
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 

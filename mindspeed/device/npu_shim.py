@@ -13,7 +13,7 @@ the NPU, and is maintained with torch_npu. This module adds only
 
 torch_npu's transfer layer cannot be undone; the journal undoes what is added here.
 
-Verified with torch_npu 2.13.0 on the emulated NPU of ``tests/npu_emulator``.
+Verified on the emulated NPU of ``tests/npu_emulator``, with each torch_npu that it runs with.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -53,6 +54,10 @@ def install(journal: Journal, torch_npu: ModuleType) -> None:
             put(torch.cuda, name, value)
     for name, value in _nvtx(torch_npu).items():
         put(torch.cuda.nvtx, name, value)
+    # Made with the first tensor; before 2.13 the transfer layer keeps the empty list of until then.
+    torch_npu.npu._lazy_call(
+        lambda: put(torch.cuda, "default_generators", torch_npu.npu.default_generators)
+    )
     if not hasattr(dist, "ProcessGroupNCCL"):
         put(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: None))
     reduce = _all_reduce(distributed_c10d.all_reduce)
@@ -165,23 +170,35 @@ def _missing_names(torch_npu: ModuleType) -> dict[str, Any]:
 
 
 def _nvtx(torch_npu: ModuleType) -> dict[str, Any]:
-    """nvtx by mstx, which is a no-op while no profiler runs."""
-    mstx = torch_npu.npu.mstx
+    """nvtx by mstx, which is a no-op while no profiler runs.
 
-    def range_push(message: str, *_: Any, **__: Any) -> Any:
-        return mstx.range_push(message)
+    Its own ``range_push`` is newer than torch_npu 2.10: ranges are started and ended by number.
+    """
+    mstx, started = torch_npu.npu.mstx, threading.local()
+
+    def range_push(message: str, *_: Any, **__: Any) -> int:
+        ranges = vars(started).setdefault("ranges", [])
+        ranges.append(mstx.range_start(message))
+        return len(ranges) - 1
+
+    def range_pop() -> int:
+        ranges = vars(started).get("ranges")
+        if not ranges:
+            return -1
+        mstx.range_end(ranges.pop())
+        return len(ranges)
 
     @contextlib.contextmanager
     def range_(message: str, *_: Any, **__: Any) -> Iterator[None]:
-        mstx.range_push(message)
+        range_push(message)
         try:
             yield
         finally:
-            mstx.range_pop()
+            range_pop()
 
     return {
         "range_push": range_push,
-        "range_pop": lambda: mstx.range_pop(),
+        "range_pop": range_pop,
         "mark": lambda message: mstx.mark(message),
         "range": range_,
     }

@@ -27,9 +27,16 @@ def at_least(release: str) -> bool:
 def libuv_store_takes_a_socket() -> bool:
     """Whether a ``TCPStore`` on libuv serves a socket that is open already.
 
-    torch 2.7 does not, 2.8 and 2.9 were not tried.
+    torch 2.7 does not, 2.8 was not tried.
     """
-    return at_least("2.10")
+    return at_least("2.9")
+
+
+def allocator_variables(device: str) -> tuple[str, ...]:
+    """The environment variables that a device's caching allocator reads, newest first."""
+    common = "2.13" if device == "npu" else "2.9"  # of torch_npu 2.11 and 2.12 nothing is known
+    named = f"PYTORCH_{device.upper()}_ALLOC_CONF"
+    return ("PYTORCH_ALLOC_CONF", named) if at_least(common) else (named,)
 
 
 def gloo_reduces_all() -> bool:
@@ -43,9 +50,9 @@ def gloo_reduces_all() -> bool:
 def gloo_exchanges_lists() -> bool:
     """Whether gloo has ``all_to_all`` of lists.
 
-    torch 2.10 has not, 2.11 and 2.12 were not tried.
+    torch 2.11 has not.
     """
-    return at_least("2.13")
+    return at_least("2.12")
 
 
 def cpu_attention_groups_heads() -> bool:

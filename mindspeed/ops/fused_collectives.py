@@ -11,8 +11,10 @@ once.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from mindspeed.ops.registry import (
     torch_npu,
 )
 
+_log = logging.getLogger("mindspeed")
 _HALVES = (torch.float16, torch.bfloat16)
 _NPU_NOTE = (
     "the plain formula runs for fp32, inner lengths outside of [256, 65535), other numbers of "
@@ -46,7 +49,8 @@ def matmul_all_reduce(
         comm_mode: how the NPU communicates: None, ``ai_cpu``, or ``aiv`` (its vector cores write
             into the memory of the other ranks).
     """
-    return torch.ops.npu.npu_mm_all_reduce_base(a, b, comm_name(group), **_mode(comm_mode))
+    fused = torch.ops.npu.npu_mm_all_reduce_base
+    return fused(a, b, comm_name(group), **_mode(fused, comm_mode))
 
 
 def matmul_reduce_scatter(
@@ -63,7 +67,7 @@ def matmul_reduce_scatter(
         fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
         return fused(a, b, "sum", 0, group.group_name)
     fused = torch.ops.npu.npu_mm_reduce_scatter_base
-    return fused(a, b, comm_name(group), group.size(), **_mode(comm_mode))
+    return fused(a, b, comm_name(group), group.size(), **_mode(fused, comm_mode))
 
 
 def all_gather_matmul(
@@ -83,13 +87,20 @@ def all_gather_matmul(
     else:
         gather = torch.ops.npu.npu_all_gather_base_mm
         name, ranks = comm_name(group), group.size()
-        product, gathered = gather(a, b, name, ranks, gather_output=keep, **_mode(comm_mode))
+        mode = _mode(gather, comm_mode)
+        product, gathered = gather(a, b, name, ranks, gather_output=keep, **mode)
     return product, gathered if keep else None
 
 
-def _mode(comm_mode: str | None) -> dict[str, str]:
-    """Versions of torch_npu that do not know the argument have the default mode."""
-    return {} if comm_mode is None else {"comm_mode": comm_mode}
+@functools.cache
+def _mode(fused: Any, comm_mode: str | None) -> dict[str, str]:
+    """The argument of a kernel that sets its mode; older torch_npu has the default mode alone."""
+    if comm_mode is None:
+        return {}
+    if any(argument.name == "comm_mode" for argument in fused.default._schema.arguments):
+        return {"comm_mode": comm_mode}
+    _log.warning("this torch_npu's %s has no mode %r, only its default", fused, comm_mode)
+    return {}
 
 
 def why_not_fused(operator: str, a: Tensor, group: dist.ProcessGroup) -> str | None:

@@ -10,6 +10,7 @@ Source: the beta = 1 form of GEMM, as in Apex's ``fused_weight_gradient_mlp_cuda
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,15 +91,20 @@ def _torch(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
         torch.addmm(grad, grad_output.t(), total_input, out_dtype=grad.dtype, out=grad)
 
 
-def _torch_refused() -> str | None:
-    if hasattr(torch.ops.aten.addmm, "dtype_out"):
+def _torch_refused(key: str = "CUDA") -> str | None:
+    """torch 2.7 has no such product, torch_npu before 2.13 none for its device."""
+    name = "aten::addmm.dtype_out"
+    exists = hasattr(torch.ops.aten.addmm, "dtype_out")
+    if exists and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
         return None
-    return f"torch {torch.__version__} has no addmm with an output dtype"
+    return f"torch {torch.__version__} has no addmm with an output dtype for this device"
 
 
 def _atb(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     if grad.dtype == torch.float32 and total_input.dtype.itemsize == 2 and total_input.shape[0]:
         torch.ops.atb._npu_matmul_add_fp32(grad_output.contiguous(), total_input.contiguous(), grad)
+    elif _torch_refused("PrivateUse1"):
+        _reference(total_input, grad_output, grad)
     else:
         _torch(total_input, grad_output, grad)
 
@@ -127,7 +133,10 @@ MATMUL_ADD = Operator(
     reference=_reference,
     fake=_fake,
     cuda=[plain_torch(_torch, _torch_refused)],
-    npu=[torch_npu(_atb, "atb::_npu_matmul_add_fp32"), plain_torch(_torch, _torch_refused)],
+    npu=[
+        torch_npu(_atb, "atb::_npu_matmul_add_fp32"),
+        plain_torch(_torch, functools.partial(_torch_refused, "PrivateUse1")),
+    ],
     flops=product_flops,
     samples=_samples,
     workload=_workload,

@@ -230,9 +230,8 @@ class Operator:
         if kernel is None:
             implementation = self.chosen(device)
             kernel = self._kernels[device] = self.laid_out(implementation)
-            if device == "cuda" and implementation.kind == "reference":
-                for kind, reason in self.refusals(device):
-                    note_fallback(self.name, f"{kind} is refused: {reason}")
+            for kind, reason in self.refusals(device):
+                note_fallback(self.name, f"{kind} is refused: {reason}")
         if device == "cpu" and _cpu_mode == "compile" and self.compiles:
             return _compiled(self.reference)
         return kernel

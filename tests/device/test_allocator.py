@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
-from mindspeed.device import allocator
+from mindspeed.device import allocator, torch_versions
 from mindspeed.device.accelerator import Accelerator
 from mindspeed.device.npu import NpuDevice
 from mindspeed.errors import ConfigError
@@ -31,6 +32,7 @@ def environment(monkeypatch):
     """Variables of the allocator; none at the beginning."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_XPU_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch_versions, "_HERE", Version("2.13"))
     return monkeypatch
 
 
@@ -50,6 +52,17 @@ def test_before_the_device_is_used_the_variable_is_set(environment, kind):
     assert variables() == {"PYTORCH_ALLOC_CONF": EXPANDABLE}
     restore()
     assert variables() == {} and given == []
+
+
+@pytest.mark.parametrize(("kind", "release"), [("npu", "2.10"), ("xpu", "2.7")])
+def test_older_releases_read_the_name_of_the_device_alone(environment, kind, release):
+    environment.setattr(torch_versions, "_HERE", Version(release))
+    environment.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # which nobody reads
+    device, _ = device_of(kind, initialized=False)
+    restore = allocator.use_expandable_segments(device)
+    assert variables()[f"PYTORCH_{kind.upper()}_ALLOC_CONF"] == EXPANDABLE
+    restore()
+    assert variables().keys() == {"PYTORCH_ALLOC_CONF"}
 
 
 def test_options_of_the_user_stay(environment):

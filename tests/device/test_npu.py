@@ -20,11 +20,12 @@ class _Mstx:
     def __init__(self):
         self.log = []
 
-    def range_push(self, message, stream=None, domain="default"):
-        self.log.append(f"push {message}")
+    def range_start(self, message, stream=None, domain="default"):
+        self.log.append(f"start {message}")
+        return len(self.log)
 
-    def range_pop(self, domain="default"):
-        self.log.append("pop")
+    def range_end(self, range_id, domain="default"):
+        self.log.append(f"end {range_id}")
 
     def mark(self, message, stream=None, domain="default"):
         self.log.append(f"mark {message}")
@@ -46,6 +47,7 @@ def torch_npu(monkeypatch):
             name=f"Ascend910B{index}", total_memory=50, cube_core_num=24
         ),
         mstx=_Mstx(),
+        _lazy_call=lambda call: None,
     )
 
     class Options:
@@ -85,8 +87,8 @@ def test_install_completes_torch_npus_cuda_api_and_is_undone(torch_npu):
     torch.cuda.nvtx.range_push("outer")
     with torch.cuda.nvtx.range("inner"):
         pass
-    torch.cuda.nvtx.range_pop()
-    assert torch_npu.npu.mstx.log == ["push outer", "push inner", "pop", "pop"]
+    assert (torch.cuda.nvtx.range_pop(), torch.cuda.nvtx.range_pop()) == (0, -1)
+    assert torch_npu.npu.mstx.log == ["start outer", "start inner", "end 2", "end 1"]
     journal.undo()
     assert {name: vars(torch.cuda).get(name) for name in before} == before
     assert torch.cuda.nvtx.range_push is nvtx
