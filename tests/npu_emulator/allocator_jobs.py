@@ -39,10 +39,19 @@ def _train(pool):
     return reserved, after
 
 
+def refused():
+    """Give the allocator another value than those of the setting, as the library gives it."""
+    from mindspeed.device.torch_versions import allocator_variables
+
+    os.environ[allocator_variables("npu")[0]] = "expandable_segments:perhaps"
+    torch.empty(1, device="npu")
+
+
 def expandable(initialized):
     """Segments that torch_npu reports, and the variable with the setting and after it."""
     from mindspeed import device
     from mindspeed.device import allocator
+    from mindspeed.device.torch_versions import allocator_variables
 
     if initialized:
         torch.empty(1, device="npu")
@@ -50,6 +59,7 @@ def expandable(initialized):
     x = torch.empty(30 * MIB, dtype=torch.uint8, device="npu")
     segments = torch.npu.memory_snapshot()
     found = [s.get("is_expandable") for s in segments if s["total_size"] >= x.nbytes]
-    variable = os.environ.get("PYTORCH_ALLOC_CONF")
+    (name, *_) = allocator_variables("npu")
+    variable = os.environ.get(name)
     restore()
-    return found, variable, os.environ.get("PYTORCH_ALLOC_CONF")
+    return found, variable, os.environ.get(name)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from mindspeed.device.torch_cuda_shim import collectives
+from mindspeed.journal import Journal
+
 
 def every_collective(device):
     """Results of all collectives of `device`, by name, as nested lists."""
     if device == "npu":
         torch.npu.set_device(dist.get_rank())
+    else:  # gloo of older torch lacks some
+        collectives.install(Journal())
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def mine(*shape):

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from mindspeed.device.torch_cuda_shim import collectives as completed
+from mindspeed.device.torch_versions import gloo_exchanges_lists, gloo_reduces_all
+from mindspeed.journal import Journal
 from tests.npu_emulator import emulation
 
 
@@ -29,6 +32,8 @@ def install() -> None:
     dist.Backend._plugins["HCCL"] = dist.Backend._BackendPlugin(_create, extended_api=True)
     for name, method in _METHODS.items():
         setattr(dist.ProcessGroupGloo, name, method)
+    if not (gloo_exchanges_lists() and gloo_reduces_all()):  # as HCCL does
+        completed.install(Journal())
 
 
 def _create(common: Any, options: Any) -> dist.ProcessGroupGloo:

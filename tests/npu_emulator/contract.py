@@ -35,7 +35,7 @@ def assert_contract(
             for position, value in enumerate(arguments)
         ]
         ours, theirs = operator(*given), kernel(*given)
-    assert _described(theirs) == _described(ours)
+    assert _described(theirs) == _described(ours), (_described(theirs), _described(ours))
 
 
 def _on_npu(value: Any) -> Any:

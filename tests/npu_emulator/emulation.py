@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from mindspeed.device.torch_versions import at_least
 from tests.npu_emulator import rng
 from tests.npu_emulator.reference_ops.memory import FACTORIES, swapped
 
@@ -43,6 +44,8 @@ _OWN = {
 
 calls: Counter[str] = Counter()
 """How often each operator outside aten ran on npu tensors in this process."""
+
+_OVERRIDE = {"allow_override": True} if at_least("2.8") else {}
 
 _libraries: list[torch.library.Library] = []  # a kernel lives as long as its library
 
@@ -160,8 +163,6 @@ def install(reference: Mapping[str, Kernel]) -> None:
         else:
             kernel = _without_kernel(full_name)
         replace(namespace, name, kernel)
-    if unknown:
-        raise ValueError(f"torch_npu has no kernel for {', '.join(sorted(unknown))}")
     replace("aten", "copy_", copy)
     replace("aten", "_copy_from", lambda source, target, nb=False: copy(target, source))
     replace("aten", "_copy_from_and_resize", lambda source, target: copy(target, source))
@@ -170,7 +171,9 @@ def install(reference: Mapping[str, Kernel]) -> None:
 def replace(namespace: str, name: str, kernel: Kernel, key: str = "PrivateUse1") -> None:
     """Makes `kernel` the operator's kernel for npu tensors, or for another dispatch key."""
     library = torch.library.Library(namespace, "IMPL")
-    library.impl(name, kernel, key, allow_override=True)
+    if not at_least("2.8"):  # which has no such option, but a list of what Python has defined
+        torch.library._impls.discard(f"{namespace}/{name}/{key}")
+    library.impl(name, kernel, key, **_OVERRIDE)
     _libraries.append(library)
 
 

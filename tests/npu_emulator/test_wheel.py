@@ -14,7 +14,7 @@ from tests.npu_emulator import fixtures, wheel
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch, "__version__", f"{wheel.VERSION}+cpu")
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
     return tmp_path
 
 
@@ -36,7 +36,7 @@ def test_the_wheel_is_installed_once_without_dependencies(cache, monkeypatch):
     assert wheel.ensure_wheel() == directory
     assert directory.is_relative_to(cache / "mindspeed-tests")
     (command,) = calls
-    assert command[-1] == "torch_npu==2.13.0"
+    assert command[-1] == "torch_npu==2.7.1.post11"
     assert {"--no-deps", "--target"} <= set(command)
 
 
@@ -51,6 +51,6 @@ def test_without_an_index_the_tests_skip_with_the_reason_of_pip(cache, monkeypat
 
 
 def test_another_torch_cannot_use_the_wheel(cache, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    with pytest.raises(wheel.WheelUnavailable, match=r"this is 2\.11\.0"):
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    with pytest.raises(wheel.WheelUnavailable, match=r"this is 2\.6\.0"):
         wheel.ensure_wheel()

@@ -22,6 +22,7 @@ from mindspeed.ops.npu_moe_token_unpermute import (
     npu_moe_token_unpermute,
 )
 from mindspeed.testing import assert_close_with_grads
+from tests.npu_emulator import wheel
 from tests.ops import moe_npu_jobs
 from tests.ops.traffic import traffic
 
@@ -338,7 +339,9 @@ FUSED = [
 def test_a_routing_map_goes_through_the_fused_operators_of_the_npu(rows, npu):
     """Rows that nobody goes to are zero whatever the device leaves there."""
     ours, expected, seen = npu(moe_npu_jobs.npu_and_cpu, 19, 10, rows)
-    assert seen == FUSED
+    # Without one of its operators, the definition of moe_unpermute runs.
+    absent = FUSED[1:3] if wheel.lacks() else ()
+    assert seen == [name for name in FUSED if name not in absent]
     for got, wanted in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
