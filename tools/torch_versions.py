@@ -6,9 +6,9 @@ python tools/torch_versions.py --measure   train with the torch of this interpre
                                            comes out
 python tools/torch_versions.py --measure --only pipeline mla-tensor
 
-Run it with the interpreter of an environment that has the release. A Python other than that of
-constraints.txt makes a column of its own; 3.10 needs a ``tomllib`` on ``PYTHONPATH`` that does
-``from tomli import *``. Jobs, and what ``equal`` means, are those of
+Run it with the interpreter of an environment that has the release. A Python or a Megatron other
+than that of constraints.txt makes a column of its own; 3.10 needs a ``tomllib`` on ``PYTHONPATH``
+that does ``from tomli import *``. Jobs, and what ``equal`` means, are those of
 ``tools/megatron_versions.py``: three steps on CPU ranks, against one rank of the same torch.
 """
 
@@ -35,6 +35,8 @@ from mindspeed.device.torch_versions import OLDEST, TESTED
 DATA = ROOT / "docs" / "torch_versions.toml"
 _HEAD = "# What trains with each torch; written by tools/torch_versions.py --measure.\n"
 _STACK = {"python": "Python", "megatron-core": "megatron-core", "transformers": "transformers"}
+PINNED = ("python", "megatron-core")
+"""What makes a column of its own where it is not that of constraints.txt."""
 
 
 def measure(jobs: Mapping[str, Job]) -> tuple[str, dict[str, str]]:
@@ -47,15 +49,14 @@ def measure(jobs: Mapping[str, Job]) -> tuple[str, dict[str, str]]:
     }
     with tempfile.TemporaryDirectory() as scratch:
         verdict = verdicts(f"torch {torch}", jobs, Path(scratch))
-    other = "" if stack["python"] == _constraints()["python"] else f", Python {stack['python']}"
-    return f"{torch}{other}", stack | verdict
+    others = [f", {_STACK[name]} {stack[name]}" for name in PINNED if stack[name] != _pin(name)]
+    return "".join([torch, *others]), stack | verdict
 
 
-def _constraints() -> dict[str, str]:
-    """The Python and the torch of constraints.txt."""
-    text = (ROOT / "constraints.txt").read_text()
-    patterns = {"python": r"^# .* Python (\d+\.\d+)", "torch": r"^torch==(\S+)$"}
-    return {name: re.findall(pattern, text, re.M)[0] for name, pattern in patterns.items()}
+def _pin(name: str) -> str:
+    """The release of constraints.txt."""
+    pattern = r"^# .* Python (\d+\.\d+)" if name == "python" else rf"^{name}==(\S+)$"
+    return str(re.findall(pattern, (ROOT / "constraints.txt").read_text(), re.M)[0])
 
 
 def problems(data: Data) -> list[str]:
@@ -75,7 +76,7 @@ def problems(data: Data) -> list[str]:
     (required,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "torch")
     if str(required.specifier) != f">={OLDEST}":
         wrong.append(f"pyproject.toml asks for torch{required.specifier}, OLDEST is {OLDEST}")
-    if _constraints()["torch"] != TESTED:
+    if _pin("torch") != TESTED:
         wrong.append(f"constraints.txt does not have TESTED, {TESTED}")
     return wrong
 
