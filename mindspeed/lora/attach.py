@@ -7,8 +7,6 @@ is sharded: each matrix is drawn unsharded, seeded by its name, and a rank keeps
 from __future__ import annotations
 
 import functools
-import math
-import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,11 +15,20 @@ import torch.distributed as dist
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import ConfigError
-from mindspeed.lora.config import ALL_LINEAR, LoraConfig
+from mindspeed.lora.config import ALL_LINEAR, WHOLE, LoraConfig
+from mindspeed.lora.drawing import draw
 from mindspeed.lora.experts import give_expert_adapters
 from mindspeed.lora.layers import linear_layers, order_of, parts_of
 from mindspeed.lora.linear import AdaptedLinear, give_adapter
-from mindspeed.lora.names import is_adapter_weight, is_expert, named_modules, short_name, targeted
+from mindspeed.lora.names import (
+    expert_layer,
+    first_expert,
+    is_adapter_weight,
+    is_expert,
+    named_modules,
+    short_name,
+    targeted,
+)
 from mindspeed.te.grouped import GroupedLinear
 
 _ENDS = ("word_embeddings", "output_layer")
@@ -50,18 +57,34 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
         module.requires_grad_(False)
         for name, layer, shard in list(linear_layers(module)):
             parts = parts_of(name, layer, module.config, shard)
-            if targets := targeted(name, parts, config.target_modules):
+            known = _known_name(module, name, layer)
+            if targets := _targets(known, parts, config):
                 if isinstance(layer, GroupedLinear):
-                    give_expert_adapters(layer, config, shard, targets, parts)
+                    give_expert_adapters(layer, config, shard, targets, parts, known)
                 else:
                     order = order_of(parts, module.config.kv_channels)
-                    give_adapter(layer, config, shard, targets, parts, order)
-                _draw(name, layer)
+                    give_adapter(layer, config, shard, targets, parts, order, known)
+                draw(name, layer)
         _unfreeze(module, config.modules_to_save)
         _carry_gradients(module, config.forward_hooks)
         module.config.moe_router_bias_update_rate = 0.0  # the router is frozen too
         module.lora_config = config
         module.__class__ = _adapted_class(type(module))  # type: ignore[arg-type]
+
+
+def _known_name(chunk: Any, name: str, layer: Any) -> str:
+    """The name under which :attr:`LoraConfig.modules` knows a layer: grouped experts by one."""
+    if not isinstance(layer, GroupedLinear):
+        return name
+    mlp, _, leaf = name.rpartition(".experts.")
+    return expert_layer(mlp, first_expert(chunk.config), leaf)
+
+
+def _targets(name: str, parts: dict[str, int], config: LoraConfig) -> set[str]:
+    """The parts of a layer that get an A and B of their own, or ``all``."""
+    if not config.modules:
+        return targeted(name, parts, config.target_modules)
+    return {part for part in (*parts, WHOLE) if f"{name}.{part}" in config.modules}
 
 
 def detach(chunk: Any) -> None:
@@ -116,6 +139,11 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
             asked = targeted(name, parts, config.target_modules)
             if len(asked) > 1 and "all" in asked:
                 problems.append(f"{name} is named whole and by its parts: name it one way")
+            if asked and config.use_dora and isinstance(layer, GroupedLinear):
+                problems.append(
+                    f"--lora-use-dora: {name} holds grouped experts, whose rows have no lengths of "
+                    "their own; adapt other layers, or leave out --moe-grouped-gemm"
+                )
             if asked and is_expert(name) and config.dropout:
                 problems.append(
                     f"--lora-dropout {config.dropout}: adapters of experts have none; leave it out"
@@ -179,26 +207,6 @@ def _unfreeze(chunk: Any, names: tuple[str, ...]) -> None:
             for name, parameter in chunk.named_parameters():
                 if name.endswith(f"{end}.weight"):
                     parameter.requires_grad_(True)
-
-
-def _draw(name: str, layer: AdaptedLinear) -> None:
-    """A from a seed made of its name, B zero."""
-    options = layer._lora
-    split = options.shard.size if options.shard.mode == "row" else 1
-    for entry in layer.adapted_weights(name):
-        for b in entry.b.values():
-            torch.nn.init.zeros_(b)
-        for part, a in entry.a.items():
-            seed = options.config.seed + zlib.crc32(f"{entry.name}.{part}".encode())
-            generator = torch.Generator().manual_seed(seed)
-            whole = torch.empty(a.shape[0], a.shape[1] * split)
-            if options.config.init == "gaussian":
-                whole.normal_(std=1 / options.config.r, generator=generator)
-            else:
-                bound = 1 / math.sqrt(whole.shape[1])
-                whole.uniform_(-bound, bound, generator=generator)
-            with torch.no_grad():
-                a.copy_(whole.chunk(split, 1)[options.shard.rank if split > 1 else 0])
 
 
 def _carry_gradients(chunk: Any, names: tuple[str, ...]) -> None:

@@ -19,10 +19,11 @@ means the whole layer (one A for all parts) or one part (a separate A):
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.files import check_path
@@ -31,6 +32,7 @@ from mindspeed.parsing import decode_json
 DESCRIPTION = "adapter.json"
 ALL_LINEAR = "all-linear"
 WHOLE = "all"
+INITIAL = r"kaiming|gaussian|orthogonal|olora|pissa(_niter_[1-9][0-9]?)?"
 
 # Name -> the Megatron modules it may mean, with the part of each.
 MEANINGS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -66,8 +68,12 @@ class LoraConfig:
         alpha: The correction is multiplied by alpha / r.
         dropout: Probability with which an input of A is dropped.
         modules_to_save: Names of modules that are trained whole and saved with the adapter.
-        init: Distribution of A: uniform (Kaiming), or normal with standard deviation 1 / r.
+        init: How A and B begin, see :mod:`mindspeed.lora.initial`.
         use_rslora: Multiply by alpha / sqrt(r) instead.
+        use_dora: Every row of the sum has a trained length (:mod:`mindspeed.lora.dora`).
+        modules: Rank and alpha of each module with an adapter, by its name in the whole model and
+            its part (``decoder.layers.7.mlp.linear_fc1.up``), where they are not ``r`` and
+            ``alpha`` of all that ``target_modules`` name; what is not in it has no adapter.
         adapter_name: Name in PEFT directories.
         forward_hooks: Modules whose output is to carry gradients, in addition to the embedding.
         seed: Of A; the values do not depend on how the model is sharded.
@@ -78,8 +84,10 @@ class LoraConfig:
     alpha: float = 32.0
     dropout: float = 0.0
     modules_to_save: tuple[str, ...] = ()
-    init: Literal["kaiming", "gaussian"] = "kaiming"
+    init: str = "kaiming"
     use_rslora: bool = False
+    use_dora: bool = False
+    modules: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     adapter_name: str = "default"
     forward_hooks: tuple[str, ...] = ("word_embeddings", "input_layernorm")
     seed: int = 1234
@@ -93,13 +101,52 @@ class LoraConfig:
             raise ConfigError(f"--lora-alpha {self.alpha} must be positive")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--lora-dropout {self.dropout} must be at least 0 and less than 1")
-        if self.init not in ("kaiming", "gaussian"):
-            raise ConfigError(f"--lora-init {self.init} is not one of kaiming, gaussian")
+        if not re.fullmatch(INITIAL, self.init):
+            raise ConfigError(
+                f"--lora-init {self.init} is not one of kaiming, gaussian, orthogonal, pissa, "
+                "pissa_niter_N, olora"
+            )
+        if self.init == "orthogonal" and self.r % 2:
+            raise ConfigError(f"--lora-init orthogonal needs an even --lora-r, not {self.r}")
+        if self.use_dora and self.dropout:
+            raise ConfigError(
+                f"--lora-dropout {self.dropout} with --lora-use-dora: what has a length is the "
+                "sum of base and adapter, of one input; leave the dropout out"
+            )
+        known = {name: (int(r), float(alpha)) for name, (r, alpha) in self.modules.items()}
+        object.__setattr__(self, "modules", known)
 
     @property
     def scale(self) -> float:
         """What the correction is multiplied by."""
-        return self.alpha / (self.r**0.5 if self.use_rslora else self.r)
+        return self.scale_of(self.r, self.alpha)
+
+    def scale_of(self, r: int, alpha: float) -> float:
+        """What a correction of this rank and alpha is multiplied by."""
+        return alpha / (r**0.5 if self.use_rslora else r)
+
+    def of_module(self, name: str) -> tuple[int, float]:
+        """Rank and alpha of a module.
+
+        Args:
+            name: In the whole model, with its part, as ``modules`` has it.
+        """
+        return self.modules.get(name, (self.r, self.alpha))
+
+    @property
+    def from_base(self) -> bool:
+        """Whether A and B begin as factors of the base model's weights, taken out of these."""
+        return self.init.startswith(("pissa", "olora"))
+
+    @property
+    def plain(self) -> LoraConfig:
+        """Of the adapter that changes the base model as it is: of twice the rank if A and B began
+        as factors of its weights, by the same scale."""
+        if not self.from_base:
+            return self
+        grow = 2**0.5 if self.use_rslora else 2.0
+        modules = {name: (2 * r, grow * alpha) for name, (r, alpha) in self.modules.items()}
+        return replace(self, r=2 * self.r, alpha=grow * self.alpha, init="kaiming", modules=modules)
 
     def to_json(self) -> str:
         """The description next to an adapter's weights."""
@@ -124,6 +171,7 @@ class LoraConfig:
             modules_to_save=tuple(saved or ()),
             init=args.lora_init,
             use_rslora=args.lora_use_rslora,
+            use_dora=bool(value("use_dora", False)),
             adapter_name=args.lora_adapter_name,
             forward_hooks=tuple(args.lora_register_forward_hook or ()),
             seed=args.seed,
@@ -138,7 +186,7 @@ class LoraConfig:
         """
         try:
             values: dict[str, Any] = decode_json(check_path(path, "input").read_text("utf-8"))
-            known = {field.name for field in fields(cls)}
+            known = {one.name for one in fields(cls)}
             values = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in values.items()

@@ -25,7 +25,6 @@ from mindspeed.lora.linear import (
     Options,
     TPShard,
     adapted_class,
-    as_one,
     new_matrices,
     tp_shard_of,
 )
@@ -65,7 +64,12 @@ class AdaptedExperts(AdaptedLinear):
         first = first_expert(self.config)  # type: ignore[attr-defined]
         for i, (a, b) in enumerate(zip(self.lora_A, self.lora_B, strict=True)):
             weight = getattr(self, f"weight{i}")
-            yield AdaptedWeight(expert_layer(mlp, first + i, layer), weight, dict(a), dict(b))  # type: ignore[call-overload]
+            initial = None
+            if self._lora.config.from_base:
+                pair = self.lora_initial_A[i], self.lora_initial_B[i]  # type: ignore[index]
+                initial = dict(pair[0]), dict(pair[1])  # type: ignore[call-overload]
+            expert = expert_layer(mlp, first + i, layer)
+            yield AdaptedWeight(expert, weight, dict(a), dict(b), initial)  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor, m_splits: Any, *args: Any, **kwargs: Any) -> Any:
         """The frozen layer's result plus the correction of each expert's rows.
@@ -87,18 +91,20 @@ class AdaptedExperts(AdaptedLinear):
     def _correction(self, x: torch.Tensor, m_splits: torch.Tensor | Sequence[int]) -> torch.Tensor:
         sizes = torch.as_tensor(m_splits)
         dtype = compute_dtype(x, self.weight0)  # type: ignore[attr-defined]
-        pairs = [
-            as_one(a(), b(), self._lora.parts, None)
-            for a, b in zip(self.lora_A, self.lora_B, strict=True)
-        ]
+        pairs = [self._lora.as_one(a(), b()) for a, b in zip(self.lora_A, self.lora_B, strict=True)]
         a, b = (torch.stack(matrices).to(dtype) for matrices in zip(*pairs, strict=True))
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         out = gmm(gmm(rows, a, sizes, trans_b=True), b, sizes, trans_b=True)
-        return (out * self._lora.config.scale).view(*x.shape[:-1], out.shape[-1])
+        return (out * self._lora.scale).view(*x.shape[:-1], out.shape[-1])
 
 
 def give_expert_adapters(
-    module: Any, config: LoraConfig, shard: TPShard, targets: set[str], parts: dict[str, int]
+    module: Any,
+    config: LoraConfig,
+    shard: TPShard,
+    targets: set[str],
+    parts: dict[str, int],
+    name: str,
 ) -> None:
     """Turn a grouped layer into one with adapters, empty ones.
 
@@ -108,10 +114,13 @@ def give_expert_adapters(
         shard: How it is sharded.
         targets: Parts that get their own A and B, or ``all``.
         parts: This rank's rows of each part of one expert.
+        name: Of one of its experts in the whole model; the others have the same rank.
     """
     weights = [getattr(module, f"weight{i}") for i in range(module.num_gemms)]
-    pairs = [new_matrices(weight, config, shard, targets, parts) for weight in weights]
-    module.lora_A = torch.nn.ModuleList(a for a, _ in pairs)
-    module.lora_B = torch.nn.ModuleList(b for _, b in pairs)
-    module._lora = Options(config, shard, parts, None, type(module))
+    module._lora = Options.of(config, shard, parts, None, type(module), targets, name)
+    for kind in ("lora_", "lora_initial_")[: 1 + config.from_base]:
+        trained = kind == "lora_"
+        pairs = [new_matrices(weight, module._lora, trained=trained) for weight in weights]
+        setattr(module, f"{kind}A", torch.nn.ModuleList(a for a, _ in pairs))
+        setattr(module, f"{kind}B", torch.nn.ModuleList(b for _, b in pairs))
     module.__class__ = adapted_class(type(module), AdaptedExperts)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ transformers 5 has them. All three compute the same.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ def export_peft(checkpoint: Path, folder: str | Path) -> None:
         ConfigError: The model has no counterpart in Hugging Face.
     """
     args = common_state(checkpoint)["args"]
-    config = LoraConfig.from_json(checkpoint / DESCRIPTION)
+    config = LoraConfig.from_json(checkpoint / DESCRIPTION).plain
     shape = shape_of(args)
     if config.adapter_name != "default":
         folder = Path(folder) / config.adapter_name
@@ -79,7 +80,7 @@ def write(
 
     table = table_of(family, shape)
     out: dict[str, torch.Tensor] = {}
-    blocks: dict[str, int] = {}
+    sizes: dict[str, tuple[int, float]] = {}
     copies = set[str]()
     experts: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for layer, matrices in sorted(_by_layer(tensors).items(), key=lambda item: _order(item[0])):
@@ -94,14 +95,16 @@ def write(
         elif is_expert(layer):
             above = parameter.sources[0].split(".experts.")[0].rpartition(".")[0]
             name = next(n for n, ours in EXPERT_LAYERS.items() if layer.endswith(f".{ours}"))
-            pair = _one_pair(matrices, whole_parts(layer, parameter, shape))
-            experts.setdefault((above, name), []).append(pair)
-            blocks[f"experts.{name}"] = pair[0].shape[0] // config.r
+            a, b, scale = _one_pair(layer, config, matrices, whole_parts(layer, parameter, shape))
+            experts.setdefault((above, name), []).append((a, b))
+            sizes[f"{above}.experts.{name}"] = (a.shape[0], scale)
         else:
-            for module, (a, b) in _pairs(layer, matrices, parameter, shape).items():
+            for module, (a, b, scale) in _pairs(layer, config, matrices, parameter, shape).items():
                 out[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous().clone()
                 out[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
-                blocks[module.rpartition(".")[2]] = a.shape[0] // config.r
+                sizes[module] = (a.shape[0], scale)
+            if config.use_dora:
+                out |= _lengths(layer, matrices, parameter, shape)
     for (above, name), pairs in experts.items():
         # The last parameter's adapter is wrapped around the first one's.
         inner = name == "gate_up_proj" and (above, "down_proj") in experts
@@ -115,16 +118,45 @@ def write(
     targets = {n.rpartition(".")[2] for n in adapted if not FUSED.fullmatch(n)}
     whole = {name.rpartition(".")[2] for name in names - copies if ".lora_" not in name}
     parameters = [f"{EXPERTS}.{name}" for name in sorted({name for _, name in experts})]
+    if config.modules:  # some layers may have none
+        there = {source.removesuffix(".weight") for one in table.values() for source in one.sources}
+        targets = {
+            name
+            for target in targets
+            for name in _shortest(target, {m for m in there if _leaf(m) == target}, adapted)
+        }
     values = _config(config, sorted(targets), whole, base)
-    several = {name: count for name, count in blocks.items() if count > 1}
-    grow = 0.5 if config.use_rslora else 1.0
-    values["rank_pattern"] = {name: config.r * count for name, count in several.items()}
-    values["alpha_pattern"] = {name: config.alpha * count**grow for name, count in several.items()}
+    ranks = {module: r for module, (r, _) in sizes.items()}
+    alphas = {m: s * (r**0.5 if config.use_rslora else r) for m, (r, s) in sizes.items()}
+    values["rank_pattern"] = _pattern(ranks, config.r)
+    values["alpha_pattern"] = _pattern(alphas, config.alpha)
     if parameters:
         values["target_parameters"] = parameters
     if copies:
         values["ensure_weight_tying"] = True
     atomic_write_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
+
+
+def _leaf(module: str) -> str:
+    return module.rpartition(".experts.")[1].lstrip(".") + module.rpartition(".")[2]
+
+
+def _shortest(leaf: str, there: set[str], adapted: set[str]) -> set[str]:
+    """Names that mean the adapted ones of all modules that end in ``leaf``."""
+    return {leaf} if there <= adapted else there & adapted
+
+
+def _pattern(values: Mapping[str, float], default: float) -> dict[str, float]:
+    """Values that are not the default one, by the last name where all modules of it agree."""
+    by_leaf: dict[str, dict[str, float]] = {}
+    for module, value in values.items():
+        by_leaf.setdefault(_leaf(module), {})[module] = value
+    found: dict[str, float] = {}
+    for leaf, own in by_leaf.items():
+        if len(set(own.values())) == 1:
+            own = {leaf: next(iter(own.values()))}
+        found |= {name: v for name, v in own.items() if not math.isclose(v, default)}
+    return found
 
 
 def _order(layer: str) -> list[str | int]:
@@ -133,14 +165,21 @@ def _order(layer: str) -> list[str | int]:
 
 
 def _one_pair(
-    matrices: Mapping[str, torch.Tensor], parts: Mapping[str, int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of a whole layer; parts become blocks."""
+    layer: str, config: LoraConfig, matrices: Mapping[str, torch.Tensor], parts: Mapping[str, int]
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """A, B and scale of a whole layer; parts become blocks."""
     lora_a, lora_b = (
         {k.removeprefix(half): m for k, m in matrices.items() if k.startswith(half)}
         for half in ("lora_A.", "lora_B.")
     )
-    return as_one(lora_a, lora_b, parts, None)
+    scales = {name: _scale(layer, name, config) for name in lora_a}
+    scale = next(iter(scales.values()))
+    scaled = {name: b * (scales.get(name, scale) / scale) for name, b in lora_b.items()}
+    return *as_one(lora_a, scaled, parts, None), scale
+
+
+def _scale(layer: str, part: str, config: LoraConfig) -> float:
+    return config.scale_of(*config.of_module(f"{layer}.{part}"))
 
 
 def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -156,9 +195,13 @@ def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
 
 
 def _pairs(
-    layer: str, matrices: Mapping[str, torch.Tensor], parameter: Parameter, shape: Shape
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A and B of each Hugging Face module of a layer."""
+    layer: str,
+    config: LoraConfig,
+    matrices: Mapping[str, torch.Tensor],
+    parameter: Parameter,
+    shape: Shape,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
+    """A, B and scale of each Hugging Face module of a layer."""
     shared = matrices.get(f"lora_A.{WHOLE}")
     parts = whole_parts(layer, parameter, shape)
     found = {}
@@ -166,13 +209,35 @@ def _pairs(
         part = part_of(rows, parts)
         if shared is not None:
             stacked = torch.cat([matrices[f"lora_B.{name}"] for name in parts])
-            found[module] = shared, stacked[rows]
+            found[module] = shared, stacked[rows], _scale(layer, WHOLE, config)
         elif part == WHOLE:
-            a, b = _one_pair(matrices, parts)
-            found[module] = a, b[rows]
+            a, b, scale = _one_pair(layer, config, matrices, parts)
+            found[module] = a, b[rows], scale
         elif f"lora_A.{part}" in matrices:
-            b = matrices[f"lora_B.{part}"]
-            found[module] = matrices[f"lora_A.{part}"], b[rows - start_of(part, parts)]
+            b = matrices[f"lora_B.{part}"][rows - start_of(part, parts)]
+            found[module] = matrices[f"lora_A.{part}"], b, _scale(layer, part, config)
+    return found
+
+
+def _lengths(
+    layer: str, matrices: Mapping[str, torch.Tensor], parameter: Parameter, shape: Shape
+) -> dict[str, torch.Tensor]:
+    """Lengths of the rows of each Hugging Face module of a layer, by their keys in the file."""
+    parts = whole_parts(layer, parameter, shape)
+    unknown = [torch.full((rows,), math.nan) for rows in parts.values()]
+    own = (matrices.get(f"lora_magnitude.{n}", o) for n, o in zip(parts, unknown, strict=True))
+    stacked = torch.cat(list(own))
+    found = {}
+    for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
+        lengths = stacked[rows]
+        if lengths.isnan().all():
+            continue
+        if lengths.isnan().any():
+            raise ConfigError(
+                f"{layer}: peft has one adapter for {module}, with a length of every row, and "
+                "only some of its parts were adapted with --lora-use-dora"
+            )
+        found[f"{PREFIX}{module}.lora_magnitude_vector"] = lengths
     return found
 
 
@@ -185,6 +250,7 @@ def _config(config: LoraConfig, targets: list[str], whole: set[str], base: str) 
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
+        "use_dora": config.use_dora,
         "target_modules": targets,
         "modules_to_save": sorted(whole) or None,
         "bias": "none",

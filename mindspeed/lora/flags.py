@@ -18,6 +18,8 @@ _DESCRIBED = {
     "lora_r": "r",
     "lora_alpha": "alpha",
     "lora_use_rslora": "use_rslora",
+    "lora_use_dora": "use_dora",
+    "lora_init": "init",
 }
 
 
@@ -33,7 +35,7 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
         if args.auto_resume and tracked(args.save or "") is not None and asked(args):
             args.lora_load, args.finetune = args.save, False
         if args.lora_load and not _asked_anew(args):
-            described = config_of(args.lora_load, train=True)
+            described = config_of(args.lora_load)
             for flag, field in _DESCRIBED.items():
                 setattr(args, flag, getattr(described, field))
         config = LoraConfig.from_args(args)

@@ -90,12 +90,14 @@ class AdaptedWeight(NamedTuple):
         weight: The frozen weight, this rank's slice.
         a: A of each part that has one, or one for ``all``.
         b: B of each part.
+        initial: What A and B began as, if the weight has lost that; the same names.
     """
 
     name: str
     weight: torch.Tensor
     a: Mapping[str, torch.nn.Parameter]
     b: Mapping[str, torch.nn.Parameter]
+    initial: tuple[Mapping[str, torch.nn.Parameter], Mapping[str, torch.nn.Parameter]] | None
 
 
 class Matrices(torch.nn.ParameterDict):
@@ -124,21 +126,40 @@ class AdaptedLinear:
 
     lora_A: Matrices
     lora_B: Matrices
+    lora_initial_A: Matrices
+    lora_initial_B: Matrices
+    lora_magnitude: Matrices
     _lora: Options
 
     def adapted_weights(self, name: str) -> Iterator[AdaptedWeight]:
         """The weights of the layer that is called ``name`` in the whole model."""
-        yield AdaptedWeight(name, self.weight, dict(self.lora_A), dict(self.lora_B))  # type: ignore[attr-defined]
+        initial = None
+        if self._lora.config.from_base:
+            initial = dict(self.lora_initial_A), dict(self.lora_initial_B)
+        a, b = dict(self.lora_A), dict(self.lora_B)
+        yield AdaptedWeight(name, self.weight, a, b, initial)  # type: ignore[attr-defined]
 
     def adapter(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[R, in]`` and B ``[out, R]`` of all parts in ``dtype``; B is block-diagonal."""
-        a, b = as_one(self.lora_A(), self.lora_B(), self._lora.parts, self._lora.order)
+        a, b = self._lora.as_one(self.lora_A(), self.lora_B())
         return a.to(dtype), b.to(dtype)
 
-    def delta(self, entry: AdaptedWeight) -> torch.Tensor:
-        """``s B A`` of this rank's shard of a weight: ``[out, in]``, fp32."""
-        a, b = as_one(entry.a, entry.b, self._lora.parts, self._lora.order)
-        return (b.float() @ a.float()).mul_(self._lora.config.scale)
+    def delta(self, a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """``s B A`` of this rank's shard of a weight: ``[out, in]``, fp32.
+
+        Args:
+            a: As :class:`AdaptedWeight` has them.
+            b: As :class:`AdaptedWeight` has them.
+        """
+        whole_a, whole_b = self._lora.as_one(a, b)
+        return (whole_b.float() @ whole_a.float()).mul_(self._lora.scale)
+
+    def merged(self, entry: AdaptedWeight) -> torch.Tensor:
+        """This rank's shard of a weight with its adapter: ``[out, in]``, fp32."""
+        weight = entry.weight.float() + self.delta(entry.a, entry.b)
+        if self._lora.config.use_dora:
+            weight *= self._lora.length_factors(weight, self.lora_magnitude())[:, None]
+        return weight
 
     def _multiply(
         self,
@@ -150,8 +171,14 @@ class AdaptedLinear:
         """Override the product of a linear layer of :mod:`mindspeed.te`."""
         a, b = self.adapter(compute_dtype(inp, weight))
         mask = self._lora.mask(inp, communication) if self.training else None  # type: ignore[attr-defined]
-        scale = self._lora.config.scale
-        return adapted_linear(inp, weight, bias, a, b, mask, scale, communication)
+        scale = self._lora.scale
+        if not self._lora.config.use_dora:
+            return adapted_linear(inp, weight, bias, a, b, mask, scale, communication)
+        out = adapted_linear(inp, weight, None, a, b, mask, scale, communication)
+        with torch.no_grad():
+            merged = weight.to(a.dtype) + scale * (b @ a)
+        out = out * self._lora.length_factors(merged, self.lora_magnitude()).to(out.dtype)
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 class Options(NamedTuple):
@@ -163,6 +190,9 @@ class Options(NamedTuple):
         parts: This rank's rows of each part.
         order: As for :func:`as_one`.
         original: The class of the layer without adapter.
+        ranks: Rank of each adapted part, or of ``all``.
+        scale: What the correction is multiplied by.
+        ratios: What the B of a part is multiplied by before, if that is another number.
     """
 
     config: LoraConfig
@@ -170,6 +200,93 @@ class Options(NamedTuple):
     parts: dict[str, int]
     order: torch.Tensor | None
     original: type
+    ranks: dict[str, int]
+    scale: float
+    ratios: dict[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        config: LoraConfig,
+        shard: TPShard,
+        parts: dict[str, int],
+        order: torch.Tensor | None,
+        original: type,
+        targets: set[str],
+        name: str,
+    ) -> Options:
+        """The options of a layer.
+
+        Args:
+            config: Of all adapters.
+            shard: How the layer is sharded.
+            parts: This rank's rows of each part.
+            order: As for :func:`as_one`.
+            original: The class of the layer.
+            targets: Parts that get their own A and B, or ``all``.
+            name: Of the layer in the whole model.
+        """
+        named = [WHOLE] if WHOLE in targets else [part for part in parts if part in targets]
+        sizes = {part: config.of_module(f"{name}.{part}") for part in named}
+        scales = {part: config.scale_of(*size) for part, size in sizes.items()}
+        scale = next(iter(scales.values()), config.scale)
+        ratios = {part: own / scale for part, own in scales.items() if own != scale}
+        ranks = {part: r for part, (r, _) in sizes.items()}
+        return cls(config, shard, parts, order, original, ranks, scale, ratios)
+
+    def as_one(
+        self, a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:func:`as_one` of this layer; B of a part with another scale makes up for it."""
+        if self.ratios:
+            b = {name: matrix * self.ratios.get(name, 1.0) for name, matrix in b.items()}
+        return as_one(a, b, self.parts, self.order)
+
+    def length_factors(
+        self, merged: torch.Tensor, magnitudes: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What each row of ``W + s B A`` is multiplied by to have its trained length (DoRA).
+
+        The length that it has is a constant of the backward pass (arXiv 2402.09353, section 4.3).
+        Of a row-parallel layer it is summed over the ranks: ``[out]`` in an all-reduce.
+
+        Args:
+            merged: This rank's shard, ``[out, in]``.
+            magnitudes: ``[rows]`` of each part that has an adapter.
+
+        Returns:
+            ``[out]``, fp32 or the wider dtype of ``merged``; 1 for rows without an adapter.
+        """
+        rows = list(self.parts.items())
+        lengths = self.lengths(merged)
+        lengths = torch.where(lengths > 0, lengths, torch.ones_like(lengths))  # rows of padding
+        ones = (lengths.new_ones(count) for _, count in rows)
+        own = self.unordered(lengths).split([count for _, count in rows])
+        factors = torch.cat(
+            [
+                magnitudes[name] / length if name in magnitudes else one
+                for (name, _), length, one in zip(rows, own, ones, strict=True)
+            ]
+        )
+        return factors if self.order is None else factors[self.order]
+
+    @torch.no_grad()
+    def lengths(self, merged: torch.Tensor) -> torch.Tensor:
+        """Length of each whole row of ``merged [out, in]``: ``[out]``, fp32 or wider."""
+        wide = torch.promote_types(merged.dtype, torch.float32)
+        if self.shard.mode != "row" or self.shard.size == 1:
+            return torch.linalg.vector_norm(merged, dim=1, dtype=wide)
+        squares = merged.to(wide).square().sum(1)
+        dist.all_reduce(squares, group=self.shard.group)
+        return squares.sqrt_()
+
+    def unordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows ``[out, ...]`` of the weight as the concatenated parts have them."""
+        if self.order is None:
+            return rows
+        result = torch.empty_like(rows)
+        result[self.order] = rows
+        return result
 
     def mask(self, x: torch.Tensor, communication: LinearCommunication) -> torch.Tensor | None:
         """The dropout mask of the input: 0 or 1 / (1 - p); None without dropout.
@@ -234,6 +351,7 @@ def give_adapter(
     targets: set[str],
     parts: dict[str, int],
     order: torch.Tensor | None,
+    name: str = "",
 ) -> None:
     """Turn a linear layer into one with an adapter; A and B are empty.
 
@@ -244,40 +362,38 @@ def give_adapter(
         targets: Parts that get their own A and B, or ``all``.
         parts: This rank's rows of each part.
         order: ``[out]``, int64, or None; as for :func:`as_one`.
+        name: Of the layer in the whole model.
     """
-    module.lora_A, module.lora_B = new_matrices(module.weight, config, shard, targets, parts)
-    module._lora = Options(config, shard, parts, order, type(module))
+    module._lora = Options.of(config, shard, parts, order, type(module), targets, name)
+    module.lora_A, module.lora_B = new_matrices(module.weight, module._lora)
+    if config.from_base:
+        pair = new_matrices(module.weight, module._lora, trained=False)
+        module.lora_initial_A, module.lora_initial_B = pair
+    if config.use_dora:
+        module.lora_magnitude = _new_magnitudes(module.weight, module._lora)
     local_linears.convert(module)
     module.__class__ = adapted_class(type(module), AdaptedLinear)  # type: ignore[arg-type]
 
 
 def new_matrices(
-    weight: torch.Tensor,
-    config: LoraConfig,
-    shard: TPShard,
-    targets: set[str],
-    parts: dict[str, int],
+    weight: torch.Tensor, options: Options, *, trained: bool = True
 ) -> tuple[Matrices, Matrices]:
     """Allocate A and B of one weight, uninitialised.
 
     Args:
         weight: ``[out, in]`` of this rank, any dtype.
-        config: As for :func:`give_adapter`.
-        shard: As for :func:`give_adapter`.
-        targets: As for :func:`give_adapter`.
-        parts: As for :func:`give_adapter`.
+        options: Of its layer.
+        trained: Whether they need gradients.
 
     Returns:
         fp32 A ``[r, in]`` and B ``[rows of the part, r]`` by part.
     """
-    whole = WHOLE in targets
-    shared = [WHOLE] if whole else [name for name in parts if name in targets]
-    own = list(parts) if whole else shared
-    options: dict[str, Any] = {"dtype": torch.float32, "device": weight.device}
-    new = lambda *size: torch.nn.Parameter(torch.empty(size, **options))  # noqa: E731
+    parts, ranks, shard = options.parts, options.ranks, options.shard
+    rank_of = (lambda name: ranks[WHOLE]) if WHOLE in ranks else ranks.__getitem__
+    own = list(parts) if WHOLE in ranks else list(ranks)
     # Pairs keep their order, a dict would be sorted.
-    lora_a = Matrices([(n, new(config.r, weight.shape[1])) for n in shared])
-    lora_b = Matrices([(n, new(parts[n], config.r)) for n in own])
+    lora_a = Matrices([(n, _new(weight, trained, r, weight.shape[1])) for n, r in ranks.items()])
+    lora_b = Matrices([(n, _new(weight, trained, parts[n], rank_of(n))) for n in own])
     for matrices, dim, sharded in (
         (lora_a, 1, shard.mode == "row"),
         (lora_b, 0, shard.mode == "column"),
@@ -293,10 +409,29 @@ def new_matrices(
     return lora_a, lora_b
 
 
+def _new_magnitudes(weight: torch.Tensor, options: Options) -> Matrices:
+    """Allocate the length of each row with an adapter: ``[rows of the part]``, fp32."""
+    parts, shard = options.parts, options.shard
+    adapted = [name for name in parts if name in options.ranks or WHOLE in options.ranks]
+    lengths = Matrices([(name, _new(weight, True, parts[name])) for name in adapted])
+    partial = shard.sequence_parallel and shard.size > 1
+    for parameter in lengths.values():
+        dim = 0 if shard.mode == "column" else None
+        mark_adapter(parameter, weight, dim, shard.group if partial else None)
+    return lengths
+
+
+def _new(weight: torch.Tensor, trained: bool, *size: int) -> torch.nn.Parameter:
+    empty = torch.empty(size, dtype=torch.float32, device=weight.device)
+    return torch.nn.Parameter(empty, requires_grad=trained)
+
+
 def take_adapter(module: Any) -> None:
     """Undo :func:`give_adapter`."""
     module.__class__ = module._lora.original
-    del module.lora_A, module.lora_B, module._lora
+    for name in [name for name in module._modules if name.startswith("lora_")]:
+        delattr(module, name)
+    del module._lora
 
 
 @functools.cache

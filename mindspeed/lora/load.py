@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
@@ -16,7 +17,8 @@ from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach
 from mindspeed.lora.config import DESCRIPTION, LoraConfig
 from mindspeed.lora.hf_names import shape_of_model
-from mindspeed.lora.names import in_whole_model, is_adapter_weight, is_end, is_expert
+from mindspeed.lora.initial import take_out
+from mindspeed.lora.names import in_whole_model, is_end, is_expert
 from mindspeed.lora.state import base_of, check_base, sharded_state
 from mindspeed.models.shape import Shape
 from mindspeed.storage import directory
@@ -36,31 +38,54 @@ def is_peft(path: str | Path) -> bool:
     return (Path(path) / peft.CONFIG).is_file()
 
 
-def config_of(path: str | Path, *, train: bool = False) -> LoraConfig:
+def config_of(path: str | Path) -> LoraConfig:
     """Options of the adapter in a directory.
 
     Args:
         path: As for :func:`load`.
-        train: It is to be trained on.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or cannot be trained on.
+        CheckpointError: There is none, or it is damaged.
     """
     if is_peft(path):
-        files = peft.read(path)
-        if train:
-            files.check_attached(tied_model=False, train=True)
-        return files.config
+        return peft.read(path).config
     return LoraConfig.from_json(iteration_of(path) / DESCRIPTION)
 
 
-def load(chunks: Iterable[Any], path: str | Path, *, train: bool = False) -> LoraConfig:
+def attach_by_flags(chunks: Iterable[Any], args: argparse.Namespace) -> None:
+    """Attach the adapters of ``--lora-*`` flags, if there are any; those of ``--lora-load``, too.
+
+    Args:
+        chunks: This rank's pipeline stages, wrapped for precision or not.
+        args: Final values.
+
+    Raises:
+        CheckpointError: The adapter can only be merged, or belongs to another model.
+    """
+    config, modules = LoraConfig.from_args(args), unwrap(chunks)
+    if config is None:
+        return
+    if args.lora_load and is_peft(args.lora_load):
+        described = _checked(peft.read(args.lora_load), modules)
+        config = replace(config, modules=described.modules)
+    elif args.lora_load:
+        config = replace(config, modules=config_of(args.lora_load).modules)
+    attach(modules, config)
+
+
+def _checked(files: peft.PeftFiles, modules: list[Any]) -> LoraConfig:
+    """Options of an adapter that these stages can have."""
+    tied = any(module.share_embeddings_and_output_weights for module in modules)
+    files.check_attached(tied_model=tied)
+    return peft.attached_config(files, shape_of_model(modules[0]))
+
+
+def load(chunks: Iterable[Any], path: str | Path) -> LoraConfig:
     """Load an adapter into a model; attach it first if the model has none. Collective.
 
     Args:
         chunks: This rank's pipeline stages, wrapped or not; the base model's weights are in them.
         path: ``--save`` of a LoRA training, one iteration of it, or a PEFT directory.
-        train: It is to be trained on.
 
     Returns:
         Its options.
@@ -71,35 +96,34 @@ def load(chunks: Iterable[Any], path: str | Path, *, train: bool = False) -> Lor
     """
     modules = unwrap(chunks)
     files = peft.read(path) if is_peft(path) else None
-    if files is not None:
-        tied = any(module.share_embeddings_and_output_weights for module in modules)
-        files.check_attached(tied_model=tied, train=train)
-    config = config_of(path) if files is None else files.config
+    config = config_of(path) if files is None else _checked(files, modules)
     present = adapted(modules)
     if present is None:
         attach(modules, config)
-    elif (present.r, present.scale) != (config.r, config.scale):
+    elif (present.r, present.scale, present.modules) != (config.r, config.scale, config.modules):
         raise CheckpointError(
             f"{path}: the adapter has rank {config.r} and scale {config.scale:g}, the flags ask "
             f"for {present.r} and {present.scale:g}; leave out --lora-r and --lora-alpha"
         )
     if files is not None:
-        _load_peft(modules, files, config.r)
+        _load_peft(modules, files)
     else:
         _load_checkpoint(modules, iteration_of(path))
+        for module in modules:
+            take_out(module)
     return config
 
 
 def whole_adapter(path: str | Path, shape: Shape) -> dict[str, torch.Tensor]:
-    """An adapter's whole tensors by the names of our checkpoints; no model, no process group.
+    """A plain adapter's whole tensors by the names of our checkpoints; no model, no process group.
 
     Args:
         path: As for :func:`load`.
         shape: Sizes of the base model.
 
     Returns:
-        A ``[r, in]`` and B ``[rows of the part, r]`` of each part and the trained base tensors, in
-        the dtypes of the files.
+        A ``[r, in]`` and B ``[rows of the part, r]`` of each part, of :attr:`LoraConfig.plain`, its
+        magnitudes and the trained base tensors, in the dtypes of the files.
 
     Raises:
         CheckpointError: There is no adapter, or it belongs to another model.
@@ -107,7 +131,12 @@ def whole_adapter(path: str | Path, shape: Shape) -> dict[str, torch.Tensor]:
     if is_peft(path):
         return peft.whole_tensors(peft.read(path), shape)
     stored = GlobalTensors(iteration_of(path))
-    return {key: stored.read(key, ()) for key in stored if is_weight(key)}
+    tensors = {key: stored.read(key, ()) for key in stored if is_weight(key)}
+    for key in [key for key in tensors if ".lora_initial_" in key]:
+        first = tensors.pop(key)
+        own, down = key.replace(".lora_initial_", ".lora_"), ".lora_initial_A." in key
+        tensors[own] = torch.cat((tensors[own], first if down else -first), 0 if down else 1)
+    return tensors
 
 
 def samples_of(path: str | Path) -> dict[str, list[float]]:
@@ -186,33 +215,23 @@ def is_weight(key: str) -> bool:
 
 
 @torch.no_grad()
-def _load_peft(modules: list[Any], files: peft.PeftFiles, r: int) -> None:
+def _load_peft(modules: list[Any], files: peft.PeftFiles) -> None:
     from megatron.core import parallel_state
 
-    partial = files.not_trained is not None
     for module in modules:
-        tensors = peft.whole_tensors(files, shape_of_model(module))
+        tensors = peft.whole_tensors(files, shape_of_model(module), own_scales=True)
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
             key = in_whole_model(module, name)
-            if key not in tensors and partial and is_adapter_weight(key):
-                parameter.zero_()
-                continue
             if key not in tensors:
                 raise CheckpointError(f"{files.folder}: there is nothing for {key}")
             if is_expert(key):
                 rank = parallel_state.get_expert_tensor_parallel_rank()
             else:
                 rank = parallel_state.get_tensor_model_parallel_rank()
-            _copy_slice(parameter, _padded(key, tensors[key], r), rank)
-
-
-def _padded(key: str, whole: torch.Tensor, r: int) -> torch.Tensor:
-    """A and B of a smaller rank with zeros up to ``r``; other tensors as they are."""
-    if ".lora_A." in key:
-        return F.pad(whole, (0, 0, 0, r - whole.shape[0]))
-    return F.pad(whole, (0, r - whole.shape[1])) if ".lora_B." in key else whole
+            # Padding of the vocabulary has no length there.
+            _copy_slice(parameter, tensors[key].nan_to_num(0), rank)
 
 
 def _copy_slice(parameter: Any, whole: torch.Tensor, rank: int) -> None:

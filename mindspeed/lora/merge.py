@@ -16,6 +16,7 @@ from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted_layers, detach
+from mindspeed.lora.config import WHOLE
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.layers import order_of
 from mindspeed.lora.linear import as_one, take_adapter
@@ -33,8 +34,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 def merge(chunks: Iterable[Any]) -> None:
     """Add every adapter to its layer's weight and remove it; the model is a plain one again.
 
-    Each rank merges its slices, nothing is communicated. The parameters stay frozen. Taking the
-    adapter out again is exact only in fp32.
+    Each rank merges its slices; nothing is communicated but lengths of rows that ranks share
+    (DoRA). The parameters stay frozen. Taking the adapter out again is exact only in fp32.
 
     Args:
         chunks: This rank's pipeline stages, wrapped for precision or not.
@@ -42,7 +43,7 @@ def merge(chunks: Iterable[Any]) -> None:
     for chunk in unwrap(chunks):
         for name, layer in adapted_layers(chunk):
             for entry in layer.adapted_weights(name):
-                entry.weight.copy_(entry.weight.float() + layer.delta(entry))
+                entry.weight.copy_(layer.merged(entry))
             take_adapter(layer)
         detach(chunk)
 
@@ -69,7 +70,7 @@ class Merged(WeightSource):
         self.unused = source.unused
         self._source, self._adapter = source, adapter
         self._originals = {parameter.name: parameter for parameter in source.table}
-        self._config = config_of(adapter) if self._files is None else self._files.config
+        self._config = config_of(adapter).plain if self._files is None else self._files.config
         self._base = samples_of(adapter)
         self._layers: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         self._whole: dict[str, torch.Tensor] = {}
@@ -149,11 +150,20 @@ class Merged(WeightSource):
     def _matrices(self, layer: str, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         parts = whole_parts(layer, parameter, self.shape)
         order = order_of(parts, self.shape["head"])
-        a, b = as_one(self._layers[layer]["A"], self._layers[layer]["B"], parts, order)
+        a, b = as_one(self._layers[layer]["A"], self._scaled(layer), parts, order)
         if parameter.name.startswith(_OUTPUT):  # the base may be padded otherwise
             real = b[: self.shape["vocab"]]
             b = torch.cat((real, real.new_zeros(parameter.shape[0] - real.shape[0], b.shape[1])))
         return a, b
+
+    def _scaled(self, layer: str) -> dict[str, torch.Tensor]:
+        """B of each part, for the scale of the adapter."""
+        shared = WHOLE in self._layers[layer]["A"]
+        names = {name: f"{layer}.{WHOLE if shared else name}" for name in self._layers[layer]["B"]}
+        config = self._config
+        scales = {n: config.scale_of(*config.of_module(full)) for n, full in names.items()}
+        pairs = self._layers[layer]["B"].items()
+        return {name: b * (scales[name] / config.scale) for name, b in pairs}
 
     def _check(
         self,

@@ -16,7 +16,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)(?=\.|$)")
 _EXPERTS = ".experts."
 _EXPERT = re.compile(r"\.local_experts\.(\d+)(?=\.)")
 # Grouped experts are one module; their matrices have the names that those of single experts have.
-_GROUPED = re.compile(r"\.experts\.(\w+)\.(lora_[AB])\.(\d+)\.")
+_GROUPED = re.compile(r"\.experts\.(\w+)\.(lora_(?:initial_)?[AB])\.(\d+)\.")
+_MATRIX = re.compile(r"\.lora_(A|B|initial_A|initial_B|magnitude)\.")
 # Ends of the model rather than layers of it.
 _ENDS = ("output_layer", "word_embeddings")
 
@@ -63,7 +64,7 @@ def is_expert(name: str) -> bool:
 
 def is_adapter_weight(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return _MATRIX.search(name) is not None
 
 
 def is_end(name: str) -> bool:

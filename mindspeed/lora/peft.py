@@ -7,17 +7,16 @@ PEFT knows Hugging Face's layers, where q, k and v are three; the family's mappi
 rows of a Megatron layer they are. Experts are one module each, or, as transformers 5 has them, one
 parameter of three dimensions for all (``target_parameters``).
 
-Merged into weights, every adapter that :mod:`mindspeed.lora.peft_fields` lets pass is exact. Ranks
-and scales by module become one of each: the smaller A and B are padded with zeros, the other B
-multiplied. That computes the same, but would train otherwise, so such adapters are not trained.
+Merged into weights, every adapter that :mod:`mindspeed.lora.peft_fields` lets pass is exact.
+Attached, each module has the rank and the scale that the file says (:func:`attached_config`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,8 @@ class PeftFiles:
         whole: Hugging Face tensor of a module that is saved whole -> the tensor.
         magnitudes: Hugging Face module -> length of each row of its weight, ``[rows]`` (DoRA).
         tied: An embedding that is saved whole is the tied output layer, too.
+        uniform: All modules that ``config`` names have an adapter of its rank and scale.
         not_attached: Why it can only be merged; None if a model can have it attached.
-        not_trained: Why it cannot be trained on; None if it can.
     """
 
     folder: Path
@@ -72,8 +71,8 @@ class PeftFiles:
     whole: Mapping[str, torch.Tensor]
     magnitudes: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tied: bool = False
+    uniform: bool = True
     not_attached: str | None = None
-    not_trained: str | None = None
 
     @property
     def ends(self) -> dict[str, torch.Tensor]:
@@ -81,23 +80,21 @@ class PeftFiles:
         weights = {n.removesuffix(".weight"): w for n, w in self.whole.items()}
         return {name: w for name, w in weights.items() if name.rpartition(".")[2] in _ENDS}
 
-    def check_attached(self, *, tied_model: bool, train: bool) -> None:
+    def check_attached(self, *, tied_model: bool) -> None:
         """See that a model can have the adapter without merging it.
 
         Args:
             tied_model: The model's embedding is its output layer, too.
-            train: It is to be trained on.
 
         Raises:
             CheckpointError: It cannot; names the reason and the command that merges it.
         """
-        reason = self.not_attached or (self.not_trained if train else None)
+        reason = self.not_attached
         if reason is None and tied_model and self.ends and not self.tied:
             reason = f"modules_to_save = {sorted(self.ends)} unties the embedding"
         if reason is not None:
-            what = "trained on" if train else "used"
             raise CheckpointError(
-                f"{self.folder}: {reason}; such an adapter is merged before it is {what}: "
+                f"{self.folder}: {reason}; such an adapter is merged before it is used: "
                 f"mindspeed merge-lora --load BASE --lora-load {self.folder} --save MERGED"
             )
 
@@ -166,30 +163,20 @@ def read(folder: str | Path) -> PeftFiles:
         dropout=values.get("lora_dropout") or 0.0,
         modules_to_save=tuple(sorted({end_of(name) for name in ends})),
         use_rslora=bool(values.get("use_rslora")),
+        use_dora=bool(values.get("use_dora")),
     )
     others = sorted(found.whole.keys() - ends)
-    not_attached = None
-    if found.magnitudes:
-        not_attached = "use_dora = true"
-    elif others:
-        not_attached = f"modules_to_save has {others[0]}"
-    not_trained = None
-    if len(ranks) > 1:
-        not_trained = "rank_pattern gives modules different ranks"
-    elif not all(_same(one, scale) for one in scales):
-        not_trained = "alpha_pattern gives modules different scales"
-    elif _some_layers(values):
-        not_trained = "layers_to_transform or target_modules leave out layers"
+    same = len(ranks) < 2 and all(_same(one, scale) for one in scales)
     return PeftFiles(
         folder,
         config,
-        {module: _rescaled(blocks, scale) for module, blocks in pairs.items()},
-        {key: [_rescaled(blocks, scale) for blocks in each] for key, each in experts.items()},
+        pairs,
+        experts,
         found.whole,
         found.magnitudes,
         bool(values.get("ensure_weight_tying")),
-        not_attached,
-        not_trained,
+        same and not _some_layers(values),
+        f"modules_to_save has {others[0]}" if others else None,
     )
 
 
@@ -252,16 +239,6 @@ def _drop_copy(whole: dict[str, torch.Tensor], folder: Path) -> None:
 
 def _divisor(values: Mapping[str, Any], rank: int) -> float:
     return rank**0.5 if values.get("use_rslora") else float(rank)
-
-
-def _rescaled(blocks: Iterable[Block], scale: float) -> tuple[Block, ...]:
-    """Blocks that ``scale`` is right for: their own is in B."""
-    return tuple(
-        block
-        if _same(block.scale, scale)
-        else block._replace(b=block.b * (block.scale / scale), scale=scale)
-        for block in blocks
-    )
 
 
 def _same(one: float, other: float) -> bool:
@@ -337,57 +314,99 @@ def _target(module: str, block: Block) -> str:
     return name
 
 
-def whole_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
+def whole_tensors(
+    files: PeftFiles, shape: Shape, *, own_scales: bool = False
+) -> dict[str, torch.Tensor]:
     """A PEFT adapter under the names of our adapter checkpoints.
 
     Args:
         files: The adapter.
         shape: Sizes of the base model; the vocabulary's may be the padded one.
+        own_scales: Every B is for the scale of its module, not for the configuration's.
 
     Returns:
         A ``[r, in]`` and B ``[rows of the part, r]`` of each part, its magnitudes ``[rows]`` and
-        the trained embedding and output layer, fp32; r is at most the configuration's.
+        the trained embedding and output layer, fp32.
 
     Raises:
         CheckpointError: It belongs to another model; names the layer.
     """
-    layers = {
-        f"decoder.layers.{number}.mlp.experts.local_experts.{expert}.{EXPERT_LAYERS[name]}": blocks
-        for (number, name), experts in files.experts.items()
-        for expert, blocks in enumerate(experts)
-    }
+    tensors: dict[str, torch.Tensor] = {}
     try:
-        ends = files.ends
-        _, table = family_with([*files.pairs, *ends], layers, shape)
-        tensors: dict[str, torch.Tensor] = {}
+        table, placed = _placed(files, shape)
+        for layer, parts, rows, block in placed:
+            own = block.scale
+            scale = own if own_scales or _same(own, files.config.scale) else files.config.scale
+            tensors |= _layer_tensors(layer, block.a, block.b * (own / scale), rows, parts)
         for layer, parameter in table.items():
             parts = whole_parts(layer, parameter, shape)
-            if layer in layers:
-                rows = torch.arange(parameter.shape[0])
-                tensors |= _tensors(layer, layer, layers[layer], rows, parts, parameter)
             for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
-                if module in files.pairs:
-                    blocks = files.pairs[module]
-                    tensors |= _tensors(layer, module, blocks, rows, parts, parameter)
                 if module in files.magnitudes:
                     lengths = files.magnitudes[module]
                     tensors |= _magnitude_tensors(layer, lengths, rows, parts)
-                if module in ends:
-                    tensors[f"{layer}.weight"] = ends[module]
+                if module in files.ends:
+                    tensors[f"{layer}.weight"] = files.ends[module]
     except CheckpointError as error:
         raise CheckpointError(f"{files.folder} is of another model: {error}") from None
     return tensors
 
 
-def _tensors(
+def attached_config(files: PeftFiles, shape: Shape) -> LoraConfig:
+    """The options of an adapter that a model is to have: with rank and alpha of each module.
+
+    Args:
+        files: The adapter.
+        shape: As for :func:`whole_tensors`.
+
+    Raises:
+        CheckpointError: It belongs to another model; names the layer.
+    """
+    if files.uniform:
+        return files.config
+    modules = {}
+    try:
+        _, placed = _placed(files, shape)
+    except CheckpointError as error:
+        raise CheckpointError(f"{files.folder} is of another model: {error}") from None
+    for layer, parts, rows, block in placed:
+        r = block.a.shape[0]
+        alpha = block.scale * (r**0.5 if files.config.use_rslora else r)
+        modules[f"{layer}.{part_of(rows, parts)}"] = (r, alpha)
+    return replace(files.config, modules=modules)
+
+
+_Placed = tuple[str, Mapping[str, int], torch.Tensor, Block]
+
+
+def _placed(files: PeftFiles, shape: Shape) -> tuple[dict[str, Parameter], list[_Placed]]:
+    """The model's table; layer, its parts, rows in these, and matrices of each block."""
+    layers = {
+        f"decoder.layers.{number}.mlp.experts.local_experts.{expert}.{EXPERT_LAYERS[name]}": blocks
+        for (number, name), experts in files.experts.items()
+        for expert, blocks in enumerate(experts)
+    }
+    _, table = family_with([*files.pairs, *files.ends], layers, shape)
+    found = list[_Placed]()
+    for layer, parameter in table.items():
+        parts = whole_parts(layer, parameter, shape)
+        if layer in layers:
+            rows = torch.arange(parameter.shape[0])
+            found += _blocks_of(layer, layer, layers[layer], rows, parts, parameter)
+        for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
+            if module in files.pairs:
+                found += _blocks_of(layer, module, files.pairs[module], rows, parts, parameter)
+    return table, found
+
+
+def _blocks_of(
     layer: str,
     module: str,
     blocks: tuple[Block, ...],
     rows: torch.Tensor,
     parts: Mapping[str, int],
     parameter: Parameter,
-) -> dict[str, torch.Tensor]:
-    """A and B of one Hugging Face module by part; ``rows``: where its rows stand in the parts."""
+) -> Iterator[_Placed]:
+    """The blocks of one Hugging Face module; ``rows``: where its rows stand in the parts."""
     there = blocks[0].b.shape[0] * blocks[0].of
     end = module.rpartition(".")[2] in _ENDS  # padding has no rows in Hugging Face
     columns = blocks[0].a.shape[1]
@@ -395,11 +414,8 @@ def _tensors(
         raise CheckpointError(
             f"{module} is {there} x {columns} there, {len(rows)} x {parameter.shape[1]} here"
         )
-    found: dict[str, torch.Tensor] = {}
     for block in blocks:
-        own = rows[block.start : block.start + block.b.shape[0]]
-        found |= _layer_tensors(layer, block.a, block.b, own, parts)
-    return found
+        yield layer, parts, rows[block.start : block.start + block.b.shape[0]], block
 
 
 def _layer_tensors(

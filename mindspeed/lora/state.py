@@ -1,7 +1,9 @@
-"""Contents of an adapter checkpoint: the trainable parameters, under names of the whole model.
+"""Contents of an adapter checkpoint: its parameters, under names of the whole model.
 
     decoder.layers.7.self_attention.linear_qkv.lora_A.q     [r, in]
     decoder.layers.7.self_attention.linear_qkv.lora_B.q     [rows of q, r]
+    ...lora_initial_A.q, lora_initial_B.q     what they began as, where the weight has lost that
+    ...lora_magnitude.q                       [rows of q], lengths (DoRA)
 
 Tensors are stored unsharded (as Megatron's sharded tensors), so any parallel sizes can load them.
 Next to them is ``adapter.json``: the options, and a few numbers of each adapted weight, which
@@ -33,7 +35,7 @@ _TOLERANCE = 2**-7
 
 
 def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The trainable parameters of one pipeline stage, as Megatron's checkpoints take them.
+    """The adapter of one pipeline stage, as Megatron's checkpoints take them.
 
     Args:
         chunk: The stage, without wrappers.
@@ -53,9 +55,9 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
         parallel_state.get_expert_tensor_parallel_group(),
         parallel_state.get_expert_data_parallel_group(),
     )
-    state = {}
-    trained = {n: p for n, p in chunk.named_parameters() if p.requires_grad}
-    for name, parameter in trained.items():
+    state: dict[str, Any] = {}
+    parameters = dict(chunk.named_parameters())
+    for name, parameter in parameters.items():
         if not is_adapter_weight(name):
             continue
         key = in_whole_model(chunk, name)
@@ -69,7 +71,7 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
             # Other tensor parallel sizes pad the vocabulary otherwise.
             allow_shape_mismatch=sharded and is_end(key),
         )
-    whole = {id(p) for name, p in trained.items() if name not in state}
+    whole = {id(p) for n, p in parameters.items() if p.requires_grad and n not in state}
     if whole:
         for name, value in chunk.sharded_state_dict(metadata=metadata).items():
             if id(getattr(value, "data", None)) in whole:
@@ -91,8 +93,13 @@ def description(chunks: Iterable[Any], config: LoraConfig) -> str:
 
 
 def remember_base(chunk: Any) -> None:
-    """Record the samples that identify the base model, before FSDP shards its weights."""
+    """Record the samples that identify the base model, before its weights are changed or sharded.
+
+    What was recorded before stays.
+    """
     for name, layer in adapted_layers(chunk):
+        if hasattr(layer, "beginnings"):
+            continue
         layer.beginnings = [  # type: ignore[attr-defined]
             entry.weight[:1, :_SAMPLES].detach().clone() for entry in layer.adapted_weights(name)
         ]

@@ -73,7 +73,7 @@ def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
     """This rank's chunks, in the precision of their parameters."""
     from mindspeed import session
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
-    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.lora.load import attach_by_flags
     from mindspeed.training.model import gpt_model
 
     def build(vp_stage: int | None) -> Any:
@@ -86,7 +86,5 @@ def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
         chunks = [build(vp_stage) for vp_stage in Parallel.of(args).vp_stages]
     finally:
         torch.set_default_dtype(before)
-    adapters = LoraConfig.from_args(args)
-    if adapters is not None:
-        attach(chunks, adapters)
+    attach_by_flags(chunks, args)
     return chunks

@@ -41,15 +41,17 @@ from mindspeed.adaptor.versions.trainer import (
     last_decoder_layer,
     muon_builder,
     optimizer_overrides,
+    with_rate,
 )
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
 from mindspeed.job import Parallel, Precision, Schedule
-from mindspeed.lora import LoraConfig, adapted, attach
+from mindspeed.lora import adapted, initial
 from mindspeed.lora.linear import summed_over_tp
-from mindspeed.lora.load import is_peft
+from mindspeed.lora.load import attach_by_flags, is_peft
 from mindspeed.lora.load import load as load_adapter
+from mindspeed.lora.names import is_adapter_weight
 from mindspeed.models import model_extras
 from mindspeed.storage.directory import root_and_iteration
 from mindspeed.training import sharded_init, zero
@@ -143,9 +145,7 @@ def build(args: argparse.Namespace, provider: ModelProvider = gpt_model) -> Trai
     """Build this rank's stages, wrap them for data parallelism and create their optimizer."""
     config = transformer_config(args)
     modules = build_modules(args, config, provider, sharded=_never_whole(args))
-    adapters = LoraConfig.from_args(args)
-    if adapters is not None:
-        attach(modules, adapters)
+    attach_by_flags(modules, args)
     num_parameters = sum(p.numel() for module in modules for p in module.parameters())
     ddp = ddp_config(args, num_parameters)
     if args.use_megatron_fsdp:
@@ -234,6 +234,8 @@ def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOpti
     """Megatron's optimizer; features choose its arguments and wrap it (seam ``optimizer``)."""
     config = optimizer_config(args)
     shared = optimizer_overrides(config)
+    if args.lora_plus_lr_ratio != 1:
+        with_rate(shared, config, args.lora_plus_lr_ratio, "lora_plus", _is_faster)
     shared["use_gloo_process_groups"] = args.enable_gloo_process_groups
     if "muon" not in args.optimizer:
         return get_megatron_optimizer(config, chunks, **shared)
@@ -241,6 +243,11 @@ def build_optimizer(args: argparse.Namespace, chunks: list[Any]) -> MegatronOpti
     shared["layer_wise_distributed_optimizer"] = by_layer
     construction = session.install().seams.optimizer_construction
     return construction.build(muon_builder(), config, chunks, **shared)  # type: ignore[no-any-return]
+
+
+def _is_faster(parameter: torch.Tensor, name: str) -> bool:
+    """Whether LoRA+ gives a parameter the other rate (as peft's ``create_loraplus_optimizer``)."""
+    return ".lora_B." in name or (is_adapter_weight(name) and parameter.dim() == 1)
 
 
 def learning_rate_schedule(
@@ -299,12 +306,14 @@ def _one_or_all(single: bool, functions: list[Any]) -> Any:
 
 
 def load_base(args: argparse.Namespace, model: BuiltModel) -> None:
-    """Load the frozen model, and adapters that come without an optimizer. Collective."""
+    """Load the frozen model, and adapters that are new or have no optimizer. Collective."""
     base = argparse.Namespace(**vars(args))
     base.finetune = base.exit_on_missing_checkpoint = True
     load(base, model)
-    if args.lora_load is not None and is_peft(args.lora_load):
-        load_adapter(model.chunks, args.lora_load, train=True)
+    if args.lora_load is None:
+        initial.begin(model.chunks)
+    elif is_peft(args.lora_load):
+        load_adapter(model.chunks, args.lora_load)
 
 
 def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | None:
@@ -321,4 +330,7 @@ def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | N
     own = argparse.Namespace(**vars(args))
     own.load, own.ckpt_step = root_and_iteration(args.lora_load)
     own.exit_on_missing_checkpoint = True
-    return load(own, model, adapter=True)
+    loaded = load(own, model, adapter=True)
+    for module in model.modules:
+        initial.take_out(module)
+    return loaded

@@ -397,8 +397,16 @@ class LoraOptions:
     lora_r: int = flag(16, "rank", range=SIZE)
     lora_alpha: float = flag(32.0, "the correction is multiplied by alpha / r", range=ABOVE_ZERO)
     lora_dropout: float = flag(0.0, "dropout of an adapter's input", range=PROBABILITY)
-    lora_init: Literal["kaiming", "gaussian"] = flag("kaiming", "distribution of A; B starts at 0")
+    lora_init: str = flag(
+        "kaiming",
+        "A and B at first: kaiming, gaussian (B is 0), orthogonal; factors of the weight, which "
+        "are taken out of it: pissa, pissa_niter_N, olora",
+    )
     lora_use_rslora: bool = flag(False, "multiply by alpha / sqrt(r)")
+    lora_use_dora: bool = flag(False, "train the length of every row of the adapted weights (DoRA)")
+    lora_plus_lr_ratio: float = flag(
+        1.0, "learning rate of B, and of DoRA's lengths, over that of A (LoRA+)", range=ABOVE_ZERO
+    )
     lora_modules_to_save: tuple[str, ...] = flag(
         (), "modules that are trained whole and saved with the adapter"
     )

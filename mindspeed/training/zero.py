@@ -95,6 +95,11 @@ def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
         )
     if importlib.util.find_spec("einops") is None:
         yield f"{flag} needs the package einops: pip install einops"
+    if args.lora_use_dora or args.lora_init.startswith(("pissa", "olora")):
+        yield (
+            f"{flag} cannot be combined with --lora-use-dora, nor with --lora-init pissa or olora: "
+            "both read or change whole weights of the base; use --zero-stage 1"
+        )
     for name, plain in UNSHARED.items():
         if (given := getattr(args, name, plain)) not in (None, plain):
             yield (

@@ -206,15 +206,13 @@ def build_model(args: argparse.Namespace) -> BuiltModel:
     loop = loop_of(args)
     if type(loop) is not TrainerLoop:
         return loop.build(args)
-    from mindspeed.lora import LoraConfig, attach
+    from mindspeed.lora.load import attach_by_flags
     from mindspeed.training.configs import transformer_config
     from mindspeed.training.model import build_modules, gpt_model
 
     config = transformer_config(args)
     modules = build_modules(args, config, gpt_model)
-    adapters = LoraConfig.from_args(args)
-    if adapters is not None:
-        attach(modules, adapters)
+    attach_by_flags(modules, args)
     return BuiltModel(config, modules)
 
 

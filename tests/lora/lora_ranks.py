@@ -169,6 +169,25 @@ def adapter_tensors(
     return [(t.key, t.global_offset, t.global_shape, t.data.detach()) for t in state.values()]
 
 
+def adapter_after_steps(
+    folder: str, adapter: str, flags: Sequence[str]
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """The adapter's tensors after three steps of the optimizer on one batch."""
+    from mindspeed import lora
+    from mindspeed.lora.state import sharded_state
+
+    args, model = built(folder, flags)
+    lora.load(model.chunks, adapter)
+    model.optimizer.reload_model_params()
+    model.schedule.step(0)
+    for _ in range(3):
+        model.optimizer.zero_grad()
+        run(args, model)
+        model.optimizer.step()
+    state = [t for module in model.modules for t in sharded_state(module).values()]
+    return [(t.key, t.global_offset, t.global_shape, t.data.detach()) for t in state]
+
+
 def assembled(results: Sequence[tuple[Any, list[Any]]]) -> dict[str, torch.Tensor]:
     """Whole gradients from all ranks' parts."""
     whole: dict[str, torch.Tensor] = {}

@@ -66,7 +66,9 @@ def truth(model: Any, dtype: torch.dtype = torch.float64) -> tuple[float, dict[s
     loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
     loss.backward()
     gradients = {
-        name.replace(".default.", ".").replace(".modules_to_save", ""): p.grad.double()
+        name.replace(".default.", ".")
+        .replace(".modules_to_save", "")
+        .replace("_vector.weight", "_vector"): p.grad.double()
         for name, p in model.named_parameters()
         if p.grad is not None
     }

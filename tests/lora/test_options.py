@@ -11,7 +11,7 @@ from tests.support.lazy import needs
 needs("megatron.core")
 
 from mindspeed.lora import LoraConfig
-from mindspeed.lora.attach import _draw
+from mindspeed.lora.drawing import draw
 from mindspeed.lora.linear import TPShard, give_adapter
 from mindspeed.te.linear import Linear
 
@@ -24,7 +24,7 @@ def layer(inputs=64, outputs=48, dtype=torch.float64, **options):
     module = Linear(inputs, outputs, bias=False, params_dtype=dtype, device="cpu")
     module.weight.requires_grad_(False)
     give_adapter(module, config, ALONE, {"all"}, {"all": outputs}, None)
-    _draw("decoder.layers.0.self_attention.linear_proj", module)
+    draw("decoder.layers.0.self_attention.linear_proj", module)
     return module, module.lora_A["all"], module.lora_B["all"]
 
 
@@ -62,7 +62,7 @@ def test_initial_adapter_values_are_seeded_by_name_and_have_no_effect(init):
     assert not b.any()
     again = layer(inputs=4096, init=init)[1]
     assert torch.equal(a, again)
-    _draw("decoder.layers.1.self_attention.linear_proj", module)
+    draw("decoder.layers.1.self_attention.linear_proj", module)
     assert not torch.equal(a, again)
     x = torch.randn(3, 1, 4096, dtype=torch.float64)
     assert torch.equal(module(x), F.linear(x, module.weight))

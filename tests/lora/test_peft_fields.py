@@ -14,7 +14,6 @@ needs("megatron.core", "peft", "transformers")
 
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import export, peft
-from mindspeed.lora.load import config_of
 from mindspeed.lora.peft_fields import FIELDS
 from mindspeed.models.families import FAMILIES
 from mindspeed.models.weight_shards import split
@@ -136,21 +135,19 @@ def test_a_tied_model_is_tied_no_more_where_peft_unties_it(case, tmp_path):
 
 @pytest.mark.slow
 def test_adapters_on_the_fly_equal_pefts_or_are_merged_first(tmp_path, ranks):
-    """generate, chat, serve and evaluate; finetune starts only from what trains the same."""
-    for case in ("ranks", "scales", "layers"):
-        base, adapter, model = made(tmp_path / case, *PATTERNS[case])
-        found = ranks(1, lora_ranks.logits, str(base), str(adapter), setup=SETUP)[0]
-        with torch.no_grad():
-            expected = model.eval()(lora_ranks.batch()[0]).logits
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-        with pytest.raises(CheckpointError, match=r"_pattern|layers_to_transform") as error:
-            config_of(adapter, train=True)
-        assert f"merge-lora --load BASE --lora-load {adapter} --save" in str(error.value)
-    for case, named in (("dora", "use_dora = true"), ("whole-layers", "modules_to_save has")):
-        base, adapter, _ = made(tmp_path / case, *MERGED[case])
-        with pytest.raises(Exception, match=named) as refused:
-            ranks(1, lora_ranks.logits, str(base), str(adapter), setup=SETUP)
-        assert "mindspeed merge-lora" in str(refused.value)
+    """generate, chat, serve and evaluate; training: test_others_adapters."""
+    for case in ("ranks", "scales", "layers", "dora"):
+        base, adapter, model = made(tmp_path / case, *(PATTERNS | MERGED)[case])
+        for merge_it in (False, True):
+            run = lora_ranks.merged_logits if merge_it else lora_ranks.logits
+            found = ranks(1, run, str(base), str(adapter), setup=SETUP)[0]
+            with torch.no_grad():
+                expected = model.eval()(lora_ranks.batch()[0]).logits
+            torch.testing.assert_close(found, expected, rtol=0, atol=3e-5)
+    base, adapter, _ = made(tmp_path / "whole", *MERGED["whole-layers"])
+    with pytest.raises(Exception, match="modules_to_save has") as refused:
+        ranks(1, lora_ranks.logits, str(base), str(adapter), setup=SETUP)
+    assert "mindspeed merge-lora" in str(refused.value)
     options = {"target_modules": ["q_proj"], **TIED["embedding-alone"]}
     base, adapter, _ = made(tmp_path / "tied", {"tie_word_embeddings": True}, options)
     with pytest.raises(Exception, match="unties the embedding"):

@@ -177,6 +177,33 @@ def optimizer_overrides(config: OptimizerConfig) -> dict[str, Any]:
     return {} if standard is None else {"config_overrides": standard(config=config)}
 
 
+def with_rate(
+    overrides: dict[str, Any], config: OptimizerConfig, ratio: float, name: str, chosen: Any
+) -> None:
+    """Give some parameters another learning rate, in arguments of ``get_megatron_optimizer``.
+
+    Args:
+        overrides: of :func:`optimizer_overrides`; changed.
+        config: of the optimizer.
+        ratio: their rate over that of the others.
+        name: of the rule.
+        chosen: ``chosen(parameter, name) -> bool``.
+
+    Raises:
+        ConfigError: this release has one rate for all.
+    """
+    if "config_overrides" not in overrides:
+        raise ConfigError(
+            f"--lora-plus-lr-ratio {ratio} needs megatron-core 0.16, this is "
+            f"{megatron_version()}: drop it"
+        )
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+
+    key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=chosen))
+    rates = {"max_lr": config.lr * ratio, "min_lr": (config.min_lr or 0.0) * ratio}
+    overrides["config_overrides"] = {**overrides["config_overrides"], key: rates}
+
+
 def muon_builder() -> Callable[..., Any]:
     """What builds Megatron's Muon.
 
