@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.features.registry import recorded, restored
+from mindspeed.models import model_extras
 
 # Fields that make a model the same model; Megatron-LM's names.
 ARCHITECTURE = (
@@ -29,15 +30,13 @@ ARCHITECTURE = (
     "untie_embeddings_and_output_weights",
     "add_bias_linear",
     "add_qkv_bias",
-    "add_dense_bias",
-    "embed_layernorm",
-    "lm_norm_weight",
     "openai_gelu",
     "qk_layernorm",
     "multi_latent_attention",
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
+    *(name for name in model_extras.PLAIN if name != "rope_parameters"),
 )
 # Also taken from a checkpoint with --use-checkpoint-args. Of these, some change which weights there
 # are or how large (SHAPES); the others only change how training continues.
@@ -74,8 +73,12 @@ DETAILS = (
     "window_size",
     "window_attn_skip_freq",
     "model_family",
-    "mask_padded_vocab",
-    "z_loss_weight",
+    *model_extras.NO_ARCHITECTURE,
+    "softmax_scale",
+    "softmax_type",
+    "layernorm_zero_centered_gamma",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
     "layernorm_epsilon",
     "moe_router_topk",
     "moe_router_pre_softmax",

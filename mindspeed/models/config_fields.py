@@ -98,6 +98,13 @@ def _rope_object(keys: Fields) -> Field:
 
 
 _ROPE_OBJECT = _rope_object(ROPE)
+_TWO_ROPES = used(
+    Object(
+        {name: field.allowed for name, field in ROPE.items()}
+        | dict.fromkeys(("full_attention", "sliding_attention"), _ROPE_OBJECT.allowed)
+    )
+)
+_ALPHA: Fields = {"alpha": used(Real(1e-6, 1e9))}
 _PART: Fields = {"partial_rotary_factor": used(Real(0, 1))}
 
 _EVERY: Fields = {
@@ -314,6 +321,62 @@ FIELDS: Mapping[str, Fields] = {
         "mlp_bias": fixed(False),
         "no_rope_layers": used(ListOf(Whole(0, 1))),
         "no_rope_layer_interval": used(_COUNT),
+    },
+    "granite": {
+        **_LLAMA_LIKE,
+        **_BIAS,
+        "mlp_bias": fixed(False),
+        **dict.fromkeys(
+            (
+                "attention_multiplier",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+            ),
+            used(Real(1e-6, 1e6)),
+        ),
+    },
+    "glm4": {
+        **_GATED,
+        **_PARTLY_ROTARY,
+        **_DROPOUT,
+        **_BIAS,
+        "num_key_value_heads": used(_COUNT),
+        "head_dim": used(_COUNT),
+    },
+    "gemma3_text": {
+        **{key: field for key, field in _LLAMA_LIKE.items() if key != "hidden_act"},
+        **_WINDOW,
+        "rope_parameters": _TWO_ROPES,
+        "rope_local_base_freq": ROPE["rope_theta"],
+        "hidden_activation": fixed("gelu_pytorch_tanh"),
+        "attention_bias": fixed(False),
+        "query_pre_attn_scalar": used(Real(1e-6, 1e9)),
+        "attn_logit_softcapping": fixed(),
+        "final_logit_softcapping": fixed(),
+        "use_bidirectional_attention": fixed(False),
+        "sliding_window_pattern": used(_COUNT),
+    },
+    "olmo2": {**_LLAMA_LIKE, **_BIAS},
+    "olmo3": {**_LLAMA_LIKE, **_WINDOW, **_BIAS, "rope_parameters": _TWO_ROPES},
+    "hunyuan_v1_dense": {
+        **_LLAMA_LIKE,
+        **_BIAS,
+        **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope_object({**ROPE, **_ALPHA})),
+        "eod_token_id": _NO_EFFECT,
+    },
+    "minimax_m2": {
+        **_GATED,
+        **_PARTLY_ROTARY,
+        **_DROPOUT,
+        "num_key_value_heads": used(_COUNT),
+        "head_dim": used(_COUNT),
+        "rotary_dim": used(_COUNT),
+        "num_experts": used(_COUNT),
+        "num_local_experts": used(_COUNT),
+        "num_experts_per_tok": used(_COUNT),
+        "router_aux_loss_coef": _NO_EFFECT,
+        "router_jitter_noise": fixed(0.0),
     },
     "bloom": {
         **_EVERY,

@@ -34,6 +34,9 @@ def normalized(config: Config) -> dict[str, Any]:
     """``config`` with the rotary settings of either spelling under ``rope_theta``,
     ``partial_rotary_factor`` and ``rope_scaling``, and without keys that are null."""
     result = {key: value for key, value in config.items() if value is not None}
+    kinds = result.get("rope_parameters", {})
+    if any(isinstance(settings, Mapping) for settings in kinds.values()):
+        return result  # of each kind of layer, see LocalRope
     rope = {**result.pop("rope_scaling", {}), **result.pop("rope_parameters", {})}
     scaling = {key: value for key, value in rope.items() if value is not None}
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -229,6 +232,72 @@ class Rope:
             if scaling.rope_type == "dynamic":
                 keys["max_position_embeddings"] = scaling.original_max_position_embeddings
         return keys
+
+
+@dataclass(frozen=True)
+class LocalRope:
+    """A rotary embedding for layers with a window and another one for those without.
+
+    Attributes:
+        local_key: Key of files older than transformers 5 with the base of layers with a window;
+            without one they share the base, and only the other layers are scaled.
+    """
+
+    local_key: str | None = None
+
+    def read(self, config: Config) -> Flags:
+        """As :class:`Rope`, and ``--local-rotary-base`` where the two differ."""
+        kinds = config.get("rope_parameters", {})
+        names = ("full_attention", "sliding_attention")
+        if missing := [name for name in names if not kinds.get(name)]:
+            raise ConfigError(f"config.json: rope_parameters has no {missing[0]}")
+        plain = {key: value for key, value in config.items() if not key.startswith("rope_")}
+        flags, local = (
+            Rope().read(normalized({**plain, "rope_parameters": kinds[name]})) for name in names
+        )
+        if local["rotary_base"] != local_base(local):
+            raise ConfigError(
+                "config.json: rope_parameters.sliding_attention is scaled; allowed is rope_type "
+                "default"
+            )
+        if local != flags:
+            flags["local_rotary_base"] = local["rotary_base"]
+        return flags
+
+    def write(self, args: Any) -> Flags:
+        """In the spelling that every release of transformers reads."""
+        keys = Rope().write(args)
+        if self.local_key:
+            keys[self.local_key] = float(args.local_rotary_base or args.rotary_base)
+        return keys
+
+
+def local_base(flags: Flags) -> int | None:
+    """The base of a rotary embedding that nothing scales; None where something does."""
+    scaled = flags.keys() - {"position_embedding_type", "rotary_base"}
+    return None if scaled else flags["rotary_base"]
+
+
+@dataclass(frozen=True)
+class SoftmaxScale:
+    """The factor on attention scores, where a file says it.
+
+    Attributes:
+        key: The key.
+        power: Power of the key's value that is the factor.
+    """
+
+    key: str
+    power: float = 1.0
+
+    def read(self, config: Config) -> Flags:
+        """The factor."""
+        return {"softmax_scale": float(config[self.key]) ** self.power}
+
+    def write(self, args: Any) -> Flags:
+        """The key, where its power is not 1 as the whole number that files have."""
+        value = args.softmax_scale ** (1 / self.power)
+        return {self.key: value if self.power == 1.0 else round(value)}
 
 
 _LLAMA3 = {

@@ -25,8 +25,10 @@ from mindspeed.models.config_json import (
     Fields,
     Flags,
     Heads,
+    LocalRope,
     NoRopeLayers,
     Rope,
+    SoftmaxScale,
     Switches,
     Tied,
     Window,
@@ -40,17 +42,23 @@ from mindspeed.models.moe_configs import (
     MultiTokenPrediction,
     SigmoidExperts,
     SoftmaxExperts,
+    UngroupedSigmoidExperts,
 )
 from mindspeed.models.tensors import (
     BAICHUAN,
     BLOOM,
     DEEPSEEK,
     DEEPSEEK_V2,
+    GEMMA,
+    GLM4,
     GLM_MOE,
     GPT,
+    HUNYUAN,
     INTERNLM2,
     LLAMA,
+    MINIMAX,
     MIXTRAL,
+    OLMO,
     PHI3,
     QWEN2_MOE,
     QWEN_MOE,
@@ -77,6 +85,19 @@ class BloomSizes:
 
     def write(self, args: Any) -> Flags:
         return {"seq_length": args.max_position_embeddings}
+
+
+@dataclass(frozen=True)
+class GemmaEmbedding:
+    """Word embeddings times the root of the hidden size."""
+
+    def read(self, config: Config) -> Flags:
+        """The factor; no key says it."""
+        return {"embedding_multiplier": config["hidden_size"] ** 0.5}
+
+    def write(self, args: Any) -> Flags:
+        """Nothing."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -419,6 +440,133 @@ _FAMILIES = (
         ),
         LLAMA,
         FIELDS["smollm3"],
+    ),
+    Family(
+        "granite",
+        ("granite",),
+        "GraniteForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            Heads(),
+            Tied(),
+            Rope(),
+            Switches("attention_bias", ("add_qkv_bias", "add_dense_bias")),
+            SoftmaxScale("attention_multiplier"),
+            Fields(
+                {
+                    "embedding_multiplier": "embedding_multiplier",
+                    "residual_multiplier": "residual_multiplier",
+                    "logits_divisor": "logits_scaling",
+                }
+            ),
+            Always({}, {"mlp_bias": False}),
+        ),
+        LLAMA,
+        FIELDS["granite"],
+    ),
+    Family(
+        "glm4",
+        ("glm4",),
+        "Glm4ForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            Heads(head_size_key=True),
+            Tied(),
+            Rope(interleaved=True, partial=True),
+            Switches("attention_bias", ("add_qkv_bias",)),
+            Always({"norm_placement": "pre_and_post"}),
+        ),
+        GLM4,
+        FIELDS["glm4"],
+    ),
+    Family(
+        "gemma3_text",
+        ("gemma3_text",),
+        "Gemma3ForCausalLM",
+        (
+            Fields(_SIZES),
+            Always(
+                {k: v for k, v in _GATED.items() if k != "swiglu"}
+                | {
+                    "geglu": True,
+                    "qk_layernorm": True,
+                    "norm_placement": "pre_and_post",
+                    "layernorm_zero_centered_gamma": True,
+                },
+                {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+            ),
+            _DROPOUT,
+            Heads(head_size_key=True),
+            Tied(),
+            LocalRope("rope_local_base_freq"),
+            Window(typed_layers=True),
+            SoftmaxScale("query_pre_attn_scalar", -0.5),
+            GemmaEmbedding(),
+        ),
+        GEMMA,
+        FIELDS["gemma3_text"],
+        config_path="gemma3.Gemma3TextConfig",
+    ),
+    Family(
+        "olmo2",
+        ("olmo2",),
+        "Olmo2ForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            Heads(),
+            Tied(),
+            Rope(),
+            Switches("attention_bias", ("add_qkv_bias", "add_dense_bias")),
+            Always({"norm_placement": "post", "qk_norm_over_all_heads": True}),
+        ),
+        OLMO,
+        FIELDS["olmo2"],
+    ),
+    Family(
+        "olmo3",
+        ("olmo3",),
+        "Olmo3ForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            Heads(),
+            Tied(),
+            LocalRope(),
+            Window(typed_layers=True),
+            Switches("attention_bias", ("add_qkv_bias", "add_dense_bias")),
+            Always({"norm_placement": "post", "qk_norm_over_all_heads": True}),
+        ),
+        OLMO,
+        FIELDS["olmo3"],
+    ),
+    Family(
+        "hunyuan_v1_dense",
+        ("hunyuan_v1_dense",),
+        "HunYuanDenseV1ForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            Heads(head_size_key=True),
+            Tied(),
+            Rope(),
+            Switches("attention_bias", ("add_qkv_bias", "add_dense_bias")),
+            Always({"qk_layernorm": True, "qk_norm_after_rope": True}),
+        ),
+        HUNYUAN,
+        FIELDS["hunyuan_v1_dense"],
+    ),
+    Family(
+        "minimax_m2",
+        ("minimax_m2",),
+        "MiniMaxM2ForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            Heads(head_size_key=True),
+            Tied(),
+            Rope(partial=True),
+            Always({"qk_norm_over_all_heads": True}),
+            UngroupedSigmoidExperts(),
+        ),
+        MINIMAX,
+        FIELDS["minimax_m2"],
     ),
     Family(
         "internlm2",

@@ -21,7 +21,7 @@ from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.json_fields import check
-from mindspeed.models import transformers_versions
+from mindspeed.models import model_extras, transformers_versions
 from mindspeed.models.config_fields import Fields
 from mindspeed.models.config_json import Codec, Config, Flags, normalized
 from mindspeed.models.table import Rule
@@ -43,6 +43,8 @@ class Family:
         prefixes: Prefixes that may be missing in files, for example ``transformer.``.
         presets: Name for ``--model`` -> complete ``config.json`` of a published model; ours are in
             ``presets.yaml``.
+        config_path: Folder and name of its configuration class in transformers, where they are not
+            ``name`` and that of ``architecture``.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
     presets: Mapping[str, Config] = field(default_factory=dict)
+    config_path: str = ""
 
     @property
     def has_mtp(self) -> bool:
@@ -75,16 +78,16 @@ class Family:
         Raises:
             ConfigError: transformers is not installed.
         """
+        own = f"{self.name}.{self.architecture.replace('ForCausalLM', 'Config')}"
+        folder, name = (self.config_path or own).split(".")
         try:
-            module = importlib.import_module(
-                f"transformers.models.{self.name}.configuration_{self.name}"
-            )
+            module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
         except ImportError as error:
             raise ConfigError(
                 f"a config.json of {self.model_types[0]} is read with transformers: "
                 f"pip install 'mindspeed[suite]' ({error})"
             ) from error
-        return getattr(module, self.architecture.replace("ForCausalLM", "Config"))
+        return getattr(module, name)
 
     def read(self, config: Config, where: str = "config.json") -> Flags:
         """Megatron's flags from a ``config.json``.
@@ -172,14 +175,12 @@ class Family:
 
 # What a family that does not mention it has.
 _PLAIN: Flags = {
+    **model_extras.PLAIN,
     "add_qkv_bias": False,
-    "add_dense_bias": False,
     "qk_layernorm": False,
     "multi_latent_attention": False,
     "num_experts": None,
     "window_size": None,
-    "embed_layernorm": False,
-    "lm_norm_weight": False,
     "openai_gelu": False,
     "squared_relu": False,
     "quick_geglu": False,
@@ -187,16 +188,19 @@ _PLAIN: Flags = {
     "rotary_seq_len_interpolation_factor": None,
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
-    "rope_parameters": None,
     "no_rope_freq": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "layernorm_zero_centered_gamma": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
     "window_attn_skip_freq": None,
     "moe_shared_expert_gate": False,
 }
 # Flags that config readers set, but that leave the model the same.
 _NO_ARCHITECTURE = {
+    *model_extras.NO_ARCHITECTURE,
     "model_family",
-    "mask_padded_vocab",
-    "z_loss_weight",
     "max_position_embeddings",
     "hidden_dropout",
     "attention_dropout",

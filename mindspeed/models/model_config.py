@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.models.model_extras import ModelExtras
+
 # Flags with one value per router, or a list of them in Megatron.
 _LISTS = ("moe_aux_loss_coeff", "moe_router_load_balancing_type")
 # What a checkpoint says besides the model: written by one rank, without a training.
@@ -35,7 +37,7 @@ _ONE_RANK: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ModelExtras):
     """One model, complete: fields are Megatron's flags, defaults are Megatron's.
 
     Attributes:
@@ -73,10 +75,6 @@ class ModelConfig:
     openai_gelu: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
-    add_dense_bias: bool = False
-    embed_layernorm: bool = False
-    lm_norm_weight: bool = False
-    z_loss_weight: float = 0.0
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
@@ -97,7 +95,6 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: int | None = None
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
-    rope_parameters: str | None = None
     no_rope_freq: int | list[int] | None = None
     rope_type: str | None = None
     rotary_scaling_factor: float = 1.0

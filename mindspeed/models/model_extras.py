@@ -1,33 +1,125 @@
 """Parts of some model families that Megatron Core lacks.
 
-========================  ==========================================  ==========================
-``--add-dense-bias``      a bias on the attention's output projection  InternLM
-``--embed-layernorm``     a norm after the word embeddings             BLOOM
-``--lm-norm-weight``      output layer with rows of length one         Baichuan 2
-``--z-loss-weight``       a loss on the largest logit                  Baichuan 2
-``--rope-parameters``     scaled rotary embeddings                     Phi, Qwen, GLM, ...
-``--mask-padded-vocab``   logits of padding entries are -infinity      every family
-========================  ==========================================  ==========================
+============================  ============================================  ====================
+``--add-dense-bias``          a bias on the attention's output projection    InternLM, Seed-OSS
+``--embed-layernorm``         a norm after the word embeddings               BLOOM
+``--embedding-multiplier``    a factor on the word embeddings                Gemma, Granite
+``--lm-norm-weight``          output layer with rows of length one           Baichuan 2
+``--logits-divisor``          a divisor of the logits                        Granite
+``--final-logit-softcap``     logits between two bounds, by tanh             Gemma 2
+``--z-loss-weight``           a loss on the largest logit                    Baichuan 2
+``--mask-padded-vocab``       logits of padding entries are -infinity        every family
+``--rope-parameters``         scaled rotary embeddings                       Phi, Qwen, GLM, ...
+``--geglu``                   a gated linear unit with GeLU                  Gemma
+============================  ============================================  ====================
 
-The first changes the layer spec (:func:`change_spec`), the others a built model
-(:func:`change_model`), through PyTorch's hooks, so that Megatron's modules keep their classes,
-parameter names and sharding. ALiBi of BLOOM and Baichuan 13B is a feature
-(:mod:`mindspeed.features.attention.alibi`).
+The parts of a layer stand in :mod:`mindspeed.models.megatron_layers`. What follows changes a layer
+spec (:func:`change_spec`) or a built model (:func:`change_model`), through PyTorch's hooks, so that
+Megatron's modules keep their classes, parameter names and sharding. ALiBi of BLOOM and Baichuan 13B
+is a feature (:mod:`mindspeed.features.attention.alibi`).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from mindspeed.adaptor.versions.trainer import scale_rotation
+from mindspeed.errors import ConfigError
+from mindspeed.flags import flag, flags_of
+from mindspeed.models import megatron_layers
 from mindspeed.models.rope_parameters import RopeParameters
+from mindspeed.ranges import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE
 from mindspeed.spmd import Collective, I, V, typed
+
+
+@dataclass(frozen=True)
+class ModelExtras:
+    """The flags: fields of the model's section of a recipe."""
+
+    add_dense_bias: bool = flag(
+        False, "bias of the attention's output projection, also with --disable-bias-linear"
+    )
+    embed_layernorm: bool = flag(False, "norm after the word embeddings (BLOOM)")
+    embedding_multiplier: float = flag(
+        1.0, "factor on the word embeddings (Gemma, Granite)", range=ABOVE_ZERO
+    )
+    residual_multiplier: float = flag(
+        1.0, "factor on the output of attention and MLP (Granite)", range=ABOVE_ZERO
+    )
+    norm_placement: Literal["pre", "pre_and_post", "post"] = flag(
+        "pre",
+        "norms in front of attention and MLP, behind them (OLMo), or both (GLM-4, Gemma)",
+    )
+    qk_norm_over_all_heads: bool = flag(
+        False, "RMSNorm of queries and keys over all heads at once (OLMo, MiniMax-M2)"
+    )
+    qk_norm_after_rope: bool = flag(
+        False, "--qk-layernorm behind the rotary embedding, not in front of it (Hunyuan)"
+    )
+    rope_parameters: str | None = flag(
+        None,
+        "scaled rotary embedding as config.json has it, in JSON: yarn, longrope, dynamic, linear, "
+        "llama3",
+    )
+    local_rotary_base: int | None = flag(
+        None,
+        "base of the rotary embedding, without scaling, in layers with a window (Gemma 3)",
+        range=POSITIVE,
+    )
+    geglu: bool = flag(False, "gated linear unit with GeLU's tanh approximation (Gemma)")
+    lm_norm_weight: bool = flag(False, "output layer with weight rows of norm one (Baichuan 2)")
+    logits_divisor: float = flag(1.0, "divide the logits by this (Granite)", range=ABOVE_ZERO)
+    final_logit_softcap: float | None = flag(
+        None, "keep logits between plus and minus this, by tanh (Gemma 2)", range=ABOVE_ZERO
+    )
+    z_loss_weight: float = flag(
+        0.0,
+        "add this times the square of the largest logit to each token's loss (Baichuan 2)",
+        range=NOT_NEGATIVE,
+    )
+    mask_padded_vocab: bool = flag(
+        False, "padding entries of the vocabulary take no part in the loss (with --model: on)"
+    )
+
+
+NO_ARCHITECTURE = ("z_loss_weight", "mask_padded_vocab")
+"""Flags that change the loss, not the model."""
+PLAIN: dict[str, Any] = {
+    item.name: item.default for item in flags_of(ModelExtras) if item.name not in NO_ARCHITECTURE
+}
+"""The other flags, with the value that a model without the part has."""
+
+
+def problems(args: argparse.Namespace) -> Iterator[str]:
+    """Flags that have no effect without another one, or no value that this release can use."""
+    if args.qk_norm_after_rope and not args.qk_layernorm:
+        yield "--qk-norm-after-rope has no effect without --qk-layernorm: add it, or drop both"
+    if args.qk_norm_over_all_heads and args.qk_layernorm:
+        yield "--qk-norm-over-all-heads takes the place of --qk-layernorm: give one of them"
+    if args.local_rotary_base and not isinstance(args.window_attn_skip_freq, list):
+        yield (
+            "--local-rotary-base counts in layers with a window: give --window-size, and "
+            "--window-attn-skip-freq as a list, such as ([1]*5+[0])*4"
+        )
+    rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
+    if args.rope_parameters and not rotary:
+        yield (
+            "--rope-parameters has no effect without --position-embedding-type rope, or with "
+            "--multi-latent-attention, which has --rope-type yarn: drop it"
+        )
+    elif args.rope_parameters:
+        try:
+            RopeParameters.of(args.rope_parameters)
+        except ConfigError as error:
+            yield str(error)
 
 
 @functools.cache
@@ -49,17 +141,28 @@ def change_spec(args: argparse.Namespace, spec: Any) -> Any:
         attention = layer.submodules.self_attention.submodules
         if args.add_dense_bias:
             attention.linear_proj = with_bias(attention.linear_proj)
+        megatron_layers.change_layer_spec(args, layer)
     return spec
 
 
 def change_model(args: argparse.Namespace, model: Any) -> None:
     """Add the extras of a built stage that no layer spec has."""
+    megatron_layers.change_layers(args, model)
     if args.rope_parameters:
         _scale_positions(args, model)
-    if args.embed_layernorm and model.pre_process:
-        _normalize_embeddings(model)
+    if args.local_rotary_base:
+        megatron_layers.rotate_locally(args, model)
+    if hasattr(model, "embedding"):
+        if args.embed_layernorm:
+            _normalize_embeddings(model)
+        if args.embedding_multiplier != 1.0:
+            scale = functools.partial(_scale, args.embedding_multiplier)
+            model.embedding.word_embeddings.register_forward_hook(scale)
     if not model.post_process:
         return
+    if args.logits_divisor != 1.0 or args.final_logit_softcap:
+        bound = functools.partial(_bound_logits, args.logits_divisor, args.final_logit_softcap)
+        model.output_layer.register_forward_hook(bound)
     if args.lm_norm_weight:
         # Fused weight gradients would go past the normalisation, into a buffer.
         model.output_layer.gradient_accumulation_fusion = False
@@ -85,6 +188,20 @@ def _scale_positions(args: argparse.Namespace, model: Any) -> None:
         return plain(max_seq_len, offset)
 
     rotary.get_freqs_non_repeated = scaled
+
+
+def _scale(factor: float, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """In the embeddings' dtype, which rounds the factor, too."""
+    return output * torch.tensor(factor, dtype=output.dtype)
+
+
+def _bound_logits(divisor: float, cap: float | None, module: Any, inputs: Any, output: Any) -> Any:
+    logits, bias = output
+    if divisor != 1.0:
+        logits = logits / divisor
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits, bias
 
 
 def _add_z_loss(weight: float, model: Any) -> None:

@@ -206,6 +206,36 @@ class SigmoidExperts:
 
 
 @dataclass(frozen=True)
+class UngroupedSigmoidExperts:
+    """Experts chosen by sigmoid scores and a bias that balances, nothing else (MiniMax-M2)."""
+
+    _FIELDS = Fields(
+        {
+            "num_experts": ("num_local_experts", "num_experts"),
+            "moe_router_topk": "num_experts_per_tok",
+            "moe_ffn_hidden_size": "intermediate_size",
+        }
+    )
+
+    def read(self, config: Config) -> Flags:
+        """Flags of the experts and their router."""
+        flags = self._FIELDS.read(config)
+        _check_choice(flags["moe_router_topk"], flags["num_experts"])
+        return {
+            **flags,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": ["none"],
+            "moe_token_dispatcher_type": "alltoall",
+        }
+
+    def write(self, args: Any) -> Flags:
+        """The three keys."""
+        return self._FIELDS.write(args)
+
+
+@dataclass(frozen=True)
 class Latent:
     """Multi-head latent attention of DeepSeek-V3, with its rotary embedding (plain or YaRN)."""
 

@@ -5,7 +5,8 @@ have flags of their own), for scalings that Megatron Core does not have:
 
 =========  =========================================================================================
 linear     every frequency divided by ``factor`` (Megatron has whole factors)
-dynamic    the base grows with the sequence beyond ``original_max_position_embeddings``
+dynamic    the base grows with the sequence beyond ``original_max_position_embeddings``, or by
+           ``alpha`` whatever the sequence (Hunyuan)
 yarn       high frequencies kept, low ones divided, a ramp between; sine and cosine times
            ``attention_factor`` (arXiv 2309.00071)
 longrope   a divisor for each frequency, other ones beyond ``original_max_position_embeddings``;
@@ -41,6 +42,8 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _MORE: Mapping[str, tuple[str, ...]] = {
+    # Hunyuan's files have YaRN's numbers, too, which its class passes over.
+    "dynamic": ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "yarn": (
         "attention_factor",
         "beta_fast",
@@ -70,6 +73,7 @@ class RopeParameters:
     high_freq_factor: float | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    alpha: float | None = None
 
     @classmethod
     def read(cls, scaling: Mapping[str, Any], longest: int | None, where: str) -> RopeParameters:
@@ -103,6 +107,8 @@ class RopeParameters:
             )
         if kind == "linear":
             values.pop("original_max_position_embeddings", None)
+        if kind == "dynamic":
+            values = {k: v for k, v in values.items() if k == "alpha" or k in _NEEDS[kind]}
         for key in ("short_factor", "long_factor"):
             if key in values:
                 values[key] = tuple(float(value) for value in values[key])
@@ -141,11 +147,6 @@ class RopeParameters:
         return json.dumps({**self.keys(), **given})
 
     @property
-    def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of the sequence."""
-        return self.rope_type in ("dynamic", "longrope")
-
-    @property
     def scale(self) -> float:
         """Factor on sine and cosine."""
         if self.rope_type not in ("yarn", "longrope"):
@@ -177,7 +178,7 @@ class RopeParameters:
         exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
         factor, original = self.factor or 1.0, self.original_max_position_embeddings or 1
         if self.rope_type == "dynamic":
-            grown = factor * max(length, original) / original - (factor - 1)
+            grown = self.alpha or factor * max(length, original) / original - (factor - 1)
             base = base * grown ** (channels / (channels - 2))
         plain = 1.0 / base**exponents
         if self.rope_type == "linear":

@@ -71,7 +71,7 @@ def shape_of(args: Any) -> Shape:
     groups = args.num_query_groups if grouped else heads
     vocab = value("vocab_size") or args.padded_vocab_size
     experts = value("num_experts")
-    gated = value("swiglu") or value("quick_geglu")
+    gated = value("swiglu") or value("quick_geglu") or value("geglu")
     expert_ffn = value("moe_ffn_hidden_size") or args.ffn_hidden_size
     shared_ffn = value("moe_shared_expert_intermediate_size")
     halves = 2 if gated else 1
@@ -110,7 +110,11 @@ def shape_of(args: Any) -> Shape:
         "untied": args.untie_embeddings_and_output_weights,
         "qkv_bias": value("add_qkv_bias") or args.add_bias_linear,
         "proj_bias": value("add_dense_bias") or args.add_bias_linear,
-        "qk_norm": value("qk_layernorm") and not latent,
+        "qk_norm": value("qk_layernorm") and not latent and not value("qk_norm_after_rope"),
+        "qk_norm_after_rope": value("qk_norm_after_rope"),
+        "heads_norm": value("qk_norm_over_all_heads"),
+        "input_norms": value("norm_placement") != "post",
+        "output_norms": value("norm_placement") in ("post", "pre_and_post"),
         "latent": latent,
         "q_lora": latent and value("q_lora_rank"),
         "direct_q": latent and not value("q_lora_rank"),

@@ -38,17 +38,26 @@ _OUTSIDE = (
         "output_layer.weight", padded_vocabulary("lm_head.weight"), "hidden", "rows", needs="untied"
     ),
 )
-_NORMS = (
-    Rule(_LAYER + "input_layernorm.weight", whole(_HF + "input_layernorm.weight", "hidden")),
-    Rule(
-        _LAYER + "pre_mlp_layernorm.weight",
-        whole(_HF + "post_attention_layernorm.weight", "hidden"),
-    ),
-)
 
 
-def _attention(qkv: Mapping[str, ShardMap]) -> tuple[Rule, ...]:
-    """Attention with the projection to queries, keys and values as ``qkv`` has it."""
+def _norms(**names: str) -> tuple[Rule, ...]:
+    """Norms of a layer: Megatron's name (dots as double underscores) -> Hugging Face's."""
+    return tuple(
+        Rule(f"{_LAYER}{ours.replace('__', '.')}.weight", whole(f"{_HF}{theirs}.weight", "hidden"))
+        for ours, theirs in names.items()
+    )
+
+
+_NORMS = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="post_attention_layernorm")
+
+
+def _attention(
+    qkv: Mapping[str, ShardMap], norms: tuple[str, str] = ("q_norm", "k_norm")
+) -> tuple[Rule, ...]:
+    """Attention with the projection to queries, keys and values as ``qkv`` has it.
+
+    ``norms`` names those of queries and keys.
+    """
     out = _ATTENTION + "linear_proj."
     rules = [
         Rule(_ATTENTION + "linear_qkv.weight", qkv["weight"], "hidden", "rows"),
@@ -58,9 +67,14 @@ def _attention(qkv: Mapping[str, ShardMap]) -> tuple[Rule, ...]:
     if "bias" in qkv:
         bias = _ATTENTION + "linear_qkv.bias"
         rules.append(Rule(bias, qkv["bias"], split="rows", needs="qkv_bias"))
-    for part in "qk":
-        norm = whole(f"{_HF_ATTENTION}{part}_norm.weight", "head")
-        rules.append(Rule(f"{_ATTENTION}{part}_layernorm.weight", norm, needs="qk_norm"))
+    for part, size, norm in zip("qk", ("query", "key"), norms, strict=True):
+        theirs = f"{_HF_ATTENTION}{norm}.weight"
+        ours, last = f"{part}_layernorm.weight", f"core_attention.{part}_layernorm.weight"
+        rules += [
+            Rule(_ATTENTION + ours, whole(theirs, "head"), needs="qk_norm"),
+            Rule(_ATTENTION + ours, whole(theirs, size), split="rows", needs="heads_norm"),
+            Rule(_ATTENTION + last, whole(theirs, "head"), needs="qk_norm_after_rope"),
+        ]
     return tuple(rules)
 
 
@@ -69,7 +83,8 @@ def _projections(kind: str) -> tuple[str, str, str]:
     return query, key, value
 
 
-_SEPARATE = _attention({kind: grouped_qkv(*_projections(kind)) for kind in ("weight", "bias")})
+_QKV = {kind: grouped_qkv(*_projections(kind)) for kind in ("weight", "bias")}
+_SEPARATE = _attention(_QKV)
 _PACKED = _attention({"weight": grouped_pack(_HF_ATTENTION + "W_pack.weight")})
 
 
@@ -291,11 +306,7 @@ DEEPSEEK = _with_copies(_OUTSIDE) + _DEEPSEEK_LAYER + _multi_token_prediction(_D
 DEEPSEEK_V2 = _OUTSIDE + _NORMS + _latent() + _DENSE + _PLAIN_EXPERTS + _SHARED_EXPERTS
 _GLM_MOE_LAYER = _NORMS + _SEPARATE + _DENSE + _PLAIN_EXPERTS + _EXPERT_BIAS + _SHARED_EXPERTS
 GLM_MOE = _with_copies(_OUTSIDE) + _GLM_MOE_LAYER + _multi_token_prediction(_GLM_MOE_LAYER)
-QWEN2_MOE = QWEN_MOE + _shared_expert("shared_expert")
-PHI3 = (
-    *_OUTSIDE,
-    *_NORMS,
-    *_attention({"weight": grouped_pack(_HF_ATTENTION + "qkv_proj.weight")}),
+_PACKED_MLP = (
     Rule(
         _LAYER + "mlp.linear_fc1.weight",
         whole(_HF + "mlp.gate_up_proj.weight", "fc1"),
@@ -309,6 +320,29 @@ PHI3 = (
         "columns",
     ),
 )
+QWEN2_MOE = QWEN_MOE + _shared_expert("shared_expert")
+_QKV_PACK = {"weight": grouped_pack(_HF_ATTENTION + "qkv_proj.weight")}
+PHI3 = _OUTSIDE + _NORMS + _attention(_QKV_PACK) + _PACKED_MLP
+GLM4 = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_norms(self_attn_bda__norm="post_self_attn_layernorm", mlp_bda__norm="post_mlp_layernorm"),
+    *_SEPARATE,
+    *_PACKED_MLP,
+)
+_BEHIND = _norms(
+    self_attn_bda__norm="post_attention_layernorm", mlp_bda__norm="post_feedforward_layernorm"
+)
+OLMO = _OUTSIDE + _BEHIND + _SEPARATE + _DENSE
+_AROUND = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
+GEMMA = _OUTSIDE + _AROUND + _BEHIND + _SEPARATE + _DENSE
+HUNYUAN = _OUTSIDE + _NORMS + _attention(_QKV, ("query_layernorm", "key_layernorm")) + _DENSE
+_MINIMAX_BIAS = Rule(
+    _LAYER + "mlp.router.expert_bias",
+    whole(_HF + "block_sparse_moe.e_score_correction_bias", "experts"),
+    needs="expert_bias",
+)
+MINIMAX = (*MIXTRAL, _MINIMAX_BIAS)
 INTERNLM2 = _internlm2()
 BLOOM = _bloom()
 GPT = _gpt()

@@ -90,7 +90,7 @@ class ModelShape:
             ffn_hidden_size=args["ffn_hidden_size"],
             seq_length=args["seq_length"],
             vocab_size=args["padded_vocab_size"],
-            gated=bool(args.get("swiglu") or args.get("quick_geglu")),
+            gated=any(args.get(name) for name in ("swiglu", "quick_geglu", "geglu")),
             moe_topk=args.get("moe_router_topk") or 0,
             moe_ffn_hidden_size=args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"],
             shared_expert_size=args.get("moe_shared_expert_intermediate_size") or 0,

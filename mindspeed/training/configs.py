@@ -122,6 +122,10 @@ def _activation(args: argparse.Namespace) -> dict[str, Any]:
     elif args.openai_gelu:
         tanh_gelu = partial(F.gelu, approximate="tanh")
         values.update(activation_func=tanh_gelu, bias_activation_fusion=False)
+    elif args.geglu:
+        tanh_gelu = partial(F.gelu, approximate="tanh")
+        values.update(activation_func=tanh_gelu, gated_linear_unit=True)
+        values["bias_activation_fusion"] = False
     elif args.quick_geglu:
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 

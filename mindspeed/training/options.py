@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed.flags import flag
+from mindspeed.models.model_extras import ModelExtras
 from mindspeed.ranges import (
     ABOVE_ZERO,
     COUNT,
@@ -39,7 +40,7 @@ from mindspeed.ranges import (
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(ModelExtras):
     """Shape of the model, as far as Megatron Core's configuration does not hold it."""
 
     max_position_embeddings: int | None = flag(
@@ -67,11 +68,6 @@ class ModelOptions:
     use_rope_scaling: bool = flag(False, "rotary scaling of Llama 3.1")
     rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", range=Range(1))
     rope_type: Literal["rope", "yarn"] | None = flag(None, "default: yarn with MLA, else rope")
-    rope_parameters: str | None = flag(
-        None,
-        "scaled rotary embedding as config.json has it, in JSON: yarn, longrope, dynamic, linear, "
-        "llama3",
-    )
     group_query_attention: bool = flag(False, "grouped-query attention with --num-query-groups")
     num_query_groups: int | None = flag(
         None, "key/value heads; turns on grouped-query attention", range=SIZE
@@ -80,19 +76,6 @@ class ModelOptions:
     squared_relu: bool = flag(False, "squared ReLU instead of GeLU")
     quick_geglu: bool = flag(False, "gated linear unit with quick GeLU")
     openai_gelu: bool = flag(False, "GeLU by its tanh approximation")
-    add_dense_bias: bool = flag(
-        False, "bias of the attention's output projection, also with --disable-bias-linear"
-    )
-    embed_layernorm: bool = flag(False, "norm after the word embeddings (BLOOM)")
-    lm_norm_weight: bool = flag(False, "output layer with weight rows of norm one (Baichuan 2)")
-    z_loss_weight: float = flag(
-        0.0,
-        "add this times the square of the largest logit to each token's loss (Baichuan 2)",
-        range=NOT_NEGATIVE,
-    )
-    mask_padded_vocab: bool = flag(
-        False, "padding entries of the vocabulary take no part in the loss (with --model: on)"
-    )
     bias_gelu_fusion: bool = flag(True, "fuse bias and GeLU")
     bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU")
     untie_embeddings_and_output_weights: bool = flag(False, "separate output layer weights")

@@ -18,6 +18,7 @@ import torch
 from mindspeed.attention.sequence_sharding import indivisible
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
+from mindspeed.models import model_extras
 from mindspeed.optimizer.rules import NAMES
 from mindspeed.training.resolve_parallel import parallel
 from mindspeed.training.resolve_run import data, duration, iterations_of, output
@@ -224,8 +225,9 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
             f"--experimental-attention-variant {variant}: this trainer builds the attention of the "
             "other flags; train such a model with pretrain_gpt.py of Megatron-LM, or leave it out"
         )
-    if sum((args.swiglu, args.squared_relu, args.quick_geglu)) > 1:
-        yield "give one of --swiglu, --squared-relu and --quick-geglu"
+    if sum((args.swiglu, args.squared_relu, args.quick_geglu, args.geglu)) > 1:
+        yield "give one of --swiglu, --squared-relu, --quick-geglu and --geglu"
+    yield from model_extras.problems(args)
 
 
 def _experts(args: argparse.Namespace) -> Iterator[str]:

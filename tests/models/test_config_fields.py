@@ -42,13 +42,22 @@ TINY = {
     "phi3": "phi3",
     "ernie4_5": "ernie4.5",
     "smollm3": "smollm3",
+    "granite": "granite",
+    "glm4": "glm4",
+    "gemma3_text": "gemma3",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "hunyuan_v1_dense": "hunyuan",
+    "minimax_m2": "minimax-m2",
     "bloom": "bloom",
 }
 
 
 def tiny_config(name):
     case = CASES[TINY[name]]
-    made = getattr(transformers, f"{case.kind}Config")(**{**SIZES, **case.config})
+    made = getattr(transformers, case.config_name or f"{case.kind}Config")(
+        **{**SIZES, **case.config}
+    )
     return {**json.loads(made.to_json_string()), "layer_types": None}
 
 
@@ -167,6 +176,9 @@ ONLY_WITH_IN = {
         "sliding_window": 4,
         "max_window_layers": 2,
     },
+    ("gemma3_text", "rope_local_base_freq"): {"rope_parameters": None, "rope_theta": 7},
+    ("gemma3_text", "sliding_window_pattern"): {"layer_types": None},
+    ("minimax_m2", "rotary_dim"): {"rope_parameters": None, "rope_theta": 7},
     ("smollm3", "no_rope_layer_interval"): {"no_rope_layers": None, "no_rope_layer_interval": 2},
     ("smollm3", "layer_types"): {
         "use_sliding_window": True,
@@ -183,9 +195,20 @@ SHADOWED = {
 }
 
 
+OTHER_IN = {
+    ("deepseek_v2", "scoring_func"): "sigmoid",
+    ("gemma3_text", "rope_parameters"): {
+        "full_attention": {"rope_type": "default", "rope_theta": 77},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7},
+    },
+    ("minimax_m2", "rotary_dim"): 8,
+    ("gemma3_text", "sliding_window_pattern"): 2,
+}
+
+
 def other_value(name, key, value):
-    if (name, key) == ("deepseek_v2", "scoring_func"):
-        return "sigmoid"
+    if (name, key) in OTHER_IN:
+        return OTHER_IN[name, key]
     if key in OTHER:
         return not value if OTHER[key] is value else OTHER[key]
     if isinstance(value, bool):

@@ -271,7 +271,9 @@ def test_fields_that_megatron_computes_differently_are_refused(tmp_path, name):
 
 def transformers_config(case, changes):
     case = CASES[case]
-    made = getattr(transformers, f"{case.kind}Config")(**{**SIZES, **case.config})
+    made = getattr(transformers, case.config_name or f"{case.kind}Config")(
+        **{**SIZES, **case.config}
+    )
     config = {**made.to_dict(), **changes}
     if "rope_parameters" in changes:  # those of older files would win
         config.pop("rope_scaling", None)

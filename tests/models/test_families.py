@@ -122,6 +122,13 @@ MORE_LAYOUTS = [
     *((name, 2, TP_SP) for name in ("phi3", "phi4-mini", "ernie4.5", "internlm2", "qwen3-yarn")),
     *((name, 2, (*EP, *GROUPED)) for name in ("glm4-moe", "deepseek-v2", "qwen2-moe", "kimi-k2")),
     *((name, 1, LOCAL) for name in ("glm4-moe", "deepseek-v2", "qwen2-moe", "smollm3")),
+    # Norms in other places, positions layer by layer.
+    *((name, 2, TP_SP) for name in ("glm4", "gemma3", "olmo3", "hunyuan", "minimax-m2")),
+    *((name, 2, TP) for name in ("granite", "olmo2", "hunyuan")),
+    *((name, 2, PP) for name in ("granite", "glm4", "gemma3", "olmo3", "hunyuan")),
+    *((name, 1, LOCAL) for name in ("granite", "glm4", "gemma3", "olmo2", "olmo3", "minimax-m2")),
+    *((name, 2, (*LOCAL, *TP_SP)) for name in ("gemma3", "olmo3", "hunyuan")),
+    ("minimax-m2", 2, (*EP, *GROUPED)),
     *((name, 1, LOCAL) for name in ("phi4-mini", "ernie4.5", "internlm2", "seed-oss")),
 ]
 

@@ -52,6 +52,15 @@ PUBLISHED = {
     "smollm3-3b": 3.075,
     "internlm2-7b": 7.738,
     "internlm2-20b": 19.861,
+    "granite-3.3-8b": 8.171,
+    "glm4-9b": 9.400,
+    "glm4-32b": 32.566,
+    "gemma3-270m": 0.268,
+    "gemma3-1b": 1.000,
+    "olmo2-7b": 7.299,
+    "olmo2-32b": 32.234,
+    "hunyuan-7b": 7.505,
+    "minimax-m2": 228.690,
 }
 RUN = ["--lr=1", "--train-iters=1", "--seq-length=64", "--mock-data"]
 RUN.append("--tokenizer-type=NullTokenizer")

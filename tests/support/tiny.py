@@ -95,6 +95,7 @@ class Case:
         inputs: Additional arguments of ``forward``, from the model.
         flags: Flags that the comparison needs beyond those of the family.
         z_loss: Weight of the square of the largest logit in the loss.
+        config_name: Name of its configuration class, where it is another one.
     """
 
     kind: str
@@ -105,11 +106,12 @@ class Case:
     inputs: Callable[[Any], dict[str, Any]] = lambda model: {}
     flags: tuple[str, ...] = ()
     z_loss: float = 0.0
+    config_name: str = ""
 
     def model(self) -> Any:
         """The oracle, with weights so large that every mistake shows."""
         sizes = {**SIZES, **self.config}
-        config = getattr(hf, f"{self.kind}Config")(**sizes)
+        config = getattr(hf, self.config_name or f"{self.kind}Config")(**sizes)
         model = getattr(hf, f"{self.kind}ForCausalLM")(config)
         generator = torch.Generator().manual_seed(1)
         state = model.state_dict()
@@ -247,6 +249,16 @@ _QWEN_MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+_GEMMA = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 10,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _BAICHUAN = {"model_type": "baichuan", "model_max_length": 64}
 _NO_LENGTH = {"max_position_embeddings": None}
 _NO_BALANCE = ("--moe-aux-loss-coeff", "0")
@@ -350,7 +362,7 @@ CASES: dict[str, Case] = {
             "hidden_size": 64,
             "pad_token_id": 0,
             "tie_word_embeddings": True,
-            "original_max_position_embeddings": 12,
+            "original_max_position_embeddings": 4,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
@@ -381,6 +393,62 @@ CASES: dict[str, Case] = {
                 "rope_theta": 1000000.0,
                 "factor": 4.0,
                 "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "granite": Case(
+        "Granite",
+        _GROUPED
+        | {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4": Case("Glm4", _GROUPED | {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "gemma3": Case("Gemma3", _GEMMA, config_name="Gemma3TextConfig"),
+    "olmo2": Case("Olmo2", _GROUPED | {"attention_bias": True}),
+    "olmo3": Case(
+        "Olmo3",
+        _GROUPED
+        | {
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+            },
+        },
+    ),
+    "hunyuan": Case(
+        "HunYuanDenseV1",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "minimax-m2": Case(
+        "MiniMaxM2",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
             },
         },
     ),

@@ -139,6 +139,12 @@ class TensorParallel2D(
             spelt = " and ".join(f"--{name.replace('_', '-')}" for name in forward)
             yield Problem(spelt, "each hide a collective of the forward pass", "choose one of them")
         yield from _context_parallel(own, megatron)
+        if (megatron.get("norm_placement") or "pre") != "pre":
+            yield Problem(
+                own, "has norms in front of attention and MLP only", "drop --norm-placement"
+            )
+        if megatron.get("qk_norm_over_all_heads"):
+            yield Problem(own, "shares heads over x only", "drop --qk-norm-over-all-heads")
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
         """Shard activations as sequence parallelism does, and pass the causal mask by name only."""
@@ -227,7 +233,7 @@ def widths_of(megatron: Megatron) -> Widths | None:
         hidden,
         proj + 2 * channels * _query_groups(megatron),
         proj,
-        (2 if megatron.get("swiglu") else 1) * ffn,
+        (2 if any(map(megatron.get, ("swiglu", "quick_geglu", "geglu"))) else 1) * ffn,
         ffn,
     )
 

@@ -252,8 +252,9 @@ def _layer(args: argparse.Namespace, width: int) -> float:
     """Parameters of the matrices of attention and of an MLP."""
     query = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    gated = args.swiglu or args.quick_geglu or args.geglu
     attention = 2 * args.hidden_size * query * (1 + groups / args.num_attention_heads)
-    return attention + args.hidden_size * width * (3 if args.swiglu else 2)
+    return attention + args.hidden_size * width * (3 if gated else 2)
 
 
 def _activations(args: argparse.Namespace, micro_batches: int) -> float:

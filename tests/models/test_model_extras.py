@@ -1,0 +1,122 @@
+"""Flags of parts that Megatron lacks: refused where they would have no effect."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.support.lazy import needs
+
+needs("megatron.core", "transformers")
+
+from mindspeed.errors import ConfigError
+from mindspeed.models.megatron_layers import LocalRotation
+from mindspeed.models.rope_parameters import RopeParameters
+from mindspeed.training.arguments import build_parser
+from mindspeed.training.recipe import parse_with_recipe
+
+RUN = (
+    "--num-layers=2",
+    "--hidden-size=32",
+    "--num-attention-heads=4",
+    "--seq-length=16",
+    "--micro-batch-size=1",
+    "--lr=1",
+    "--train-iters=1",
+    "--mock-data",
+    "--tokenizer-type=NullTokenizer",
+    "--vocab-size=64",
+)
+ROPE = "--position-embedding-type=rope"
+YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}'
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--qk-norm-after-rope",), "has no effect without --qk-layernorm"),
+        (("--qk-norm-over-all-heads", "--qk-layernorm"), "give one of them"),
+        (("--local-rotary-base=100", ROPE, "--window-size=4,0"), "as a list"),
+        ((f"--rope-parameters={YARN}",), "has no effect without --position-embedding-type rope"),
+        (("--rope-parameters={", ROPE), "--rope-parameters {"),
+        (("--rope-parameters=[]", ROPE), "allowed is a JSON object"),
+        (('--rope-parameters={"rope_type": "ntk"}', ROPE), "rope_type is 'ntk'; allowed are"),
+        (('--rope-parameters={"rope_type": "yarn"}', ROPE), "yarn has no factor"),
+        (("--geglu", "--swiglu"), "give one of --swiglu"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_flag_without_effect_is_refused(words, message):
+    from mindspeed.training.resolve import resolve
+
+    with pytest.raises(ConfigError) as error:
+        resolve(parse_with_recipe([*RUN, *words], build_parser()), 1)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"norm_placement": "post"}, {"qk_norm_over_all_heads": True}], ids=str
+)
+def test_a_grid_of_ranks_refuses_norms_that_it_lacks(flags):
+    from mindspeed.features.tensor_parallel.tensor_parallel_2d import TensorParallel2D
+
+    sizes = {"tensor_model_parallel_size": 4, "hidden_size": 32, "num_attention_heads": 4}
+    feature = TensorParallel2D(tp_2d=True, tp_x=2, tp_y=2)
+    assert not list(feature.problems({**sizes, "norm_placement": "pre"}))
+    (problem,) = feature.problems({**sizes, **flags})
+    assert "--" + next(iter(flags)).replace("_", "-") in str(problem)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("first", [1.0, 0.125, 1 / 3])
+def test_local_angles_are_those_of_the_same_positions(interleaved, first):
+    """Positions of any order, as ranks of context parallelism have them."""
+    positions = torch.tensor([0, 1, 7, 4096, 131071], dtype=torch.float32)
+
+    def angles(frequencies):
+        half = torch.outer(positions, frequencies)
+        whole = half.repeat_interleave(2, -1) if interleaved else torch.cat((half, half), -1)
+        return whole[:, None, None]
+
+    def plain(base):
+        return 1.0 / base ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
+
+    found = LocalRotation(100.0, first, interleaved)(angles(first * plain(1e6)))
+    torch.testing.assert_close(found, angles(plain(100.0)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_type": "linear", "factor": 2.5},
+        {"rope_type": "dynamic", "factor": 3.0},
+        {"rope_type": "yarn", "factor": 8.0, "truncate": False, "beta_fast": 16.0},
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.5},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5},
+        {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ],
+    ids=lambda settings: "-".join(map(str, settings)),
+)
+@pytest.mark.parametrize("length", [16, 100])
+def test_frequencies_equal_those_of_transformers(settings, length):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    longest = 32 if settings["rope_type"] == "dynamic" else 128
+    rope = {"rope_theta": 5000.0, "original_max_position_embeddings": 32, **settings}
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=longest,
+        rope_parameters=rope,
+    )
+    theirs, scale = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, "cpu", seq_len=length)
+    without = {key: value for key, value in rope.items() if key != "rope_theta"}
+    ours = RopeParameters.read(without, longest, "config.json: rope_scaling")
+    torch.testing.assert_close(ours.frequencies(5000.0, 16, length), theirs)
+    assert math.isclose(ours.scale, scale)
+    again = RopeParameters.of(ours.text())
+    assert again == ours and RopeParameters.read(ours.keys(), longest, "") == ours
