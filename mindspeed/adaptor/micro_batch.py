@@ -31,8 +31,8 @@ class FullBatch:
     """A micro-batch on every rank of a tensor-parallel group, before context-parallel sharding.
 
     Attributes:
-        tensors: ``tokens``, ``labels`` (int64) and ``loss_mask`` (fp32) ``[b, s]``; None for
-            tensors this stage does not need.
+        tensors: ``tokens``, ``labels`` (int64), ``loss_mask`` (fp32) and what else was asked for,
+            ``[b, s]``; None for tensors this stage does not need.
         position_ids: int64 ``[b, s]``, counted; None if this stage needs none or documents have
             their own.
         cu_seqlens: Of the packed documents, samples concatenated; None without packed documents.
@@ -56,6 +56,7 @@ def read_batch(
     post_process: bool,
     shape: tuple[int, int] | None,
     documents: Callable[[Any], CuSeqlens] | None = None,
+    more: Sequence[str] = (),
 ) -> FullBatch:
     """Read a micro-batch on tensor-parallel rank 0 and broadcast it. Collective over its group.
 
@@ -67,6 +68,7 @@ def read_batch(
         post_process: This stage computes the loss.
         shape: ``(b, s)``, None where only rank 0 knows it.
         documents: Returns ``cu_seqlens`` of a batch, instead of the seam ``documents``.
+        more: Names of further tensors ``[b, s]`` that a loss needs.
     """
     from megatron.core import parallel_state
 
@@ -78,7 +80,7 @@ def read_batch(
 
     names = [
         *(["tokens"] if pre_process else []),
-        *(["labels", "loss_mask"] if post_process else []),
+        *(["labels", "loss_mask", *more] if post_process else []),
     ]
     packed, group = (
         bool(seams.documents.functions),
@@ -103,7 +105,7 @@ def read_batch(
         cu_seqlens = cu_seqlens_of_starts(received["starts"].cpu())
     elif pre_process and not packed:
         positions = torch.arange(length, device=here).repeat(samples, 1)
-    wanted = {name: received.get(name) for name in ("tokens", "labels", "loss_mask")}
+    wanted = {name: received.get(name) for name in ("tokens", "labels", "loss_mask", *more)}
     return FullBatch(wanted, positions, cu_seqlens, samples, length)
 
 
@@ -184,7 +186,7 @@ def shard_batch(
     return part, PlanPackedSeqParams.of(packed)
 
 
-_FLOATS = {"loss_mask"}
+_FLOATS = {"loss_mask", "values", "references"}
 
 
 def broadcast_batch(
@@ -197,8 +199,8 @@ def broadcast_batch(
     """Broadcast tensors by name. Collective over the group.
 
     Args:
-        tensors: int64, fp32 (``loss_mask``) or bool ``[b, s]`` on rank 0 of the group, None on the
-            others.
+        tensors: int64, fp32 (``loss_mask``, ...) or bool ``[b, s]`` on rank 0 of the group, None
+            on the others.
         names: Which of them the group needs.
         shape: ``(b, s)``, or None where only rank 0 knows it.
         group: The tensor-parallel group.

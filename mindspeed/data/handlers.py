@@ -19,49 +19,40 @@ GlaiveHandler                      system (functions), chat             one conv
                                    (USER:/ASSISTANT: turns)
 SharegptStyleInstructionHandler    conversations [from, value]          one conversation
 OpenAIInstructionHandler           messages [role, content]             one conversation
+PreferenceHandler                  prompt, chosen, rejected ...         two answers to one prompt
+UnpairedPreferenceHandler          prompt, completion, label            one answer, good or bad
 ================================== ==================================== ==========================
 
 ``--map-keys`` names other columns. A missing column is a ValueError that lists those of the record.
 
-The last three also read tools: their definitions (column ``tools``, a list or its JSON), calls of
-an answer (``tool_calls``, or a message of the role ``function_call``) with their results (role
-``tool``, ``observation``, ...), and reasoning (``reasoning_content``). The chat template must
-render them.
+Those of messages and preferences also read tools: their definitions (column ``tools``, a list or
+its JSON), calls of an answer (``tool_calls``, or a message of the role ``function_call``) with
+their results (role ``tool``, ``observation``, ...), and reasoning (``reasoning_content``). The chat
+template must render them.
 
 Nothing is dropped in silence: :class:`~mindspeed.data.record_fields.Fields` knows which columns a
 handler has read. Of the others those that change what an answer means (``REFUSED`` there, in a
-message :data:`REFUSED_IN_MESSAGE`) make the record invalid, and the rest is counted in
-``Fields.remarks``.
+message :data:`~mindspeed.data.messages.REFUSED_IN_MESSAGE`) make the record invalid, and the rest
+is counted in ``Fields.remarks``.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from mindspeed.data import tools
 from mindspeed.data.chat_template import ChatTemplate
-from mindspeed.data.record_fields import EMPTY, Fields, text_of, unused_columns
+from mindspeed.data.messages import OPENAI, SHAREGPT, Conversation, message_of, tagged
+from mindspeed.data.preferences import PAIR, UNPAIRED, Preference, pairs, unpaired
+from mindspeed.data.record_fields import Fields, text_of, unused_columns
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import decode_json
 
-Conversation = list[dict[str, Any]]
-"""Messages: role, content, weight 0 of an answer not to train, fields of tools and reasoning."""
-
-REFUSED_IN_MESSAGE: dict[str, str] = {
-    "tool_calls": "only answers call tools",
-    "function_call": "write it as tool_calls",
-    "refusal": "it is not rendered: write it into the content",
-    "audio": "only text is supported",
-}
-_SWITCHES = ("loss", "train", "training", "trainable")  # other tools' ways to say weight 0
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_RESULT_ROLES = ("tool", "function", "observation", "ipython", "function_response")
 _BELLE_TURN = re.compile(r"(?:^|(?<=\n))[ \t]*(Human|Assistant)[ \t]*[:\uff1a]")
 _BELLE_ROLES = {"Human": "user", "Assistant": "assistant"}
 _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
@@ -73,18 +64,20 @@ _MOSS_MARKS = re.compile(r"<\|(?:Human|MOSS)\|>:|<eo[hm]>")
 
 @dataclass(frozen=True)
 class Handler:
-    """How records of one format are read. Either ``conversations`` or ``text`` is set, or neither.
+    """How records of one format are read. One of the three functions is set, or none.
 
     Attributes:
         keys: role of a column -> its default name.
         conversations: record -> its samples.
         text: record and chat template -> one text.
+        preferences: record -> its pairs or judged answers (:mod:`mindspeed.data.preferences`).
         prompt_type: default chat template.
     """
 
     keys: Mapping[str, str]
     conversations: Callable[[Fields], list[Conversation]] | None = None
     text: Callable[[Fields, ChatTemplate], str] | None = None
+    preferences: Callable[[Fields], list[Preference]] | None = None
     prompt_type: str = "alpaca"
 
     def with_keys(self, given: Mapping[str, Any]) -> dict[str, str]:
@@ -159,28 +152,24 @@ def _is_of(name: str, record: Mapping[str, Any], keys: Mapping[str, str]) -> boo
     return True
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
 def _general(fields: Fields) -> list[Conversation]:
     question = fields.text("prompt") + "\n" + fields.optional("query")
-    return [[_message("user", question), _message("assistant", fields.text("response"))]]
+    return [[message_of("user", question), message_of("assistant", fields.text("response"))]]
 
 
 def _alpaca_style(fields: Fields) -> list[Conversation]:
     messages = []
     if system := fields.optional("system"):
-        messages.append(_message("system", system))
+        messages.append(message_of("system", system))
     for turn in fields.items("history", required=False):
         if not isinstance(turn, Sequence) or len(turn) != 2:
             raise ValueError("'history' is a list of [question, answer]")
-        messages.append(_message("user", text_of(turn[0], "history")))
-        messages.append(_message("assistant", text_of(turn[1], "history")))
+        messages.append(message_of("user", text_of(turn[0], "history")))
+        messages.append(message_of("assistant", text_of(turn[1], "history")))
     query = fields.optional("query")
     question = fields.text("prompt") + ("\n" + query if query else "")
-    messages.append(_message("user", question))
-    return [[*messages, _message("assistant", fields.text("response"))]]
+    messages.append(message_of("user", question))
+    return [[*messages, message_of("assistant", fields.text("response"))]]
 
 
 def _belle(fields: Fields) -> list[Conversation]:
@@ -188,14 +177,14 @@ def _belle(fields: Fields) -> list[Conversation]:
     if parts and before.strip():
         raise ValueError(f"text before the first turn is not trained: {before.strip()[:40]!r}")
     messages = [
-        _message(_BELLE_ROLES[who], said.strip())
+        message_of(_BELLE_ROLES[who], said.strip())
         for who, said in zip(parts[::2], parts[1::2], strict=True)
     ]
     if not messages:  # a single question without role marks
-        messages = [_message("user", fields.text("prompt").strip())]
+        messages = [message_of("user", fields.text("prompt").strip())]
     if messages[-1]["role"] == "assistant" and (said := messages.pop()["content"]):
         raise ValueError(f"an answer before the column of the answer: {said[:40]!r}")
-    return [[*messages, _message("assistant", fields.text("response"))]]
+    return [[*messages, message_of("assistant", fields.text("response"))]]
 
 
 def _moss_turns(fields: Fields) -> list[Conversation]:
@@ -213,7 +202,7 @@ def _moss_turns(fields: Fields) -> list[Conversation]:
             if not isinstance(turn, Mapping) or who not in turn:
                 raise ValueError(f"{name} of 'chat' has no {who!r}")
         said = [_MOSS_MARKS.sub("", text_of(turn[who], who)).strip() for who in ("Human", "MOSS")]
-        turns.append([_message("user", said[0]), _message("assistant", said[1])])
+        turns.append([message_of("user", said[0]), message_of("assistant", said[1])])
         for part in unused_columns(turn, ("Human", "MOSS")):
             text = str(turn[part]).partition("|>:")[2].strip()
             if not text.startswith("None"):  # <|Commands|>: None<eoc>
@@ -233,7 +222,7 @@ def _moss_whole(fields: Fields) -> list[Conversation]:
 def _leetcode(fields: Fields) -> list[Conversation]:
     problem = fields.text("problem").split("```", maxsplit=1)[0].strip()
     answer = fields.text("code") + "\n" + fields.text("explanation")
-    return [[_message("user", problem), _message("assistant", answer)]]
+    return [[message_of("user", problem), message_of("assistant", answer)]]
 
 
 def _ultrachat(fields: Fields) -> list[Conversation]:
@@ -241,7 +230,7 @@ def _ultrachat(fields: Fields) -> list[Conversation]:
     said = fields.items("data")
     return [
         [
-            _message(("user", "assistant")[index % 2], text_of(text, f"data[{index + 1}]"))
+            message_of(("user", "assistant")[index % 2], text_of(text, f"data[{index + 1}]"))
             for index, text in enumerate(said)
         ]
     ]
@@ -252,14 +241,14 @@ def _glaive(fields: Fields) -> list[Conversation]:
     system = fields.optional("system").removeprefix("SYSTEM:").strip()
     head, found, defined = system.partition(_GLAIVE_FUNCTIONS)
     fields.tools = tools.definitions(list(tools.objects(defined)))
-    messages = [_message("system", f"{head}." if found else head)] if head else []
+    messages = [message_of("system", f"{head}." if found else head)] if head else []
     before, *parts = _GLAIVE_TURN.split(fields.text("chat"))
     if before.strip():
         raise ValueError(f"text before the first turn is not trained: {before.strip()[:40]!r}")
     for who, said in zip(parts[::2], parts[1::2], strict=True):
         text, where = said.replace("<|endoftext|>", "").strip(), f"chat[{len(messages) + 1}]"
         content, call, rest = text.partition("<functioncall>")
-        message = _message(_GLAIVE_ROLES[who], content.strip() if who == "ASSISTANT" else text)
+        message = message_of(_GLAIVE_ROLES[who], content.strip() if who == "ASSISTANT" else text)
         if call and who == "ASSISTANT":
             message |= {"tool_calls": [_glaive_call(rest.strip(), where)]}
         if who == "FUNCTION RESPONSE":
@@ -280,100 +269,6 @@ def _glaive_call(text: str, where: str) -> dict[str, Any]:
     return call
 
 
-def _tagged(fields: Fields) -> list[Conversation]:
-    """A list of messages with configurable keys for role and text."""
-    roles = {fields.tag(f"{role}_tag"): role for role in ("user", "assistant", "system")}
-    roles = {"gpt": "assistant", "human": "user", "developer": "system"} | roles
-    roles |= {role: role for role in ("user", "assistant", "system") if role not in roles}
-    roles |= dict.fromkeys(_RESULT_ROLES, "tool") | {"function_call": "assistant"}
-    column = fields.tag("messages")
-    role_tag, content_tag = fields.tag("role_tag"), fields.tag("content_tag")
-    fields.tools = _tools_of(fields)
-    messages: Conversation = []
-    for number, item in enumerate(fields.items("messages"), start=1):
-        if not isinstance(item, Mapping) or role_tag not in item:
-            raise ValueError(f"{column!r}: message {number} has no {role_tag!r}")
-        role = roles.get(item[role_tag])
-        if role is None:
-            raise ValueError(
-                f"{column!r}: message {number} has the role {item[role_tag]!r}; allowed are "
-                f"{', '.join(roles)}"
-            )
-        where, content = f"{column}[{number}]", item.get(content_tag)
-        if item[role_tag] == "function_call":
-            message = _message(role, "") | {
-                "tool_calls": tools.calls_of(tools.from_json(content, where), where)
-            }
-        else:
-            more = _message_options(item, role, (role_tag, content_tag), where, fields.remarks)
-            empty = "" if content is None and "tool_calls" in more else content
-            message = _message(role, _joined(empty, where)) | more
-        if role == "tool":
-            tools.check_result(messages, message, where)
-        messages.append(message)
-    system = fields.optional("system")
-    if system and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, _message("system", system))
-    elif system and messages[0]["content"] != system:
-        raise ValueError(f"two system messages: a column and the first message of {column!r}")
-    return [messages]
-
-
-def _message_options(
-    item: Mapping[str, Any],
-    role: str,
-    used: Collection[str],
-    where: str,
-    remarks: Counter[str],
-) -> dict[str, Any]:
-    """Reasoning, calls and ``weight`` 0 of an answer, name and call of a tool's result.
-
-    Other keys are refused or counted.
-    """
-    found: dict[str, Any] = {}
-    for name in unused_columns(item, used):
-        value = item[name]
-        if role == "assistant" and name in _REASONING and "reasoning_content" not in found:
-            found["reasoning_content"] = text_of(value, f"{where}.{name}")
-        elif role == "assistant" and name == "tool_calls":
-            found[name] = tools.calls_of(value, where)
-        elif role == "tool" and name in ("name", "tool_call_id"):
-            found[name] = text_of(value, f"{where}.{name}")
-        elif name in (*REFUSED_IN_MESSAGE, *_REASONING, "tool_call_id"):
-            why = REFUSED_IN_MESSAGE.get(name, f"a message of the {role} has none")
-            raise ValueError(f"{where!r} has {name!r}: {why}")
-        elif name in _SWITCHES and not value:
-            raise ValueError(f"{where!r} has {name!r}: mark an answer not to train with weight 0")
-        elif name != "weight" or role != "assistant":
-            remarks[f"messages have a key {name!r} that is not used"] += 1
-    weight = item.get("weight")
-    if role != "assistant" or weight is None or weight == 1:
-        return found
-    if weight != 0:
-        raise ValueError(f"{where!r} has weight {weight!r}: allowed are 0 and 1")
-    remarks["answers have weight 0 and are not trained"] += 1
-    return {**found, "weight": 0}
-
-
-def _tools_of(fields: Fields) -> list[dict[str, Any]]:
-    """Definitions in a column."""
-    value = fields.either("tools", "functions")
-    if value in EMPTY:
-        return []
-    return tools.definitions(tools.from_json(value, "tools"))
-
-
-def _joined(content: Any, where: str) -> str:
-    """A text, or the joined texts of a list of content parts."""
-    if isinstance(content, list):
-        if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in content):
-            raise ValueError(f"{where!r}: only parts of type text are supported")
-        content = "".join(text_of(part.get("text"), where) for part in content)
-    if content is None:
-        raise ValueError(f"{where!r} has no content (null); an empty text is ''")
-    return text_of(content, where)
-
-
 def _alpaca_text(fields: Fields, template: ChatTemplate) -> str:
     return template.render(_general(fields)[0]).text
 
@@ -386,24 +281,6 @@ def _stack_overflow(fields: Fields, template: ChatTemplate) -> str:
 
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
 _ASKED = ("prompt", "response")
-_MESSAGES = {
-    "messages": "conversations",
-    "system": "system",
-    "tools": "tools",
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "system_tag": "system",
-}
-_OPENAI = _MESSAGES | {
-    "messages": "messages",
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-}
-
 HANDLERS: dict[str, Handler] = {
     "GeneralPretrainHandler": Handler({}),
     "AlpacaPretrainHandler": Handler(_ALPACA, text=_alpaca_text),
@@ -429,8 +306,10 @@ HANDLERS: dict[str, Handler] = {
     ),
     "UltraChatHandler": Handler({"data": "data"}, _ultrachat, prompt_type="chatml"),
     "GlaiveHandler": Handler({"system": "system", "chat": "chat"}, _glaive, prompt_type="chatml"),
-    "SharegptStyleInstructionHandler": Handler(_MESSAGES, _tagged, prompt_type="chatml"),
-    "OpenAIInstructionHandler": Handler(_OPENAI, _tagged, prompt_type="chatml"),
+    "SharegptStyleInstructionHandler": Handler(SHAREGPT, tagged, prompt_type="chatml"),
+    "OpenAIInstructionHandler": Handler(OPENAI, tagged, prompt_type="chatml"),
+    "PreferenceHandler": Handler(PAIR, preferences=pairs, prompt_type="chatml"),
+    "UnpairedPreferenceHandler": Handler(UNPAIRED, preferences=unpaired, prompt_type="chatml"),
 }
 
 _BY_COLUMNS: tuple[tuple[frozenset[str], str, dict[str, str]], ...] = (

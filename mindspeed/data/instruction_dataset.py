@@ -113,8 +113,8 @@ class InstructionDataset(MegatronDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self._capacity = config.sequence_length
         self._label_offset = 0 if config.keep_last_token else 1
-        self._lengths = np.minimum(dataset.lengths - self._label_offset, self._capacity)
-        self._usable = indices[dataset.lengths[indices] > 1]
+        self._lengths = self._input_lengths()
+        self._usable = indices[self._is_usable(indices)]
         if not len(self._usable):
             raise DataError(f"{dataset_path}: no sample for the {index_split.name} split")
         speaks = not dist.is_initialized() or dist.get_rank() == 0
@@ -122,6 +122,14 @@ class InstructionDataset(MegatronDataset):
             warnings.warn(f"{dataset_path} ({index_split.name}): {said}", stacklevel=2)
         self._epochs: dict[int, np.ndarray] = {}
         self._packed_samples = self._pack(num_samples) if config.pack else None
+
+    def _input_lengths(self) -> np.ndarray:
+        """Tokens of each sample in an item, int ``[samples]``."""
+        return np.minimum(self.dataset.lengths - self._label_offset, self._capacity)
+
+    def _is_usable(self, indices: np.ndarray) -> np.ndarray:
+        """Whether samples can be trained, bool ``[indices]``."""
+        return self.dataset.lengths[indices] > 1
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: InstructionFiles) -> int:
@@ -204,7 +212,12 @@ class InstructionDataset(MegatronDataset):
         return sequences
 
     def _sample(self, index: int) -> Sample:
-        sample = self.dataset[int(index)]
+        return self._checked(self.dataset[int(index)], index).fit(
+            self._capacity + self._label_offset
+        )
+
+    def _checked(self, sample: Sample, index: int) -> Sample:
+        """A sample whose ids are in the vocabulary."""
         largest = int(sample.ids.max())
         if largest >= self.config.vocab_size:
             raise DataError(
@@ -212,7 +225,7 @@ class InstructionDataset(MegatronDataset):
                 f"vocabulary has {self.config.vocab_size} entries: preprocess with the model's "
                 "tokenizer"
             )
-        return sample.fit(self._capacity + self._label_offset)
+        return sample
 
     def _item(self, samples: list[Sample]) -> Item:
         no_label = np.full(1 - self._label_offset, IGNORED, np.int32)

@@ -60,6 +60,10 @@ class Sample:
         kept = slice(min(excess, max(prompt - 1, 0)), None)
         return Sample(self.ids[kept][:limit], self.labels[kept][:limit])
 
+    def keep_start(self, limit: int | None) -> Sample:
+        """The first ``limit`` ids."""
+        return Sample(self.ids[:limit], self.labels[:limit])
+
 
 def select(
     rendered: Rendered, trained: Sequence[bool], *, last: bool = False, inputs: bool = False

@@ -35,8 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed import __version__
+from mindspeed.data import handlers
 from mindspeed.data.file_formats import Block
 from mindspeed.data.indexed_writer import IndexedWriter
+from mindspeed.data.preference_encoder import PreferenceEncoder
 from mindspeed.data.preprocess_options import PreprocessOptions, check
 from mindspeed.data.record_encoders import (
     BrokenLine,
@@ -44,9 +46,9 @@ from mindspeed.data.record_encoders import (
     Encoded,
     TextEncoder,
     load_template,
-    make_encoder,
 )
 from mindspeed.data.sources import Files, HubDataset, find_files, hub_dataset
+from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.errors import DataError, MindSpeedError
 
 BLOCKS_IN_FLIGHT_PER_WORKER = 4
@@ -139,6 +141,17 @@ def preprocess(
         totals,
         tuple(_notes(options, source, encoder)),
     )
+
+
+def make_encoder(options: PreprocessOptions) -> TextEncoder | ConversationEncoder:
+    """The encoder of the records of a handler."""
+    tokenizer = build_tokenizer(options.tokenizer)
+    handler = handlers.find(options.handler)
+    if handler.preferences is not None:
+        return PreferenceEncoder(options, tokenizer)
+    if handler.conversations is not None:
+        return ConversationEncoder(options, tokenizer)
+    return TextEncoder(options, tokenizer)
 
 
 def _encode_into(
@@ -293,7 +306,9 @@ def _notes(
     if not isinstance(encoder, ConversationEncoder):
         return
     template = load_template(options, encoder.tokenizer)
-    if options.train_on_inputs:
+    if isinstance(encoder, PreferenceEncoder):
+        trained = "the answers that are compared"
+    elif options.train_on_inputs:
         trained = "every token"
     elif options.label_boundary == "legacy" or options.train_on == "last":
         trained = "the last answer of every conversation"

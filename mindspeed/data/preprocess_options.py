@@ -74,6 +74,8 @@ class PreprocessOptions:
     def keys(self) -> tuple[str, ...]:
         """The keys of the data sets, one each."""
         handler = handlers.find(self.handler)
+        if handler.preferences is not None:
+            return tuple(f"packed_{name}" for name in (*CONVERSATION_KEYS, "values"))
         if handler.conversations is not None:
             return tuple(f"packed_{name}" for name in CONVERSATION_KEYS)
         return self.json_keys if handler.text is None else ("text",)
@@ -114,7 +116,7 @@ def check(options: PreprocessOptions) -> None:
                 f"--json-keys {key}: a key becomes part of file names, which "
                 f"cannot contain {' or '.join(map(repr, sorted(unfit)))}; rename the field"
             )
-    if options.split_sentences and handler.conversations is not None:
+    if options.split_sentences and (handler.conversations or handler.preferences):
         raise ConfigError(
             f"--split-sentences is for texts: with --handler-name {options.handler} a sample is a "
             "whole conversation"

@@ -24,7 +24,6 @@ from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
 from mindspeed.data.preprocess_options import PreprocessOptions
 from mindspeed.data.record_fields import Fields, unused_column, unused_columns
 from mindspeed.data.sentence_splitting import sentences
-from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
 from mindspeed.parsing import decode_json
@@ -95,14 +94,6 @@ class Encoded:
     size: int
 
 
-def make_encoder(options: PreprocessOptions) -> TextEncoder | ConversationEncoder:
-    tokenizer = build_tokenizer(options.tokenizer)
-    handler = handlers.find(options.handler)
-    if handler.conversations is None:
-        return TextEncoder(options, tokenizer)
-    return ConversationEncoder(options, tokenizer)
-
-
 class TextEncoder:
     """Encodes texts: one data set per JSON key."""
 
@@ -124,7 +115,7 @@ class TextEncoder:
 
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
-        records = list(_valid(block, counts, partial(self._texts, counts.remarks)))
+        records = list(valid(block, counts, partial(self._texts, counts.remarks)))
         tokens, lengths, documents = [], [], []
         filled = [False] * len(records)
         for index in range(len(self._keys)):
@@ -182,7 +173,7 @@ class ConversationEncoder:
 
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
-        records = _valid(block, counts, partial(self._read, counts.remarks))
+        records = valid(block, counts, partial(self._read, counts.remarks))
         conversations = [item for record in records for item in record]
         for one in conversations:
             counts.remarks.update(one.rendered.remarks)
@@ -300,10 +291,10 @@ def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatT
 
 def first_record(blocks: Iterable[Block]) -> Mapping[str, Any] | None:
     """The first valid record; None if there is none."""
-    return next(chain.from_iterable(_valid(block, Counts(), dict) for block in blocks), None)
+    return next(chain.from_iterable(valid(block, Counts(), dict) for block in blocks), None)
 
 
-def _valid(block: Block, counts: Counts, read: Any) -> Iterator[Any]:
+def valid(block: Block, counts: Counts, read: Any) -> Iterator[Any]:
     """``read`` applied to every record; ValueErrors are counted with their location."""
     for number, item in enumerate(block.records, start=block.first):
         if isinstance(item, bytes) and not item.strip():

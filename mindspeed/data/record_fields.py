@@ -58,6 +58,10 @@ class Fields:
             raise ValueError("'label' is false: an undesired answer is not trained")
         self.remarks.update(map(unused_column, unread))
 
+    def has(self, key: str) -> bool:
+        """Whether the record has a column, with a value."""
+        return self._record.get(self._keys[key]) not in EMPTY
+
     def value(self, key: str) -> Any:
         """The value of a required column."""
         column = self._keys[key]
@@ -69,6 +73,13 @@ class Fields:
     def text(self, key: str) -> str:
         """The text of a required column."""
         return text_of(self.value(key), self._keys[key])
+
+    def number(self, key: str) -> float:
+        """The number of a required column."""
+        value, column = self.value(key), self._keys[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{column!r} is {type(value).__name__}, a number is expected")
+        return float(value)
 
     def either(self, key: str, other: str) -> Any:
         """The value of an optional column, or of one with another name."""

@@ -28,9 +28,9 @@ model does not have, except one sum per step:
 ===============  ==================================================================================
 """
 
-from mindspeed.lora.attach import adapted, attach
+from mindspeed.lora.attach import adapted, attach, switched_off
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.load import is_adapter, load
 from mindspeed.lora.merge import merge
 
-__all__ = ["LoraConfig", "adapted", "attach", "is_adapter", "load", "merge"]
+__all__ = ["LoraConfig", "adapted", "attach", "is_adapter", "load", "merge", "switched_off"]

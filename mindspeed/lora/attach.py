@@ -6,8 +6,9 @@ is sharded: each matrix is drawn unsharded, seeded by its name, and a rank keeps
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -104,6 +105,19 @@ def adapted_layers(chunk: Any) -> list[tuple[str, AdaptedLinear]]:
     """Layers with adapters by their names in the whole model."""
     named = named_modules(chunk)
     return [(name, module) for name, module in named if isinstance(module, AdaptedLinear)]
+
+
+@contextlib.contextmanager
+def switched_off(chunks: Iterable[Any]) -> Iterator[None]:
+    """Inside, the model computes as the frozen one. Modules that are trained whole stay so."""
+    layers = [layer for chunk in unwrap(chunks) for _, layer in adapted_layers(chunk)]
+    for layer in layers:
+        layer.switched_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.switched_off = False
 
 
 def meant(chunks: Iterable[Any], config: LoraConfig) -> tuple[set[str], set[str]]:

@@ -84,6 +84,8 @@ class AdaptedExperts(AdaptedLinear):
             ``[t, out]``, or a tuple that begins with it, as the frozen layer returns it.
         """
         result = super().forward(x, m_splits, *args, **kwargs)  # type: ignore[misc]
+        if self.switched_off:
+            return result
         if isinstance(result, tuple):
             return result[0] + self._correction(x, m_splits), *result[1:]
         return result + self._correction(x, m_splits)

@@ -122,6 +122,9 @@ class AdaptedLinear:
     ``lora_A`` and ``lora_B`` hold one matrix per part of the layer, in the order of ``parts``;
     with one A for all parts, ``lora_A`` holds that one as ``all``. Each B holds this rank's rows of
     the part in the order of the layer, so the concatenated B of all ranks is the unsharded matrix.
+
+    Attributes:
+        switched_off: The layer computes as the frozen one (:func:`mindspeed.lora.switched_off`).
     """
 
     lora_A: Matrices
@@ -130,6 +133,7 @@ class AdaptedLinear:
     lora_initial_B: Matrices
     lora_magnitude: Matrices
     _lora: Options
+    switched_off = False
 
     def adapted_weights(self, name: str) -> Iterator[AdaptedWeight]:
         """The weights of the layer that is called ``name`` in the whole model."""
@@ -169,6 +173,8 @@ class AdaptedLinear:
         communication: LinearCommunication,
     ) -> torch.Tensor:
         """Override the product of a linear layer of :mod:`mindspeed.te`."""
+        if self.switched_off:
+            return super()._multiply(inp, weight, bias, communication)  # type: ignore[misc,no-any-return]
         a, b = self.adapter(compute_dtype(inp, weight))
         mask = self._lora.mask(inp, communication) if self.training else None  # type: ignore[attr-defined]
         scale = self._lora.scale

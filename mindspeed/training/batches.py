@@ -160,9 +160,11 @@ class MicroBatches(Iterator[MicroBatch]):
         post_process: the stage computes the loss.
         trained: called for each micro-batch when it is requested.
         sizes: samples of the micro-batches of a step, where they differ; the loader yields as many.
+        more: names of further tensors that the loss needs.
 
     Attributes:
         micro_batch_sizes: ``sizes``.
+        post_process: the stage computes the loss.
     """
 
     def __init__(
@@ -175,6 +177,7 @@ class MicroBatches(Iterator[MicroBatch]):
         post_process: bool,
         trained: Callable[[], None] | None = None,
         sizes: Sequence[int] | None = None,
+        more: Sequence[str] = (),
     ) -> None:
         self._args = args
         self._trained = trained
@@ -183,8 +186,10 @@ class MicroBatches(Iterator[MicroBatch]):
             "pre_process": pre_process,
             "post_process": post_process,
             "documents": _samples_and_padding if args.is_instruction_dataset else None,
+            "more": more,
         }
         self.micro_batch_sizes = sizes
+        self.post_process = post_process
         self._sizes = itertools.cycle(sizes or (args.micro_batch_size,))
         self._tokenizer = tokenizer
         self._ahead: deque[_Ahead] = deque()
@@ -210,11 +215,19 @@ class MicroBatches(Iterator[MicroBatch]):
         """Announce that at least ``count`` micro-batches will be requested (bounds prefetch)."""
         self._announced = count
 
-    def lengths_ahead(self, count: int) -> list[int]:
-        """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
+    def ahead(self, count: int) -> list[FullBatch]:
+        """The next ``count`` micro-batches, before context-parallel sharding."""
         while len(self._ahead) < count:
             self._ahead.append(self._read())
-        return [batch.read.seq_length for batch in list(self._ahead)[:count]]
+        return [batch.read for batch in list(self._ahead)[:count]]
+
+    def lengths_ahead(self, count: int) -> list[int]:
+        """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
+        return [batch.seq_length for batch in self.ahead(count)]
+
+    def preview(self, count: int) -> Preview:
+        """The next ``count`` micro-batches, which are read again later."""
+        return Preview(self, count)
 
     def _read(self) -> _Ahead:
         seams, args = session.install().seams, self._args
@@ -244,6 +257,26 @@ class MicroBatches(Iterator[MicroBatch]):
             reset_positions=self._reset_positions,
         )
         return {**part, "packed_seq_params": packed_seq_params}
+
+
+class Preview(Iterator[MicroBatch]):
+    """Micro-batches for a pass before that of training, which reads the same ones.
+
+    Args:
+        reader: that training reads.
+        count: of micro-batches.
+    """
+
+    def __init__(self, reader: MicroBatches, count: int) -> None:
+        self._reader = reader
+        self._rest = iter(reader.ahead(count))
+
+    def __next__(self) -> MicroBatch:
+        return self._reader._on_this_rank(next(self._rest))
+
+    def lengths_ahead(self, count: int) -> list[int]:
+        """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
+        return self._reader.lengths_ahead(count)
 
 
 def _samples_and_padding(sample: Any) -> CuSeqlens:

@@ -9,6 +9,8 @@ Batches of conversations (``--is-instruction-dataset``) hold samples of differen
 
     --variable-seq-lengths   a micro-batch is as long as its longest sequence, rounded up
     --pack-sequences         a sequence holds several samples that do not see each other
+
+A sample of preferences is a pair: two sequences of a micro-batch, or packed with others in one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ from mindspeed.data.megatron import (
     weighted_splits,
 )
 from mindspeed.data.packing import rounded_up
+from mindspeed.data.preference_dataset import PreferenceConfig, PreferenceDataset
 from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
@@ -173,6 +177,8 @@ def build_datasets(
 
 
 def _kind(args: argparse.Namespace) -> type:
+    if args.objective != "next_token":
+        return PreferenceDataset
     if args.is_instruction_dataset:
         return InstructionDataset
     if not args.shuffle:
@@ -215,8 +221,9 @@ def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatase
 
 
 def _instruction_config(args: argparse.Namespace) -> InstructionConfig:
-    samples_of_all_ranks = Batch.of(args).samples_of(micro_batches=1)
-    return InstructionConfig(
+    samples_of_all_ranks = Batch.of(args).samples_of(micro_batches=1) // rows_of_a_sample(args)
+    kind = InstructionConfig if args.objective == "next_token" else PreferenceConfig
+    return kind(
         **_sources(args),
         vocab_size=args.padded_vocab_size,
         pack=args.pack_sequences,
@@ -252,12 +259,17 @@ def _check_splits(args: argparse.Namespace, config: BlendedMegatronDatasetConfig
 
 def samples_by_split(args: argparse.Namespace) -> tuple[int, int, int]:
     """Samples of training, validation and test over the whole run."""
-    schedule = Schedule.of(args)
+    schedule, rows = Schedule.of(args), rows_of_a_sample(args)
     if not schedule.evaluation_steps or schedule.evaluation_interval is None:
-        return schedule.samples, 0, 0
-    once = schedule.evaluation_steps * Batch.of(args).whole
+        return schedule.samples // rows, 0, 0
+    once = schedule.evaluation_steps * Batch.of(args).whole // rows
     evaluations = schedule.iterations // schedule.evaluation_interval + 1
-    return schedule.samples, evaluations * once, once
+    return schedule.samples // rows, evaluations * once, once
+
+
+def rows_of_a_sample(args: argparse.Namespace) -> int:
+    """Sequences of a micro-batch that one item of the data set fills."""
+    return 2 if args.objective != "next_token" and not args.pack_sequences else 1
 
 
 def has_test(args: argparse.Namespace) -> bool:
@@ -285,7 +297,13 @@ def micro_batches(
     collate = None
     if args.is_instruction_dataset:
         multiple = length_multiple(args) if args.variable_seq_lengths else None
-        collate = Collate(tokenizer.pad, args.seq_length, multiple, keys_of_a_query(args))
+        collate = Collate(
+            tokenizer.pad,
+            args.seq_length,
+            multiple,
+            keys_of_a_query(args),
+            apart=rows_of_a_sample(args) > 1,
+        )
     for vp_stage in Parallel.of(args).vp_stages:
         pre_process, post_process = pipeline_ends(session.install().seams, vp_stage)
         counts = post_process
@@ -308,6 +326,7 @@ def micro_batches(
                 post_process=post_process,
                 trained=trained,
                 sizes=sizes,
+                more=() if args.objective == "next_token" else NUMBERS_OF_ANSWERS,
             )
         )
     return readers
@@ -322,10 +341,11 @@ def _loader(
 ) -> Iterator[Any]:
     if dataset is None:
         raise DataError("a data split is empty: check --split and the size of the data set")
+    rows = rows_of_a_sample(args)
     sampler_config = SamplerConfig(
         total=len(dataset),
-        consumed=consumed,
-        micro_batch_size=Batch.of(args).micro,
+        consumed=consumed // rows,
+        micro_batch_size=Batch.of(args).micro // rows,
         rank=parallel_state.get_data_parallel_rank(),
         ranks=parallel_state.get_data_parallel_world_size(),
     )
@@ -367,6 +387,8 @@ def _read_everywhere(args: argparse.Namespace) -> bool:
 
 
 _WORDS = ("tokens", "labels", "loss_mask", "position_ids")
+NUMBERS_OF_ANSWERS = ("answers", "values", "references")
+"""Tensors of preferences that the loss reads (:mod:`mindspeed.data.preference_dataset`)."""
 
 
 def length_multiple(args: argparse.Namespace) -> int:
@@ -385,15 +407,23 @@ class Collate:
         seq_length: longest sequence.
         multiple: lengths are rounded up to a multiple of this; None: always ``seq_length``.
         keys: :func:`mindspeed.training.flops.keys_of_a_query`.
+        apart: documents of a sample are sequences of their own.
     """
 
     def __init__(
-        self, pad: int, seq_length: int, multiple: int | None, keys: Callable[[int], float]
+        self,
+        pad: int,
+        seq_length: int,
+        multiple: int | None,
+        keys: Callable[[int], float],
+        *,
+        apart: bool = False,
     ) -> None:
         self._pad = pad
         self._seq_length = seq_length
         self._multiple = multiple
         self._keys = keys
+        self._apart = apart
 
     def __call__(self, items: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Pad samples to one length.
@@ -402,24 +432,43 @@ class Collate:
             items: tensors [s_i] with the dtypes below.
 
         Returns:
-            ``tokens``, ``labels``, ``position_ids`` int64 [b, s], ``loss_mask`` fp32 [b, s];
-            positions of padding count from 0, as those of a sample. ``counts`` int64 [2] are
+            ``tokens``, ``labels``, ``position_ids`` int64 [b, s], ``loss_mask`` fp32 [b, s], and
+            those of :data:`NUMBERS_OF_ANSWERS` that items have, answers numbered on; positions of
+            padding count from 0, as those of a sample. ``counts`` int64 [2] are
             :func:`mindspeed.training.token_counts.sample_counts`.
         """
+        counts = sample_counts(items, self._keys)
+        if "answers" in items[0]:
+            items = _numbered_on(items)
+        if self._apart:
+            items = [part for item in items for part in _documents(item)]
         width = self._seq_length
         if self._multiple is not None:
             width = rounded_up(max(len(item["tokens"]) for item in items), self._multiple)
-        shape = (len(items), width)
         batch = {
-            "tokens": torch.full(shape, self._pad),
-            "labels": torch.zeros(shape, dtype=torch.int64),
-            "loss_mask": torch.zeros(shape),
-            "position_ids": torch.zeros(shape, dtype=torch.int64),
-            "counts": sample_counts(items, self._keys),
+            name: torch.zeros(len(items), width, dtype=items[0][name].dtype)
+            for name in (*_WORDS, *NUMBERS_OF_ANSWERS)
+            if name in items[0]
         }
+        batch["tokens"] += self._pad
         for index, item in enumerate(items):
             length = len(item["tokens"])
-            for name in _WORDS:
+            for name in batch:
                 batch[name][index, :length] = item[name]
             batch["position_ids"][index, length:] = torch.arange(width - length)
-        return batch
+        return batch | {"counts": counts}
+
+
+def _numbered_on(items: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Samples whose answers have numbers that go on from one to the next."""
+    found, before = [], 0
+    for item in items:
+        found.append({**item, "answers": item["answers"] + before})
+        before += len(item["cu_seqlens"]) - 1
+    return found
+
+
+def _documents(item: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """The documents of a sample, one each."""
+    for start, end in pairwise(item["cu_seqlens"].tolist()):
+        yield {name: item[name][start:end] for name in item if name != "cu_seqlens"}

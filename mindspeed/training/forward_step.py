@@ -14,6 +14,9 @@ the loss function on the last stage only.
 ``loss_mask`` of fp32 [b, s], ``attention_mask`` (None: the attention knows its mask), and
 ``packed_seq_params`` with packed documents. Tensors that a stage does not need are None; so is the
 iterator itself on stages that need nothing.
+
+A forward step may have a method ``before``, called before each step with all its data
+(:class:`mindspeed.training.step.Trainer`).
 """
 
 from __future__ import annotations

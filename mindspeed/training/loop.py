@@ -123,7 +123,8 @@ def train(
     Returns:
         How far it came.
     """
-    trainer = Trainer(args, model, checked(forward_step, args, RESERVED))
+    before = getattr(forward_step, "before", None)
+    trainer = Trainer(args, model, checked(forward_step, args, RESERVED), before)
     log = Log(args, model, state.iteration, counter)
     batch, schedule = Batch.of(args), Schedule.of(args)
     gathering = _ParameterGathering(args, model)

@@ -15,6 +15,7 @@ section of a recipe     dataclass here
 ``checkpoint``          :class:`CheckpointOptions`
 ``logging``             :class:`LoggingOptions`
 ``lora``                :class:`LoraOptions`
+``preference``          :class:`PreferenceOptions`
 ====================== ===================================================
 """
 
@@ -25,6 +26,7 @@ from typing import Literal
 
 from mindspeed.flags import flag
 from mindspeed.models.model_extras import ModelExtras
+from mindspeed.preference.losses import LossType
 from mindspeed.ranges import (
     ABOVE_ZERO,
     COUNT,
@@ -404,6 +406,41 @@ class LoraOptions:
     )
 
 
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """Training on pairs of answers: ``mindspeed dpo`` and ``mindspeed reward``."""
+
+    objective: Literal["next_token", "preference", "reward"] = flag(
+        "next_token", "what is trained; mindspeed dpo and mindspeed reward set it"
+    )
+    loss_type: LossType = flag(  # noqa: RUF009  (a Literal)
+        "sigmoid", "loss of preferences; sigmoid is DPO, kto reads judged answers"
+    )
+    beta: float = flag(
+        0.1, "how strongly preferences keep the model near its reference", range=ABOVE_ZERO
+    )
+    label_smoothing: float = flag(
+        0.0, "probability that a pair is the wrong way round", range=Range(0, 0.5, below=True)
+    )
+    simpo_gamma: float = flag(0.5, "--loss-type simpo: target margin", range=NOT_NEGATIVE)
+    sft_weight: float = flag(
+        0.0, "add this times the mean loss of the chosen answers' tokens", range=NOT_NEGATIVE
+    )
+    desirable_weight: float = flag(1.0, "--loss-type kto: of wanted answers", range=NOT_NEGATIVE)
+    undesirable_weight: float = flag(
+        1.0, "--loss-type kto: of unwanted answers", range=NOT_NEGATIVE
+    )
+    reference_load: str | None = flag(
+        None, "reference model (default: that of --load; with adapters the model without them)"
+    )
+    precompute_reference: bool = flag(
+        False, "compute the reference's log-probabilities once, before training, and keep them"
+    )
+    center_rewards_coefficient: float = flag(
+        0.0, "mindspeed reward: add this times the square of the sum of rewards", range=NOT_NEGATIVE
+    )
+
+
 SECTIONS: dict[str, type] = {
     "model": ModelOptions,
     "parallel": ParallelOptions,
@@ -413,4 +450,5 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointOptions,
     "logging": LoggingOptions,
     "lora": LoraOptions,
+    "preference": PreferenceOptions,
 }

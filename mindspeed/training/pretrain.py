@@ -24,7 +24,7 @@ from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 from mindspeed.storage import directory
-from mindspeed.training import data, loop, setup
+from mindspeed.training import data, loop, preference, setup
 from mindspeed.training.flops import training_flops
 from mindspeed.training.forward_step import ForwardStep, forward_step
 from mindspeed.training.model import ModelProvider, build, gpt_model, resume_adapters
@@ -78,6 +78,10 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = state.iteration if source == args.save else None
+    if args.objective == "preference":
+        forward_step = preference.PreferenceStep(
+            args, preference.reference_of(args, model, provider)
+        )
     done = loop.train(args, model, readers, held_out, state, saver, counter, forward_step)
     return done.iteration
 

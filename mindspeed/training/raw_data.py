@@ -31,6 +31,7 @@ from rich.console import Console
 from mindspeed.data import handlers, packing
 from mindspeed.data.hf_template import has_template
 from mindspeed.data.instruction_dataset import InstructionFiles
+from mindspeed.data.preference_dataset import PreferenceFiles
 from mindspeed.data.preprocess import PreprocessReport, Progress, digest_of
 from mindspeed.data.preprocess_options import PreprocessOptions
 from mindspeed.data.preprocess_report import (
@@ -51,6 +52,7 @@ from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.parsing import parse_object, read_json
 from mindspeed.processes import cores
 from mindspeed.storage.directory import tracked
+from mindspeed.training.data import rows_of_a_sample
 from mindspeed.training.fail_together import LAUNCHER
 from mindspeed.training.resolve_parallel import model_parallel_size
 
@@ -151,7 +153,8 @@ def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -
         _follow_conversations(args, flags, train, held_out, ranks)
         if tokenizer is not None:
             files = InstructionFiles(train[0].prefix)
-            print_samples([files[i] for i in range(min(SHOWN, len(files)))], tokenizer, console)
+            shown = min(SHOWN * (1 if args.objective == "next_token" else 2), len(files))
+            print_samples([files[i] for i in range(shown)], tokenizer, console)
     if flags.assumed:
         say(console, f"not given, so assumed: {' '.join(flags.assumed)}")
     return {*_OTHER_SOURCES, *(() if "train_iters" in given else ("train_iters",))}
@@ -254,13 +257,17 @@ def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptio
             return dataclasses.replace(
                 options, json_keys=columns, append_eod=True, handler=handler, map_keys=keys
             )
+        if not handler and args.objective != "next_token":
+            judged = args.objective == "preference" and args.loss_type == "kto"
+            handler = "UnpairedPreferenceHandler" if judged else "PreferenceHandler"
         if not handler:
             handler, found = handlers.of_record(record)
             keys = found | keys
     except ValueError as error:
         raise DataError(f"{flag} {path}: {error}") from error
-    if handlers.find(handler).conversations is None:
-        raise ConfigError(f"--handler-name {handler} reads texts, not conversations")
+    wanted = "conversations" if args.objective == "next_token" else "preferences"
+    if getattr(handlers.find(handler), wanted) is None:
+        raise ConfigError(f"--handler-name {handler} reads no {wanted}")
     return dataclasses.replace(
         options,
         handler=handler,
@@ -291,7 +298,9 @@ def _follow_conversations(
     ranks: int,
 ) -> None:
     """Set sizes, duration, learning rate and memory of a fine-tuning."""
-    lengths = _lengths(train)
+    rows = rows_of_a_sample(args)
+    flags.assume(micro_batch_size=max(rows, args.micro_batch_size))
+    lengths = _lengths(args, train)
     multiple = math.lcm(MULTIPLE, 2 * args.context_parallel_size * args.tensor_model_parallel_size)
     fewest = lengths.sum() // (SEQUENCES_OF_A_STEP * STEPS_OF_AN_EPOCH)
     needed = int(lengths.max() if not args.pack_sequences else max(lengths.max(), fewest))
@@ -309,11 +318,12 @@ def _follow_conversations(
     if not flags.free("train_iters") and not flags.free("epochs"):
         raise ConfigError("give one of --epochs and --train-iters")
     if held_out:
-        evaluated = _sequences(_lengths(held_out), args)
+        evaluated = _sequences(_lengths(args, held_out), args)
         flags.assume(eval_iters=max(1, evaluated // batch))
         flags.assume(eval_interval=max(1, (args.train_iters or 1) // 10))
     adapters = bool(args.lora_target_modules or args.lora_load)
-    flags.assume(lr=1e-4 if adapters else 1e-5)
+    lr = 1e-4 if adapters else 1e-5
+    flags.assume(lr=lr / 10 if args.objective == "preference" else lr)
     if flags.free("lr_warmup_iters", "lr_warmup_samples"):
         flags.assume(lr_warmup_fraction=0.03)
     if is_hf(args.load) and flags.free("fp16", "bf16"):
@@ -339,14 +349,17 @@ def _assume_directory(args: argparse.Namespace, flags: _Flags) -> None:
     flags.assume(save=save)
 
 
-def _lengths(files: Sequence[TokenizedFile]) -> np.ndarray:
-    """Tokens of every sample that is trained, int ``[samples]``."""
-    lengths = np.concatenate([InstructionFiles(one.prefix).lengths for one in files]) - 1
-    return lengths[lengths > 0]
+def _lengths(args: argparse.Namespace, files: Sequence[TokenizedFile]) -> np.ndarray:
+    """Tokens of every sample that is trained, int ``[samples]``; of a pair in one sequence."""
+    if args.objective == "next_token":
+        lengths = np.concatenate([InstructionFiles(one.prefix).lengths for one in files]) - 1
+        return lengths[lengths > 0]
+    pairs = np.concatenate([PreferenceFiles(one.prefix).pair_lengths for one in files]) - 1
+    return pairs.sum(axis=1) if args.pack_sequences else pairs.max(axis=1)
 
 
 def _sequences(lengths: np.ndarray, args: argparse.Namespace) -> int:
     """Sequences of an epoch."""
     if not args.pack_sequences:
-        return len(lengths)
+        return len(lengths) * rows_of_a_sample(args)
     return packing.count(lengths, args.seq_length)

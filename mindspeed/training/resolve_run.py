@@ -13,6 +13,7 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.job import Batch
 from mindspeed.lora import flags as lora_flags
 from mindspeed.models.hf_load import is_hf
+from mindspeed.preference.losses import SMOOTHED, PreferenceLoss
 from mindspeed.storage.directory import tracked
 from mindspeed.training.sinks import missing_packages
 
@@ -85,8 +86,51 @@ def _schedule(args: argparse.Namespace) -> Iterator[str]:
         yield f"--lr-wsd-decay-{unit} {last} is more than {flag}"
 
 
+def preferences(args: argparse.Namespace) -> Iterator[str]:
+    """Complete the reference model; yields what pairs of answers cannot be trained with."""
+    if args.objective == "next_token":
+        return
+    if not args.is_instruction_dataset:
+        yield f"--objective {args.objective} reads pairs: use mindspeed dpo or mindspeed reward"
+    if not args.pack_sequences and args.micro_batch_size % 2:
+        yield (
+            f"--micro-batch-size {args.micro_batch_size}: a pair is two sequences of a "
+            "micro-batch, so make it even, or use --pack-sequences"
+        )
+    for name in ("keep_last_token", "mtp_num_layers", "z_loss_weight", "calculate_per_token_loss"):
+        if getattr(args, name):
+            yield f"--{name.replace('_', '-')} is not for pairs of answers: leave it out"
+    if args.objective == "preference":
+        yield from _reference(args)
+
+
+def _reference(args: argparse.Namespace) -> Iterator[str]:
+    loss = PreferenceLoss.from_args(args)
+    if loss.label_smoothing and loss.kind not in SMOOTHED:
+        yield f"--label-smoothing: only with --loss-type {', '.join(SMOOTHED)}"
+    if not loss.needs_reference:
+        for name in ("reference_load", "precompute_reference"):
+            if getattr(args, name):
+                yield f"--loss-type {loss.kind} needs no reference: drop --{name.replace('_', '-')}"
+        return
+    adapters = lora_flags.asked(args)
+    if not adapters or args.reference_load:
+        args.reference_load = args.reference_load or args.load
+    elif args.lora_modules_to_save:
+        yield (
+            "--lora-modules-to-save changes the model beside its adapters: name the reference with "
+            "--reference-load"
+        )
+    elif args.lora_load and args.lora_load != args.save:
+        yield (
+            f"--lora-load {args.lora_load}: without its adapters the model is no reference for it; "
+            "merge it first (mindspeed merge-lora), or name the reference with --reference-load"
+        )
+
+
 def output(args: argparse.Namespace) -> Iterator[str]:
     """Complete what a run loads and writes; yields contradictions."""
+    yield from preferences(args)
     if args.auto_resume:
         if args.save is None:
             yield "--auto-resume needs --save"
@@ -176,7 +220,7 @@ def _conversations(args: argparse.Namespace) -> Iterator[str]:
             yield f"{' and '.join(given)}: only with --is-instruction-dataset"
         return
     # The mean over trained tokens of the whole batch: micro-batches with few do not count more.
-    args.calculate_per_token_loss = True
+    args.calculate_per_token_loss = args.objective == "next_token"
     if args.mock_data:
         yield "--is-instruction-dataset reads files: give --data-path instead of --mock-data"
     if args.reset_position_ids or args.reset_attention_mask or args.eod_mask_loss:

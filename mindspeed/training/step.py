@@ -56,14 +56,21 @@ class Trainer:
         args: final values.
         model: the model, its optimizer and its schedule.
         forward_step: computes one micro-batch (:func:`mindspeed.training.forward_step.checked`).
+        before: called before each schedule with the readers, the number of micro-batches, and a
+            function that runs the schedule forward only on other readers, chunks and forward step.
     """
 
     def __init__(
-        self, args: argparse.Namespace, model: TrainedModel, forward_step: ForwardStep
+        self,
+        args: argparse.Namespace,
+        model: TrainedModel,
+        forward_step: ForwardStep,
+        before: BeforeStep | None = None,
     ) -> None:
         self._args = args
         self._model = model
         self._forward_step = forward_step
+        self._before = before
         session.install().reached.stop_watching()  # the loop judges for all ranks
         self._schedule = get_forward_backward_func()
         self._nonfinite = 0
@@ -112,21 +119,40 @@ class Trainer:
         forward_only: bool,
         follows: int = 0,
     ) -> list[MicroBatchLoss]:
-        model, args = self._model, self._args
         for reader in readers:
             if isinstance(reader, MicroBatches):
                 reader.announce(num_microbatches + follows)
-        single = len(model.chunks) == 1
-        losses: list[MicroBatchLoss] = self._schedule(
-            forward_step_func=self._forward_step,
-            data_iterator=readers[0] if single else list(readers),
-            model=model.chunks[0] if single else model.chunks,
-            num_microbatches=num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=Batch.of(args).micro,
+        if self._before is not None:
+            self._before(readers, num_microbatches, self._run_forward)
+        losses: list[MicroBatchLoss] = run_schedule(
+            self._args,
+            self._schedule,
+            self._forward_step,
+            readers,
+            self._model.chunks,
+            num_microbatches,
             forward_only=forward_only,
         )
         return losses
+
+    def _run_forward(
+        self, forward_step: ForwardStep, readers: Sequence[Any], chunks: list[Any], count: int
+    ) -> list[Any]:
+        config = self._model.config
+        synchronize, config.param_sync_func = config.param_sync_func, None
+        try:
+            with torch.no_grad():
+                return run_schedule(
+                    self._args,
+                    self._schedule,
+                    forward_step,
+                    readers,
+                    chunks,
+                    count,
+                    forward_only=True,
+                )
+        finally:
+            config.param_sync_func = synchronize
 
     def _must_skip(self, losses: Sequence[MicroBatchLoss], iteration: int) -> bool:
         """Whether any rank has a loss or gradient that is not finite; one reduction of 4 bytes."""
@@ -160,6 +186,34 @@ class Trainer:
             f"({where}) although the loss is finite; a lower --lr, --clip-grad or bf16 instead of "
             "fp16 may help, --max-skipped-nan-iterations N leaves such steps out"
         )
+
+
+RunForward = Callable[[ForwardStep, Sequence[Any], list[Any], int], list[Any]]
+BeforeStep = Callable[[Sequence[Any], int, RunForward], None]
+
+
+def run_schedule(
+    args: argparse.Namespace,
+    schedule: Callable[..., Any],
+    forward_step: ForwardStep,
+    readers: Sequence[Any],
+    chunks: list[Any],
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Run a schedule of Megatron's; returns what the loss functions returned, last stage only."""
+    single = len(chunks) == 1
+    found: list[Any] = schedule(
+        forward_step_func=forward_step,
+        data_iterator=readers[0] if single else list(readers),
+        model=chunks[0] if single else chunks,
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=Batch.of(args).micro,
+        forward_only=forward_only,
+    )
+    return found
 
 
 def check_losses(losses: Sequence[MicroBatchLoss], iteration: int) -> None:

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from mindspeed.data import handlers, hf_template, templates
 from mindspeed.data.file_formats import Block
 from mindspeed.data.loss_mask import IGNORED
+from mindspeed.data.preprocess import make_encoder
 from mindspeed.data.preprocess_options import PreprocessOptions
-from mindspeed.data.record_encoders import SEVERAL_SAMPLES, make_encoder
+from mindspeed.data.record_encoders import SEVERAL_SAMPLES
 from mindspeed.data.tokenizer_types import TokenizerOptions
 from mindspeed.errors import DataError
 

@@ -1,0 +1,136 @@
+"""Encoder of preferences: pairs of conversations, or judged answers, as aligned data sets.
+
+Those of conversations (:class:`~mindspeed.data.record_encoders.ConversationEncoder`), where a
+document has two sequences, the chosen answer first, and a fourth one with a number for each
+document: the margin of a pair, or whether an answer is wanted. Only answers have labels. A judged
+answer is followed by the answer to another prompt (:meth:`PreferenceEncoder._with_other_answers`).
+
+    prompt  chosen </s>       prompt  rejected </s>        margin
+    .  .    C  C   </s>       .  .    R  R     </s>
+
+Answers that are too long lose their end, as in TRL; a pair of which an answer has nothing left is
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from mindspeed.data import handlers
+from mindspeed.data.chat_template import Rendered
+from mindspeed.data.file_formats import Block
+from mindspeed.data.loss_mask import IGNORED, Sample
+from mindspeed.data.preferences import Preference
+from mindspeed.data.preprocess_options import PreprocessOptions
+from mindspeed.data.record_encoders import (
+    ConversationEncoder,
+    Counts,
+    Encoded,
+    load_template,
+    valid,
+)
+from mindspeed.data.record_fields import Fields
+from mindspeed.data.tokenizer_types import TextTokenizer
+from mindspeed.errors import DataError
+
+
+class PreferenceEncoder(ConversationEncoder):
+    """Encodes pairs and judged answers."""
+
+    def __init__(self, options: PreprocessOptions, tokenizer: TextTokenizer) -> None:
+        handler = handlers.find(options.handler)
+        assert handler.preferences is not None
+        self.tokenizer = tokenizer
+        self._preferences = handler.preferences
+        self._columns = handler.with_keys(options.map_keys)
+        self._template = load_template(options, tokenizer)
+        self._options = options
+        self._limit = None if options.seq_length is None else options.seq_length + 1
+
+    def __call__(self, block: Block) -> Encoded:
+        counts = Counts()
+        records = valid(block, counts, partial(self._rendered, counts.remarks))
+        found = list(chain.from_iterable(records))
+        samples = iter(self._encode([text for texts, _ in found for text in texts]))
+        documents, values = [], []
+        for texts, value in found:
+            whole = [next(samples) for _ in texts]
+            kept = [sample.keep_start(self._limit) for sample in whole]
+            counts.shortened += any(map(self._is_long, whole))
+            counts.lost += sum(one.num_trained for one in whole)
+            counts.lost -= sum(one.num_trained for one in kept)
+            if all(sample.trained for sample in kept):
+                documents.append(kept)
+                values.append(value)
+            else:
+                counts.untrained += 1
+        if documents and len(documents[0]) == 1:
+            documents = self._with_other_answers(documents)
+        return self._encoded(documents, np.array(values, np.float32), counts, block.size)
+
+    def _is_long(self, sample: Sample) -> bool:
+        return self._limit is not None and len(sample.ids) > self._limit
+
+    def _with_other_answers(self, documents: list[list[Sample]]) -> list[list[Sample]]:
+        """Add to each prompt the answer to the prompt before it, the last one's to the first.
+
+        Their mean log-ratio is the reference point of KTO; TRL takes them from a batch.
+        """
+        firsts = [int(np.flatnonzero(one.labels != IGNORED)[0]) for (one,) in documents]
+        found = []
+        for index, (one,) in enumerate(documents):
+            (other,) = documents[index - 1]
+            ids = [one.ids[: firsts[index]], other.ids[firsts[index - 1] :]]
+            labels = [one.labels[: firsts[index]], other.labels[firsts[index - 1] :]]
+            joined = Sample(np.concatenate(ids), np.concatenate(labels)).keep_start(self._limit)
+            found.append([one, joined])
+        return found
+
+    def _encoded(
+        self, documents: list[list[Sample]], values: np.ndarray, counts: Counts, size: int
+    ) -> Encoded:
+        samples = list(chain.from_iterable(documents))
+        lengths = np.array([len(sample.ids) for sample in samples], np.int32)
+        empty = np.zeros(0, np.int32)
+        ids = np.concatenate([empty, *(sample.ids for sample in samples)])
+        labels = np.concatenate([empty, *(sample.labels for sample in samples)])
+        counts.documents = len(documents)
+        counts.tokens = len(ids)
+        counts.trained = int((labels != IGNORED).sum())
+        answers = np.array([len(document) for document in documents], np.int32)
+        ones = np.ones_like(answers)
+        return Encoded(
+            [ids, np.ones_like(ids), labels, values.view(np.int32)],
+            [lengths, lengths, lengths, ones],
+            [answers, answers, answers, ones],
+            counts,
+            size,
+        )
+
+    def _rendered(
+        self, remarks: Any, record: Mapping[str, Any]
+    ) -> list[tuple[list[Rendered], float]]:
+        """The texts of the answers of each preference of a record, and its number."""
+        fields = Fields(record, self._columns)
+        found = self._preferences(fields)
+        fields.check_rest()
+        try:
+            texts = [[self._answer(one, answer) for answer in one.answers] for one in found]
+        except DataError as error:
+            raise ValueError(str(error)) from error
+        remarks.update(fields.remarks)
+        for text in chain.from_iterable(texts):
+            remarks.update(text.remarks)
+        return [(one, preference.value) for one, preference in zip(texts, found, strict=True)]
+
+    def _answer(self, one: Preference, answer: handlers.Conversation) -> Rendered:
+        """A prompt and an answer, of which only the answer is trained."""
+        before = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in one.prompt]
+        messages = [*before, *answer]
+        self._template.check(messages, one.tools)
+        return self._render(messages, one.tools)
