@@ -1,0 +1,141 @@
+"""Runs of ``mindspeed dpo`` on ranks of the pool, and TRL's trainers as their oracle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WORDS = ["tensor", "rank", "learns", "gradient", "from", "small", "data", "and", "large", "text"]
+# TRL counts every token after the prompt: here none follows the mark that ends an answer.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STEPS, PAIRS, LR = 20, 12, 1e-3  # a step is all pairs, however they are packed
+
+
+def write_model(folder: str, kind: str = "Llama", **sizes: Any) -> None:
+    """A tiny model with weights so large that mistakes show, one token a byte, ChatML."""
+    import torch
+    import transformers as hf
+
+    from tests.training.raw_data_job import write_model as write_tokenizer
+
+    write_tokenizer(folder)
+    path = Path(folder) / "chat_template.jinja"
+    path.write_text(TEMPLATE)
+    config = getattr(hf, f"{kind}Config")(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        **sizes,
+    )
+    model = getattr(hf, f"{kind}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.copy_(0.08 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+
+
+def records(count: int = PAIRS) -> list[dict[str, Any]]:
+    """Pairs of answers to questions of some words."""
+    found = []
+    for i in range(count):
+        asked = [WORDS[(i * k) % len(WORDS)] for k in range(1, 3 + i % 4)]
+        answers = " ".join(reversed(asked)), " ".join([*asked[: 1 + i % 3], "no"])
+        found.append(
+            {
+                "prompt": [{"role": "user", "content": " ".join(asked)}],
+                "chosen": [{"role": "assistant", "content": answers[0]}],
+                "rejected": [{"role": "assistant", "content": answers[1]}],
+            }
+        )
+    return found
+
+
+def write_pairs(path: Path, found: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in found))
+    return path
+
+
+def _trainer(base: type) -> type:
+    from torch.utils.data import SequentialSampler
+
+    class InOrder(base):
+        """Reads the pairs in order, and keeps what it logs."""
+
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    return InOrder
+
+
+def trl_dpo(folder: str, data: str, **options: Any) -> list[dict[str, float]]:
+    """What TRL's trainer logs in :data:`STEPS` steps."""
+    import tempfile
+
+    import torch
+    import transformers as hf
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as scratch:
+        args = DPOConfig(
+            output_dir=scratch,
+            per_device_train_batch_size=PAIRS,
+            max_steps=STEPS,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            max_length=None,
+            **options,
+        )
+        lines = [json.loads(line) for line in Path(data).read_text().splitlines()]
+        trainer = _trainer(DPOTrainer)(
+            model=model,
+            args=args,
+            train_dataset=Dataset.from_list(lines),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+    return [one for one in trainer.state.log_history if "loss" in one]
+
+
+FLAGS = (
+    f"--train-iters {STEPS} --lr {LR} --lr-decay-style constant --lr-warmup-fraction 0 "
+    "--weight-decay 0 --clip-grad 1 --adam-beta2 0.999 --log-interval 1 --no-shuffle "
+    "--recompute-granularity selective --split 100,0,0"
+)
+PADDED = f"--no-pack-sequences --seq-length 128 --global-batch-size {2 * PAIRS}"
+PACKED = "--pack-sequences --seq-length 448 --global-batch-size 4"  # rows of 2 to 4 pairs
+
+
+def run(words: Sequence[str], file: str) -> tuple[int, str]:
+    """``mindspeed WORDS`` with its metrics in a file: status and messages."""
+    from tests.training.raw_data_job import command
+
+    return command([*words, *FLAGS.split(), "--metrics-file", file])
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    """The records of training."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [one for one in found if "loss" in one]

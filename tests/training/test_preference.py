@@ -1,0 +1,90 @@
+"""``mindspeed dpo`` is TRL's trainer in every layout: loss, rewards and gradients of 20 steps."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("trl")
+
+from tests.support.trainer_job import SETUP
+from tests.training import preference_job as job
+
+NAMES = ("loss", *(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")))
+
+
+@pytest.fixture(scope="module")
+def files(rank_pool, tmp_path_factory):
+    """A model, pairs, and what TRL logs when it trains the one on the other."""
+    folder = tmp_path_factory.mktemp("preference")
+    rank_pool.run(1, job.write_model, str(folder / "model"), setup=SETUP, backend=None, timeout=60)
+    job.write_pairs(folder / "pairs.jsonl", job.records())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(rank_pool, files):
+    call = job.trl_dpo, str(files / "model"), str(files / "pairs.jsonl")
+    return rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=120)[0]
+
+
+@pytest.fixture
+def train(rank_pool, files, tmp_path):
+    def run(world: int, *flags: str, command: str = "dpo") -> list[dict]:
+        words = [command, "--load", f"hf:{files / 'model'}", "--data", str(files / "pairs.jsonl")]
+        words += ["--data-cache-path", str(files / "cache"), "--save", str(tmp_path / "out")]
+        words += [word for text in flags for word in text.split()]
+        call = job.run, words, str(tmp_path / "metrics.jsonl")
+        for status, messages in rank_pool.run(world, *call, setup=SETUP, backend=None, timeout=240):
+            assert status == 0, messages
+        return job.logged(tmp_path / "metrics.jsonl")
+
+    return run
+
+
+def same(found: list[dict], expected: list[dict]) -> None:
+    assert len(found) == len(expected) == job.STEPS
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in NAMES:
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+LAYOUTS = {
+    "alone": (1, job.PADDED),
+    "micro-batches of two pairs": (1, f"{job.PADDED} --micro-batch-size 4"),
+    "variable lengths": (1, f"{job.PADDED} --variable-seq-lengths --micro-batch-size 4"),
+    "packed": (1, job.PACKED),
+    "packed micro-batches": (1, f"{job.PACKED} --micro-batch-size 2"),
+    "dp": (2, f"{job.PADDED} --use-distributed-optimizer"),
+    "packed dp": (
+        2,
+        f"{job.PACKED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "tp sp": (2, f"{job.PADDED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "packed tp sp": (2, f"{job.PACKED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp": (2, f"{job.PADDED} --pipeline-model-parallel-size 2"),
+    "variable lengths pp": (
+        2,
+        f"{job.PADDED} --variable-seq-lengths --pipeline-model-parallel-size 2",
+    ),
+    "packed pp": (2, f"{job.PACKED} --pipeline-model-parallel-size 2"),
+    "vpp": (
+        2,
+        f"{job.PADDED} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "cp": (2, f"{job.PADDED} --context-parallel-size 2"),
+    "packed cp": (2, f"{job.PACKED} --context-parallel-size 2"),
+    "packed tp pp cp": (
+        8,
+        f"{job.PACKED} --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2 --context-parallel-size 2",
+    ),
+    "precomputed": (1, f"{job.PADDED} --precompute-reference"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_trl(train, truth, layout):
+    world, flags = LAYOUTS[layout]
+    same(train(world, flags), truth)
