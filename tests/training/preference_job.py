@@ -33,7 +33,7 @@ def write_model(folder: str, kind: str = "Llama", **sizes: Any) -> None:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         tie_word_embeddings=False,
         **sizes,
     )

@@ -58,7 +58,10 @@ class PackedDocuments(Feature, level=2, seams=("documents",), megatron_versions=
                 "changes nothing alone",
                 "add --reset-attention-mask, --reset-position-ids or both",
             )
-        if ranks > 1 and resets(megatron) and not megatron.get("calculate_per_token_loss"):
+        # Pairs of answers: sums of every answer over the ranks, of which there are as many.
+        sums = (megatron.get("objective") or "next_token") != "next_token"
+        per_token = sums or megatron.get("calculate_per_token_loss")
+        if ranks > 1 and resets(megatron) and not per_token:
             yield Problem(
                 "packed data with context parallelism needs --calculate-per-token-loss",
                 "local token counts differ (documents and masked tokens lie unevenly on the "
