@@ -16,6 +16,7 @@ the sequence or beyond what the other one leaves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +45,7 @@ class PreferenceConfig(InstructionConfig):
             ``[pairs, 2]``; None without.
     """
 
-    references: dict[str, str] | None = None
+    references: Mapping[str, str] | None = None
 
 
 class PreferenceFiles(InstructionFiles):

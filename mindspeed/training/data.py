@@ -18,8 +18,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -154,13 +155,19 @@ def _how_to_name(args: argparse.Namespace) -> str:
 
 
 def build_datasets(
-    args: argparse.Namespace, config: TransformerConfig, tokenizer: TextTokenizer
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    tokenizer: TextTokenizer,
+    references: Mapping[str, str] | None = None,
 ) -> DataSets:
-    """Build the three splits; collective, rank 0 writes missing index files first."""
+    """Build the three splits; collective, rank 0 writes missing index files first.
+
+    ``references`` are files of log-probabilities by data set, where they are known.
+    """
     # Megatron's training script does it at its start.
     ensure_helper(Path(inspect.getfile(GPTDataset)).parent)
     if args.is_instruction_dataset:
-        dataset_config = _instruction_config(args)
+        dataset_config = _instruction_config(args, references)
     else:
         dataset_config = _gpt_config(args, tokenizer)
     counts = list(samples_by_split(args))
@@ -220,10 +227,14 @@ def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatase
     )
 
 
-def _instruction_config(args: argparse.Namespace) -> InstructionConfig:
+def _instruction_config(
+    args: argparse.Namespace, references: Mapping[str, str] | None
+) -> InstructionConfig:
     samples_of_all_ranks = Batch.of(args).samples_of(micro_batches=1) // rows_of_a_sample(args)
-    kind = InstructionConfig if args.objective == "next_token" else PreferenceConfig
-    return kind(
+    kind: Any = InstructionConfig
+    if args.objective != "next_token":
+        kind = partial(PreferenceConfig, references=references)
+    config: InstructionConfig = kind(
         **_sources(args),
         vocab_size=args.padded_vocab_size,
         pack=args.pack_sequences,
@@ -231,6 +242,7 @@ def _instruction_config(args: argparse.Namespace) -> InstructionConfig:
         shuffle=args.shuffle,
         keep_last_token=args.keep_last_token,
     )
+    return config
 
 
 def _leave_out_unused_splits(config: BlendedMegatronDatasetConfig, counts: Sequence[int]) -> None:

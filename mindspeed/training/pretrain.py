@@ -24,7 +24,7 @@ from mindspeed.lora import adapted
 from mindspeed.lora import flags as lora_flags
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 from mindspeed.storage import directory
-from mindspeed.training import data, loop, preference, setup
+from mindspeed.training import data, loop, preference, reference, setup
 from mindspeed.training.flops import training_flops
 from mindspeed.training.forward_step import ForwardStep, forward_step
 from mindspeed.training.model import ModelProvider, build, gpt_model, resume_adapters
@@ -61,9 +61,11 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
     count_batches(args)
     if _is_finished(args):
         return Schedule.of(args).iterations
+    reference.check_tokenizer(args, tokenizer)
+    references = reference.precomputed(args, tokenizer, provider)
     model = build(args, provider)
     state = resume(args, model)
-    sets = data.build_datasets(args, model.config, tokenizer)
+    sets = data.build_datasets(args, model.config, tokenizer, references)
     read = partial(data.micro_batches, args, model.config, tokenizer=tokenizer)
     counter = SampleCounter() if args.is_instruction_dataset else FixedLengthCounter(args)
     sizes = sizes_of_arguments(vars(args))
@@ -80,7 +82,7 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
         saver.last_saved = state.iteration if source == args.save else None
     if args.objective == "preference":
         forward_step = preference.PreferenceStep(
-            args, preference.reference_of(args, model, provider)
+            args, reference.reference_of(args, model, provider)
         )
     done = loop.train(args, model, readers, held_out, state, saver, counter, forward_step)
     return done.iteration

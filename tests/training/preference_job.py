@@ -124,7 +124,9 @@ FLAGS = (
     "--weight-decay 0 --clip-grad 1 --adam-beta2 0.999 --log-interval 1 --no-shuffle "
     "--recompute-granularity selective --split 100,0,0"
 )
-PADDED = f"--no-pack-sequences --seq-length 128 --global-batch-size {2 * PAIRS}"
+PADDED = (
+    f"--no-pack-sequences --seq-length 128 --micro-batch-size 6 --global-batch-size {2 * PAIRS}"
+)
 PACKED = "--pack-sequences --seq-length 448 --global-batch-size 4"  # rows of 2 to 4 pairs
 
 

@@ -53,9 +53,9 @@ def same(found: list[dict], expected: list[dict]) -> None:
 
 
 LAYOUTS = {
-    "alone": (1, job.PADDED),
-    "micro-batches of two pairs": (1, f"{job.PADDED} --micro-batch-size 4"),
-    "variable lengths": (1, f"{job.PADDED} --variable-seq-lengths --micro-batch-size 4"),
+    "alone": (1, f"{job.PADDED} --micro-batch-size 24"),
+    "micro-batches of a pair": (1, f"{job.PADDED} --micro-batch-size 2"),
+    "variable lengths": (1, f"{job.PADDED} --variable-seq-lengths"),
     "packed": (1, job.PACKED),
     "packed micro-batches": (1, f"{job.PACKED} --micro-batch-size 2"),
     "dp": (2, f"{job.PADDED} --use-distributed-optimizer"),
@@ -90,3 +90,31 @@ LAYOUTS = {
 def test_training_is_that_of_trl(train, truth, layout):
     world, flags = LAYOUTS[layout]
     same(train(world, flags), truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, job.PADDED),
+        (2, f"{job.PACKED} --use-distributed-optimizer"),
+        (2, f"{job.PACKED} --pipeline-model-parallel-size 2"),
+    ],
+    ids=["alone", "packed dp", "packed pp"],
+)
+def test_a_reference_computed_before_is_that_of_each_step(train, truth, files, world, flags):
+    same(train(world, flags, "--precompute-reference"), truth)
+    stored = {path: path.stat().st_mtime_ns for path in files.glob("cache/*/*_reference_*.npy")}
+    same(train(world, flags, "--precompute-reference"), truth)
+    assert stored and {path: path.stat().st_mtime_ns for path in stored} == stored
+
+
+@pytest.mark.slow
+def test_adapters_switched_off_are_a_frozen_copy(train, files):
+    adapters = f"{job.PADDED} --lora-r 4 --lr 1e-2"
+    off = train(1, adapters)
+    assert off[-1]["rewards/margins"] > 0.1
+    for flags in (f"--reference-load hf:{files / 'model'}", "--precompute-reference"):
+        same(train(1, adapters, flags), off)
+    tp = "--tensor-model-parallel-size 2 --sequence-parallel"
+    same(train(2, adapters, tp), off)
