@@ -121,6 +121,11 @@ def _reference(args: argparse.Namespace) -> Iterator[str]:
             "--lora-modules-to-save changes the model beside its adapters: name the reference with "
             "--reference-load"
         )
+    elif args.lora_init.startswith(("pissa", "olora")):
+        yield (
+            f"--lora-init {args.lora_init} changes the weights under the adapters: name the "
+            "reference with --reference-load"
+        )
     elif args.lora_load and args.lora_load != args.save:
         yield (
             f"--lora-load {args.lora_load}: without its adapters the model is no reference for it; "
