@@ -378,6 +378,14 @@ FIELDS: Mapping[str, Fields] = {
         "router_aux_loss_coef": _NO_EFFECT,
         "router_jitter_noise": fixed(0.0),
     },
+    "gpt_oss": {
+        **_LLAMA_LIKE,
+        **_WINDOW,
+        **_EXPERTS,
+        "attention_bias": fixed(True),
+        "swiglu_alpha": fixed(1.702),
+        "swiglu_limit": used(Real(1e-6, 1e6)),
+    },
     "bloom": {
         **_EVERY,
         **_DROPOUT,

@@ -24,6 +24,7 @@ from mindspeed.json_fields import check
 from mindspeed.models import model_extras, transformers_versions
 from mindspeed.models.config_fields import Fields
 from mindspeed.models.config_json import Codec, Config, Flags, normalized
+from mindspeed.models.stored_weights import ExpertStack
 from mindspeed.models.table import Rule
 
 
@@ -41,6 +42,7 @@ class Family:
         in_transformers: Its class is part of transformers, which knows what missing keys mean.
         defaults: What missing keys mean that no class of transformers knows.
         prefixes: Prefixes that may be missing in files, for example ``transformer.``.
+        stacks: Tensors of its files that hold matrices of all experts of a layer.
         presets: Name for ``--model`` -> complete ``config.json`` of a published model; ours are in
             ``presets.yaml``.
         config_path: Folder and name of its configuration class in transformers, where they are not
@@ -56,6 +58,7 @@ class Family:
     in_transformers: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ()
+    stacks: tuple[ExpertStack, ...] = ()
     presets: Mapping[str, Config] = field(default_factory=dict)
     config_path: str = ""
 
@@ -206,6 +209,8 @@ _NO_ARCHITECTURE = {
     "attention_dropout",
     "init_method_std",
     "apply_rope_fusion",
+    "bias_dropout_fusion",
+    "expert_tensor_parallel_size",
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
     "moe_token_dispatcher_type",

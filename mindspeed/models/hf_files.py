@@ -42,12 +42,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ConfigError(f"{folder} is no Hugging Face model: there is no {CONFIG}")
-    config = read_object(path, ConfigError)
-    if config.get("quantization_config"):
-        raise ConfigError(
-            f"{path}: the weights are quantized (quantization_config); convert them to bf16 first"
-        )
-    return config
+    return read_object(path, ConfigError)
 
 
 def check_mtp(there: int, wanted: int | None, folder: str | Path) -> None:

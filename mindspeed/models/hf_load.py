@@ -122,7 +122,7 @@ def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[s
     check_flags(args, family.read(config, where), folder)
     check_mtp(family.mtp_layers(config), args.mtp_num_layers, folder)
     shape = shape_of(args)
-    reader = HFReader(folder, family.prefixes)
+    reader = HFReader(folder, family)
     unused = reader.unused_tensors(parameters(family.rules, shape), family.mtp_layers(config))
     for shard in local_shards(modules, family, shape):
         size = shard.data.shape

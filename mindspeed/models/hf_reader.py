@@ -7,14 +7,16 @@ its segments name; nothing else is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from mindspeed.errors import CheckpointError
-from mindspeed.models.hf_files import CONFIG, DTYPE_NAMES, TensorFiles
+from mindspeed.models.family import Family
+from mindspeed.models.hf_files import CONFIG, DTYPE_NAMES, read_config
 from mindspeed.models.shape import CONFIG_KEYS
+from mindspeed.models.stored_weights import Quantization, StoredTensors
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_shards import overlap, source_rows
 from mindspeed.models.weight_source import check_finite
@@ -36,20 +38,28 @@ class HFReader:
 
     Args:
         folder: Directory with ``config.json`` and weights.
-        prefixes: Prefixes that names may lack in these files.
+        family: Whose names the files have; None: Megatron's own.
 
     Raises:
+        ConfigError: The weights are quantized in a way that is not read.
         CheckpointError: There are no weights, or a file of the index is missing.
         SecurityError: The index names a file outside the directory.
     """
 
-    def __init__(self, folder: str | Path, prefixes: Sequence[str] = ()) -> None:
+    def __init__(self, folder: str | Path, family: Family | None = None) -> None:
         self.folder = Path(folder)
-        self._files = TensorFiles(self.folder, prefixes)
+        if family is None:
+            self._files = StoredTensors(self.folder)
+        else:
+            where = str(self.folder / CONFIG)
+            quantization = Quantization.of(read_config(self.folder), where)
+            stored = (family.prefixes, family.stacks, quantization)
+            self._files = StoredTensors(self.folder, *stored)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type of the first source of a parameter; reads one row."""
-        return self._files.rows(parameter.sources[0], 0, 1).dtype
+        """Type of the first source of a parameter; quantized ones are read as bf16."""
+        name = self._files.dtype_name(parameter.sources[0])
+        return next(dtype for dtype, known in DTYPE_NAMES.items() if known == name)
 
     def read(
         self,
@@ -134,8 +144,8 @@ class HFReader:
         """
         table = list(parameters)
         names = {name for p in table for name in (*p.sources, *p.copies, *p.tied)}
-        used = {self._files.stored_name(name) for name in names}
-        rooms = {name.partition(".")[0] for name in used if name is not None} | {"lm_head"}
+        used = {stored for name in names for stored in self._files.stored_names(name)}
+        rooms = {name.partition(".")[0] for name in used} | {"lm_head"}
         first = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
         found: dict[str, None] = {}
         for name in self._files:

@@ -81,6 +81,7 @@ def shape_of(args: Any) -> Shape:
         "vocab": vocab,
         "padded_vocab": args.padded_vocab_size or vocab,
         "head": head,
+        "heads": heads,
         "query": heads * head,
         "key": groups * head,
         "qkv": (heads + 2 * groups) * head,
@@ -123,6 +124,7 @@ def shape_of(args: Any) -> Shape:
         "shared_gate": shared_ffn and value("moe_shared_expert_gate"),
         "gated": gated,
         "norm_bias": value("normalization") != "RMSNorm",
+        "sinks": value("softmax_type") == "learnable",
         "mlp_bias": args.add_bias_linear,
         "positions": value("position_embedding_type") == "learned_absolute",
     }

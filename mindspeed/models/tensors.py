@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from mindspeed.models.stored_weights import ExpertStack
 from mindspeed.models.table import Rule
 from mindspeed.models.weight_shards import (
     ShardMap,
@@ -343,6 +344,41 @@ _MINIMAX_BIAS = Rule(
     needs="expert_bias",
 )
 MINIMAX = (*MIXTRAL, _MINIMAX_BIAS)
+_OSS, _OSS_EXPERT = _HF + "mlp.experts.", _HF + "mlp.experts.{expert}."
+_GATE, _UP, _DOWN = (f"{_OSS_EXPERT}{part}_proj." for part in ("gate", "up", "down"))
+GPT_OSS = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_SEPARATE,
+    Rule(
+        _ATTENTION + "core_attention.softmax_offset",
+        whole(_HF_ATTENTION + "sinks", "heads"),
+        split="rows",
+        needs="sinks",
+    ),
+    *_experts(
+        "mlp.router.weight",
+        *(f"mlp.experts.{{expert}}.{part}_proj.weight" for part in ("gate", "up", "down")),
+    ),
+    *_in(
+        (
+            Rule(_LAYER + "mlp.router.bias", whole(_HF + "mlp.router.bias", "experts")),
+            Rule(
+                _EXPERT + "linear_fc1.bias",
+                stacked((_GATE + "bias", _UP + "bias"), "expert_ffn"),
+                split="halves",
+            ),
+            Rule(_EXPERT + "linear_fc2.bias", whole(_DOWN + "bias", "hidden")),
+        ),
+        layers="moe",
+    ),
+)
+GPT_OSS_STACKS = (
+    ExpertStack(_OSS + "gate_up_proj", (_GATE + "weight", _UP + "weight"), True, True),
+    ExpertStack(_OSS + "gate_up_proj_bias", (_GATE + "bias", _UP + "bias"), interleaved=True),
+    ExpertStack(_OSS + "down_proj", (_DOWN + "weight",), transposed=True),
+    ExpertStack(_OSS + "down_proj_bias", (_DOWN + "bias",)),
+)
 INTERNLM2 = _internlm2()
 BLOOM = _bloom()
 GPT = _gpt()

@@ -87,8 +87,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.softmax_offset: Tensor | None = None
         if softmax_type == "learnable":
-            shape = (1, num_attention_heads // tp_size, 1, 1)
-            self.softmax_offset = Parameter(torch.zeros(shape, device=torch_device()))
+            heads = num_attention_heads // tp_size
+            self.softmax_offset = Parameter(torch.zeros(heads, device=torch_device()))
         self.register_load_state_dict_post_hook(_forgive_missing_extra_state)
 
     @property
@@ -206,7 +206,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             return None
         if self.softmax_offset is None:
             return query.new_zeros(self.num_attention_heads // self.tp_size)
-        return self.softmax_offset.flatten()
+        return self.softmax_offset
 
     def _slopes(self, device: torch.device) -> Tensor | None:
         if self.attention_type != "self":

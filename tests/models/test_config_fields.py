@@ -49,6 +49,7 @@ TINY = {
     "olmo3": "olmo3",
     "hunyuan_v1_dense": "hunyuan",
     "minimax_m2": "minimax-m2",
+    "gpt_oss": "gpt-oss",
     "bloom": "bloom",
 }
 

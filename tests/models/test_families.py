@@ -14,6 +14,7 @@ needs("megatron.core", "transformers")
 
 from mindspeed.models.families import family_of_config
 from mindspeed.models.shape import shape_of
+from mindspeed.models.stored_weights import pack
 from mindspeed.models.table import parameters
 from mindspeed.models.weight_shards import split
 from tests.models import model_ranks
@@ -43,13 +44,15 @@ def assembled(folder, results, flags):
     """Gradients of the whole model by the names of the files, from all ranks' parts."""
     args = model_ranks.resolved(folder, flags)
     config = json.loads(Path(folder, "config.json").read_text())
-    table = parameters(family_of_config(config).rules, shape_of(args))
+    family = family_of_config(config)
+    table = parameters(family.rules, shape_of(args))
     whole = {p.name: (torch.zeros(p.shape), p.segments) for p in table}
     for result in results:
         for name, start, data in result["parts"]:
             bounds = zip(start, data.shape, strict=True)
             whole[name][0][tuple(slice(first, first + size) for first, size in bounds)] = data
-    return {k: v for tensor, rows in whole.values() for k, v in split(tensor, rows).items()}
+    found = (item for tensor, rows in whole.values() for item in split(tensor, rows).items())
+    return dict(pack(found, family.stacks, shape_of(args)["experts"]))
 
 
 def compare(oracle, ranks, name, size, flags):
@@ -128,7 +131,9 @@ MORE_LAYOUTS = [
     *((name, 2, PP) for name in ("granite", "glm4", "gemma3", "olmo3", "hunyuan")),
     *((name, 1, LOCAL) for name in ("granite", "glm4", "gemma3", "olmo2", "olmo3", "minimax-m2")),
     *((name, 2, (*LOCAL, *TP_SP)) for name in ("gemma3", "olmo3", "hunyuan")),
-    ("minimax-m2", 2, (*EP, *GROUPED)),
+    *((name, 2, (*EP, *GROUPED)) for name in ("minimax-m2", "gpt-oss")),
+    *(("gpt-oss", 2, flags) for flags in (EP, TP_SP, PP)),
+    *(("gpt-oss", 1, flags) for flags in (GROUPED, LOCAL)),
     *((name, 1, LOCAL) for name in ("phi4-mini", "ernie4.5", "internlm2", "seed-oss")),
 ]
 

@@ -61,6 +61,8 @@ PUBLISHED = {
     "olmo2-32b": 32.234,
     "hunyuan-7b": 7.505,
     "minimax-m2": 228.690,
+    "gpt-oss-20b": 20.915,
+    "gpt-oss-120b": 116.829,
 }
 RUN = ["--lr=1", "--train-iters=1", "--seq-length=64", "--mock-data"]
 RUN.append("--tokenizer-type=NullTokenizer")

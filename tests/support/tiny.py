@@ -452,5 +452,25 @@ CASES: dict[str, Case] = {
             },
         },
     ),
+    "gpt-oss": Case(
+        "GptOss",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        flags=_NO_BALANCE,
+    ),
     "deepseek-v3-direct-queries": Case("DeepseekV3", _LATENT | {"q_lora_rank": None}),
 }

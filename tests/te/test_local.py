@@ -103,7 +103,7 @@ def test_bias_sink_and_layer_scaling():
     module.softmax_scale = 0.15
     out = core_attention_forward(module, *qkv(), None, attention_bias=bias)
     reference = like("causal", softmax_type="learnable")
-    reference.softmax_offset.data.copy_(sink.view(1, 4, 1, 1))
+    reference.softmax_offset.data.copy_(sink)
     expected = reference(
         *qkv(), core_attention_bias_type="post_scale_bias", core_attention_bias=bias
     )

@@ -215,7 +215,8 @@ NOT_SEEN = {
     "values and shapes on one rank": (
         "attention_logits layer_comm_types output_gate rope_flags yarn grouped_experts "
         "cuda_kernels fp32_residual local_spec offloading_state recompute te_activation "
-        "absent_triton bridge_adapters eager_wandb jit_warmup nvidia_packages printed_objects"
+        "absent_triton bridge_adapters clamped_activation eager_wandb jit_warmup nvidia_packages "
+        "printed_objects"
     ),
 }
 BY_FAULTS = {"reductions"}  # a strided tensor: no layout of a job has one there

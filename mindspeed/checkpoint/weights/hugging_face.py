@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from mindspeed.models.families import (
 )
 from mindspeed.models.hf_files import CONFIG, check_mtp, read_config
 from mindspeed.models.hf_reader import HFReader
-from mindspeed.models.hf_writer import TensorSpec, specs_of, write_weights
+from mindspeed.models.hf_writer import TensorSpec, write_weights
 from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.naming import Scheme
+from mindspeed.models.stored_weights import pack
 from mindspeed.models.table import Parameter
 from mindspeed.models.weight_shards import split
 from mindspeed.models.weight_source import WeightSource
@@ -107,7 +108,7 @@ class HFWeights(WeightSource):
         family = family_of_config(config, str(Path(folder) / CONFIG))
         model = model_config(folder, transformer_impl, mtp_num_layers)
         super().__init__(str(folder), model.namespace(), family)
-        self._reader = HFReader(folder, family.prefixes)
+        self._reader = HFReader(folder, family)
         for parameter in self.table:
             self._reader.check(parameter)
         self.unused = self._reader.unused_tensors(self.table, family.mtp_layers(config))
@@ -142,20 +143,27 @@ def write_hf(
     base = read_config(like) if like else {}
     if not weights.family.codecs:
         family_of_args(weights.args)  # says that no family is like this model
-    specs: list[TensorSpec] = []
-    for parameter in weights.table:
-        specs += specs_of(parameter, weights.dtype(parameter))
+    stacks, experts = weights.family.stacks, weights.shape["experts"]
 
-    def contents() -> Iterator[tuple[str, torch.Tensor]]:
+    def plain(make: Callable[[Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in weights.table:
-            found = split(weights.read(parameter), parameter.segments)
+            found = split(make(parameter), parameter.segments)
             yield from found.items()
             yield from ((copy, tensor) for copy in parameter.copies for tensor in found.values())
+
+    def empty(parameter: Parameter) -> torch.Tensor:
+        return torch.empty(parameter.shape, dtype=weights.dtype(parameter), device="meta")
+
+    specs = [
+        TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        for name, tensor in pack(plain(empty), stacks, experts)
+    ]
+    contents = pack(plain(weights.read), stacks, experts)
 
     companions = like or getattr(weights.args, "tokenizer_model", None)
     config = _config(weights, base, companions)
     config["torch_dtype"] = _DTYPES[specs[0].dtype]
-    write_weights(folder, specs, contents(), max_shard_bytes)
+    write_weights(folder, specs, contents, max_shard_bytes)
     atomic_write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     _copy_companions(companions, folder)
     return weights.family
@@ -168,7 +176,8 @@ def _config(weights: WeightSource, base: dict[str, Any], companions: str | None)
     another spelling would win over the one that is written.
     """
     read = {key for key, field in weights.family.fields.items() if field.role != "no effect"}
-    config = {k: v for k, v in base.items() if k not in read and k != "dtype"}
+    ours = {"dtype", "quantization_config"}  # of the weights that are written
+    config = {k: v for k, v in base.items() if k not in read | ours}
     config |= weights.family.write(weights.args)
     if base:
         config |= {k: base[k] for k in ("architectures", "model_type") if k in base}
