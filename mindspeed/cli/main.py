@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "pretrain": "pretrain a model",
     "finetune": "fine-tune a model on conversations: all weights, or LoRA adapters",
     "dpo": "train a model on pairs of answers: DPO, IPO, KTO, ORPO, SimPO",
+    "reward": "train a reward model on pairs of answers",
     "models": "list the models for --model",
     "recipes": "list the recipes for --config, or print one",
     "convert": "convert weights between Hugging Face and Megatron",
@@ -66,7 +67,7 @@ COMMANDS: dict[str, str] = {
 GROUPS: dict[str, tuple[str, ...]] = {
     "start": ("quickstart", "doctor"),
     "data": ("corpus", "tokenizer", "preprocess", "data"),
-    "train": ("pretrain", "finetune", "dpo", "models", "recipes", "plot"),
+    "train": ("pretrain", "finetune", "dpo", "reward", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
     "plan": ("plan", "check", "explain", "calibrate", "profile", "attention", "pipeline", "moe"),

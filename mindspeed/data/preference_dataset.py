@@ -10,7 +10,9 @@ All next tokens are labels. Numbers of an answer stand at its first token and ar
 that a sum over its tokens returns them: ``values`` (the margin of a pair, or whether a judged
 answer is wanted) and ``references`` (log-probabilities by the reference model, if they are known).
 
-A pair that is longer than the sequence loses the ends of its answers, each what is beyond half of
+With ``keep_last_token`` all tokens are inputs, the last one of each answer is the one in the mask,
+and longer pairs are left out (reward models). Otherwise a pair that is longer than the sequence
+loses the ends of its answers, each what is beyond half of
 the sequence or beyond what the other one leaves.
 """
 
@@ -111,22 +113,28 @@ class PreferenceDataset(InstructionDataset):
         return PreferenceFiles(dataset_path, config.mmap_bin_files)
 
     def _input_lengths(self) -> np.ndarray:
-        inputs = self.dataset.pair_lengths - 1
+        inputs = self.dataset.pair_lengths - self._label_offset
         if self.config.pack:
             self._answers = fitted(inputs, self._capacity)
             return self._answers.sum(axis=1)
         self._answers = np.minimum(inputs, self._capacity)
         return self._answers.max(axis=1)
 
+    def _cut(self) -> np.ndarray:
+        """Which pairs lose an end, bool ``[pairs]``."""
+        return (self._answers < self.dataset.pair_lengths - self._label_offset).any(axis=1)
+
     def _is_usable(self, indices: np.ndarray) -> np.ndarray:
-        cut = (self._answers < self.dataset.pair_lengths - 1).any(axis=1)
+        cut = self._cut()
+        if self.config.keep_last_token:
+            return ~cut[indices]
         return np.array(
             [not cut[i] or all(one.trained for one in self._pair(i)) for i in indices], bool
         )
 
     def _losses(self, indices: np.ndarray) -> str:
         left_out = len(indices) - len(self._usable)
-        cut = (self._answers < self.dataset.pair_lengths - 1).any(axis=1)[self._usable]
+        cut = self._cut()[self._usable]
         if not left_out and not cut.any():
             return ""
         return (
@@ -139,26 +147,30 @@ class PreferenceDataset(InstructionDataset):
     def _pair(self, index: int) -> list[Sample]:
         index = int(index)
         return [
-            self._checked(sample, index).keep_start(int(length) + 1)
+            self._checked(sample, index).keep_start(int(length) + self._label_offset)
             for sample, length in zip(self.dataset.pair(index), self._answers[index], strict=True)
         ]
 
     def __getitem__(self, idx: int) -> Item:
         pairs = self.samples(idx)
         samples = [sample for index in pairs for sample in self._pair(index)]
-        lengths = [len(sample.ids) - 1 for sample in samples]
+        lengths = [len(sample.ids) - self._label_offset for sample in samples]
         starts = np.cumsum([0, *lengths])
         values = np.zeros(starts[-1], np.float32)
         references = np.zeros(starts[-1], np.float32)
         values[starts[:-1:2]] = self.dataset.values[pairs]
         if self.config.references is not None:
             references[starts[:-1]] = self._references()[pairs].reshape(-1)
-        ids = np.concatenate([sample.ids[:-1] for sample in samples]).astype(np.int64)
-        labels = np.concatenate([sample.ids[1:] for sample in samples]).astype(np.int64)
-        trained = np.concatenate([sample.labels[1:] != IGNORED for sample in samples])
+        ids = np.concatenate([s.ids[:n] for s, n in zip(samples, lengths, strict=True)])
+        if self.config.keep_last_token:
+            labels, trained = np.zeros_like(ids), np.zeros(len(ids))
+            trained[starts[1:] - 1] = 1
+        else:
+            labels = np.concatenate([sample.ids[1:] for sample in samples])
+            trained = np.concatenate([sample.labels[1:] != IGNORED for sample in samples])
         return {
-            "tokens": torch.from_numpy(ids),
-            "labels": torch.from_numpy(labels),
+            "tokens": torch.from_numpy(ids.astype(np.int64)),
+            "labels": torch.from_numpy(labels.astype(np.int64)),
             "loss_mask": torch.from_numpy(trained.astype(np.float32)),
             "position_ids": torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
             "answers": torch.from_numpy(np.repeat(np.arange(len(lengths)) + 1, lengths)),

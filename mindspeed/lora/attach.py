@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import ConfigError
-from mindspeed.lora.config import ALL_LINEAR, WHOLE, LoraConfig
+from mindspeed.lora.config import ALL_LINEAR, HEAD, WHOLE, LoraConfig
 from mindspeed.lora.drawing import draw
 from mindspeed.lora.experts import give_expert_adapters
 from mindspeed.lora.layers import linear_layers, order_of, parts_of
@@ -206,7 +206,7 @@ def _from_all_stages(
 
 def _means(name: str, wanted: tuple[str, ...]) -> bool:
     """Whether a module's name ends in one of the names, or in what HF calls them."""
-    ours = {"embed_tokens": "word_embeddings", "lm_head": "output_layer"}
+    ours = {"embed_tokens": "word_embeddings"} | dict.fromkeys(("lm_head", HEAD), _ENDS[1])
     return any(name == w or name.endswith(f".{w}") for w in (ours.get(w, w) for w in wanted))
 
 

@@ -32,6 +32,8 @@ from mindspeed.parsing import decode_json
 DESCRIPTION = "adapter.json"
 ALL_LINEAR = "all-linear"
 WHOLE = "all"
+HEAD = "score"
+"""The head of a reward model, which is trained whole."""
 INITIAL = r"kaiming|gaussian|orthogonal|olora|pissa(_niter_[1-9][0-9]?)?"
 
 # Name -> the Megatron modules it may mean, with the part of each.

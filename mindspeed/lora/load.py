@@ -211,7 +211,7 @@ def iteration_of(path: str | Path) -> Path:
 
 def is_weight(key: str) -> bool:
     """Whether a tensor of an adapter checkpoint is one of the model, not of the optimizer."""
-    return key.startswith(("decoder.", "embedding.", "output_layer.", "mtp."))
+    return key.startswith(("decoder.", "embedding.", "output_layer.", "score.", "mtp."))
 
 
 @torch.no_grad()

@@ -16,13 +16,13 @@ from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted_layers, detach
-from mindspeed.lora.config import WHOLE
+from mindspeed.lora.config import HEAD, WHOLE
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.layers import order_of
 from mindspeed.lora.linear import as_one, take_adapter
 from mindspeed.lora.load import config_of, is_peft, samples_of, whole_adapter
 from mindspeed.lora.state import check_samples
-from mindspeed.models.table import Parameter
+from mindspeed.models.table import SCORE, Parameter
 from mindspeed.models.weight_shards import source_rows, with_tensors
 from mindspeed.models.weight_source import WeightSource
 
@@ -64,13 +64,16 @@ class Merged(WeightSource):
     def __init__(self, source: WeightSource, adapter: str | Path) -> None:
         self._files = peft.read(adapter) if is_peft(adapter) else None
         args = argparse.Namespace(**vars(source.args))
+        config = config_of(adapter).plain if self._files is None else self._files.config
+        if HEAD in config.modules_to_save:
+            args.objective = "reward"  # with the head that was trained beside the adapter
         if self._files is not None and self._files.ends and "untied" not in source.shape.has:
             args.untie_embeddings_and_output_weights = not self._files.tied
         super().__init__(source.where, args, source.family)
         self.unused = source.unused
         self._source, self._adapter = source, adapter
         self._originals = {parameter.name: parameter for parameter in source.table}
-        self._config = config_of(adapter).plain if self._files is None else self._files.config
+        self._config = config
         self._base = samples_of(adapter)
         self._layers: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         self._whole: dict[str, torch.Tensor] = {}
@@ -96,6 +99,8 @@ class Merged(WeightSource):
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         """A merged parameter, whole, ``[*parameter.shape]``, in the base model's dtype."""
+        if parameter.name == SCORE.name:
+            return self._whole[SCORE.name].to(self.dtype(parameter))
         weight = self._source.read(self._original(parameter))
         layer = parameter.name.removesuffix(".weight")
         if self._files is not None:
@@ -114,7 +119,7 @@ class Merged(WeightSource):
         return weight
 
     def _original(self, parameter: Parameter) -> Parameter:
-        """The base model's; of a tied one the embedding is the output layer."""
+        """The base model's; the embedding where it has none: of a tied output layer, of a head."""
         found = self._originals.get(parameter.name)
         return self._originals[_EMBEDDING] if found is None else found
 

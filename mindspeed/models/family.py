@@ -157,6 +157,9 @@ class Family:
     def write(self, args: Any) -> Flags:
         """A ``config.json`` from a namespace of Megatron's flags."""
         config: Flags = {"architectures": [self.architecture], "model_type": self.model_types[0]}
+        if getattr(args, "objective", None) == "reward":
+            scored = self.architecture.replace("ForCausalLM", "ForSequenceClassification")
+            config |= {"architectures": [scored], "id2label": {"0": "reward"}}
         for codec in self.codecs:
             config |= codec.write(args)
         return config

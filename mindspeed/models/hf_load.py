@@ -21,7 +21,7 @@ from mindspeed.models.hf_files import CONFIG, check_mtp, read_config
 from mindspeed.models.hf_reader import HFReader
 from mindspeed.models.naming import addresses
 from mindspeed.models.shape import Shape, shape_of
-from mindspeed.models.table import Parameter, parameters
+from mindspeed.models.table import SCORE, Parameter, parameters
 
 PREFIX = "hf:"
 # Buffers of a module that are state of the training, not weights.
@@ -125,6 +125,8 @@ def load_hf(args: argparse.Namespace, modules: list[Any], folder: str) -> list[s
     reader = HFReader(folder, family)
     unused = reader.unused_tensors(parameters(family.rules, shape), family.mtp_layers(config))
     for shard in local_shards(modules, family, shape):
+        if shard.parameter.name == SCORE.name and not reader.has(shard.parameter):
+            continue  # a model of the next token: the head begins as it was drawn
         size = shard.data.shape
         columns = slice(shard.start[1], shard.start[1] + size[1]) if len(size) > 1 else slice(None)
         rows = reader.read(shard.parameter, shard.start[0], size[0], columns, shard.data.dtype)

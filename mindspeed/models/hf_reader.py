@@ -17,7 +17,7 @@ from mindspeed.models.family import Family
 from mindspeed.models.hf_files import CONFIG, DTYPE_NAMES, read_config
 from mindspeed.models.shape import CONFIG_KEYS
 from mindspeed.models.stored_weights import Quantization, StoredTensors
-from mindspeed.models.table import Parameter
+from mindspeed.models.table import SCORE, Parameter
 from mindspeed.models.weight_shards import overlap, source_rows
 from mindspeed.models.weight_source import check_finite
 
@@ -105,6 +105,10 @@ class HFReader:
                 result[position : position + segment.count] = part
         return torch.zeros(count, *width, dtype=dtype) if result is None else result
 
+    def has(self, parameter: Parameter) -> bool:
+        """Whether there is a tensor of each source of a parameter."""
+        return all(name in self._files for name in parameter.sources)
+
     def check(self, parameter: Parameter) -> None:
         """Check that the sources of a parameter exist and have its shape and a supported dtype."""
         for name, count in source_rows(parameter.segments).items():
@@ -145,7 +149,9 @@ class HFReader:
         table = list(parameters)
         names = {name for p in table for name in (*p.sources, *p.copies, *p.tied)}
         used = {stored for name in names for stored in self._files.stored_names(name)}
-        rooms = {name.partition(".")[0] for name in used} | {"lm_head"}
+        rooms = {name.partition(".")[0] for name in used}
+        if SCORE.name not in names:
+            rooms.add("lm_head")
         first = 1 + max((p.layer for p in table if p.layer is not None), default=-1)
         found: dict[str, None] = {}
         for name in self._files:

@@ -107,8 +107,10 @@ def shape_of(args: Any) -> Shape:
             "kv_up": heads * (args.qk_head_dim + args.v_head_dim),
             "value": heads * args.v_head_dim,
         }
+    score = value("objective") == "reward"  # instead of the output layer
     has = {
-        "untied": args.untie_embeddings_and_output_weights,
+        "untied": args.untie_embeddings_and_output_weights and not score,
+        "score": score,
         "qkv_bias": value("add_qkv_bias") or args.add_bias_linear,
         "proj_bias": value("add_dense_bias") or args.add_bias_linear,
         "qk_norm": value("qk_layernorm") and not latent and not value("qk_norm_after_rope"),

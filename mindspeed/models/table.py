@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mindspeed.models.shape import Shape
-from mindspeed.models.weight_shards import Segment, ShardMap, source_rows, total_rows
+from mindspeed.models.weight_shards import Segment, ShardMap, source_rows, total_rows, whole
 
 Split = Literal["rows", "halves", "fc1", "columns", "rows_if_local"] | None
 """How tensor parallelism shards a parameter.
@@ -94,9 +94,13 @@ class Parameter:
         return tuple(source_rows(self.segments))
 
 
+SCORE = Rule("score.weight", whole("score.weight", "one"), "hidden", needs="score")
+"""The head of a reward model, as Hugging Face's classes for sequence classification have it."""
+
+
 def parameters(rules: Sequence[Rule], shape: Shape) -> Iterator[Parameter]:
     """All parameters of a model, layer by layer, multi-token prediction last."""
-    present = [rule for rule in rules if rule.needs is None or rule.needs in shape.has]
+    present = [rule for rule in (*rules, SCORE) if rule.needs is None or rule.needs in shape.has]
     inside = [rule for rule in present if "{layer}" in rule.name]
     mtp = [rule for rule in present if "{depth}" in rule.name]
     for rule in present:
@@ -154,5 +158,5 @@ def _parameter(
             for name in rule.copies
             for depth in range(shape["mtp"])
         ),
-        tied=() if "untied" in shape.has else rule.tied,
+        tied=() if shape.has & {"untied", "score"} else rule.tied,
     )

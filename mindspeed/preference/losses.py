@@ -255,3 +255,37 @@ def kl_term(answers: Answers) -> torch.Tensor:
     """Log-ratios of answers to other prompts, and how many: ``[2]``. Their mean is KTO's point."""
     ratios = torch.where(answers.real, answers.logps[:, 1] - answers.references[:, 1], 0)
     return torch.stack([ratios.sum(), answers.real.sum().to(ratios.dtype)]).detach()
+
+
+def reward_loss(
+    rewards: torch.Tensor,
+    margins: torch.Tensor,
+    real: torch.Tensor,
+    pairs: torch.Tensor,
+    center: float,
+) -> tuple[torch.Tensor, Reports]:
+    """The part of a micro-batch in the loss of a reward model (Bradley-Terry).
+
+    Args:
+        rewards: ``[pairs, 2]`` of the chosen and the rejected answers.
+        margins: ``[pairs]``, by which the chosen ones are to be better.
+        real: ``[pairs]``, bool: there is such a pair.
+        pairs: of the whole step, a scalar.
+        center: weight of the squares of the pairs' sums, which keep rewards around 0.
+
+    Returns:
+        The part, a scalar; and reports by TRL's names, each ``[2]``: a sum and its count.
+    """
+    chosen, rejected = rewards.unbind(1)
+    each = -F.logsigmoid(chosen - rejected - margins) + center * (chosen + rejected) ** 2
+    count = real.sum().to(rewards.dtype)
+    found = {
+        "mean_reward": (chosen + rejected) / 2,
+        "accuracy": (chosen > rejected).to(rewards.dtype),
+        "margin": chosen - rejected,
+    }
+    reports = {
+        name: torch.stack([torch.where(real, value, 0).sum(), count]).detach()
+        for name, value in found.items()
+    }
+    return torch.where(real, each, 0).sum() / pairs, reports

@@ -240,7 +240,8 @@ def _instruction_config(
         pack=args.pack_sequences,
         group=samples_of_all_ranks if args.length_grouped else None,
         shuffle=args.shuffle,
-        keep_last_token=args.keep_last_token,
+        # The reward of an answer is that of its last token.
+        keep_last_token=args.keep_last_token or args.objective == "reward",
     )
     return config
 

@@ -53,6 +53,7 @@ from mindspeed.lora.load import attach_by_flags, is_peft
 from mindspeed.lora.load import load as load_adapter
 from mindspeed.lora.names import is_adapter_weight
 from mindspeed.models import model_extras
+from mindspeed.preference.megatron_head import ScoreHead
 from mindspeed.storage.directory import root_and_iteration
 from mindspeed.training import sharded_init, zero
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
@@ -70,6 +71,8 @@ def gpt_model(
     """One pipeline stage of a GPT; the default model provider."""
     model = GPTModel(**gpt_options(args, config, pre_process, post_process, vp_stage))
     model_extras.change_model(args, model)
+    if args.objective == "reward" and post_process:
+        model.output_layer = ScoreHead(config, args.seed)
     return model
 
 
@@ -92,7 +95,9 @@ def gpt_options(
         post_process=post_process,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=not (
+            args.untie_embeddings_and_output_weights or args.objective == "reward"
+        ),
         position_embedding_type="none" if alibi else args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,

@@ -24,7 +24,14 @@ from megatron.core import parallel_state
 
 from mindspeed.adaptor.micro_batch import FullBatch
 from mindspeed.preference.answers import Answers
-from mindspeed.preference.losses import PreferenceLoss, Reports, Totals, kl_term, loss_of
+from mindspeed.preference.losses import (
+    PreferenceLoss,
+    Reports,
+    Totals,
+    kl_term,
+    loss_of,
+    reward_loss,
+)
 from mindspeed.training.batches import MicroBatches
 from mindspeed.training.reference import Chunks, answers_in, forward, reference_step
 from mindspeed.training.step import RunForward
@@ -88,6 +95,45 @@ class PreferenceStep:
 def with_references(answers: Answers, references: torch.Tensor) -> Answers:
     """Answers with the reference's log-probabilities ``[pairs, 2]``."""
     return replace(answers, references=references)
+
+
+class RewardStep:
+    """Forward step of a reward model, whose output is a score for each token.
+
+    The reward of an answer is the score of its last token, the only one in the loss mask.
+
+    Args:
+        args: final values.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._center = args.center_rewards_coefficient
+        self._pairs: torch.Tensor | None = None
+        self._scale = 1.0
+
+    def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
+        """Count the pairs of a step. Collective."""
+        last = [one for one in readers if isinstance(one, MicroBatches) and one.post_process]
+        if last:
+            ranks = parallel_state.get_data_parallel_group()
+            self._pairs = totals_of(last[0].ahead(count), ranks).pairs
+            self._scale = float(count * ranks.size())
+
+    def __call__(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        """The scores of the tokens of a micro-batch ``[b, s, 1]``, and the function of its loss."""
+        batch, output = forward(data_iterator, model, labels=False)
+        return output, partial(self._loss_function, batch)
+
+    def _loss_function(
+        self, batch: dict[str, Any], scores: torch.Tensor
+    ) -> tuple[torch.Tensor, Reports]:
+        answers = answers_in(batch, -scores.squeeze(-1))
+        assert self._pairs is not None
+        part, reports = reward_loss(
+            answers.logps, answers.values, answers.real, self._pairs, self._center
+        )
+        loss = part * self._scale
+        return loss, {"loss": loss.detach(), **reports}
 
 
 @torch.no_grad()

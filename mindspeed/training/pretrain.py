@@ -84,6 +84,8 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
         forward_step = preference.PreferenceStep(
             args, reference.reference_of(args, model, provider)
         )
+    elif args.objective == "reward":
+        forward_step = preference.RewardStep(args)
     done = loop.train(args, model, readers, held_out, state, saver, counter, forward_step)
     return done.iteration
 

@@ -275,7 +275,8 @@ def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptio
         prompt_type=args.prompt_type or _own_template(tokenizer),
         template_variables=parse_object(args.chat_template_kwargs, "--chat-template-kwargs"),
         train_on=args.train_on,
-        seq_length=_longest(args),
+        # The reward of an answer without its end is none: the data set leaves long pairs out.
+        seq_length=None if args.objective == "reward" else _longest(args),
     )
 
 
@@ -355,6 +356,7 @@ def _lengths(args: argparse.Namespace, files: Sequence[TokenizedFile]) -> np.nda
         lengths = np.concatenate([InstructionFiles(one.prefix).lengths for one in files]) - 1
         return lengths[lengths > 0]
     pairs = np.concatenate([PreferenceFiles(one.prefix).pair_lengths for one in files]) - 1
+    pairs += args.objective == "reward"  # whose last token is an input, too
     return pairs.sum(axis=1) if args.pack_sequences else pairs.max(axis=1)
 
 

@@ -54,20 +54,14 @@ AT_ONCE = 32
 """Micro-batches between two messages."""
 
 
-def forward(data_iterator: Any, compute: Any) -> tuple[dict[str, Any], Any]:
-    """A micro-batch, and the output of a stage for it."""
+def forward(data_iterator: Any, compute: Any, *, labels: bool = True) -> tuple[dict[str, Any], Any]:
+    """A micro-batch, and the output of a stage for it: of the last, losses if it gets labels."""
     if data_iterator is None:  # a stage in the middle
         return {}, compute(None, None, None)
     batch = next(data_iterator)
-    packing = {key: batch[key] for key in ("packed_seq_params",) if key in batch}
-    output = compute(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        **packing,
-    )
+    names = [*(["labels", "loss_mask"] if labels else []), "packed_seq_params"]
+    more = {name: batch[name] for name in names if name in batch}
+    output = compute(batch["tokens"], batch["position_ids"], batch["attention_mask"], **more)
     return batch, output
 
 

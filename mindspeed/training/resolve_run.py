@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.checkpoint.contents import model_at
+from mindspeed.checkpoint.find import saved_args
 from mindspeed.errors import MindSpeedError
 from mindspeed.job import Batch
 from mindspeed.lora import flags as lora_flags
+from mindspeed.lora.config import HEAD
 from mindspeed.models.hf_load import is_hf
 from mindspeed.preference.losses import SMOOTHED, PreferenceLoss
 from mindspeed.storage.directory import tracked
@@ -100,8 +102,26 @@ def preferences(args: argparse.Namespace) -> Iterator[str]:
     for name in ("keep_last_token", "mtp_num_layers", "z_loss_weight", "calculate_per_token_loss"):
         if getattr(args, name):
             yield f"--{name.replace('_', '-')} is not for pairs of answers: leave it out"
+    if args.objective == "reward":
+        yield from _base_of_rewards(args)
     if args.objective == "preference":
         yield from _reference(args)
+    elif lora_flags.asked(args):
+        args.lora_modules_to_save = tuple(dict.fromkeys((*args.lora_modules_to_save, HEAD)))
+        if args.lora_export:
+            yield "--lora-export: PEFT's files have no place for the head of a reward model yet"
+
+
+def _base_of_rewards(args: argparse.Namespace) -> Iterator[str]:
+    """A checkpoint of a model of the next token has no head, and Megatron no place to begin one."""
+    if args.load is None or is_hf(args.load) or tracked(args.load) is None:
+        return
+    saved = saved_args(args.load, args.ckpt_step)
+    if getattr(saved, "objective", "next_token") != "reward":
+        yield (
+            f"--load {args.load} is a model of the next token, without a head: write it with "
+            f"mindspeed export --hf --load {args.load} --output DIR, and give --load hf:DIR"
+        )
 
 
 def _reference(args: argparse.Namespace) -> Iterator[str]:

@@ -16,8 +16,11 @@ TEMPLATE = (
 STEPS, PAIRS, LR = 20, 12, 1e-3  # a step is all pairs, however they are packed
 
 
-def write_model(folder: str, kind: str = "Llama", **sizes: Any) -> None:
-    """A tiny model with weights so large that mistakes show, one token a byte, ChatML."""
+def write_model(folder: str, kind: str = "Llama", labels: int | None = None, **sizes: Any) -> None:
+    """A tiny model with weights so large that mistakes show, one token a byte, ChatML.
+
+    With ``labels`` it has a head for them.
+    """
     import torch
     import transformers as hf
 
@@ -35,15 +38,21 @@ def write_model(folder: str, kind: str = "Llama", **sizes: Any) -> None:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=False,
+        **({} if labels is None else {"num_labels": labels}),
         **sizes,
     )
-    model = getattr(hf, f"{kind}ForCausalLM")(config)
+    name = f"{kind}For{'CausalLM' if labels is None else 'SequenceClassification'}"
+    model = getattr(hf, name)(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.copy_(0.08 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
+
+
+def with_margins(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one | {"margin": 0.25 * (i % 3)} for i, one in enumerate(found)]
 
 
 def records(count: int = PAIRS) -> list[dict[str, Any]]:
@@ -79,20 +88,22 @@ def _trainer(base: type) -> type:
     return InOrder
 
 
-def trl_dpo(folder: str, data: str, **options: Any) -> list[dict[str, float]]:
-    """What TRL's trainer logs in :data:`STEPS` steps."""
+def trl(kind: str, folder: str, data: str, **options: Any) -> list[dict[str, float]]:
+    """What TRL's trainer ``kind`` (DPO or Reward) logs in :data:`STEPS` steps."""
     import tempfile
 
     import torch
     import transformers as hf
+    import trl as package
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
 
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
-    tokenizer.pad_token = tokenizer.eos_token
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer.pad_token = "<|im_start|>"  # an answer does not end with it
+    classes = {"DPO": "AutoModelForCausalLM", "Reward": "AutoModelForSequenceClassification"}
+    model = getattr(hf, classes[kind]).from_pretrained(folder, dtype=torch.float32)
+    model.config.pad_token_id = tokenizer.pad_token_id
     with tempfile.TemporaryDirectory() as scratch:
-        args = DPOConfig(
+        args = getattr(package, f"{kind}Config")(
             output_dir=scratch,
             per_device_train_batch_size=PAIRS,
             max_steps=STEPS,
@@ -109,7 +120,7 @@ def trl_dpo(folder: str, data: str, **options: Any) -> list[dict[str, float]]:
             **options,
         )
         lines = [json.loads(line) for line in Path(data).read_text().splitlines()]
-        trainer = _trainer(DPOTrainer)(
+        trainer = _trainer(getattr(package, f"{kind}Trainer"))(
             model=model,
             args=args,
             train_dataset=Dataset.from_list(lines),
@@ -117,6 +128,11 @@ def trl_dpo(folder: str, data: str, **options: Any) -> list[dict[str, float]]:
         )
         trainer.train()
     return [one for one in trainer.state.log_history if "loss" in one]
+
+
+def trl_with(call: Sequence[str], options: dict[str, Any]) -> list[dict[str, float]]:
+    """:func:`trl` with options of its configuration."""
+    return trl(*call, **options)
 
 
 FLAGS = (

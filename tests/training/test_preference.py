@@ -23,14 +23,20 @@ def files(rank_pool, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def truth(rank_pool, files):
-    call = job.trl_dpo, str(files / "model"), str(files / "pairs.jsonl")
+    call = job.trl, "DPO", str(files / "model"), str(files / "pairs.jsonl")
     return rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=120)[0]
 
 
 @pytest.fixture
 def train(rank_pool, files, tmp_path):
-    def run(world: int, *flags: str, command: str = "dpo") -> list[dict]:
-        words = [command, "--load", f"hf:{files / 'model'}", "--data", str(files / "pairs.jsonl")]
+    def run(
+        world: int,
+        *flags: str,
+        command: str = "dpo",
+        model: str = "model",
+        data: str = "pairs.jsonl",
+    ) -> list[dict]:
+        words = [command, "--load", f"hf:{files / model}", "--data", str(files / data)]
         words += ["--data-cache-path", str(files / "cache"), "--save", str(tmp_path / "out")]
         words += [word for text in flags for word in text.split()]
         call = job.run, words, str(tmp_path / "metrics.jsonl")
@@ -118,3 +124,47 @@ def test_adapters_switched_off_are_a_frozen_copy(train, files):
         same(train(1, adapters, flags), off)
     tp = "--tensor-model-parallel-size 2 --sequence-parallel"
     same(train(2, adapters, tp), off)
+
+
+@pytest.fixture(scope="module")
+def reward_truth(rank_pool, files):
+    call = job.write_model, str(files / "scored"), "Llama", 1
+    rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=60)
+    job.write_pairs(files / "margins.jsonl", job.with_margins(job.records()))
+
+    def run(data: str, **options: float) -> list[dict]:
+        call = job.trl, "Reward", str(files / "scored"), str(files / data)
+        return rank_pool.run(
+            1, job.trl_with, call[1:], options, setup=SETUP, backend=None, timeout=120
+        )[0]
+
+    return {
+        "plain": run("pairs.jsonl"),
+        "margins": run("margins.jsonl", center_rewards_coefficient=0.05),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "world", "flags"),
+    [
+        ("plain", 1, job.PADDED),
+        ("margins", 1, job.PADDED),
+        ("margins", 2, f"{job.PACKED} --use-distributed-optimizer"),
+        ("margins", 2, f"{job.PADDED} --tensor-model-parallel-size 2 --sequence-parallel"),
+        ("margins", 2, f"{job.PADDED} --tensor-model-parallel-size 2"),
+        ("margins", 2, f"{job.PACKED} --pipeline-model-parallel-size 2"),
+        ("margins", 2, f"{job.PACKED} --context-parallel-size 2"),
+    ],
+    ids=["alone", "margins", "packed dp", "tp sp", "tp", "packed pp", "packed cp"],
+)
+def test_rewards_are_those_of_trl(train, reward_truth, kind, world, flags):
+    data = {"plain": "pairs.jsonl", "margins": "margins.jsonl"}[kind]
+    center = "--center-rewards-coefficient 0.05" * (kind == "margins")
+    found = train(world, flags, center, command="reward", model="scored", data=data)
+    expected = reward_truth[kind]
+    assert len(found) == len(expected) == job.STEPS
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("loss", "margin", "mean_reward", "accuracy"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

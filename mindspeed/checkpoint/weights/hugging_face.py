@@ -28,7 +28,7 @@ from mindspeed.models.hf_writer import TensorSpec, write_weights
 from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.naming import Scheme
 from mindspeed.models.stored_weights import pack
-from mindspeed.models.table import Parameter
+from mindspeed.models.table import SCORE, Parameter
 from mindspeed.models.weight_shards import split
 from mindspeed.models.weight_source import WeightSource
 
@@ -179,9 +179,15 @@ def _config(weights: WeightSource, base: dict[str, Any], companions: str | None)
     ours = {"dtype", "quantization_config"}  # of the weights that are written
     config = {k: v for k, v in base.items() if k not in read | ours}
     config |= weights.family.write(weights.args)
+    scored = SCORE.needs in weights.shape.has
     if base:
-        config |= {k: base[k] for k in ("architectures", "model_type") if k in base}
-    return config | _special_tokens(companions)
+        named = ("model_type",) if scored else ("architectures", "model_type")
+        config |= {k: base[k] for k in named if k in base}
+    config |= _special_tokens(companions)
+    if scored and config["pad_token_id"] == config["eos_token_id"]:
+        # Such a class rewards the last token that is no padding, which is the end of an answer.
+        config["pad_token_id"] = None
+    return config
 
 
 def _special_tokens(folder: str | None) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from mindspeed.models.table import Parameter
 from mindspeed.models.weight_source import WeightSource
 from mindspeed.storage.global_tensors import GlobalTensors, StoredTensor, write_tensors
 
-_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")  # the rest is the optimizer's
+# What is not of the model is the optimizer's.
+_MODEL = ("embedding.", "decoder.", "output_layer.", "score.", "mtp.")
 _LAYERS = ("decoder.", "mtp.")
 _STATE = (".local_tokens_per_expert",)  # of the training, not learned
 
