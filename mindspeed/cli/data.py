@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--handler-name",
         default="",
-        choices=("", *(name for name, one in HANDLERS.items() if one.conversations)),
+        choices=(
+            "",
+            *(name for name, one in HANDLERS.items() if one.conversations or one.preferences),
+        ),
         metavar="NAME",
         help="format (default: found by the columns)",
     )
@@ -61,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Show samples and figures."""
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.data.instruction_dataset import InstructionFiles, part_prefixes
+    from mindspeed.data.preference_dataset import PARTS, values_prefix
     from mindspeed.data.sample_view import print_samples
     from mindspeed.data.tokenizer import build_tokenizer
     from mindspeed.data.tokenizer_types import TokenizerOptions
@@ -71,15 +75,39 @@ def run(args: argparse.Namespace) -> int:
     prefix = args.source
     if not Path(f"{part_prefixes(prefix)[0]}.idx").exists():
         whole_samples = argparse.Namespace(
-            **vars(args) | {"is_instruction_dataset": True, "seq_length": MAX_SIZE}
+            **vars(args)
+            | {"is_instruction_dataset": True, "seq_length": MAX_SIZE}
+            | _objective(args)
         )
         prefix = tokenize_file(whole_samples, Path(args.source), "data show", console)
     files = InstructionFiles(prefix)
-    chosen = range(args.first - 1, min(args.first - 1 + args.count, len(files)))
-    print_samples([files[index] for index in chosen], tokenizer, console, args.first)
-    for line in _figures(files.lengths, args.seq_length):
+    parts = PARTS if Path(f"{values_prefix(prefix)}.idx").exists() else ()
+    each = max(1, len(parts))
+    first, last = (each * (args.first - 1), each * (args.first - 1 + args.count))
+    samples = [files[index] for index in range(first, min(last, len(files)))]
+    print_samples(samples, tokenizer, console, args.first, parts)
+    lengths = files.lengths
+    if parts:  # a pair is packed as a whole
+        lengths = lengths.reshape(-1, each).sum(axis=1) - each + 1
+    for line in _figures(lengths, args.seq_length):
         console.print(line, highlight=False, soft_wrap=True)
     return 0
+
+
+def _objective(args: argparse.Namespace) -> dict[str, str]:
+    """What records of a file are for, by the handler or the columns of the first one."""
+    from mindspeed.data.record_encoders import first_record
+    from mindspeed.data.sources import find_files
+
+    record = first_record(find_files([Path(args.source)], flag="data show").blocks()) or {}
+    judged = {"completion", "label"} <= record.keys()
+    handler = args.handler_name
+    if handler:
+        judged = handler.startswith("Unpaired")
+    pairs = {"chosen", "rejected"} <= record.keys() or "preferred_output" in record
+    if HANDLERS[handler].preferences if handler else pairs or judged:
+        return {"objective": "preference", "loss_type": "kto" if judged else "sigmoid"}
+    return {"objective": "next_token"}
 
 
 def _figures(lengths: np.ndarray, limit: int) -> list[str]:

@@ -36,6 +36,7 @@ from mindspeed.data.loss_mask import IGNORED, Sample
 from mindspeed.errors import DataError
 
 VALUES = "values"
+PARTS = ("chosen", "rejected")
 
 
 @dataclass

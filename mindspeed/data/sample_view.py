@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -40,7 +41,11 @@ def _text(ids: list[int], tokenizer: TextTokenizer) -> str:
 
 
 def print_samples(
-    samples: list[Sample], tokenizer: TextTokenizer, console: Console, first: int = 1
+    samples: list[Sample],
+    tokenizer: TextTokenizer,
+    console: Console,
+    first: int = 1,
+    parts: Sequence[str] = (),
 ) -> None:
     """Print samples, each below a line with its sizes.
 
@@ -49,10 +54,14 @@ def print_samples(
         tokenizer: that decodes them.
         console: without colours, trained parts are in brackets.
         first: number of the first one.
+        parts: names of the parts of a sample, each of which is one of ``samples``.
     """
-    for number, sample in enumerate(samples, first):
+    names = [f", {part}" for part in parts] or [""]
+    for index, sample in enumerate(samples):
         count = int((sample.labels != IGNORED).sum())
-        head = f"sample {number}: {len(sample.ids):,} tokens, {count:,} of them trained"
+        number, part = divmod(index, len(names))
+        what = f"sample {first + number}{names[part]}"
+        head = f"{what}: {len(sample.ids):,} tokens, {count:,} of them trained"
         console.print(Text(head, "dim"), soft_wrap=True)
         text = decoded(sample, tokenizer)
         if console.color_system is None:

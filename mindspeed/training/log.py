@@ -87,7 +87,7 @@ class Log:
         self._tokens += counts.tokens
         elapsed = time.perf_counter() - self._interval_start
         if self._speaks:
-            self._last_loss = loss
+            self._last_loss = reports.get("loss") if loss is None else loss
             metrics = self._metrics(state, elapsed, loss, counts)
             if params_norm is not None:
                 metrics["params_norm"] = params_norm
@@ -245,9 +245,11 @@ def _next_steps(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "continue", f"pretrain ... --save {args.save} --auto-resume"
         yield "generate", f"generate {model}"
     else:
-        yield "continue", f"finetune ... --save {args.save} --auto-resume"
-        yield "chat", f"chat {model}"
-        yield "serve", f"serve {model}"
+        command = {"preference": "dpo", "reward": "reward"}.get(args.objective, "finetune")
+        yield "continue", f"{command} ... --save {args.save} --auto-resume"
+        if args.objective != "reward":
+            yield "chat", f"chat {model}"
+            yield "serve", f"serve {model}"
     if adapters:
         yield "merge", f"merge-lora {model} --save {args.save}-merged --format hf"
     elif args.model_family:

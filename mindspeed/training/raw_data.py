@@ -31,7 +31,7 @@ from rich.console import Console
 from mindspeed.data import handlers, packing
 from mindspeed.data.hf_template import has_template
 from mindspeed.data.instruction_dataset import InstructionFiles
-from mindspeed.data.preference_dataset import PreferenceFiles
+from mindspeed.data.preference_dataset import PARTS, PreferenceFiles
 from mindspeed.data.preprocess import PreprocessReport, Progress, digest_of
 from mindspeed.data.preprocess_options import PreprocessOptions
 from mindspeed.data.preprocess_report import (
@@ -153,8 +153,9 @@ def use_raw_data(args: argparse.Namespace, given: Collection[str], ranks: int) -
         _follow_conversations(args, flags, train, held_out, ranks)
         if tokenizer is not None:
             files = InstructionFiles(train[0].prefix)
-            shown = min(SHOWN * (1 if args.objective == "next_token" else 2), len(files))
-            print_samples([files[i] for i in range(shown)], tokenizer, console)
+            parts = () if args.objective == "next_token" else PARTS
+            shown = range(min(SHOWN * max(1, len(parts)), len(files)))
+            print_samples([files[i] for i in shown], tokenizer, console, parts=parts)
     if flags.assumed:
         say(console, f"not given, so assumed: {' '.join(flags.assumed)}")
     return {*_OTHER_SOURCES, *(() if "train_iters" in given else ("train_iters",))}
@@ -265,9 +266,12 @@ def _options(args: argparse.Namespace, path: Path, flag: str) -> PreprocessOptio
             keys = found | keys
     except ValueError as error:
         raise DataError(f"{flag} {path}: {error}") from error
-    wanted = "conversations" if args.objective == "next_token" else "preferences"
-    if getattr(handlers.find(handler), wanted) is None:
-        raise ConfigError(f"--handler-name {handler} reads no {wanted}")
+    read = handlers.find(handler)
+    if args.objective != "next_token" and read.preferences is None:
+        raise ConfigError(f"--handler-name {handler} reads no pairs of answers")
+    if args.objective == "next_token" and read.conversations is None:
+        what = "texts, not conversations" if read.preferences is None else "pairs: mindspeed dpo"
+        raise ConfigError(f"--handler-name {handler} reads {what}")
     return dataclasses.replace(
         options,
         handler=handler,
@@ -323,8 +327,8 @@ def _follow_conversations(
         flags.assume(eval_iters=max(1, evaluated // batch))
         flags.assume(eval_interval=max(1, (args.train_iters or 1) // 10))
     adapters = bool(args.lora_target_modules or args.lora_load)
-    lr = 1e-4 if adapters else 1e-5
-    flags.assume(lr=lr / 10 if args.objective == "preference" else lr)
+    lr = (1e-4, 1e-5) if adapters else (1e-5, 1e-6)
+    flags.assume(lr=lr[args.objective == "preference"])
     if flags.free("lr_warmup_iters", "lr_warmup_samples"):
         flags.assume(lr_warmup_fraction=0.03)
     if is_hf(args.load) and flags.free("fp16", "bf16"):

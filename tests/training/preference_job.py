@@ -13,6 +13,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_PACKAGES = {"ORPO": "trl.experimental.orpo", "CPO": "trl.experimental.cpo"}
 STEPS, PAIRS, LR = 20, 12, 1e-3  # a step is all pairs, however they are packed
 
 
@@ -55,6 +56,18 @@ def with_margins(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one | {"margin": 0.25 * (i % 3)} for i, one in enumerate(found)]
 
 
+def judged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One answer of each pair, mostly the chosen one."""
+    return [
+        {
+            "prompt": one["prompt"],
+            "completion": one["rejected" if i % 3 == 1 else "chosen"],
+            "label": i % 3 != 1,
+        }
+        for i, one in enumerate(found)
+    ]
+
+
 def records(count: int = PAIRS) -> list[dict[str, Any]]:
     """Pairs of answers to questions of some words."""
     found = []
@@ -89,18 +102,20 @@ def _trainer(base: type) -> type:
 
 
 def trl(kind: str, folder: str, data: str, **options: Any) -> list[dict[str, float]]:
-    """What TRL's trainer ``kind`` (DPO or Reward) logs in :data:`STEPS` steps."""
+    """What TRL's trainer ``kind`` (DPO, Reward, ...) logs in :data:`STEPS` steps."""
+    import importlib
     import tempfile
 
     import torch
     import transformers as hf
-    import trl as package
     from datasets import Dataset
+
+    package = importlib.import_module(_PACKAGES.get(kind, "trl"))
 
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = "<|im_start|>"  # an answer does not end with it
-    classes = {"DPO": "AutoModelForCausalLM", "Reward": "AutoModelForSequenceClassification"}
-    model = getattr(hf, classes[kind]).from_pretrained(folder, dtype=torch.float32)
+    name = "AutoModelForSequenceClassification" if kind == "Reward" else "AutoModelForCausalLM"
+    model = getattr(hf, name).from_pretrained(folder, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id
     with tempfile.TemporaryDirectory() as scratch:
         args = getattr(package, f"{kind}Config")(
@@ -116,7 +131,7 @@ def trl(kind: str, folder: str, data: str, **options: Any) -> list[dict[str, flo
             save_strategy="no",
             gradient_checkpointing=False,
             disable_tqdm=True,
-            max_length=None,
+            max_length=1024,
             **options,
         )
         lines = [json.loads(line) for line in Path(data).read_text().splitlines()]

@@ -168,3 +168,61 @@ def test_rewards_are_those_of_trl(train, reward_truth, kind, world, flags):
         for name in ("loss", "margin", "mean_reward", "accuracy"):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+LOSSES = {
+    # Ours -> TRL's trainer and its options.
+    "kto": ("--loss-type kto --undesirable-weight 1.5", "KTO", {"undesirable_weight": 1.5}),
+    "orpo": ("--loss-type orpo --beta 0.2", "ORPO", {"beta": 0.2}),
+    "simpo": (
+        "--loss-type simpo --beta 2 --simpo-gamma 0.7 --label-smoothing 0.1 --sft-weight 0.5",
+        "CPO",
+        {
+            "loss_type": "simpo",
+            "beta": 2.0,
+            "simpo_gamma": 0.7,
+            "label_smoothing": 0.1,
+            "cpo_alpha": 0.5,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def loss_truth(rank_pool, files):
+    job.write_pairs(files / "judged.jsonl", job.judged(job.records()))
+    found = {}
+
+    def run(name: str) -> list[dict]:
+        if name not in found:
+            _, kind, options = LOSSES[name]
+            data = "judged.jsonl" if name == "kto" else "pairs.jsonl"
+            call = (kind, str(files / "model"), str(files / data)), options
+            found[name] = rank_pool.run(
+                1, job.trl_with, *call, setup=SETUP, backend=None, timeout=120
+            )[0]
+        return found[name]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["alone", "packed cp", "pp"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_other_losses_are_those_of_trl(train, loss_truth, name, layout):
+    world, flags = {
+        "alone": (1, job.PADDED),
+        "packed cp": (2, f"{job.PACKED} --context-parallel-size 2"),
+        "pp": (2, f"{job.PADDED} --pipeline-model-parallel-size 2"),
+    }[layout]
+    # The reference point of KTO is that of a micro-batch: here of all answers.
+    whole = f"--micro-batch-size {4 if 'packed' in layout else 2 * job.PAIRS}" * (name == "kto")
+    data = "judged.jsonl" if name == "kto" else "pairs.jsonl"
+    found, expected = train(world, flags, whole, LOSSES[name][0], data=data), loss_truth(name)
+    assert len(found) == len(expected) == job.STEPS
+    shared = found[0].keys() & expected[0].keys() & {*NAMES, "kl", "nll_loss", "logps/chosen"}
+    assert {"loss", "rewards/chosen", "rewards/rejected"} <= shared
+    for ours, theirs in zip(found, expected, strict=True):
+        for one in shared:
+            assert ours[one] == pytest.approx(theirs[one], abs=1e-5, rel=2e-6), one
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
