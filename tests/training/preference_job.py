@@ -172,3 +172,52 @@ def logged(path: Path) -> list[dict[str, Any]]:
     """The records of training."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [one for one in found if "loss" in one]
+
+
+def counted(words: Sequence[str], file: str) -> dict[str, Any]:
+    """A run: forward passes, bytes of the reference's parameters, and what is beside them."""
+    from megatron.core.models.gpt import GPTModel
+
+    from mindspeed.training import model, reference
+
+    found: dict[str, Any] = {"forwards": 0, "bytes": 0, "more": []}
+    copies, optimizers = [], []
+    plain, copy, build = GPTModel.forward, reference.frozen_copy, model.build_optimizer
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found["forwards"] += 1
+        return plain(self, *args, **kwargs)
+
+    def frozen_copy(*args: Any) -> Any:
+        copies.extend(copy(*args))
+        return copies
+
+    def build_optimizer(*args: Any) -> Any:
+        optimizers.append(build(*args))
+        return optimizers[-1]
+
+    GPTModel.forward = forward
+    reference.frozen_copy, model.build_optimizer = frozen_copy, build_optimizer
+    status, messages = run(words, file)
+    assert status == 0, messages
+    trained = {
+        id(one) for opt in optimizers for group in opt.param_groups for one in group["params"]
+    }
+    for module in copies:
+        for name, one in module.named_parameters():
+            found["bytes"] += one.numel() * one.element_size()
+            beside = one.requires_grad, one.grad is not None, hasattr(one, "main_grad")
+            if any(beside) or id(one) in trained:
+                found["more"].append(name)
+    return found
+
+
+def refusals(words: Sequence[str], cases: Sequence[Sequence[str]]) -> list[str]:
+    """What ``mindspeed WORDS CASE`` says, in forks of this process."""
+    from tests.support import forked
+
+    return [forked.run([*words, *case])[1] for case in cases]
+
+
+def write_mixtral(folder: str, sizes: dict[str, Any]) -> None:
+    write_model(folder, "Mixtral", **sizes)

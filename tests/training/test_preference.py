@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 pytest.importorskip("trl")
@@ -226,3 +229,105 @@ def test_other_losses_are_those_of_trl(train, loss_truth, name, layout):
         for one in shared:
             assert ours[one] == pytest.approx(theirs[one], abs=1e-5, rel=2e-6), one
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["alone", "packed ep", "tp sp ep"])
+def test_experts_train_as_those_of_trl(rank_pool, train, files, layout):
+    folder = files / "experts"
+    if not folder.exists():
+        sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+        call = job.write_mixtral, str(folder), sizes
+        rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=60)
+    call = job.trl, "DPO", str(folder), str(files / "pairs.jsonl")
+    (expected,) = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=120)
+    world, flags = {
+        "alone": (1, job.PADDED),
+        "packed ep": (2, f"{job.PACKED} --expert-model-parallel-size 2"),
+        "tp sp ep": (
+            2,
+            f"{job.PADDED} --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        ),
+    }[layout]
+    same(train(world, flags, model="experts"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (1, job.PADDED),
+        (2, f"{job.PACKED} --pipeline-model-parallel-size 2"),
+        (1, f"{job.PADDED} --lora-r 4 --lr 1e-2"),
+        (1, f"{job.PADDED} --precompute-reference"),
+    ],
+    ids=["alone", "packed pp", "adapters", "precomputed"],
+)
+def test_an_interrupted_run_continues_as_if_it_had_not_been(train, tmp_path, world, flags):
+    """Its reference is the model that it began with, not what it has saved."""
+    whole = train(world, flags)
+    shutil.rmtree(tmp_path / "out")
+    assert len(train(world, flags, "--exit-interval 8")) == 8
+    both = train(world, flags, "--auto-resume")  # its metrics follow those of the first run
+    names = (*NAMES, "grad_norm", "learning_rate")
+    assert len(whole) == job.STEPS
+    assert [[one[n] for n in names] for one in both] == [[one[n] for n in names] for one in whole]
+
+
+@pytest.mark.slow
+def test_forward_passes_and_bytes_of_the_reference(rank_pool, files, tmp_path):
+    """A frozen copy costs its weights, and nothing beside them, and a forward pass a step; adapters
+    switched off no weights; log-probabilities that are known neither."""
+
+    def counted(*flags: str) -> tuple[int, int]:
+        words = ["dpo", "--load", f"hf:{files / 'model'}", "--data", str(files / "pairs.jsonl")]
+        words += ["--data-cache-path", str(files / "cache"), "--save", str(tmp_path / "out")]
+        words += [word for text in flags for word in text.split()]
+        call = job.counted, words, str(tmp_path / "metrics.jsonl")
+        (found,) = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=120)
+        assert found["more"] == []
+        shutil.rmtree(tmp_path / "out")
+        return found["forwards"], found["bytes"]
+
+    micro_batches = 2 * job.PAIRS // 6 * job.STEPS
+    vocabulary, hidden, ffn, layers = 384, 32, 48, 4  # of 320 ids, padded
+    layer = 2 * hidden + hidden * (hidden + 2 * 16 + hidden + 3 * ffn)
+    weights = 2 * vocabulary * hidden + hidden + layers * layer
+    assert counted(job.PADDED) == (2 * micro_batches, 4 * weights)
+    assert counted(job.PADDED, "--lora-r 4") == (2 * micro_batches, 0)
+    for adapters in ("", "--lora-r 4"):
+        counted(job.PADDED, adapters, "--precompute-reference")  # the file, unless it is there
+        assert counted(job.PADDED, adapters, "--precompute-reference") == (micro_batches, 0)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_trained_is_refused(rank_pool, files, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(files / "model", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "b"}\n')
+    good = json.loads((files / "pairs.jsonl").read_text().splitlines()[0])
+    job.write_pairs(tmp_path / "one.jsonl", [{"prompt": "a"}, good])
+    cases = {
+        "--micro-batch-size 3 --no-pack-sequences": "a pair is two sequences",
+        "--loss-type ipo --label-smoothing 0.1": "only with --loss-type sigmoid, robust, simpo",
+        "--loss-type orpo --precompute-reference": "needs no reference: drop",
+        f"--reference-load hf:{other}": "has another tokenizer: token",
+        f"--data {tmp_path / 'bad.jsonl'}": "bad.jsonl:1: 'rejected' is equal to 'chosen'",
+        f"--data {tmp_path / 'one.jsonl'}": "one.jsonl:1: no column 'chosen'",
+        "--lora-r 4 --lora-modules-to-save embed_tokens": "name the reference with",
+        "--lora-r 4 --lora-init pissa": "changes the weights under the adapters",
+        "--handler-name OpenAIInstructionHandler": "reads no pairs of answers",
+        "--mtp-num-layers 1": "--mtp-num-layers is not for pairs",
+    }
+    flags = f"--load hf:{files / 'model'} --data {files / 'pairs.jsonl'} --save {tmp_path / 'out'}"
+    words = ["dpo", *flags.split(), "--data-cache-path", str(tmp_path), "--train-iters", "1"]
+    call = job.refusals, words, [case.split() for case in cases]
+    found = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=240)[0]
+    for (case, message), text in zip(cases.items(), found, strict=True):
+        assert message in text, (case, text)

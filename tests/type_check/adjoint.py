@@ -121,6 +121,7 @@ for _sums in (True, False):
 _one("tensor_parallel.two_dimensional.grid._ToGrid")
 _one("tensor_parallel.two_dimensional.grid._FromGrid")
 _one("models.model_extras._LargestLogit")
+_one("preference.answers._SumOverRanks")
 
 
 @case("tensor_parallel.mappings._AllToAll", (4, 8))
