@@ -23,6 +23,32 @@ from torch.nn import functional
 from mindspeed.errors import ConfigError
 
 
+def causal_convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Convolve each channel with the tokens before it, within its document.
+
+    Args:
+        x: ``[b, t, c]``, any floating dtype.
+        weight: ``[c, taps]``; the last tap meets the token itself.
+        cu_seqlens: Ends of documents from 0, integers ``[documents + 1]``, with b = 1.
+
+    Returns:
+        ``[b, t, c]`` in the dtype of x.
+    """
+    taps = weight.shape[1]
+    if cu_seqlens is None:
+        padded = functional.pad(x.transpose(1, 2), (taps - 1, 0))
+        return functional.conv1d(padded, weight[:, None], groups=len(weight)).transpose(1, 2)
+    lengths = cu_seqlens.diff()
+    starts = cu_seqlens[:-1].repeat_interleave(lengths)
+    since = torch.arange(x.shape[1], device=x.device) - starts.to(x.device)
+    out = x * weight[:, -1]
+    for back in range(1, min(taps, x.shape[1])):
+        earlier = functional.pad(x[:, :-back], (0, 0, back, 0))
+        inside = (since >= back)[None, :, None]
+        out = out + torch.where(inside, earlier, 0) * weight[:, -1 - back]
+    return out
+
+
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -49,6 +49,14 @@ SHAPES = (
     "moe_layer_freq",
     "moe_router_enable_expert_bias",
     "moe_shared_expert_gate",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "attention_output_gate",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 )
 DETAILS = (
     *SHAPES,

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from mindspeed import device
+from mindspeed.errors import ConfigError
 from mindspeed.inference.parallel_groups import ModelParallelGroups
+from mindspeed.models.megatron_delta_net import DeltaNet
 
 
 class Decoder:
@@ -29,7 +31,7 @@ class Decoder:
         groups: Process groups of the model.
         batch_size: Number of sequences.
         max_length: Maximum tokens per sequence.
-        recompute: Keep no KV cache.
+        recompute: Keep no KV cache; so it is where a layer keeps something else (gated delta nets).
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Decoder:
         self._device = device.current().torch_device()
         self._seen = torch.empty(batch_size, 0, dtype=torch.long)
         self._context = None
+        recompute = recompute or any(isinstance(part, DeltaNet) for part in model.modules())
         if not recompute:
             from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -55,7 +58,16 @@ class Decoder:
         return self._context
 
     def copy(self) -> Decoder:
-        """A copy of the sequences and their KV cache. Not with ``recompute``."""
+        """A copy of the sequences and their KV cache.
+
+        Raises:
+            ConfigError: There is no cache.
+        """
+        if self._context is None:
+            raise ConfigError(
+                "requests are not batched for models with gated delta nets, which keep a state and "
+                "no keys and values: use mindspeed generate or mindspeed evaluate"
+            )
         other = Decoder.__new__(Decoder)
         other.__dict__ |= self.__dict__
         other._context = copy(self._context)
@@ -77,10 +89,10 @@ class Decoder:
         return None if output is None else output[:, -1]
 
     def all_positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """As a call with int64 ``tokens [b, s]``, but logits ``[b, s, v]`` after every token.
-
-        Not with ``recompute``.
-        """
+        """As a call with int64 ``tokens [b, s]``, but logits ``[b, s, v]`` after every token."""
+        if self._context is None:
+            output = self._append(tokens)
+            return None if output is None else output[:, -tokens.shape[1] :]
         self._context.materialize_only_last_token_logits = False  # type: ignore[union-attr]
         try:
             return self._append(tokens)

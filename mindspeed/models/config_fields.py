@@ -205,6 +205,18 @@ _PREDICTION: Fields = {
     "num_mtp_layers": Field(or_null(Whole(0, 64)), "no effect"),
     "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
 }
+_HYBRID: Fields = {
+    "num_key_value_heads": used(_COUNT),
+    "head_dim": used(_COUNT),
+    "attention_bias": fixed(False),
+    "layer_types": used(ListOf(TEXT)),
+    "full_attention_interval": used(_COUNT),
+    "linear_conv_kernel_dim": used(_COUNT),
+    "linear_key_head_dim": used(_SIZE),
+    "linear_value_head_dim": used(_SIZE),
+    "linear_num_key_heads": used(_COUNT),
+    "linear_num_value_heads": used(_COUNT),
+}
 _PLAIN_ROPE = Field(
     or_null(Object({"rope_theta": OneOf(10000.0), "rope_type": OneOf("default"), "factor": NULL})),
     "fixed",
@@ -386,6 +398,19 @@ FIELDS: Mapping[str, Fields] = {
         "swiglu_alpha": fixed(1.702),
         "swiglu_limit": used(Real(1e-6, 1e6)),
     },
+    "qwen3_next": {
+        **_GATED,
+        **_PARTLY_ROTARY,
+        **_DROPOUT,
+        **_EXPERTS,
+        **_HYBRID,
+        "moe_intermediate_size": used(_SIZE),
+        "shared_expert_intermediate_size": used(_SIZE),
+        "norm_topk_prob": used(BOOL),
+        "decoder_sparse_step": used(_COUNT),
+        "mlp_only_layers": used(ListOf(Whole())),
+    },
+    "qwen3_5_text": {**_GATED, **_PARTLY_ROTARY, **_DROPOUT, **_HYBRID},
     "bloom": {
         **_EVERY,
         **_DROPOUT,

@@ -409,3 +409,46 @@ class NoRopeLayers:
         """One entry a layer."""
         pattern = getattr(args, "no_rope_freq", None) or [0] * args.num_layers
         return {"no_rope_layers": [int(not lacks) for lacks in pattern]}
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Layers with linear attention, and a gate on the attention of the others (Qwen3-Next)."""
+
+    _FIELDS = Fields(
+        {
+            "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+            "linear_key_head_dim": "linear_key_head_dim",
+            "linear_value_head_dim": "linear_value_head_dim",
+            "linear_num_key_heads": "linear_num_key_heads",
+            "linear_num_value_heads": "linear_num_value_heads",
+        }
+    )
+
+    def read(self, config: Config) -> Flags:
+        """Sizes, and a pattern of the layers."""
+        flags = self._FIELDS.read(config)
+        if flags["linear_num_value_heads"] % flags["linear_num_key_heads"]:
+            raise ConfigError(
+                f"config.json: linear_num_value_heads {flags['linear_num_value_heads']} is not "
+                f"divisible by linear_num_key_heads {flags['linear_num_key_heads']}"
+            )
+        kinds = config["layer_types"]
+        if unknown := set(kinds) - {"full_attention", "linear_attention"}:
+            raise ConfigError(
+                f"config.json: layer_types has {', '.join(sorted(unknown))}; allowed are "
+                "full_attention and linear_attention"
+            )
+        return flags | {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in kinds],
+            "attention_output_gate": True,
+        }
+
+    def write(self, args: Any) -> Flags:
+        """Sizes, and a word for each layer."""
+        frequency, layers = args.linear_attention_freq, args.num_layers
+        if isinstance(frequency, int):
+            frequency = [number % frequency for number in range(1, layers + 1)]
+        kinds = ("full_attention", "linear_attention")
+        return self._FIELDS.write(args) | {"layer_types": [kinds[bool(one)] for one in frequency]}

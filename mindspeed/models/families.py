@@ -22,6 +22,7 @@ from mindspeed.models.config_json import (
     Always,
     Codec,
     Config,
+    DeltaNet,
     Fields,
     Flags,
     Heads,
@@ -63,6 +64,8 @@ from mindspeed.models.tensors import (
     OLMO,
     PHI3,
     QWEN2_MOE,
+    QWEN3_5,
+    QWEN3_NEXT,
     QWEN_MOE,
 )
 
@@ -153,6 +156,9 @@ _SILU = Always(_GATED, {"hidden_act": "silu"})
 _DROPOUT = Fields({"attention_dropout": "attention_dropout"})
 _NO_DROPOUT = Always({"attention_dropout": 0.0})
 _LLAMA_LIKE: tuple[Codec, ...] = (Fields(_SIZES), _SILU, _DROPOUT)
+_HYBRID = Always(
+    {"qk_layernorm": True, "layernorm_zero_centered_gamma": True}, {"attention_bias": False}
+)
 # What a missing key means in the classes that are published next to the weights.
 _OWN_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -601,6 +607,39 @@ _FAMILIES = (
         GPT_OSS,
         FIELDS["gpt_oss"],
         stacks=GPT_OSS_STACKS,
+    ),
+    Family(
+        "qwen3_next",
+        ("qwen3_next",),
+        "Qwen3NextForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            _HYBRID,
+            Heads(head_size_key=True),
+            Tied(),
+            Rope(partial=True),
+            DeltaNet(),
+            SoftmaxExperts("num_experts", own_size=True, renormalize=None),
+            GatedSharedExpert(),
+        ),
+        QWEN3_NEXT,
+        FIELDS["qwen3_next"],
+    ),
+    Family(
+        "qwen3_5_text",
+        ("qwen3_5_text",),
+        "Qwen3_5ForCausalLM",
+        (
+            *_LLAMA_LIKE,
+            _HYBRID,
+            Heads(head_size_key=True),
+            Tied(),
+            Rope(partial=True),
+            DeltaNet(),
+        ),
+        QWEN3_5,
+        FIELDS["qwen3_5_text"],
+        config_path="qwen3_5.Qwen3_5TextConfig",
     ),
     Family(
         "internlm2",

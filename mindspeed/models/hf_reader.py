@@ -89,7 +89,9 @@ class HFReader:
         for copy in (*parameter.copies, *parameter.tied):
             self._check_copy(parameter, copy, start, count)
         count = parameter.shape[0] - start if count is None else count
-        width = [len(range(*columns.indices(size))) for size in parameter.shape[1:]]
+        width = list(parameter.shape[1:])
+        if width:
+            width[0] = len(range(*columns.indices(width[0])))
         dtype = dtype or self.dtype(parameter)
         result: torch.Tensor | None = None
         for segment, position in overlap(parameter.segments, start, count):

@@ -24,6 +24,7 @@ Scheme = Literal["transformer_engine", "local"]
 SCHEMES: tuple[Scheme, ...] = ("transformer_engine", "local")
 
 _INPUT = (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+_LINEAR = (".input_layernorm.", ".self_attention.in_proj.layer_norm_")
 _MLP = (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 _LATENT = (
     (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
@@ -56,7 +57,7 @@ def module_name(parameter: Parameter, scheme: Scheme, *, grouped: bool = False) 
     """
     name = parameter.name
     if scheme == "transformer_engine":
-        renames = _LATENT if parameter.latent else (_INPUT,)
+        renames = _LATENT if parameter.latent else (_LINEAR if parameter.linear else _INPUT,)
         name = _rename(name, renames if parameter.moe else (*renames, _MLP))
     if grouped and parameter.expert is not None:
         name = name.replace(f".local_experts.{parameter.expert}.", ".") + str(parameter.expert)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from mindspeed.models.megatron_delta_net import linear_layers
 from mindspeed.profiling.model_flops import moe_pattern
 
 # Sizes -> the keys of config.json that they come from, for messages.
@@ -43,11 +44,13 @@ class Shape:
         sizes: Numbers of rows and columns by name, see :func:`shape_of`.
         has: Names of the optional parts that are there.
         moe_layers: For each layer, whether its MLP is a mixture of experts.
+        linear_layers: For each layer, whether its attention is linear.
     """
 
     sizes: Mapping[str, int]
     has: frozenset[str]
     moe_layers: tuple[bool, ...]
+    linear_layers: tuple[bool, ...]
 
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
@@ -84,7 +87,7 @@ def shape_of(args: Any) -> Shape:
         "heads": heads,
         "query": heads * head,
         "key": groups * head,
-        "qkv": (heads + 2 * groups) * head,
+        "qkv": (heads * (2 if value("attention_output_gate") else 1) + 2 * groups) * head,
         "fc1": halves * args.ffn_hidden_size,
         "experts": experts,
         "expert_ffn": expert_ffn,
@@ -94,6 +97,7 @@ def shape_of(args: Any) -> Shape:
         "positions": value("max_position_embeddings"),
         "mtp": value("mtp_num_layers"),
         "two_hidden": 2 * args.hidden_size,
+        "gated_query": 2 * heads * head,
         "one": 1,
     }
     latent = value("multi_latent_attention")
@@ -131,8 +135,20 @@ def shape_of(args: Any) -> Shape:
         "positions": value("position_embedding_type") == "learned_absolute",
     }
     moe = moe_pattern(vars(args)) if experts else [False] * args.num_layers
+    delta_net = value("experimental_attention_variant") == "gated_delta_net"
+    if delta_net:
+        sizes |= {
+            "delta_key_heads": args.linear_num_key_heads,
+            "delta_heads": args.linear_num_value_heads,
+            "delta_key": args.linear_num_key_heads * args.linear_key_head_dim,
+            "delta_value": args.linear_num_value_heads * args.linear_value_head_dim,
+            "delta_value_head": args.linear_value_head_dim,
+            "delta_taps": args.linear_conv_kernel_dim,
+        }
+    linear = args.linear_attention_freq if delta_net else None
     return Shape(
         MappingProxyType(sizes),
         frozenset(name for name, there in has.items() if there),
         tuple(bool(layer) for layer in moe),
+        tuple(linear_layers(linear, args.num_layers)),
     )

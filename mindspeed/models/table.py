@@ -36,10 +36,13 @@ class Rule:
             ``{expert}`` stand for numbers.
         rows: Where its rows come from, in Hugging Face names with the same placeholders; a layer
             of multi-token prediction has the ``{layer}`` after the last one.
-        columns: Name of the size of its second dimension; None for a vector.
+        columns: Name of the size of its second dimension, names of those of all further ones, or
+            None for a vector.
         split: How tensor parallelism shards it.
         needs: Trait of the shape without which the parameter does not exist.
-        layers: In which layers it exists; multi-token prediction has the kind of the last one.
+        layers: In which layers it exists, by their MLP; multi-token prediction has the kind of the
+            last one.
+        mixer: In which layers it exists, by their attention.
         copies: Names under which Hugging Face has it once more for each depth of multi-token
             prediction.
         tied: Names under which a file may repeat it where it is the output layer, too.
@@ -47,10 +50,11 @@ class Rule:
 
     name: str
     rows: ShardMap
-    columns: str | None = None
+    columns: str | tuple[str, ...] | None = None
     split: Split = None
     needs: str | None = None
     layers: Literal["all", "dense", "moe"] = "all"
+    mixer: Literal["all", "attention", "linear"] = "all"
     copies: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
 
@@ -69,6 +73,7 @@ class Parameter:
         split: How tensor parallelism shards it.
         moe: Its layer's MLP is a mixture of experts.
         latent: Its layer's attention is latent attention.
+        linear: Its layer's attention is linear.
         columns: Name of the size of its second dimension.
         copies: Other Hugging Face tensors that equal its only source.
         tied: Hugging Face tensors that must equal its only source where a file has them; they are
@@ -84,6 +89,7 @@ class Parameter:
     split: Split
     moe: bool
     latent: bool
+    linear: bool = False
     columns: str | None = None
     copies: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
@@ -106,8 +112,10 @@ def parameters(rules: Sequence[Rule], shape: Shape) -> Iterator[Parameter]:
     for rule in present:
         if rule not in inside and rule not in mtp:
             yield _parameter(rule, shape)
-    for layer, moe in enumerate(shape.moe_layers):
-        for rule, expert in _of_layer(inside, shape, moe):
+    for layer, (moe, linear) in enumerate(zip(shape.moe_layers, shape.linear_layers, strict=True)):
+        mixers = ("all", "linear" if linear else "attention")
+        own = [rule for rule in inside if rule.mixer in mixers]
+        for rule, expert in _of_layer(own, shape, moe):
             yield _parameter(rule, shape, layer=layer, expert=expert, moe=moe)
     moe = shape.moe_layers[-1]
     for depth in range(shape["mtp"]):
@@ -147,12 +155,13 @@ def _parameter(
         layer=layer,
         depth=depth,
         expert=expert,
-        shape=(rows,) if rule.columns is None else (rows, shape[rule.columns]),
+        shape=(rows, *(shape[name] for name in _inner(rule))),
         segments=segments,
         split=split,
         moe=moe,
         latent="latent" in shape.has,
-        columns=rule.columns,
+        linear=layer is not None and shape.linear_layers[layer],
+        columns=next(iter(_inner(rule)), None),
         copies=tuple(
             name.format(layer=shape.num_layers + depth)
             for name in rule.copies
@@ -160,3 +169,10 @@ def _parameter(
         ),
         tied=() if shape.has & {"untied", "score"} else rule.tied,
     )
+
+
+def _inner(rule: Rule) -> tuple[str, ...]:
+    """Names of the sizes of all dimensions after the first."""
+    if rule.columns is None:
+        return ()
+    return (rule.columns,) if isinstance(rule.columns, str) else rule.columns

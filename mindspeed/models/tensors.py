@@ -14,9 +14,12 @@ from mindspeed.models.stored_weights import ExpertStack
 from mindspeed.models.table import Rule
 from mindspeed.models.weight_shards import (
     ShardMap,
+    delta_part,
+    gated_qkv,
     grouped_pack,
     grouped_qkv,
     padded_vocabulary,
+    part_of,
     stacked,
     whole,
 )
@@ -338,6 +341,80 @@ OLMO = _OUTSIDE + _BEHIND + _SEPARATE + _DENSE
 _AROUND = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
 GEMMA = _OUTSIDE + _AROUND + _BEHIND + _SEPARATE + _DENSE
 HUNYUAN = _OUTSIDE + _NORMS + _attention(_QKV, ("query_layernorm", "key_layernorm")) + _DENSE
+_LINEAR_ATTENTION = _HF + "linear_attn."
+_DELTA_SIZES = ("delta_key", "delta_key", "delta_value")
+
+
+def _delta_net(projections: Mapping[str, ShardMap]) -> tuple[Rule, ...]:
+    """Linear attention with its parts of ``in_proj`` as ``projections`` has them."""
+    convolution = _LINEAR_ATTENTION + "conv1d.weight"
+    taps = ("one", "delta_taps")
+    rules = [
+        *(
+            Rule(f"{_ATTENTION}in_proj.weight.{part}", rows, "hidden", "rows")
+            for part, rows in projections.items()
+        ),
+        *(
+            Rule(
+                f"{_ATTENTION}conv1d.weight.{part}",
+                part_of(convolution, _DELTA_SIZES, index),
+                taps,
+                "rows",
+            )
+            for index, part in enumerate(("query", "key", "value"))
+        ),
+        *(
+            Rule(_ATTENTION + name, whole(_LINEAR_ATTENTION + name, "delta_heads"), split="rows")
+            for name in ("A_log", "dt_bias")
+        ),
+        Rule(
+            _ATTENTION + "out_norm.weight",
+            whole(_LINEAR_ATTENTION + "norm.weight", "delta_value_head"),
+        ),
+        Rule(
+            _ATTENTION + "out_proj.weight",
+            whole(_LINEAR_ATTENTION + "out_proj.weight", "hidden"),
+            "delta_value",
+            "columns",
+        ),
+    ]
+    return _in(tuple(rules), mixer="linear")
+
+
+_GATED_ATTENTION = _in(
+    _attention({"weight": gated_qkv(*_projections("weight"))}), mixer="attention"
+)
+_QKVZ, _BA = (f"{_LINEAR_ATTENTION}in_proj_{part}.weight" for part in ("qkvz", "ba"))
+_NEXT_PROJECTIONS = {
+    **{part: delta_part(_QKVZ, part) for part in ("query", "key", "value", "z")},
+    **{part: delta_part(_BA, part) for part in ("beta", "alpha")},
+}
+QWEN3_NEXT = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_GATED_ATTENTION,
+    *_delta_net(_NEXT_PROJECTIONS),
+    *_DENSE,
+    *_PLAIN_EXPERTS,
+    *_shared_expert("shared_expert"),
+)
+_QKV_OF_NET = _LINEAR_ATTENTION + "in_proj_qkv.weight"
+_THREE_FIVE_PROJECTIONS = {
+    **{
+        part: part_of(_QKV_OF_NET, _DELTA_SIZES, index)
+        for index, part in enumerate(("query", "key", "value"))
+    },
+    "z": whole(_LINEAR_ATTENTION + "in_proj_z.weight", "delta_value"),
+    "beta": whole(_LINEAR_ATTENTION + "in_proj_b.weight", "delta_heads"),
+    "alpha": whole(_LINEAR_ATTENTION + "in_proj_a.weight", "delta_heads"),
+}
+QWEN3_5 = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_GATED_ATTENTION,
+    *_delta_net(_THREE_FIVE_PROJECTIONS),
+    *_DENSE,
+)
 _MINIMAX_BIAS = Rule(
     _LAYER + "mlp.router.expert_bias",
     whole(_HF + "block_sparse_moe.e_score_correction_bias", "experts"),

@@ -12,8 +12,9 @@ Columns are never reordered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,13 +25,15 @@ from mindspeed.models.shape import Shape
 class Segment:
     """Rows ``start`` to ``start + count`` of tensor ``name``; rows of zeros without a name.
 
-    ``size`` is the name of the size that the tensor's number of rows comes from.
+    ``size`` is the name of the size that the tensor's number of rows comes from; ``rows`` that
+    number, where the parameter does not have the tensor's last row.
     """
 
     name: str | None
     start: int
     count: int
     size: str | None = None
+    rows: int = 0
 
 
 ShardMap = Callable[[Shape], tuple[Segment, ...]]
@@ -88,6 +91,68 @@ def _groups(
             yield Segment(name, start + group * count, count, size)
 
 
+def gated_qkv(query: str, key: str, value: str) -> ShardMap:
+    """As :func:`grouped_qkv`, of queries whose tensor has the gate of a head behind each head.
+
+    Per key/value head: its query heads, then their gates, then the key, then the value.
+    """
+
+    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+        head, groups = shape["head"], shape["key"] // shape["head"]
+        heads = shape["query"] // shape["key"]
+        segments = []
+        for group in range(groups):
+            first = group * heads
+            for part in (0, 1):  # query, gate
+                segments += [
+                    Segment(query, (2 * (first + i) + part) * head, head, "gated_query")
+                    for i in range(heads)
+                ]
+            segments += [Segment(name, group * head, head, "key") for name in (key, value)]
+        return tuple(segments)
+
+    return shard_map
+
+
+def delta_part(name: str, part: Literal["query", "key", "value", "z", "beta", "alpha"]) -> ShardMap:
+    """A part of the joint projections of a gated delta net (Qwen3-Next).
+
+    Per key head the tensor has [query | key | value heads | z heads], or [beta | alpha] of the
+    value heads that share the key head.
+    """
+
+    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+        heads = shape["delta_key_heads"]
+        share = shape["delta_heads"] // heads
+        key, value = shape["delta_key"] // heads, shape["delta_value"] // heads
+        small = part in ("beta", "alpha")
+        counts = (
+            {"beta": share, "alpha": share}
+            if small
+            else {"query": key, "key": key, "value": value, "z": value}
+        )
+        names = list(counts)
+        first = sum(counts[other] for other in names[: names.index(part)])
+        step = sum(counts.values())
+        rows = heads * step
+        return tuple(
+            Segment(name, i * step + first, counts[part], None, rows) for i in range(heads)
+        )
+
+    return shard_map
+
+
+def part_of(name: str, parts: Sequence[str], index: int) -> ShardMap:
+    """One of the parts that a tensor's rows consist of, these by the names of their sizes."""
+
+    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+        counts = [shape[size] for size in parts]
+        start = sum(counts[:index])
+        return (Segment(name, start, counts[index], parts[index], sum(counts)),)
+
+    return shard_map
+
+
 def total_rows(segments: Sequence[Segment]) -> int:
     """Number of rows of the Megatron parameter."""
     return sum(segment.count for segment in segments)
@@ -114,7 +179,7 @@ def source_rows(segments: Sequence[Segment]) -> dict[str, int]:
     rows: dict[str, int] = {}
     for segment in segments:
         if segment.name is not None:
-            end = segment.start + segment.count
+            end = max(segment.start + segment.count, segment.rows)
             rows[segment.name] = max(rows.get(segment.name, 0), end)
     return rows
 
@@ -144,6 +209,40 @@ def split(tensor: torch.Tensor, segments: Sequence[Segment]) -> dict[str, torch.
                 result[segment.name][segment.start : segment.start + segment.count] = part
         position += segment.count
     return result
+
+
+def joined(
+    parameters: Iterable[tuple[torch.Tensor, Sequence[Segment]]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors of several parameters, of which some share one.
+
+    Args:
+        parameters: A whole parameter ``[rows, ...]``, and where its rows come from.
+
+    Yields:
+        Name and tensor, as soon as all rows of it are there.
+    """
+    waiting: dict[str, tuple[torch.Tensor, int]] = {}
+    for tensor, segments in parameters:
+        counts: dict[str, int] = {}
+        for segment in segments:
+            if segment.name is not None:
+                counts[segment.name] = counts.get(segment.name, 0) + segment.count
+        for name, part in split(tensor, segments).items():
+            if counts[name] == len(part):
+                yield name, part
+                continue
+            whole, missing = waiting.get(name, (part, len(part)))
+            for segment in segments:
+                if segment.name == name:
+                    rows = slice(segment.start, segment.start + segment.count)
+                    whole[rows] = part[rows]
+            missing -= counts[name]
+            if missing:
+                waiting[name] = (whole, missing)
+            else:
+                del waiting[name]
+                yield name, whole
 
 
 def with_tensors(

@@ -220,7 +220,7 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
         yield f"--recompute-num-layers {args.recompute_num_layers} of {args.num_layers} layers"
     if args.max_position_embeddings < args.seq_length:
         yield f"--max-position-embeddings is smaller than --seq-length {args.seq_length}"
-    if (variant := args.experimental_attention_variant) is not None:
+    if (variant := args.experimental_attention_variant) not in (None, "gated_delta_net"):
         yield (
             f"--experimental-attention-variant {variant}: this trainer builds the attention of the "
             "other flags; train such a model with pretrain_gpt.py of Megatron-LM, or leave it out"

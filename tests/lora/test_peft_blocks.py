@@ -26,11 +26,12 @@ hf = Lazy("transformers")
 
 SIZES = {"hidden": 32, "ffn": 48, "vocab": 99, "padded_vocab": 99, "head": 8, "query": 32}
 SIZES |= {"key": 32, "qkv": 96, "fc1": 96, "mtp": 0, "two_hidden": 64, "positions": 64}
-DENSE = Shape({**SIZES, "experts": 0}, frozenset({"untied", "gated"}), (False, False))
+DENSE = Shape({**SIZES, "experts": 0}, frozenset({"untied", "gated"}), (False,) * 2, (False,) * 2)
 MOE = Shape(
     {**SIZES, "key": 16, "qkv": 64, "experts": 4, "expert_ffn": 48, "expert_fc1": 96},
     frozenset({"untied", "gated"}),
     (True, True),
+    (False, False),
 )
 R, ALPHA = 4, 8.0
 

@@ -50,6 +50,8 @@ TINY = {
     "hunyuan_v1_dense": "hunyuan",
     "minimax_m2": "minimax-m2",
     "gpt_oss": "gpt-oss",
+    "qwen3_next": "qwen3-next",
+    "qwen3_5_text": "qwen3.5",
     "bloom": "bloom",
 }
 
@@ -59,7 +61,9 @@ def tiny_config(name):
     made = getattr(transformers, case.config_name or f"{case.kind}Config")(
         **{**SIZES, **case.config}
     )
-    return {**json.loads(made.to_json_string()), "layer_types": None}
+    config = json.loads(made.to_json_string())
+    kinds = config.get("layer_types") or ()
+    return config if "linear_attention" in kinds else {**config, "layer_types": None}
 
 
 def fields_of(config_class):
@@ -179,6 +183,8 @@ ONLY_WITH_IN = {
     },
     ("gemma3_text", "rope_local_base_freq"): {"rope_parameters": None, "rope_theta": 7},
     ("gemma3_text", "sliding_window_pattern"): {"layer_types": None},
+    ("qwen3_next", "full_attention_interval"): {"layer_types": None},
+    ("qwen3_5_text", "full_attention_interval"): {"layer_types": None},
     ("minimax_m2", "rotary_dim"): {"rope_parameters": None, "rope_theta": 7},
     ("smollm3", "no_rope_layer_interval"): {"no_rope_layers": None, "no_rope_layer_interval": 2},
     ("smollm3", "layer_types"): {
@@ -203,6 +209,12 @@ OTHER_IN = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 7},
     },
     ("minimax_m2", "rotary_dim"): 8,
+    ("qwen3_next", "partial_rotary_factor"): 0.5,
+    ("qwen3_5_text", "partial_rotary_factor"): 0.5,
+    ("qwen3_next", "layer_types"): ["linear_attention", "full_attention"],
+    ("qwen3_5_text", "layer_types"): ["linear_attention", "full_attention"],
+    ("qwen3_next", "full_attention_interval"): 2,
+    ("qwen3_5_text", "full_attention_interval"): 2,
     ("gemma3_text", "sliding_window_pattern"): 2,
 }
 

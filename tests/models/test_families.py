@@ -16,7 +16,7 @@ from mindspeed.models.families import family_of_config
 from mindspeed.models.shape import shape_of
 from mindspeed.models.stored_weights import pack
 from mindspeed.models.table import parameters
-from mindspeed.models.weight_shards import split
+from mindspeed.models.weight_shards import joined
 from tests.models import model_ranks
 from tests.support.tiny import CASES, VOCAB
 
@@ -51,8 +51,7 @@ def assembled(folder, results, flags):
         for name, start, data in result["parts"]:
             bounds = zip(start, data.shape, strict=True)
             whole[name][0][tuple(slice(first, first + size) for first, size in bounds)] = data
-    found = (item for tensor, rows in whole.values() for item in split(tensor, rows).items())
-    return dict(pack(found, family.stacks, shape_of(args)["experts"]))
+    return dict(pack(joined(whole.values()), family.stacks, shape_of(args)["experts"]))
 
 
 def compare(oracle, ranks, name, size, flags):
@@ -132,6 +131,9 @@ MORE_LAYOUTS = [
     *((name, 1, LOCAL) for name in ("granite", "glm4", "gemma3", "olmo2", "olmo3", "minimax-m2")),
     *((name, 2, (*LOCAL, *TP_SP)) for name in ("gemma3", "olmo3", "hunyuan")),
     *((name, 2, (*EP, *GROUPED)) for name in ("minimax-m2", "gpt-oss")),
+    *(("qwen3-next", 2, flags) for flags in (TP_SP, PP, (*EP, *GROUPED))),
+    *(("qwen3.5", 2, flags) for flags in (TP, PP)),
+    ("qwen3.5", 1, LOCAL),
     *(("gpt-oss", 2, flags) for flags in (EP, TP_SP, PP)),
     *(("gpt-oss", 1, flags) for flags in (GROUPED, LOCAL)),
     *((name, 1, LOCAL) for name in ("phi4-mini", "ernie4.5", "internlm2", "seed-oss")),

@@ -62,6 +62,7 @@ PUBLISHED = {
     "hunyuan-7b": 7.505,
     "minimax-m2": 228.690,
     "gpt-oss-20b": 20.915,
+    "qwen3-next-80b-a3b": 79.674,
     "gpt-oss-120b": 116.829,
 }
 RUN = ["--lr=1", "--train-iters=1", "--seq-length=64", "--mock-data"]

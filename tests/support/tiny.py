@@ -259,6 +259,13 @@ _GEMMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_DELTA_NET = {
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["full_attention", "linear_attention"],
+}
 _BAICHUAN = {"model_type": "baichuan", "model_max_length": 64}
 _NO_LENGTH = {"max_position_embeddings": None}
 _NO_BALANCE = ("--moe-aux-loss-coeff", "0")
@@ -471,6 +478,14 @@ CASES: dict[str, Case] = {
             },
         },
         flags=_NO_BALANCE,
+    ),
+    "qwen3-next": Case(
+        "Qwen3Next",
+        _QWEN_MOE | _DELTA_NET | {"shared_expert_intermediate_size": 40},
+        flags=_NO_BALANCE,
+    ),
+    "qwen3.5": Case(
+        "Qwen3_5", _GROUPED | _DELTA_NET | {"head_dim": 16}, config_name="Qwen3_5TextConfig"
     ),
     "deepseek-v3-direct-queries": Case("DeepseekV3", _LATENT | {"q_lora_rank": None}),
 }

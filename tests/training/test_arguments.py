@@ -33,8 +33,8 @@ WRONG = {
     "word without flag": ([*TINY, "stray"], "unexpected argument 'stray'"),
     "not a choice": ([*TINY, "--normalization", "BatchNorm"], "invalid choice: 'BatchNorm'"),
     "attention that is not built": (
-        [*TINY, "--experimental-attention-variant", "gated_delta_net"],
-        "--experimental-attention-variant gated_delta_net: this trainer builds the attention",
+        [*TINY, "--experimental-attention-variant", "dsa"],
+        "--experimental-attention-variant dsa: this trainer builds the attention",
     ),
     "not a number": ([*TINY, "--num-layers", "many"], "--num-layers 'many' is not a whole number"),
     "code in a pattern": (

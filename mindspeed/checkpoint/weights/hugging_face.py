@@ -29,7 +29,7 @@ from mindspeed.models.model_config import ModelConfig
 from mindspeed.models.naming import Scheme
 from mindspeed.models.stored_weights import pack
 from mindspeed.models.table import SCORE, Parameter
-from mindspeed.models.weight_shards import split
+from mindspeed.models.weight_shards import joined
 from mindspeed.models.weight_source import WeightSource
 
 # Files copied unchanged with a model.
@@ -146,10 +146,10 @@ def write_hf(
     stacks, experts = weights.family.stacks, weights.shape["experts"]
 
     def plain(make: Callable[[Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        for parameter in weights.table:
-            found = split(make(parameter), parameter.segments)
-            yield from found.items()
-            yield from ((copy, tensor) for copy in parameter.copies for tensor in found.values())
+        copies = {p.sources[0]: p.copies for p in weights.table if p.copies}
+        for name, tensor in joined((make(p), p.segments) for p in weights.table):
+            yield name, tensor
+            yield from ((copy, tensor) for copy in copies.get(name, ()))
 
     def empty(parameter: Parameter) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=weights.dtype(parameter), device="meta")

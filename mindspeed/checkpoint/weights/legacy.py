@@ -19,7 +19,7 @@ import torch
 
 from mindspeed.checkpoint.state import stored_args
 from mindspeed.checkpoint.weights.rank_files import Rank, RankFile, file_name, load_files
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.families import Family
 from mindspeed.models.naming import Scheme, local_name
 from mindspeed.models.parallel_sizes import (
@@ -172,6 +172,11 @@ def write_legacy(
     """
     args, shape = weights.args, weights.shape
     sizes.check(shape, args.num_attention_heads)
+    if any(shape.linear_layers):
+        raise ConfigError(
+            "files of ranks have no place for a gated delta net, whose matrices are stored in "
+            "parts: write torch_dist, safetensors or hf"
+        )
     scheme: Scheme = args.transformer_impl
     stages = sizes.stages(shape.num_layers)
 

@@ -1,0 +1,247 @@
+"""Gated delta net in a Megatron layer: linear attention of Qwen3-Next and Qwen3.5.
+
+    x -> in_proj -> [q k v] [z] [beta] [alpha]
+    [q k v] -> causal convolution of each channel, SiLU
+    gated delta rule (mindspeed.attention.gated_delta_rule), norm of each head, times SiLU(z)
+    -> out_proj
+
+Parameters, their names and how tensor parallelism shards them are those of ``GatedDeltaNet`` in
+Megatron Core 0.16, except that the norm of the heads stores its weight, not the deviation from one;
+this layer runs without the ``fla`` package, and knows packed documents. Source: Yang, Kautz and
+Hatamizadeh, "Gated Delta Networks" (2024).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from mindspeed import device as devices
+from mindspeed.attention.gated_delta_rule import causal_convolution, chunk_gated_delta_rule
+from mindspeed.errors import ConfigError
+from mindspeed.te import kernels
+
+if TYPE_CHECKING:
+    from mindspeed.attention.packed_batch import PackedBatch
+
+
+def linear_layers(frequency: int | Sequence[int] | None, layers: int) -> list[bool]:
+    """For each layer whether its attention is linear, as ``--linear-attention-freq`` says.
+
+    Args:
+        frequency: Every so many layers one is not; or 1 for linear, layer by layer.
+        layers: Number of layers.
+    """
+    if frequency is None:
+        return [False] * layers
+    if isinstance(frequency, int):
+        return [number % frequency != 0 for number in range(1, layers + 1)]
+    return [bool(linear) for linear in frequency]
+
+
+@functools.cache
+def mixed_attention(attention: type, pattern: tuple[bool, ...]) -> type:
+    """What a layer spec builds: a delta net or ``attention``, by the number of the layer."""
+
+    class MixedAttention:
+        """Chooses; is never built itself."""
+
+        def __new__(
+            cls, config: Any, submodules: Any, layer_number: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            made = DeltaNet if pattern[layer_number - 1] else attention
+            return made(config, submodules, layer_number, *args, **kwargs)
+
+    return MixedAttention
+
+
+class _Weight(torch.nn.Module):
+    """A weight under the name that Megatron's module gives it."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class DeltaNet(torch.nn.Module):
+    """Linear attention in the place of a layer's ``self_attention``.
+
+    Args:
+        config: Megatron Core's configuration of the layer.
+        submodules: Of a ``SelfAttention``: the classes of the two linear layers are taken.
+        layer_number: Number of the layer, from 1.
+        pg_collection: Process groups; only that of tensor parallelism is used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        layer_number: int,
+        *unused: Any,
+        pg_collection: Any = None,
+        **more: Any,
+    ) -> None:
+        super().__init__()
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.transformer.spec_utils import build_module
+
+        group = None if pg_collection is None else pg_collection.tp
+        self.group = group or parallel_state.get_tensor_model_parallel_group()
+        self.config, self.layer_number = config, layer_number
+        ranks = self.group.size()
+        self.heads = (config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks)
+        self.channels = (config.linear_key_head_dim, config.linear_value_head_dim)
+        q, v = (heads * channels for heads, channels in zip(self.heads, self.channels, strict=True))
+        self.sizes = {"query": q, "key": q, "value": v, "z": v}
+        self.sizes |= {"beta": self.heads[1], "alpha": self.heads[1]}
+        groups = {} if pg_collection is None else {"tp_group": group}
+        shared = {"config": config, "bias": False, "is_expert": False, **groups}
+        self.in_proj = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            sum(self.sizes.values()) * ranks,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **shared,
+        )
+        self.out_proj = build_module(
+            submodules.linear_proj,
+            v * ranks,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **shared,
+        )
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            device = torch.device("cpu")
+            if not config.use_cpu_initialization:
+                device = devices.current().torch_device()
+            return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+        self.conv1d = _Weight(parameter(2 * q + v, 1, config.linear_conv_kernel_dim))
+        self.dt_bias, self.A_log = parameter(self.heads[1]), parameter(self.heads[1])
+        self.out_norm = _Weight(parameter(self.channels[1]))
+        # A rank's gradient is that of its heads; the mark says that it is summed over the ranks.
+        self.out_norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
+        for sharded in (self.conv1d.weight, self.dt_bias, self.A_log):
+            tensor_parallel.set_tensor_model_parallel_attributes(sharded, True, 0, 1)
+        if config.perform_initialization:
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                self._draw()
+
+    @torch.no_grad()
+    def _draw(self) -> None:
+        torch.nn.init.kaiming_uniform_(self.conv1d.weight, a=5**0.5)
+        self.A_log.copy_(torch.empty_like(self.A_log, dtype=torch.float32).uniform_(1, 16).log())
+        self.dt_bias.fill_(1)
+        self.out_norm.weight.fill_(1)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend causally; a mask tensor is not read.
+
+        Args:
+            hidden_states: ``[s, b, h]``, with sequence parallelism ``[s / ranks, b, h]``.
+            packed_seq_params: The documents of the micro-batch, or None.
+
+        Returns:
+            As ``hidden_states``, and None.
+
+        Raises:
+            ConfigError: A cache of keys and values, or tokens shared by context-parallel ranks.
+        """
+        if inference_context is not None:
+            raise ConfigError(
+                "a gated delta net keeps a state, not keys and values: generate with recompute=True"
+            )
+        x, _ = self.in_proj(hidden_states)
+        length, samples = x.shape[:2]
+        documents = _documents(packed_seq_params, length, samples)
+        x = x.transpose(0, 1)
+        x = x if documents is None else x.reshape(1, samples * length, -1)
+        parts = [self.sizes[name] for name in ("query", "key", "value")]
+        mixed, z, beta, alpha = x.split(
+            [sum(parts), *(self.sizes[name] for name in ("z", "beta", "alpha"))], -1
+        )
+        mixed = causal_convolution(mixed, self.conv1d.weight.squeeze(1), documents)
+        q, k, v = functional.silu(mixed).split(parts, -1)
+        keys, values = self.channels
+        decay = functional.softplus(alpha.float() + self.dt_bias.float())
+        out, _ = chunk_gated_delta_rule(
+            q.unflatten(-1, (-1, keys)),
+            k.unflatten(-1, (-1, keys)),
+            v.unflatten(-1, (-1, values)),
+            -self.A_log.float().exp() * decay,
+            beta.sigmoid(),
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=documents,
+        )
+        eps = self.config.layernorm_epsilon
+        normed = kernels.normalize(out, self.out_norm.weight, None, eps=eps, rms=True)
+        gated = normed * functional.silu(z.unflatten(-1, (-1, values)).float())
+        out = gated.to(x.dtype).flatten(-2).view(samples, length, -1).transpose(0, 1)
+        result, bias = self.out_proj(out.contiguous())
+        return result, bias
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **unused: Any
+    ) -> Any:
+        """Megatron's layout: each part of the joint matrices is a tensor of its own."""
+        from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+        from megatron.core.transformer.utils import (
+            make_sharded_tensors_for_checkpoint,
+            sharded_state_dict_default,
+        )
+
+        state: dict[str, Any] = {}
+        own = {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        state |= make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets
+        )
+        for name, axes in (("conv1d", {"weight": 0}), ("out_norm", {})):
+            module = getattr(self, name).state_dict(prefix="", keep_vars=True)
+            where = f"{prefix}{name}."
+            state |= make_sharded_tensors_for_checkpoint(module, where, axes, sharded_offsets)
+        for name in ("in_proj", "out_proj"):
+            where = f"{prefix}{name}."
+            state |= sharded_state_dict_default(
+                getattr(self, name), where, sharded_offsets, metadata
+            )
+        for key, names in (("in_proj.weight", tuple(self.sizes)), ("conv1d.weight", _CONVOLVED)):
+            sizes = [self.sizes[name] for name in names]
+            state[prefix + key] = _split_tensor_factory(state[prefix + key], sizes, [*names], 0)
+        return state
+
+
+_CONVOLVED = ("query", "key", "value")
+
+
+def _documents(params: Any, length: int, samples: int) -> torch.Tensor | None:
+    """Ends of the documents in the concatenated samples, from 0; None where samples are whole."""
+    if params is None:
+        return None
+    packed: PackedBatch | None = getattr(params, "packed", None)
+    if packed is None:
+        ends: torch.Tensor = params.cu_seqlens_q
+        return ends
+    if packed.size != length:
+        raise ConfigError(
+            "a gated delta net attends over whole sequences: leave out --context-parallel-size"
+        )
+    return torch.tensor(packed.cu_seqlens) if len(packed.cu_seqlens) > samples + 1 else None

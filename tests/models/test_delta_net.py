@@ -1,0 +1,108 @@
+"""Gated delta net: its convolution, documents, and the formats that have a place for it."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core", "transformers")
+
+from safetensors.torch import load_file
+
+from mindspeed.attention.gated_delta_rule import causal_convolution
+from mindspeed.errors import ConfigError
+from mindspeed.models.megatron_delta_net import linear_layers
+from tests.models import model_ranks
+from tests.support.tiny import CASES
+
+Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
+convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
+open_weights = Lazy("mindspeed.checkpoint.weights.convert", "open_weights")
+SETUP = "tests.support.warm"
+
+
+@pytest.mark.parametrize("ends", [[0, 1, 2, 9, 16], [0, 16], [0, 3, 16]], ids=str)
+@pytest.mark.parametrize("taps", [1, 4, 20])
+def test_each_document_is_convolved_alone(taps, ends):
+    generator = torch.Generator().manual_seed(taps)
+    inputs = [torch.randn(1, 16, 6, generator=generator), torch.randn(6, taps, generator=generator)]
+
+    def alone(x, weight):
+        parts = [x[:, start:end].transpose(1, 2) for start, end in itertools.pairwise(ends)]
+        found = [F.conv1d(F.pad(part, (taps - 1, 0)), weight[:, None], groups=6) for part in parts]
+        return torch.cat(found, 2).transpose(1, 2)
+
+    results = []
+    for function in (lambda *given: causal_convolution(*given, torch.tensor(ends)), alone):
+        x, weight = (tensor.clone().requires_grad_() for tensor in inputs)
+        out = function(x, weight)
+        out.sin().sum().backward()
+        results.append((out.detach(), x.grad, weight.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_whole_samples_are_one_document_each():
+    x, weight = torch.randn(3, 7, 2), torch.randn(2, 4)
+    ends = torch.tensor([0, 7, 14, 21])
+    packed = causal_convolution(x.reshape(1, 21, 2), weight, ends)
+    torch.testing.assert_close(causal_convolution(x, weight), packed.view(3, 7, 2))
+
+
+def by_documents(folder, ends):
+    """Outputs of the model's delta net: of packed samples, and of each document alone."""
+    _, model = model_ranks.loaded(folder, CASES["qwen3.5"].flags)
+    (net,) = (part for part in model.modules[0].modules() if type(part).__name__ == "DeltaNet")
+    hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1))
+    packed = SimpleNamespace(packed=SimpleNamespace(size=16, cu_seqlens=tuple(ends)))
+    with torch.no_grad():
+        together, _ = net(hidden, packed_seq_params=packed)
+        joined = hidden.transpose(0, 1).reshape(32, 1, 32)
+        alone = [net(joined[start:end])[0] for start, end in itertools.pairwise(ends)]
+    return together, torch.cat(alone).view(2, 16, 32).transpose(0, 1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    known = {}
+
+    def get(name):
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp(name)
+            CASES[name].save(CASES[name].model(), known[name])
+        return known[name]
+
+    return get
+
+
+def test_documents_do_not_see_each_other(tiny, ranks):
+    ends = [0, 5, 16, 17, 32]
+    ((together, alone),) = ranks(1, by_documents, str(tiny("qwen3.5")), ends, setup=SETUP)
+    torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "gpt-oss", "gemma3", "olmo3"])
+def test_converting_there_and_back_gives_the_same_bytes(tiny, tmp_path, name):
+    convert(open_weights(tiny(name)), tmp_path / "megatron", Target("torch_dist"))
+    convert(open_weights(tmp_path / "megatron"), tmp_path / "back", Target("hf"))
+    ours, theirs = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "back", tiny(name))
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_files_of_ranks_are_refused(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="gated delta net"):
+        convert(open_weights(tiny("qwen3.5")), tmp_path / "out", Target("torch"))
+
+
+def test_layers_by_frequency_or_one_by_one():
+    assert linear_layers(None, 2) == [False, False]
+    assert linear_layers(4, 8) == [True, True, True, False] * 2
+    assert linear_layers([0, 1], 2) == [False, True]
