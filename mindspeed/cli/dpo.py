@@ -17,7 +17,7 @@ from mindspeed.cli.pretrain import train
 
 HELP = "train a model on pairs of answers: DPO, IPO, KTO, ORPO, SimPO"
 PASS_THROUGH = True
-DEFAULTS = {**FINETUNE, "objective": "preference", "epochs": 1.0}
+DEFAULTS = {**FINETUNE, "objective": "preference"}
 
 
 def run(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from mindspeed.cli.pretrain import train
 
 HELP = "train a reward model on pairs of answers"
 PASS_THROUGH = True
-DEFAULTS = {**FINETUNE, "objective": "reward", "epochs": 1.0}
+DEFAULTS = {**FINETUNE, "objective": "reward"}
 
 
 def run(argv: Sequence[str]) -> int:

@@ -7,7 +7,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 _TOOLS = "this format has no tools: the model would be trained without a part of the conversation"
-_PAIR = "a preference pair is not one answer: name the column to train with --map-keys"
+_PAIR = (
+    "a preference pair is not one answer: train pairs with mindspeed dpo, or name the column to "
+    "train with --map-keys"
+)
 REFUSED: dict[str, str] = {
     "tools": _TOOLS,
     "functions": _TOOLS,

@@ -30,6 +30,14 @@ PAGE: dict[str, tuple[str, ...]] = {
     "adapters": ("lora_r", "lora_alpha", "lora_target_modules", "lora_load", "lora_export"),
 }
 """Heading -> flags, by their names in the namespace."""
+OF_OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "preference": (
+        *("loss_type", "beta", "label_smoothing", "simpo_gamma", "sft_weight"),
+        *("desirable_weight", "undesirable_weight", "reference_load", "precompute_reference"),
+    ),
+    "reward": ("center_rewards_coefficient",),
+}
+"""What a command trains -> flags of its page alone, before the others."""
 _WORDS = frozenset({"-h", "--help", "--help-all"})
 
 
@@ -73,8 +81,11 @@ class _Help(argparse.Action):
 class _Page(_Help):
     def text(self, parser: argparse.ArgumentParser, word: Any) -> str:
         actions = {action.dest: action for action in parser._actions}
+        objective = parser.get_default("objective")
+        own = {"pairs of answers": OF_OBJECTIVES[objective]} if objective in OF_OBJECTIVES else {}
         sections = [
-            (title, [_short(actions[name]) for name in names]) for title, names in PAGE.items()
+            (title, [_short(actions[name]) for name in names])
+            for title, names in (own | PAGE).items()
         ]
         count = sum(bool(action.option_strings) for action in parser._actions)
         name = parser.prog

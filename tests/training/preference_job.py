@@ -165,7 +165,7 @@ def run(words: Sequence[str], file: str) -> tuple[int, str]:
     """``mindspeed WORDS`` with its metrics in a file: status and messages."""
     from tests.training.raw_data_job import command
 
-    return command([*words, *FLAGS.split(), "--metrics-file", file])
+    return command([words[0], *FLAGS.split(), "--metrics-file", file, *words[1:]])
 
 
 def logged(path: Path) -> list[dict[str, Any]]:

@@ -91,8 +91,8 @@ def printed(words: Sequence[str]) -> str:
     return output.getvalue()
 
 
-def helped(flags: Sequence[str]) -> dict[str, str]:
-    """What ``mindspeed finetune`` prints for each of several flags."""
+def helped(flags: Sequence[str], command: str = "finetune") -> dict[str, str]:
+    """What ``mindspeed COMMAND`` prints for each of several flags."""
     import os
 
     from mindspeed.cli.main import main
@@ -102,7 +102,7 @@ def helped(flags: Sequence[str]) -> dict[str, str]:
     for words in flags:
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-            main(["finetune", *words.split()])
+            main([command, *words.split()])
         found[words] = output.getvalue()
     return found
 

@@ -31,6 +31,19 @@ def test_the_page_has_the_usual_flags_in_few_lines(texts):
 
 
 @pytest.mark.slow
+def test_a_page_has_the_flags_of_its_own_objective(rank_pool):
+    def flags(command: str) -> set[str]:
+        call = helped, ["--help"], command
+        text = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=120)[0]["--help"]
+        assert len(text.splitlines()) < 145
+        return set(SPELLING.findall(text))
+
+    plain, dpo, reward = (flags(name) for name in ("finetune", "dpo", "reward"))
+    assert dpo - plain >= {"--loss-type", "--beta", "--precompute-reference"}
+    assert reward - plain == {"--center-rewards-coefficient"} and plain <= dpo & reward
+
+
+@pytest.mark.slow
 def test_flags_with_a_word_are_found_in_names_and_descriptions(texts):
     found = set(SPELLING.findall(texts["--help-all recompute"]))
     assert "--recompute-granularity" in found  # by its name

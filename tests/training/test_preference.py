@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -47,6 +48,7 @@ def train(rank_pool, files, tmp_path):
             assert status == 0, messages
         return job.logged(tmp_path / "metrics.jsonl")
 
+    run.file = tmp_path / "metrics.jsonl"
     return run
 
 
@@ -71,6 +73,12 @@ LAYOUTS = {
     "packed dp": (
         2,
         f"{job.PACKED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "packed zero 3": (2, f"{job.PACKED} --zero-stage 3"),
+    "recomputed": (
+        1,
+        f"{job.PADDED} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1",
     ),
     "tp sp": (2, f"{job.PADDED} --tensor-model-parallel-size 2 --sequence-parallel"),
     "packed tp sp": (2, f"{job.PACKED} --tensor-model-parallel-size 2 --sequence-parallel"),
@@ -119,8 +127,20 @@ def test_a_reference_computed_before_is_that_of_each_step(train, truth, files, w
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--precompute-reference"])
+def test_validation_has_the_loss_of_training(train, files, flags):
+    """With a learning rate of zero, on the same pairs."""
+    evaluated = f"--eval-data {files / 'pairs.jsonl'} --eval-interval 1 --eval-iters 1 --lr 0"
+    train(1, job.PADDED, evaluated, "--lora-r 4 --train-iters 2", flags)
+    records = [json.loads(line) for line in train.file.read_text().splitlines()]
+    held_out = [one["loss validation"] for one in records if "loss validation" in one]
+    trained = [one["loss"] for one in records if "loss" in one]
+    assert held_out == trained == [pytest.approx(math.log(2))] * 2
+
+
+@pytest.mark.slow
 def test_adapters_switched_off_are_a_frozen_copy(train, files):
-    adapters = f"{job.PADDED} --lora-r 4 --lr 1e-2"
+    adapters = f"{job.PADDED} --lora-r 4"
     off = train(1, adapters)
     assert off[-1]["rewards/margins"] > 0.1
     for flags in (f"--reference-load hf:{files / 'model'}", "--precompute-reference"):
@@ -259,7 +279,7 @@ def test_experts_train_as_those_of_trl(rank_pool, train, files, layout):
     [
         (1, job.PADDED),
         (2, f"{job.PACKED} --pipeline-model-parallel-size 2"),
-        (1, f"{job.PADDED} --lora-r 4 --lr 1e-2"),
+        (1, f"{job.PADDED} --lora-r 4"),
         (1, f"{job.PADDED} --precompute-reference"),
     ],
     ids=["alone", "packed pp", "adapters", "precomputed"],
