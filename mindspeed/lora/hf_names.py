@@ -85,7 +85,8 @@ def whole_parts(layer: str, parameter: Parameter, shape: Shape) -> dict[str, int
     """
     leaf, rows = layer.rpartition(".")[2], parameter.shape[0]
     if leaf == "linear_qkv":
-        return {"q": shape["query"], "k": shape["key"], "v": shape["key"]}
+        query = shape["qkv"] - 2 * shape["key"]  # with its gate, where there is one
+        return {"q": query, "k": shape["key"], "v": shape["key"]}
     if leaf == "linear_fc1" and parameter.split == "halves":
         return {"gate": rows // 2, "up": rows // 2}
     return {WHOLE: rows}

@@ -14,8 +14,13 @@ from mindspeed.lora.names import is_expert, named_modules
 
 
 def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, TPShard]]:
-    """Linear layers that can have adapters; grouped experts are one of them."""
+    """Linear layers that can have adapters; grouped experts are one of them.
+
+    The joint projection of a gated delta net has none: files have its parts in another order.
+    """
     for name, module in named_modules(chunk):
+        if name.endswith(".in_proj"):
+            continue
         shard = expert_tp_shard_of(module) if is_expert(name) else tp_shard_of(module)
         if shard is not None:
             yield name, module, shard
@@ -38,6 +43,8 @@ def parts_of(name: str, module: Any, config: Any, shard: TPShard) -> dict[str, i
         head = config.kv_channels
         key = config.num_query_groups // shard.size * head
         query = config.num_attention_heads // shard.size * head
+        if getattr(config, "attention_output_gate", False):  # since 0.16: rows of gates, too
+            query *= 2
         if query + 2 * key == rows:
             return {"q": query, "k": key, "v": key}
     return {WHOLE: rows}

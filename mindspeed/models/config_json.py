@@ -240,7 +240,7 @@ class LocalRope:
 
     Attributes:
         local_key: Key of files older than transformers 5 with the base of layers with a window;
-            without one they share the base, and only the other layers are scaled.
+            None: only transformers 5 reads another base than the class's own.
     """
 
     local_key: str | None = None
@@ -265,11 +265,16 @@ class LocalRope:
         return flags
 
     def write(self, args: Any) -> Flags:
-        """In the spelling that every release of transformers reads."""
-        keys = Rope().write(args)
+        """In the spelling that every release of transformers reads, where there is one."""
+        keys, base = Rope().write(args), float(args.local_rotary_base or args.rotary_base)
         if self.local_key:
-            keys[self.local_key] = float(args.local_rotary_base or args.rotary_base)
-        return keys
+            return {**keys, self.local_key: base}
+        theta, scaling = keys.pop("rope_theta"), keys.pop("rope_scaling", {})
+        kinds = {
+            "full_attention": {"rope_type": "default", "rope_theta": theta, **scaling},
+            "sliding_attention": {"rope_type": "default", "rope_theta": base},
+        }
+        return {**keys, "rope_parameters": kinds}
 
 
 def local_base(flags: Flags) -> int | None:

@@ -14,7 +14,6 @@ Hatamizadeh, "Gated Delta Networks" (2024).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,20 +26,6 @@ from mindspeed.te import kernels
 
 if TYPE_CHECKING:
     from mindspeed.attention.packed_batch import PackedBatch
-
-
-def linear_layers(frequency: int | Sequence[int] | None, layers: int) -> list[bool]:
-    """For each layer whether its attention is linear, as ``--linear-attention-freq`` says.
-
-    Args:
-        frequency: Every so many layers one is not; or 1 for linear, layer by layer.
-        layers: Number of layers.
-    """
-    if frequency is None:
-        return [False] * layers
-    if isinstance(frequency, int):
-        return [number % frequency != 0 for number in range(1, layers + 1)]
-    return [bool(linear) for linear in frequency]
 
 
 @functools.cache

@@ -24,8 +24,9 @@ import torch
 
 from mindspeed import device as devices
 from mindspeed.errors import ConfigError
-from mindspeed.models.megatron_delta_net import linear_layers, mixed_attention
+from mindspeed.models.megatron_delta_net import mixed_attention
 from mindspeed.models.rope_parameters import RopeParameters
+from mindspeed.profiling.model_flops import linear_pattern
 from mindspeed.tensor_parallel.two_dimensional.norm import norm
 
 
@@ -43,8 +44,8 @@ def change_layer_spec(args: argparse.Namespace, layer: Any) -> None:
         parts.q_layernorm = parts.k_layernorm = None
         parts.core_attention = with_norms(parts.core_attention)
     if args.experimental_attention_variant == "gated_delta_net":
-        pattern = linear_layers(args.linear_attention_freq, args.num_layers)
-        attention.module = mixed_attention(attention.module, tuple(pattern))
+        pattern = tuple(linear_pattern(vars(args)))
+        attention.module = mixed_attention(attention.module, pattern)
     if args.local_rotary_base:
         attention.module = with_local_rotation(attention.module)
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mindspeed.models.megatron_delta_net import linear_layers
-from mindspeed.profiling.model_flops import moe_pattern
+from mindspeed.profiling.model_flops import linear_pattern, moe_pattern
 
 # Sizes -> the keys of config.json that they come from, for messages.
 CONFIG_KEYS = {
@@ -145,10 +144,9 @@ def shape_of(args: Any) -> Shape:
             "delta_value_head": args.linear_value_head_dim,
             "delta_taps": args.linear_conv_kernel_dim,
         }
-    linear = args.linear_attention_freq if delta_net else None
     return Shape(
         MappingProxyType(sizes),
         frozenset(name for name, there in has.items() if there),
         tuple(bool(layer) for layer in moe),
-        tuple(linear_layers(linear, args.num_layers)),
+        tuple(linear_pattern(vars(args))),
     )

@@ -31,6 +31,37 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNets:
+    """Gated delta nets in the place of attention in some layers.
+
+    Attributes:
+        layers: how many layers have one.
+        key_heads: heads of queries and keys, each of ``key_channels``.
+        value_heads: heads of values and of their gates, each of ``value_channels``.
+        taps: tokens that the convolution sees.
+    """
+
+    layers: int
+    key_heads: int
+    key_channels: int
+    value_heads: int
+    value_channels: int
+    taps: int
+
+    def products(self, hidden_size: int) -> int:
+        """Multiplications of one token in one of them, as Megatron counts them.
+
+        A value head counts four products of the size of its squared channels: two corrections of
+        the memory, its decay, and the read-out.
+        """
+        keys = self.key_heads * self.key_channels
+        values = self.value_heads * self.value_channels
+        projections = hidden_size * (2 * keys + 3 * values + 2 * self.value_heads)
+        convolution = self.taps * (2 * keys + values)
+        return projections + convolution + 4 * self.value_heads * self.value_channels**2
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes that determine the FLOPs of a transformer.
 
@@ -44,6 +75,7 @@ class ModelShape:
         moe_latent_size: size of what routed experts get, with a projection to and from it; 0: the
             hidden size.
         mtp_layers: how many of the layers are those of multi-token prediction.
+        delta_nets: layers that have no attention.
     """
 
     moe_layers: tuple[bool, ...]
@@ -63,6 +95,7 @@ class ModelShape:
     latent: LatentAttention | None = None
     output_gate: bool = False
     causal_keys: float | None = None
+    delta_nets: DeltaNets | None = None
 
     @classmethod
     def from_megatron(
@@ -74,8 +107,9 @@ class ModelShape:
             args: Megatron's arguments by name.
             computing: leaves out the layers that do not compute.
         """
-        unknown = ("is_hybrid_model", "experimental_attention_variant")
-        if any(args.get(name) for name in (*unknown, "heterogeneous_layers_config_path")):
+        variant = args.get("experimental_attention_variant")
+        unknown = ("is_hybrid_model", "heterogeneous_layers_config_path")
+        if any(args.get(name) for name in unknown) or variant not in (None, "gated_delta_net"):
             return None
         heads, extra = args["num_attention_heads"], args.get("mtp_num_layers") or 0
         pattern = moe_pattern(args)
@@ -101,6 +135,7 @@ class ModelShape:
             causal_keys=causal_keys(
                 window_of(args), window_pattern(args, computing), args["seq_length"]
             ),
+            delta_nets=_delta_nets(args, computing),
         )
 
 
@@ -112,6 +147,16 @@ def moe_pattern(args: Mapping[str, Any]) -> list[bool]:
     if isinstance(frequency, int):
         return [i % frequency == 0 for i in range(layers)]
     return [bool(moe) for moe in frequency]
+
+
+def linear_pattern(args: Mapping[str, Any]) -> list[bool]:
+    """For each layer whether its attention is linear, as ``--linear-attention-freq`` says."""
+    layers, frequency = args["num_layers"], args.get("linear_attention_freq")
+    if args.get("experimental_attention_variant") != "gated_delta_net" or frequency is None:
+        return [False] * layers
+    if isinstance(frequency, int):
+        return [number % frequency != 0 for number in range(1, layers + 1)]
+    return [bool(linear) for linear in frequency]
 
 
 def window_pattern(args: Mapping[str, Any], computing: Computing = list) -> list[bool]:
@@ -185,14 +230,17 @@ def flops_of_tokens(shape: ModelShape, tokens: int, pairs: float) -> float:
     """
     attention, extra, hidden = attention_products(shape), shape.mtp_layers, shape.hidden_size
     layers, sparse = len(shape.moe_layers), sum(shape.moe_layers)
+    nets = shape.delta_nets
+    attending = layers - (nets.layers if nets else 0)
     per_token = (
-        layers * attention.weights
+        attending * attention.weights
+        + (nets.layers * nets.products(hidden) if nets else 0)
         + (layers - sparse) * mlp_weights(shape, shape.ffn_hidden_size)
         + sparse * _experts(shape)
         + extra * (2 * hidden + 3) * hidden
         + (1 + extra) * hidden * shape.vocab_size
     )
-    return _PASSES_TIMES_FMA * (per_token * tokens + layers * attention.per_key * pairs)
+    return _PASSES_TIMES_FMA * (per_token * tokens + attending * attention.per_key * pairs)
 
 
 def _experts(shape: ModelShape) -> int:
@@ -264,4 +312,18 @@ def _latent(args: Mapping[str, Any]) -> LatentAttention | None:
         qk_head_dim=args["qk_head_dim"],
         rope_head_dim=args["qk_pos_emb_head_dim"],
         v_head_dim=args["v_head_dim"],
+    )
+
+
+def _delta_nets(args: Mapping[str, Any], computing: Computing) -> DeltaNets | None:
+    count = sum(computing(linear_pattern(args)))
+    if not count:
+        return None
+    return DeltaNets(
+        layers=count,
+        key_heads=args["linear_num_key_heads"],
+        key_channels=args["linear_key_head_dim"],
+        value_heads=args["linear_num_value_heads"],
+        value_channels=args["linear_value_head_dim"],
+        taps=args["linear_conv_kernel_dim"],
     )

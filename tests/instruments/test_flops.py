@@ -305,6 +305,15 @@ MLA = {
     "qk_pos_emb_head_dim": 16,
     "v_head_dim": 24,
 }
+DELTA_NET = {
+    "experimental_attention_variant": "gated_delta_net",
+    "attention_output_gate": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 VARIANTS = {
     "gqa": {},
     "mha-gelu": {"group_query_attention": False, "swiglu": False},
@@ -318,6 +327,8 @@ VARIANTS = {
     "moe-pattern-mtp": {"num_experts": 8, "moe_layer_freq": [0, 1, 1, 1], "mtp_num_layers": 1},
     "moe-latent": {"num_experts": 8, "moe_latent_size": 64, "swiglu": False},
     "mtp": {"mtp_num_layers": 2},
+    "delta-nets": {**DELTA_NET, "linear_attention_freq": 2},
+    "delta-nets-by-pattern": {**DELTA_NET, "linear_attention_freq": [1, 1, 1, 0]},
     "mla": {**MLA, "q_lora_rank": None},
     "mla-compressed-queries": {**MLA, "q_lora_rank": 96},
 }
@@ -379,4 +390,4 @@ def test_latent_attention_is_read_from_megatrons_arguments():
 
 @pytest.mark.parametrize("name", ["is_hybrid_model", "experimental_attention_variant"])
 def test_no_flops_formula_for_models_other_than_gpt(name):
-    assert ModelShape.from_megatron({**MEGATRON, name: "gated_delta_net"}) is None
+    assert ModelShape.from_megatron({**MEGATRON, name: "dsa"}) is None

@@ -38,10 +38,10 @@ def random_(tensors: Any, seed: int, size: float) -> None:
             tensor.copy_(size * torch.randn(tensor.shape, generator=generator))
 
 
-def save_base(folder: Path, kind: str = "Llama", **changes: Any) -> Path:
-    """A tiny LLaMA, or another model, with large random weights."""
+def save_base(folder: Path, kind: str = "Llama", of: str = "", **changes: Any) -> Path:
+    """A tiny LLaMA, or another model, with large random weights; ``of`` names its class."""
     config = getattr(hf, f"{kind}Config")(**{**SIZES, **changes})
-    model = getattr(hf, f"{kind}ForCausalLM")(config)
+    model = getattr(hf, f"{of or kind}ForCausalLM")(config)
     random_((p for n, p in model.named_parameters() if "norm" not in n), 1, 0.15)
     model.save_pretrained(folder)
     return folder

@@ -125,6 +125,32 @@ def test_latent_attention_has_adapters(more, ranks, tmp_path):
     compare(ranks, 2, flags, truth, config, tmp_path / "out", "deepseek_v3")
 
 
+HYBRID = {
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "linear_attention"],
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize("size, flags", [(1, ()), pytest.param(2, (TP2,), marks=pytest.mark.slow)])
+def test_gated_attention_and_delta_nets_have_adapters(size, flags, ranks, tmp_path):
+    """Rows of ``q_proj`` hold the gates of the heads, too."""
+    folder = oracle.save_base(tmp_path / "base", "Qwen3_5Text", of="Qwen3_5", **HYBRID)
+    targets = (*oracle.TARGETS, "out_proj")
+    model = oracle.adapted(folder, target_modules=list(targets))
+    model.save_pretrained(tmp_path / "adapter")
+    # Their gated delta rule and norms compute in fp32 whatever the model's type.
+    truth = (folder, tmp_path / "adapter", *oracle.truth(model, torch.float32))
+    flags = ["--lora-target-modules", *targets, "--lora-r=4", "--lora-alpha=8", *flags]
+    config = LoraConfig(targets, r=4, alpha=8)
+    compare(ranks, size, flags, truth, config, tmp_path / "out", "qwen3_5_text")
+
+
 def test_tied_embeddings_on_two_pipeline_stages(ranks, tmp_path):
     folder = oracle.save_base(tmp_path / "base", tie_word_embeddings=True)
     model = oracle.adapted(folder, use_rslora=True)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from mindspeed.attention.gated_delta_rule import causal_convolution
 from mindspeed.errors import ConfigError
-from mindspeed.models.megatron_delta_net import linear_layers
+from mindspeed.profiling.model_flops import linear_pattern
 from tests.models import model_ranks
 from tests.support.tiny import CASES
 
@@ -103,6 +103,10 @@ def test_files_of_ranks_are_refused(tiny, tmp_path):
 
 
 def test_layers_by_frequency_or_one_by_one():
-    assert linear_layers(None, 2) == [False, False]
-    assert linear_layers(4, 8) == [True, True, True, False] * 2
-    assert linear_layers([0, 1], 2) == [False, True]
+    def pattern(layers, frequency, variant="gated_delta_net"):
+        names = ("num_layers", "linear_attention_freq", "experimental_attention_variant")
+        return linear_pattern(dict(zip(names, (layers, frequency, variant), strict=True)))
+
+    assert pattern(2, 4, None) == [False, False]
+    assert pattern(8, 4) == [True, True, True, False] * 2
+    assert pattern(2, [0, 1]) == [False, True]

@@ -73,7 +73,7 @@ class PackedDocuments(Feature, level=2, seams=("documents",), megatron_versions=
             flag_name = "--" + name.replace("_", "-")
             if adaptive(megatron):
                 yield Problem(flag_name, _in_order(kind))
-            elif resets(megatron):
+            elif resets(megatron) and not _knows_documents(megatron):
                 yield Problem(flag_name, f"{kind} layers would mix packed documents", "remove one")
         if adaptive(megatron) and megatron.get("mtp_num_layers"):
             yield Problem("--mtp-num-layers", _in_order("multi-token prediction"))
@@ -119,6 +119,12 @@ _ORDERED = {
     "experimental_attention_variant": "experimental attention",
 }
 """Arguments that add layers which read tokens in order."""
+
+
+def _knows_documents(megatron: Megatron) -> bool:
+    """Whether the linear attention is that of this library's trainer, not Megatron's own."""
+    ours = "norm_placement" in megatron  # a flag of the trainer's models
+    return ours and megatron.get("experimental_attention_variant") == "gated_delta_net"
 
 
 def _in_order(kind: str) -> str:
