@@ -35,6 +35,7 @@ from mindspeed.te.linear_communication import (
     multiply_gradient,
     saved_tensors,
 )
+from mindspeed.te.quantized_weight import dense, operand
 
 
 def adapted_linear(
@@ -86,7 +87,7 @@ class _Adapted(torch.autograd.Function):
             u = F.linear(_masked(x, mask), a)
         if communication.row and not unread:  # added to each rank's term, before the reduction
             options["addend"] = (_rows(u) @ b.t()).mul_(scale).view(*u.shape[:-1], -1)
-        out, gathered = multiply(x, weight.to(dtype), communication, **options)
+        out, gathered = multiply(x, operand(weight, dtype), communication, **options)
         if not communication.row and not unread:
             u = F.linear(_masked(x if gathered is None else gathered, mask), a)
             out.view(-1, out.shape[-1]).addmm_(_rows(u), b.t(), alpha=scale)
@@ -110,7 +111,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, A and B; ``dx = reduce(dy W + s dy B A)``."""
     communication = ctx.communication
     (x, weight, a, b, u, mask), gathered = saved_tensors(ctx, grad, communication)
-    weight = weight.to(a.dtype)
+    weight = operand(weight, a.dtype)
     dx, reducing, addend, needs_x = None, None, None, ctx.needs_input_grad[0]
     gathered_first = communication.gathers_grad
     if gathered_first and needs_x:
@@ -134,9 +135,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 def _backward_of_gathered_input(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """The same where x was gathered: dx and du in one reduce-scatter, by the weight ``[W, B]``."""
     x, weight, a, b, u, mask = ctx.saved_tensors
-    communication, weight = ctx.communication, weight.to(a.dtype)
+    communication = ctx.communication
     mask = None if mask is None else _shard(mask, communication.group)
-    both = torch.cat((weight, b), 1) if ctx.needs_input_grad[0] else b
+    both = torch.cat((dense(weight, a.dtype), b), 1) if ctx.needs_input_grad[0] else b
     received, reducing, _ = multiply_gradient(grad, both, communication)
     db = _rows(grad).t() @ _rows(u) * ctx.scale
     if reducing is not None:

@@ -77,6 +77,8 @@ class LoraConfig:
             its part (``decoder.layers.7.mlp.linear_fc1.up``), where they are not ``r`` and
             ``alpha`` of all that ``target_modules`` name; what is not in it has no adapter.
         adapter_name: Name in PEFT directories.
+        base_weights: How the base model's linear layers were stored; empty: as they are.
+        double_quantization: The scales of ``nf4`` were quantised, too.
         forward_hooks: Modules whose output is to carry gradients, in addition to the embedding.
         seed: Of A; the values do not depend on how the model is sharded.
     """
@@ -91,6 +93,8 @@ class LoraConfig:
     use_dora: bool = False
     modules: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     adapter_name: str = "default"
+    base_weights: str = ""
+    double_quantization: bool = True
     forward_hooks: tuple[str, ...] = ("word_embeddings", "input_layernorm")
     seed: int = 1234
 
@@ -175,6 +179,8 @@ class LoraConfig:
             use_rslora=args.lora_use_rslora,
             use_dora=bool(value("use_dora", False)),
             adapter_name=args.lora_adapter_name,
+            base_weights=getattr(args, "base_weights", None) or "",
+            double_quantization=bool(getattr(args, "double_quantization", True)),
             forward_hooks=tuple(args.lora_register_forward_hook or ()),
             seed=args.seed,
         )

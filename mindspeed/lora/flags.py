@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from mindspeed.errors import MindSpeedError
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.load import config_of
+from mindspeed.models.hf_load import is_hf
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.storage.directory import tracked
 
@@ -38,11 +39,19 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
             described = config_of(args.lora_load)
             for flag, field in _DESCRIBED.items():
                 setattr(args, flag, getattr(described, field))
+            if described.base_weights:
+                args.base_weights = described.base_weights
+                args.double_quantization = described.double_quantization
         config = LoraConfig.from_args(args)
     except MindSpeedError as error:
         yield str(error)
         return
     if config is None:
+        if args.base_weights:
+            yield (
+                f"--base-weights {args.base_weights} stores weights that are frozen, and without "
+                "adapters all are trained: add --lora-r 16, or drop it"
+            )
         if args.lora_export:
             yield "--lora-export needs --lora-target-modules or --lora-load"
         return
@@ -54,8 +63,26 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
         yield "--lora-export needs --save"
     if indices_of(getattr(args, "noop_layers", None)):
         yield "--noop-layers cannot be combined with adapters: drop one"
+    if args.base_weights:
+        yield from _quantized(args, config)
     if args.fp8:
         yield "--fp8-format cannot be combined with adapters: drop one"
+
+
+def _quantized(args: argparse.Namespace, config: LoraConfig) -> Iterator[str]:
+    """What a base model in fewer bits cannot have."""
+    flag = f"--base-weights {args.base_weights}"
+    if args.transformer_impl != "transformer_engine":
+        yield f"{flag} needs the linear layers of --transformer-impl transformer_engine"
+    if args.use_megatron_fsdp or args.zero_stage in (2, 3):
+        yield f"{flag} cannot be sharded by Megatron-FSDP; use --zero-stage 1"
+    if config.from_base:
+        yield f"{flag} has no weights that --lora-init {config.init} could change; use kaiming"
+    if args.load is not None and not is_hf(args.load):
+        yield (
+            f"{flag} is quantised one tensor at a time, and --load {args.load} is read whole; "
+            "write it for Hugging Face first: mindspeed convert --format hf"
+        )
 
 
 def asked(args: argparse.Namespace) -> bool:

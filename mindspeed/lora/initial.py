@@ -29,6 +29,7 @@ from mindspeed.lora.drawing import ranks_of, seed_of, slice_of
 from mindspeed.lora.linear import AdaptedLinear, AdaptedWeight, Options
 from mindspeed.lora.state import remember_base
 from mindspeed.te import comm
+from mindspeed.te.quantized_weight import dense
 
 
 @torch.no_grad()
@@ -105,7 +106,7 @@ def _measure(name: str, layer: AdaptedLinear) -> None:
     """The lengths that the rows of a weight have with its adapter."""
     options = layer._lora
     for entry in layer.adapted_weights(name):
-        merged = entry.weight.float() + layer.delta(entry.a, entry.b)
+        merged = dense(entry.weight, torch.float32) + layer.delta(entry.a, entry.b)
         rows = options.unordered(options.lengths(merged))
         slices = zip(options.parts, rows.split(tuple(options.parts.values())), strict=True)
         for part, lengths in slices:

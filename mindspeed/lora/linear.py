@@ -29,6 +29,7 @@ from mindspeed.te.linear import Linear
 from mindspeed.te.linear_communication import LinearCommunication
 from mindspeed.te.linear_function import compute_dtype
 from mindspeed.te.parameter_marks import mark_adapter
+from mindspeed.te.quantized_weight import dense
 
 
 class TPShard(NamedTuple):
@@ -160,7 +161,7 @@ class AdaptedLinear:
 
     def merged(self, entry: AdaptedWeight) -> torch.Tensor:
         """This rank's shard of a weight with its adapter: ``[out, in]``, fp32."""
-        weight = entry.weight.float() + self.delta(entry.a, entry.b)
+        weight = dense(entry.weight, torch.float32) + self.delta(entry.a, entry.b)
         if self._lora.config.use_dora:
             weight *= self._lora.length_factors(weight, self.lora_magnitude())[:, None]
         return weight
@@ -182,7 +183,7 @@ class AdaptedLinear:
             return adapted_linear(inp, weight, bias, a, b, mask, scale, communication)
         out = adapted_linear(inp, weight, None, a, b, mask, scale, communication)
         with torch.no_grad():
-            merged = weight.to(a.dtype) + scale * (b @ a)
+            merged = dense(weight, a.dtype) + scale * (b @ a)
         out = out * self._lora.length_factors(merged, self.lora_magnitude()).to(out.dtype)
         return out if bias is None else out + bias.to(out.dtype)
 

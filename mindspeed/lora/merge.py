@@ -1,11 +1,15 @@
 """Adapters into weights: ``W += (alpha / r) B A`` in fp32, then cast to the weight's type.
 
+A base that was stored in fewer bits (``--base-weights``) is rounded to these first, whole: to what
+the adapter was trained on. Scales of ranks that shared a weight may have been others.
+
 With magnitudes m (DoRA) every row of the sum gets its length: ``W := m (W + s B A) / |W + s B A|``.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,9 @@ from mindspeed.lora.state import check_samples
 from mindspeed.models.table import SCORE, Parameter
 from mindspeed.models.weight_shards import source_rows, with_tensors
 from mindspeed.models.weight_source import WeightSource
+from mindspeed.te.quantized_weight import QuantizedFormat, QuantizedWeight, replace, rounded
 
+_LINEAR = re.compile(r"\.(linear_\w+|eh_proj)\.weight$")
 _OUTPUT = "output_layer."
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -43,7 +49,11 @@ def merge(chunks: Iterable[Any]) -> None:
     for chunk in unwrap(chunks):
         for name, layer in adapted_layers(chunk):
             for entry in layer.adapted_weights(name):
-                entry.weight.copy_(layer.merged(entry))
+                merged = layer.merged(entry)
+                if isinstance(entry.weight, QuantizedWeight):
+                    replace(layer, entry.weight, merged)  # type: ignore[arg-type]
+                else:
+                    entry.weight.copy_(merged)
             take_adapter(layer)
         detach(chunk)
 
@@ -102,6 +112,11 @@ class Merged(WeightSource):
         if parameter.name == SCORE.name:
             return self._whole[SCORE.name].to(self.dtype(parameter))
         weight = self._source.read(self._original(parameter))
+        if self._config.base_weights and _LINEAR.search(parameter.name):
+            form = QuantizedFormat(self._config.base_weights, self._config.double_quantization)
+            weight, original = rounded(weight, form), weight
+        else:
+            original = weight
         layer = parameter.name.removesuffix(".weight")
         if self._files is not None:
             weight = with_tensors(weight, self._files.whole, parameter.segments)
@@ -110,7 +125,7 @@ class Merged(WeightSource):
             rows = min(weight.shape[0], self._whole[parameter.name].shape[0])
             weight[:rows] = self._whole[parameter.name][:rows]
         if layer in self._layers:
-            check_samples(parameter.name, weight, self._base, Path(self._adapter))
+            check_samples(parameter.name, original, self._base, Path(self._adapter))
             a, b = self._matrices(layer, parameter)
             merged = weight.float() + self._config.scale * (b @ a)
             if "magnitude" in self._layers[layer]:

@@ -158,6 +158,7 @@ def _beginnings(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _first_numbers(weight: torch.Tensor) -> list[float]:
+    weight = getattr(weight, "first", weight)  # of a weight in fewer bits, before it was quantised
     numbers: list[float] = weight[0, :_SAMPLES].detach().double().cpu().tolist()
     return numbers
 

@@ -22,6 +22,7 @@ from mindspeed.models.hf_reader import HFReader
 from mindspeed.models.naming import addresses
 from mindspeed.models.shape import Shape, shape_of
 from mindspeed.models.table import SCORE, Parameter, parameters
+from mindspeed.te.quantized_weight import stand_ins
 
 PREFIX = "hf:"
 # Buffers of a module that are state of the training, not weights.
@@ -56,6 +57,9 @@ class LocalShard:
 def local_shards(modules: list[Any], family: Family, shape: Shape) -> Iterator[LocalShard]:
     """The local tensors of this rank's stages, with their positions in the whole model.
 
+    Weights that are stored in fewer bits have memory for one of them at a time, which is quantised
+    when the next one is asked for.
+
     Args:
         modules: This rank's stages, without wrappers.
         family: Whose mapping table.
@@ -76,10 +80,11 @@ def local_shards(modules: list[Any], family: Family, shape: Shape) -> Iterator[L
     # Only the last pipeline stage has it, as a copy of the tied embedding.
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for module in modules:
-        held = module.state_dict().values()
-        own = {t.untyped_storage().data_ptr() for t in held if isinstance(t, torch.Tensor)}
-        state = module.sharded_state_dict(metadata={"dp_cp_group": replicas})
-        apply_factories(state)
+        with stand_ins(module) as quantized:
+            held = module.state_dict().values()
+            own = {t.untyped_storage().data_ptr() for t in held if isinstance(t, torch.Tensor)}
+            state = module.sharded_state_dict(metadata={"dp_cp_group": replicas})
+            apply_factories(state)
         for tensor in nested_values(state):
             if not isinstance(tensor, ShardedTensor) or tensor.key.endswith(_STATE):
                 continue
@@ -98,7 +103,8 @@ def local_shards(modules: list[Any], family: Family, shape: Shape) -> Iterator[L
                     f"{tensor.key}: --moe-grouped-gemm with --transformer-impl local keeps its "
                     "weights in another order; use --transformer-impl transformer_engine"
                 )
-            yield LocalShard(parameter, offset[stacked:], data)
+            yield LocalShard(parameter, offset[stacked:], quantized.writable(data))
+        quantized.finish()
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ FILES = (
     "npu_matmul_add",
     "npu_ring_attention_update",
     "npu_rotary_position_embedding",
+    "quantized_weight",
     "rms_norm",
     "scaled_masked_softmax",
     "swiglu",

@@ -25,6 +25,7 @@ from torch.nn.parameter import Parameter
 
 from mindspeed import device as devices
 from mindspeed.te.quantization import as_bytes, saved_factors
+from mindspeed.te.quantized_weight import quantizing
 
 Init = Callable[[Tensor], Any]
 GetTracker = Callable[[], Any]
@@ -209,8 +210,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         get_rng_state_tracker: GetTracker | None,
         rng_tracker_name: str | None,
     ) -> Parameter:
-        """Create a weight, ``[out, in]``, in ``dtype`` and draw it in the tracker's stream."""
-        weight = Parameter(torch.empty(shape, dtype=dtype, device=torch_device(device)))
+        """Create a weight, ``[out, in]``, in ``dtype`` and draw it in the tracker's stream.
+
+        One that is to be stored in fewer bits stays on the meta device, without values.
+        """
+        place = torch.device("meta") if quantizing() else torch_device(device)
+        weight = Parameter(torch.empty(shape, dtype=dtype, device=place))
         if weight.device.type == "meta":
             return weight
         with torch.no_grad(), rng_fork(get_rng_state_tracker, rng_tracker_name):

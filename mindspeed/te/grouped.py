@@ -23,6 +23,7 @@ from mindspeed.te.linear import refuse_userbuffers
 from mindspeed.te.linear_function import compute_dtype
 from mindspeed.te.parameter_marks import mark_bias, mark_linear
 from mindspeed.te.quantization import Cast, Casts, check_multiples
+from mindspeed.te.quantized_weight import dense
 from mindspeed.te.weight_gradient import (
     DelayedWgrad,
     Hidden,
@@ -66,7 +67,7 @@ class _GroupedLinear(torch.autograd.Function):
         # Saved-tensor hooks hand back tensors without the attributes of the parameters.
         ctx.parameters = parameters
         ctx.save_for_backward(x if keep else None, *parameters)
-        cast = [w.to(dtype) for w in weights]
+        cast = [dense(w, dtype) for w in weights]
         if casts:
             for one, rows, weight in zip(casts, x.split(splits), weights, strict=True):
                 check_multiples(one.multiples, input=rows, weight=weight)
@@ -88,7 +89,7 @@ class _GroupedLinear(torch.autograd.Function):
         for one, rows in zip(ctx.casts, grad.split(ctx.splits) if ctx.casts else (), strict=True):
             one.grad.observe(rows)
         if ctx.needs_input_grad[0]:
-            cast, left = [w.to(ctx.dtype) for w in weights], grad
+            cast, left = [dense(w, ctx.dtype) for w in weights], grad
             if ctx.casts:
                 left = _each([one.grad for one in ctx.casts], grad.split(ctx.splits), 1)
                 cast = _weights(ctx.casts, weights, 0)

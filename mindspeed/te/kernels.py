@@ -23,6 +23,7 @@ from mindspeed.spmd import Passes, typed
 from mindspeed.te import comm
 from mindspeed.te.attention import attend as attend
 from mindspeed.te.attention import attend_packed as attend_packed
+from mindspeed.te.quantized_weight import QuantizedWeight
 
 
 def attend_by_plan(attend: Callable[..., Tensor], *operands: Any, **options: Any) -> Tensor:
@@ -118,10 +119,15 @@ def matmul(
     Args:
         x: ``[..., k]``.
         weight: ``[n, k]``, or ``[k, n]`` with ``transposed=False``; in the dtype of x. It is the
-            parameter itself unless autocast changed the dtype.
+            parameter itself unless autocast changed the dtype. Or a frozen one that is stored in
+            fewer bits.
         bias: ``[n]``.
         addend: ``[..., n]``, contiguous; its memory may become the result's.
     """
+    if isinstance(weight, QuantizedWeight):
+        if bias is None and addend is None:
+            return weight.product(x, transposed=transposed)
+        weight = weight.dense(x.dtype)  # sums are rounded once
     matrix = weight if transposed else weight.t()
     if addend is None:
         return F.linear(x, matrix, bias)

@@ -32,6 +32,7 @@ from mindspeed.te.linear_communication import (
     saved_tensors,
 )
 from mindspeed.te.quantization import Casts
+from mindspeed.te.quantized_weight import operand
 from mindspeed.te.weight_gradient import Hidden, WgradOptions, add_gradient, weight_gradient
 from mindspeed.tensor_parallel import regions
 
@@ -60,7 +61,7 @@ class _Linear(torch.autograd.Function):
             not kernels.recompute_all_gather() or regions.keeps_gathered_inputs()
         )
         if casts is None:
-            out, gathered = multiply(x, weight.to(dtype), communication, bias=bias, keep=keep)
+            out, gathered = multiply(x, operand(weight, dtype), communication, bias=bias, keep=keep)
         else:
             out, gathered = _cast_multiply(x, weight, bias, communication, casts)
         ctx.gathered = keep and gathered is not None
@@ -88,7 +89,7 @@ class _Linear(torch.autograd.Function):
         elif needs_x:
             dx, reducing, grad = multiply_gradient(
                 grad,
-                weight.to(ctx.dtype),
+                operand(weight, ctx.dtype),
                 communication,
                 keep=now,
                 wgrad_follows=now and ctx.wgrad.delayed is None,

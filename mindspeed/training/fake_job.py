@@ -74,11 +74,15 @@ def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
     from mindspeed import session
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
     from mindspeed.lora.load import attach_by_flags
+    from mindspeed.training.base_weights import left_out, store_weights
     from mindspeed.training.model import gpt_model
 
     def build(vp_stage: int | None) -> Any:
         ends = pipeline_ends(session.install().seams, vp_stage)
-        return gpt_model(args, config, *ends, vp_stage)
+        with left_out(args):
+            chunk = gpt_model(args, config, *ends, vp_stage)
+        store_weights(args, chunk, torch.device("cpu"))
+        return chunk
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(config.params_dtype)

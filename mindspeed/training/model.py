@@ -56,6 +56,7 @@ from mindspeed.models import model_extras
 from mindspeed.preference.megatron_head import ScoreHead
 from mindspeed.storage.directory import root_and_iteration
 from mindspeed.training import sharded_init, zero
+from mindspeed.training.base_weights import left_out, store_weights
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
@@ -219,7 +220,7 @@ def build_modules(
     modules = []
     for vp_stage in Parallel.of(args).vp_stages:
         ends = pipeline_ends(session.install().seams, vp_stage)
-        with sharded_init.construction(_replicas) if sharded else nullcontext():
+        with sharded_init.construction(_replicas) if sharded else nullcontext(), left_out(args):
             module = provider(args, config, *ends, vp_stage)
         if sharded:
             sharded_init.shard_rest(module, _replicas)
@@ -232,6 +233,8 @@ def build_modules(
         sharded_init.move(module, device.current().torch_device())
     if Precision.of(args).narrow:
         modules = [Float16Module(config, module) for module in modules]
+    for module in modules:
+        store_weights(args, module, device.current().torch_device())
     return modules
 
 

@@ -392,6 +392,10 @@ class LoraOptions:
     lora_plus_lr_ratio: float = flag(
         1.0, "learning rate of B, and of DoRA's lengths, over that of A (LoRA+)", range=ABOVE_ZERO
     )
+    base_weights: Literal["nf4", "int8", "fp8"] | None = flag(
+        None, "store the frozen weights of linear layers in 4 bits (nf4) or 8 (int8, fp8)"
+    )
+    double_quantization: bool = flag(True, "with nf4, store the scales in 8 bits, too")
     lora_modules_to_save: tuple[str, ...] = flag(
         (), "modules that are trained whole and saved with the adapter"
     )

@@ -29,7 +29,12 @@ FUSED = "--coc-fused-kernel (USE_COC_FUSED_KERNEL)"
 MODE = "--coc-mode (COC_MODE)"
 
 
-class Coc(Feature, level=2, seams=("kernels",), excludes={"tp_comm_overlap": ""}):
+class Coc(
+    Feature,
+    level=2,
+    seams=("kernels",),
+    excludes={"tp_comm_overlap": "", **shared.READ_WEIGHTS},
+):
     """Products of linear layers overlap with their tensor-parallel collectives."""
 
     use_ascend_coc: bool = flag(

@@ -26,7 +26,7 @@ class Mc2(
     level=2,
     seams=("kernels",),
     conflicts=("coc",),
-    excludes={"tp_comm_overlap": ""},
+    excludes={"tp_comm_overlap": "", **shared.READ_WEIGHTS},
 ):
     """A product of a linear layer and its collective in one kernel."""
 

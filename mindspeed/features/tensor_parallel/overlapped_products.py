@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mindspeed.tensor_parallel.strategy import Overlap
 
 STRICT = "MINDSPEED_STRICT_FUSION"
+READ_WEIGHTS = {"base_weights": "a product in parts reads a weight that is whole"}
+"""What a feature that multiplies with weights by itself excludes."""
 
 
 def strict() -> bool:

@@ -44,7 +44,7 @@ _USERBUFFERS = {
 }
 
 
-class TpCommOverlap(Feature, level=0, seams=("kernels", "chunk")):
+class TpCommOverlap(Feature, level=0, seams=("kernels", "chunk"), excludes=shared.READ_WEIGHTS):
     """Megatron's overlap of products and tensor-parallel collectives, on every device."""
 
     tp_comm_overlap: bool = flag(

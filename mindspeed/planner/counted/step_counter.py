@@ -41,6 +41,7 @@ from mindspeed.instruments.flops import FlopCount, repeated_in
 from mindspeed.instruments.ledger import Communication, CommunicationMode, OperatorTraits
 from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
 from mindspeed.planner.cluster.rates import Product, product_of
+from mindspeed.te.quantized_weight import stored
 
 WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER = "weights", "gradients", "main weights", "optimizer"
 KINDS = (WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER, "activations", "temporary")
@@ -99,7 +100,7 @@ def _of_chunks(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
             for tensor in [*module._parameters.values(), *module._buffers.values()]:
                 # Shards of Megatron-FSDP are weights since they were built, or main weights.
                 if tensor is not None and not is_traceable_wrapper_subclass(tensor):
-                    yield WEIGHTS, tensor
+                    yield from ((WEIGHTS, one) for one in stored(tensor))
 
 
 def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:

@@ -1,0 +1,56 @@
+"""What ranks do with a base model in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.lora import lora_ranks
+
+
+def compared(folder: str, adapter: str, flags: Sequence[str], form: str) -> dict[str, Any]:
+    """Losses and gradients of a quantised base, and of a plain model with its values.
+
+    The plain model is built by the same flags without ``--base-weights``, and gets what the codes
+    of this rank mean, so that both have the same collectives.
+    """
+    from mindspeed import lora
+    from mindspeed.models.hf_load import load_hf
+    from mindspeed.te.quantized_weight import QuantizedWeight
+    from mindspeed.training.model import build
+
+    args, model = lora_ranks.built(folder, [*flags, f"--base-weights={form}"])
+    lora.load(model.chunks, adapter)
+    found = lora_ranks.run(args, model), lora_ranks.parts(model)
+    values, bits, weights = [], 0, 0
+    for module in model.modules:
+        for parameter in module.parameters():
+            if isinstance(parameter, QuantizedWeight):
+                values.append(parameter.dense(parameter.dtype))
+                bits += 8 * sum(part.nbytes for part in parameter.parts)
+                weights += parameter.numel()
+    trained = sum(p.numel() for m in model.modules for p in m.parameters() if p.requires_grad)
+    gradients = sum(buffer.numel for chunk in model.chunks for buffer in chunk.buffers)
+    args.base_weights = None
+    plain = build(args)
+    load_hf(args, plain.modules, folder)
+    lora.load(plain.chunks, adapter)
+    given = iter(values)
+    with torch.no_grad():
+        for module, other in zip(plain.modules, model.modules, strict=True):
+            for parameter, own in zip(module.parameters(), other.parameters(), strict=True):
+                if isinstance(own, QuantizedWeight):
+                    value = next(given)
+                    error = (parameter - value).abs().max() / parameter.abs().max()
+                    assert 0 < error < 0.15, error
+                    parameter.copy_(value)
+    expected = lora_ranks.run(args, plain), lora_ranks.parts(plain)
+    return {
+        "found": found,
+        "expected": expected,
+        "bits": bits / weights if weights else 0.0,
+        "elements of gradients": gradients,
+        "trained": trained,
+    }
