@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to listen on (default: %(default)s, this machine only)",
     )
     add("--port", type=whole(0, 65535), default=8000, help="port")
+    add(
+        "--tool-call-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3, "
+        "deepseek_v31 (default: auto, by its chat template)",
+    )
     add("--model-name", help="model name for clients (default: name of --load)")
     add(
         "--api-key-file",
@@ -74,19 +81,22 @@ def run(args: argparse.Namespace) -> int:
         from mindspeed.inference.server.connections import ConnectionLimits
         from mindspeed.inference.server.middleware import RequestLimits
         from mindspeed.inference.server.run import Address, ServeOptions, serve
+        from mindspeed.inference.server.tool_calls import format_of
 
         served = args.model_name or Path(args.load.removeprefix("hf:")).name
+        template = _template(generator, name, variables)
         options = ServeOptions(
             served,
             Address(args.host, args.port),
             RequestLimits(key, args.max_body_bytes),
-            _template(generator, name, variables),
+            template,
             args.max_tokens,
             args.max_rows,
             args.max_waiting,
             args.request_timeout,
             args.max_batch_rows,
             ConnectionLimits(args.max_connections_per_address, args.max_connections),
+            format_of(template.source if template else "", args.tool_call_parser),
         )
         serve(generator, options)
 

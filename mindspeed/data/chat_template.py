@@ -87,14 +87,14 @@ class ChatTemplate(ABC):
             ChangedAnswerError: an answer to train cannot be trained together with later ones.
         """
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """The text of a conversation up to the start of the assistant's next message.
 
         Raises:
             DataError: the format does not support a role, a content or another field.
         """
-        self.check(messages)
-        return self.render(messages, add_generation_prompt=True).text
+        self.check(messages, tools)
+        return self.render(messages, add_generation_prompt=True, tools=tools).text
 
     def check(self, messages: Sequence[Message], tools: Tools = ()) -> None:
         """Refuse what would not be in the text.
@@ -125,6 +125,11 @@ class ChatTemplate(ABC):
                 "variables are those of a tokenizer's template (--prompt-type hf)"
             )
         return self
+
+    @property
+    def source(self) -> str:
+        """The program of the template, empty where it has none."""
+        return ""
 
     @property
     def renders_tools(self) -> bool:

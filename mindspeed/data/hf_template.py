@@ -107,6 +107,10 @@ class JinjaTemplate(ChatTemplate):
         return found
 
     @property
+    def source(self) -> str:
+        return self._source
+
+    @property
     def renders_tools(self) -> bool:
         return self._knows("tools")
 
@@ -201,9 +205,9 @@ class JinjaTemplate(ChatTemplate):
         changed = [_remarks(text[slice(*s)], a) for s, a in zip(spans, answers, strict=True)]
         return Rendered(text, tuple(spans), remarks=tuple(c for c in chain(*changed) if c != BEGUN))
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        self.check(messages)
-        return self._run(True, (), messages)[0]
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+        self.check(messages, tools)
+        return self._run(True, tools, messages)[0]
 
     def not_rendered(self, message: Message) -> str | None:
         """A field or role other than the usual ones that does not occur in the Jinja program."""

@@ -191,6 +191,7 @@ class ContinuousBatcher:
         check_prompts(generator.stage, prompts, options, generator.vocab_size)
         generator.stage.eval()
         request = _Request(options, generator.end_tokens(options))
+        detokenize = generator.detokenizer(options.shown)
         scored: list[PromptScores] = []
         for prompt_index, prompt in enumerate(prompts):
             decoder, logits, scores = self._prefill(prompt, options, prompt_scores)
@@ -203,7 +204,7 @@ class ContinuousBatcher:
                         index,
                         list(prompt),
                         len(prompt),
-                        TextStream(generator.detokenize, prompt, options.stop),
+                        TextStream(detokenize, prompt, options.stop),
                         generator_of(options.seed, index),
                         decoder if copy == 0 else decoder.copy(),
                         logits,

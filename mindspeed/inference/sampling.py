@@ -44,6 +44,7 @@ class SamplingOptions:
             when no running beam can improve on them.
         num_return_sequences: Continuations per prompt.
         stop: Strings that end a sequence; they are not part of its text.
+        shown: Special tokens that are part of its text.
         logprobs: Also return the log-probability of each new token and of the N most likely tokens.
         recompute: Run the whole sequence for every token instead of keeping a KV cache.
     """
@@ -65,6 +66,7 @@ class SamplingOptions:
     early_stopping: bool = False
     num_return_sequences: int = 1
     stop: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
     logprobs: int | None = None
     recompute: bool = False
 

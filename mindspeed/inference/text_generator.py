@@ -12,7 +12,7 @@ the same results. Invalid arguments are refused on every rank alike, before the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,6 +107,26 @@ class TextGenerator:
         limit = self.tokenizer.vocab_size
         return self.tokenizer.detokenize([token for token in ids if token < limit])
 
+    def detokenizer(self, shown: Sequence[str]) -> Callable[[Sequence[int]], str]:
+        """As :meth:`detokenize`, with these special tokens as text."""
+        found = {self.tokenizer.token_id(text): text for text in shown}
+        special = {
+            t: text for t, text in found.items() if t is not None and not self.detokenize([t])
+        }
+        if not special:
+            return self.detokenize
+
+        def detokenize(ids: Sequence[int]) -> str:
+            text, plain = "", list[int]()
+            for token in ids:
+                if token in special:
+                    text, plain = text + self.detokenize(plain) + special[token], []
+                else:
+                    plain.append(token)
+            return text + self.detokenize(plain)
+
+        return detokenize
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, which may be a part of a character."""
         return token_bytes(self.tokenizer, token) if token < self.tokenizer.vocab_size else b""
@@ -188,7 +208,7 @@ class TextGenerator:
     def _stream(
         self, prompts: Sequence[list[int]], options: SamplingOptions, seed_offsets: Sequence[int]
     ) -> Iterator[OutputChunk]:
-        detokenize, copies = self.detokenize, options.num_return_sequences
+        detokenize, copies = self.detokenizer(options.shown), options.num_return_sequences
         texts = [
             TextStream(detokenize, prompt, options.stop)
             for prompt in prompts

@@ -336,7 +336,7 @@ REFUSED = {
     "stop": (completion(**CAT, stop=[""]), 400, "--stop ''"),
     "role": (chat(messages=[{"role": "robot", "content": "x"}]), 400, "messages.0.role"),
     "no messages": (chat(messages=[]), 400, "messages"),
-    "late system": (chat(messages=MESSAGES[::-1], tools=[{}]), 400, "tools is not supported"),
+    "late system": (chat(messages=MESSAGES[::-1], tools=[{}]), 400, "has no name"),
     "large": (("POST", "/v1/completions", LARGE), 413, "4,000 bytes"),
     "plain": (("POST", "/v1/completions", PLAIN), 415, "Content-Type: application/json"),
     "broken": (("POST", "/v1/completions", BROKEN), 400, "JSON"),

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 CONTEXT = 128
 
 
-def write(folder: Path, extra_rows: int = 0) -> Any:
+def write(folder: Path, extra_rows: int = 0, context: int = CONTEXT) -> Any:
     """Write the model to ``folder``; returns transformers' model.
 
     ``extra_rows`` of its vocabulary have no token, as in many published models.
@@ -42,7 +42,7 @@ def write(folder: Path, extra_rows: int = 0) -> Any:
             num_attention_heads=4,
             num_key_value_heads=2,
             vocab_size=len(vocab) + extra_rows,
-            max_position_embeddings=CONTEXT,
+            max_position_embeddings=context,
             bos_token_id=0,
             eos_token_id=0,
             initializer_range=0.2,

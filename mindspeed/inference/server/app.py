@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +20,6 @@ from starlette.exceptions import HTTPException
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.inference.continuous_batching import PromptScores
-from mindspeed.inference.conversation import prompt_of
 from mindspeed.inference.generate import TokenScores, check_prompts
 from mindspeed.inference.server.engine import (
     Engine,
@@ -37,12 +37,14 @@ from mindspeed.inference.server.protocol import (
     usage_of,
 )
 from mindspeed.inference.server.protocol import Request as ModelRequest
+from mindspeed.inference.server.tool_calls import AnswerParser, CallFormat, Part, reasoning_of
 from mindspeed.inference.text_generator import OutputChunk, TextGenerator
 
 Event = OutputChunk | PromptScores
 
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 _DISCONNECT_POLL_SECONDS = 1.0
+_log = logging.getLogger("uvicorn.error")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Service:
         template: Chat template; None: no chat completions.
         max_tokens: Maximum new tokens of a request.
         max_sequences: Maximum of prompts x n of a request.
+        calls: How the model writes calls of tools; None: in no known way.
     """
 
     engine: Engine
@@ -62,6 +65,7 @@ class Service:
     template: ChatTemplate | None = None
     max_tokens: int = 1024
     max_sequences: int = 16
+    calls: CallFormat | None = None
 
     @property
     def generator(self) -> TextGenerator:
@@ -99,13 +103,14 @@ def create_app(service: Service, limits: RequestLimits) -> AccessMiddleware:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Any:
         job = await run_in_threadpool(_completion_job, service, body)
-        echoed = _prompt_texts(service, body) if body.echo else None
-        return await _respond(service, body, job, request, echoed)
+        echoed = _prompt_texts(service, body) if body.echo else [""] * len(job.prompts)
+        choices = [Choice(text) for text in echoed for _ in range(body.n)]
+        return await _respond(service, body, job, request, choices)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Any:
-        job = await run_in_threadpool(_chat_job, service, body)
-        return await _respond(service, body, job, request)
+        job, choices = await run_in_threadpool(_chat_job, service, body)
+        return await _respond(service, body, job, request, choices)
 
     return AccessMiddleware(app, limits)
 
@@ -126,7 +131,7 @@ def _prompt_texts(service: Service, body: CompletionRequest) -> list[str]:
     return [prompt if isinstance(prompt, str) else detokenize(prompt) for prompt in body.prompts]
 
 
-def _chat_job(service: Service, body: ChatRequest) -> GenerationJob:
+def _chat_job(service: Service, body: ChatRequest) -> tuple[GenerationJob, list[Choice]]:
     _check(service, body)
     if service.template is None:
         raise ApiError(
@@ -138,17 +143,28 @@ def _chat_job(service: Service, body: ChatRequest) -> GenerationJob:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if body.max_tokens == 0:
         raise ApiError(400, "max_tokens=0: an answer needs at least 1", param="max_tokens")
-    messages = [message.plain for message in body.messages]
+    messages, tools = body.conversation, body.offered_tools
+    if tools and service.calls is None:
+        message = "it is unknown how this model writes calls of tools: start the server with "
+        raise ApiError(400, message + "--tool-call-parser", param="tools")
     try:
-        template = service.template.with_variables(body.chat_template_kwargs)
+        template = service.template.with_variables(body.template_variables)
     except ConfigError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from error
-    prompt = prompt_of(service.generator, template, messages)
+    text = template.prompt(messages, tools)
+    prompt = service.generator.encode(text, start=template.plain)
+    calls, reasoning = service.calls if tools else None, reasoning_of(template.source)
     available = service.generator.context_length - len(prompt)
     tokens = body.max_completion_tokens or body.max_tokens
     tokens = tokens or max(1, min(service.max_tokens, available))
     logprobs = body.top_logprobs if body.logprobs else None
-    return _job(service, body, [prompt], tokens, logprobs, template.stop)
+    shown = (*(calls.shown if calls else ()), *(reasoning or ()))
+    job = _job(service, body, [prompt], tokens, logprobs, template.stop, shown)
+    thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
+    limit = None if body.parallel_tool_calls else 1
+    return job, [
+        Choice(parser=AnswerParser(calls, reasoning, thinking), calls=limit) for _ in range(body.n)
+    ]
 
 
 def _check(service: Service, body: ModelRequest) -> None:
@@ -170,6 +186,7 @@ def _job(
     max_tokens: int,
     logprobs: int | None,
     stop: Sequence[str] = (),
+    shown: Sequence[str] = (),
 ) -> GenerationJob:
     """The request as a checked job for all ranks.
 
@@ -183,7 +200,7 @@ def _job(
     if len(prompts) * body.n > service.max_sequences:
         message = f"{len(prompts)} prompts x n={body.n}: this server allows {service.max_sequences}"
         raise ApiError(400, message, param="n")
-    options = body.sampling(max_tokens, logprobs, stop)
+    options = body.sampling(max_tokens, logprobs, stop, shown)
     longest = max(map(len, prompts), default=0)
     context = service.generator.context_length
     if longest + max_tokens > context:
@@ -203,7 +220,7 @@ async def _respond(
     body: ModelRequest,
     job: GenerationJob,
     request: Request,
-    echoed: Sequence[str] | None = None,
+    choices: list[Choice],
 ) -> Any:
     generator = service.generator
     writer = Writer(
@@ -216,9 +233,6 @@ async def _respond(
             for index in range(job.num_sequences)
         ],
     )
-    choices = [
-        Choice(echoed[index // body.n] if echoed else "") for index in range(job.num_sequences)
-    ]
     chunks = service.engine.stream(job)
     if body.max_tokens == 0:
         chunks = _prompts_only(chunks)
@@ -288,18 +302,23 @@ async def _events(
     try:
         for index, choice in enumerate(choices):
             if isinstance(body, ChatRequest):
-                yield _event(writer.chunk(index, "", None, None, role=True))
+                yield _event(writer.chunk(index, {"role": "assistant", "content": ""}))
             elif choice.text:  # the echoed prompt
-                yield _event(writer.chunk(index, choice.text, None, None))
+                yield _event(writer.chunk(index, choice.text))
         pending: list[list[Any]] = [[] for _ in choices]  # scores of tokens without text so far
         async for chunk in chunks:
             pending[chunk.index] += _token_scores(chunk)
             if isinstance(chunk, PromptScores):
                 continue
-            _append(choices[chunk.index], chunk)
-            if chunk.text or chunk.finish:
-                text, scores = chunk.text or None, pending[chunk.index]
-                yield _event(writer.chunk(chunk.index, text, chunk.finish, scores))
+            choice = choices[chunk.index]
+            parts = _append(choice, chunk)
+            added: list[Any] = [chunk.text] if chunk.text or chunk.finish else []
+            if isinstance(body, ChatRequest):
+                deltas = [choice.delta(part) for part in parts]
+                added = [delta for delta in deltas if delta] or ([{}] if chunk.finish else [])
+            for number, piece in enumerate(added, 1):
+                finish = choice.finish if number == len(added) else None
+                yield _event(writer.chunk(chunk.index, piece, finish, pending[chunk.index]))
                 pending[chunk.index] = []
         if body.stream_options is not None and body.stream_options.include_usage:
             yield _event(writer.usage_chunk(_usage(job, choices)))
@@ -314,10 +333,15 @@ def _event(content: Any) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def _append(choice: Choice, chunk: OutputChunk) -> None:
-    choice.text += chunk.text
+def _append(choice: Choice, chunk: OutputChunk) -> list[Part]:
     choice.tokens += chunk.token is not None
-    choice.finish = chunk.finish or choice.finish
+    parts = choice.read(chunk.text, chunk.finish)
+    for part in parts:
+        if part.kind == "rejected" and chunk.finish != "length":
+            _log.warning(
+                "a call of a tool is not valid, so it is returned as text: %.80r", part.text
+            )
+    return parts
 
 
 def _usage(job: GenerationJob, choices: Sequence[Choice]) -> dict[str, int]:

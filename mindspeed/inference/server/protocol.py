@@ -11,15 +11,17 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mindspeed.data.tools import check_result, definitions
 from mindspeed.errors import ConfigError
 from mindspeed.inference.generate import TokenScores
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.server.middleware import ApiError
+from mindspeed.inference.server.tool_calls import AnswerParser, Part
 from mindspeed.inference.text_generator import TextGenerator
 from mindspeed.inference.text_stream import TextStream
 from mindspeed.parsing import decode_json
@@ -27,8 +29,6 @@ from mindspeed.parsing import decode_json
 _UNSUPPORTED = {
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
     "audio": (None,),
@@ -39,7 +39,6 @@ _UNSUPPORTED = {
 # They describe the caller and do not change the response.
 _WITHOUT_EFFECT = (
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "safety_identifier",
     "service_tier",
@@ -106,13 +105,20 @@ class Request(BaseModel):
             message = f"n={self.n} with temperature 0 would repeat one answer: raise temperature"
             raise ApiError(400, message, param="n")
 
-    def sampling(self, max_tokens: int, logprobs: int | None, stop: Sequence[str] = ()) -> Any:
+    def sampling(
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        stop: Sequence[str] = (),
+        shown: Sequence[str] = (),
+    ) -> SamplingOptions:
         """Sampling options of this request.
 
         Args:
             max_tokens: Maximum number of new tokens.
             logprobs: Number of most likely tokens to report per token; None for no scores.
             stop: Additional stop strings.
+            shown: Special tokens that are part of the answer.
 
         Raises:
             ApiError: A value is not allowed.
@@ -138,6 +144,7 @@ class Request(BaseModel):
                 logit_bias=tuple((self.logit_bias or {}).items()),
                 num_return_sequences=self.n,
                 stop=tuple(dict.fromkeys((*own, *stop))),
+                shown=tuple(shown),
                 logprobs=logprobs,
             )
         except ConfigError as error:
@@ -207,23 +214,145 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    """``tool_choice`` of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Request):
     """``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them.
+
+        Raises:
+            ApiError: The result of a tool follows no call of it.
+        """
+        messages = [message.plain for message in self.messages]
+        for index, message in enumerate(messages):
+            if message["role"] == "tool":
+                try:
+                    check_result(messages[:index], message, f"messages.{index}")
+                except ValueError as error:
+                    raise ApiError(400, str(error), param="messages") from error
+        return messages
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Definitions of the tools that the model may call.
+
+        Raises:
+            ApiError: A definition is not valid, or ``tool_choice`` names none of them.
+        """
+        try:
+            found = definitions(self.tools or [])
+        except ValueError as error:
+            raise ApiError(400, str(error), param="tools") from error
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in [tool["function"]["name"] for tool in found]:
+                raise ApiError(400, f"tool_choice: there is no tool {name}", param="tool_choice")
+        elif self.tool_choice == "required" and not found:
+            raise ApiError(400, "tool_choice 'required' needs tools", param="tool_choice")
+        return [] if self.tool_choice == "none" else found
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        thinking = self.enable_thinking
+        return {
+            **({} if thinking is None else {"enable_thinking": thinking}),
+            **self.chat_template_kwargs,
+        }
+
 
 @dataclass
 class Choice:
-    """One choice of a response while it is generated; ``tokens`` is their number."""
+    """One choice of a response while it is generated.
+
+    Attributes:
+        text: So far.
+        tokens: Their number.
+        finish: Why it ended.
+        parser: Reads the parts of a chat's answer.
+        calls: Number of calls of tools that it may have; None: any.
+        parts: Of a chat's answer.
+    """
 
     text: str = ""
     tokens: int = 0
     finish: str | None = None
+    parser: AnswerParser = field(default_factory=AnswerParser)
+    calls: int | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    def read(self, text: str, finish: str | None) -> list[Part]:
+        """Append text; the parts that it completes, at the end all."""
+        found = self.parser.push(text) + (self.parser.finish() if finish else [])
+        found = [part for part in found if self.calls is None or part.call < self.calls]
+        self.parts += found
+        self.text += text
+        if finish:
+            self.finish = "tool_calls" if self.parser.calls and finish == "stop" else finish
+        return found
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer. A call that was cut off, or is not valid, is content."""
+        content = reasoning = ""
+        calls: dict[int, dict[str, Any]] = {}
+        for part in self.parts:
+            if part.kind == "name":
+                calls[part.call] = call_of(part)
+            elif part.kind == "arguments":
+                calls[part.call]["function"]["arguments"] += part.text
+            elif part.kind == "reasoning":
+                reasoning += part.text
+            else:
+                calls.pop(part.call if part.kind == "rejected" else -1, None)
+                content += part.text
+        found: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            found["reasoning_content"] = reasoning
+        if calls:
+            found["tool_calls"] = list(calls.values())
+        if not content and (reasoning or calls):
+            found["content"] = None
+        return found
+
+    def delta(self, part: Part) -> dict[str, Any] | None:
+        """A part in a stream. What has been sent of a call that is not valid stays sent."""
+        if part.kind == "name":
+            return {"tool_calls": [{"index": part.call, **call_of(part)}]}
+        if part.kind == "arguments":
+            piece = {"index": part.call, "function": {"arguments": part.text}}
+            return {"tool_calls": [piece]}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text}
+        begun = ("name", part.call) in [(other.kind, other.call) for other in self.parts]
+        return None if part.kind == "rejected" and begun else {"content": part.text}
+
+
+def call_of(part: Part) -> dict[str, Any]:
+    """A call that begins."""
+    return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
 
 
 class Writer:
@@ -257,7 +386,7 @@ class Writer:
         """A response that is not streamed."""
         content = []
         for index, (choice, found) in enumerate(zip(choices, scores, strict=True)):
-            text = {"role": "assistant", "content": choice.text} if self._chat else choice.text
+            text = choice.message if self._chat else choice.text
             content.append(
                 {
                     "index": index,
@@ -269,16 +398,18 @@ class Writer:
         return {**self._head, "object": self._kind, "choices": content, "usage": usage}
 
     def chunk(
-        self, index: int, text: str | None, finish: str | None, scores: Any, role: bool = False
+        self, index: int, added: str | dict[str, Any], finish: str | None = None, scores: Any = None
     ) -> dict[str, Any]:
-        """One chunk of a streamed response."""
+        """One chunk of a streamed response.
+
+        Args:
+            index: Its choice.
+            added: Text; of a chat a part of its message.
+            finish: Why the choice ended.
+            scores: Of tokens that are new.
+        """
         choice: dict[str, Any] = {"index": index, "finish_reason": finish}
-        if self._chat:
-            choice["delta"] = {"role": "assistant"} if role else {}
-            if text is not None:
-                choice["delta"]["content"] = text
-        else:
-            choice["text"] = text or ""
+        choice["delta" if self._chat else "text"] = added
         choice["logprobs"] = self._scores(index, scores) if scores else None
         kind = self._kind + ".chunk" if self._chat else self._kind
         return {**self._head, "object": kind, "choices": [choice]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from mindspeed.inference.server.app import Service, create_app
 from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
 from mindspeed.inference.server.engine import Engine, follow
 from mindspeed.inference.server.middleware import RequestLimits
+from mindspeed.inference.server.tool_calls import CallFormat
 from mindspeed.inference.text_generator import TextGenerator
 
 
@@ -41,6 +43,7 @@ class ServeOptions:
         timeout: Seconds that a request may take.
         max_batch_size: Sequences that are decoded at once.
         connections: Limits on open connections.
+        calls: How the model writes calls of tools; None: in no known way.
     """
 
     name: str
@@ -53,6 +56,7 @@ class ServeOptions:
     timeout: float = 600.0
     max_batch_size: int = 16
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    calls: CallFormat | None = None
 
 
 def serve(generator: TextGenerator, options: ServeOptions) -> None:
@@ -63,11 +67,19 @@ def serve(generator: TextGenerator, options: ServeOptions) -> None:
         return
     engine = Engine(generator, control, options.max_queue, options.timeout, options.max_batch_size)
     service = Service(
-        engine, options.name, options.template, options.max_tokens, options.max_sequences
+        engine,
+        options.name,
+        options.template,
+        options.max_tokens,
+        options.max_sequences,
+        options.calls,
     )
     app = create_app(service, options.limits)
     host, port = options.address.host, options.address.port
     config = uvicorn_config(app, host, port, options.connections)
+    if options.template is not None and options.template.renders_tools:
+        name = options.calls.name if options.calls else "unknown, see --tool-call-parser"
+        logging.getLogger("uvicorn.error").info("format of calls of tools: %s", name)
     server = _Server(config)
     engine.on_failure = server.end
     server.run()

@@ -1,0 +1,271 @@
+"""Calls of tools: read in every format, at every cut, and by OpenAI's own client."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.lazy import Lazy, needs
+
+needs("megatron.core", "fastapi", "openai")
+
+from mindspeed.inference.server.tool_calls import (
+    FORMATS,
+    REASONING,
+    AnswerParser,
+    format_of,
+    reasoning_of,
+)
+from tests.inference import tiny_chat, tool_ranks
+
+protocol = Lazy("mindspeed.inference.server.protocol")
+
+ARGUMENTS = '{"a": "x}\\"{ é", "b": [1, {"c": null}]}'
+F, G = f'{{"name": "f", "arguments": {ARGUMENTS}}}', '{"name": "g", "parameters": {}}'
+BEGIN, CALL, SEP, END, ALL = FORMATS[3].shown
+BOTH = [("f", ARGUMENTS), ("g", "{}")]
+ANSWERS = {
+    ("hermes", f"Sure.\n\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{G}\n</tool_call>"): (
+        "Sure.",
+        BOTH,
+    ),
+    ("hermes", '<tool_call>{"arguments": {"z": 1}, "name": "h"}'): (None, [("h", '{"z": 1}')]),
+    ("hermes", '<tool_call>{"name": "h", "arguments": "{\\"z\\": 1}"}</tool_call>'): (
+        None,
+        [("h", '{"z": 1}')],
+    ),
+    ("llama3_json", f"{F}; {G}"): (None, BOTH),
+    ("llama3_json", f"<|python_tag|>{F}"): (None, BOTH[:1]),
+    ("mistral", f"[TOOL_CALLS] [{F}, {G}]"): (None, BOTH),
+    ("mistral", f"Hi[TOOL_CALLS]f{ARGUMENTS}[TOOL_CALLS]g[ARGS]{{}}"): ("Hi", BOTH),
+    ("mistral", f"[TOOL_CALLS]f[CALL_ID]abc[ARGS]{ARGUMENTS}"): (None, BOTH[:1]),
+    (
+        "deepseek_v3",
+        f"So: {BEGIN}{CALL}function{SEP}f\n```json\n{ARGUMENTS}\n```{END}\n"
+        f"{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL}",
+    ): ("So:", BOTH),
+    ("deepseek_v31", f"{BEGIN}{CALL}f{SEP}{ARGUMENTS}{END}{CALL}g{SEP}{{}}{END}{ALL}"): (
+        None,
+        BOTH,
+    ),
+}
+NO_CALLS = {
+    "hermes": [
+        "<tool_call>oh {no} { </tool_call>",
+        "a < b, <tool",
+        "<tool_call>\n",
+        f"<tool_call>{F[:-9]}",  # cut off
+        '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": nul}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    ],
+    "llama3_json": ['{"name": "Bob"}', "  hello {x}", "  ", '{"name": "f", "arguments": "{"}'],
+    "mistral": ["[TOOL_CALLS] f", "[TOOL_CALLS] {}", "[TOOL_CALL"],
+    "deepseek_v3": [f"{BEGIN}{CALL}f{SEP}{{}}{END}{ALL}"],
+    "deepseek_v31": [f"{BEGIN}f{{}}"],
+}
+
+
+def trl_templates():
+    """Published chat templates, as trl ships them."""
+    found = importlib.util.find_spec("trl")
+    if found is None:
+        pytest.skip("trl is not installed")
+    return Path(found.origin).parent / "chat_templates"
+
+
+def read(text, size, *of):
+    choice = protocol.Choice(parser=AnswerParser(*of))
+    deltas = []
+    for at in range(0, len(text), size):
+        deltas += choice.read(text[at : at + size], None)
+    deltas += choice.read("", "stop")
+    return choice, deltas
+
+
+def called(message):
+    return [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", [])
+    ]
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nwhy\n\nnot\n</think>\n\n"])
+@pytest.mark.parametrize(("name", "text"), ANSWERS)
+def test_calls_of_every_format_are_read_at_every_cut(name, text, thought):
+    content, calls = ANSWERS[name, text]
+    for size in (1, 2, 7, 1000):
+        choice, deltas = read(thought + text, size, format_of("", name), REASONING[0])
+        message = choice.message
+        assert (message["content"], called(message)) == (content, calls)
+        assert message.get("reasoning_content") == ("why\n\nnot" if thought else None)
+        assert choice.finish == "tool_calls"
+        assert len({call["id"] for call in message["tool_calls"]}) == len(calls)
+        kinds = [part.kind for part in deltas if part.call == 0 and part.kind[0] in "na"]
+        assert kinds[0] == "name" and set(kinds[1:]) == {"arguments"}
+    names = [call["id"] for call in message["tool_calls"]]
+    assert all(len(name) == 9 and name.isalnum() for name in names) or name != "mistral"
+
+
+@pytest.mark.parametrize("name", NO_CALLS)
+def test_what_is_no_call_is_content(name):
+    for text in NO_CALLS[name]:
+        for size in (1, 3, 1000):
+            choice, _ = read(text, size, format_of("", name))
+            assert choice.message == {"role": "assistant", "content": text}
+            assert choice.finish == "stop"
+
+
+def test_reasoning_that_the_prompt_began_and_that_never_ends():
+    choice, _ = read("why\n</think>\n\nSo.\n", 1, None, REASONING[0], True)
+    assert choice.message["reasoning_content"] == "why"
+    assert choice.message["content"] == "So.\n"
+    choice, _ = read("why </thi", 1, None, REASONING[0], True)
+    assert choice.message["content"] is None
+    assert choice.message["reasoning_content"] == "why </thi"
+    choice, _ = read(" <thought> so </think>", 1, None, REASONING[0])
+    assert choice.message == {"role": "assistant", "content": " <thought> so </think>"}
+
+
+def test_the_format_follows_from_the_chat_template():
+    folder = trl_templates()
+    found = {
+        name: getattr(format_of((folder / f"{name}.jinja").read_text("utf-8")), "name", None)
+        for name in ("qwen2_5", "qwen3", "llama3_1", "deepseekv3", "qwen3_6", "glm4moe", "gemma3")
+    }
+    assert found == {
+        "qwen2_5": "hermes",
+        "qwen3": "hermes",
+        "llama3_1": "llama3_json",
+        "deepseekv3": "deepseek_v3",
+        "qwen3_6": None,  # parameters in XML
+        "glm4moe": None,
+        "gemma3": None,
+    }
+    assert format_of("{{ '[TOOL_CALLS]' }}").name == "mistral"
+    assert reasoning_of((folder / "qwen3.jinja").read_text("utf-8")) == REASONING[0]
+    assert reasoning_of((folder / "qwen2_5.jinja").read_text("utf-8")) is None
+
+
+SPECIAL = ("[TOOL_CALLS]", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools")
+    tiny_chat.write(folder, len(SPECIAL), 2048)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    first = len(content["model"]["vocab"])
+    kind = {key: False for key in ("single_word", "lstrip", "rstrip", "normalized")}
+    content["added_tokens"] += [
+        {"id": first + index, "content": text, "special": True, **kind}
+        for index, text in enumerate(SPECIAL)
+    ]
+    path.write_text(json.dumps(content))
+    return str(folder)
+
+
+def tool(name):
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+USER = {"role": "user", "content": "hello"}
+TOOLS = {"messages": [USER], "tools": [tool("f"), tool("g")]}
+
+
+def test_openais_client_gets_calls_whole_and_streamed(ranks, tiny):
+    template = (trl_templates() / "qwen3.jinja").read_text("utf-8")
+    answer = f"<think>\nwhy\n</think>\n\nSure.\n<tool_call>\n{F}\n</tool_call>"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+    history = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "result"},
+    ]
+    stranger = {**history[2], "tool_call_id": "2"}
+    named = {"type": "function", "function": {"name": "h"}}
+    quiet = {"extra_body": {"enable_thinking": False}}
+    both = f"<tool_call>{F}</tool_call><tool_call>{G}</tool_call>"
+    requests = [
+        (answer, TOOLS),
+        (answer, {**TOOLS, "stream": True}),
+        (both, {**TOOLS, "parallel_tool_calls": False}),
+        (answer, {**TOOLS, "tool_choice": "none"}),
+        ("So.", {**TOOLS, "messages": history}),
+        ("So.", {"messages": [USER], **quiet}),
+        ("", {**TOOLS, "messages": [USER, *history[2:]]}),
+        ("", {**TOOLS, "messages": [*history[:2], stranger]}),
+        ("", {**TOOLS, "tool_choice": named}),
+        ("", {"messages": [USER], "tool_choice": "required"}),
+        ("", {"messages": [USER], "tools": [{"type": "function", "function": {}}]}),
+        ("<tool_call>{", TOOLS),
+    ]
+    (found,) = ranks(
+        1, tool_ranks.talk, tiny, template, requests, "auto", setup="tests.support.warm"
+    )
+    whole, stream, one, none, after, still, *refused, broken = found
+    (choice,) = whole[0]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Sure." and called(choice["message"]) == BOTH[:1]
+    assert choice["message"]["reasoning_content"] == "why"
+    assert '"name": "g"' in whole[1]  # the definitions are in the prompt
+
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream[0]]
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert calls[0]["function"] == {"name": "f", "arguments": ""} and calls[0]["type"] == "function"
+    pieces = [call["function"]["arguments"] for call in calls[1:]]
+    assert "".join(pieces) == ARGUMENTS and len(pieces) > 5
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Sure."
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why"
+    assert stream[0][-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+    assert called(one[0]["choices"][0]["message"]) == BOTH[:1]
+    message = none[0]["choices"][0]["message"]
+    assert "<tool_call>" in message["content"] and '"name": "g"' not in none[1]
+    assert after[0]["choices"][0]["message"] == {"role": "assistant", "content": "So."}
+    assert '"name": "f", "arguments": {"a"' in after[1] and "result" in after[1]
+    assert still[0]["choices"][0]["message"]["content"] == "So."
+    assert still[1].rstrip().endswith("</think>")
+    for (answer, _), message in zip(
+        refused,
+        (
+            "the result of a call '1' that the answer before lacks",
+            "the result of a call '2' that the answer before lacks",
+            "there is no tool h",
+            "'required' needs tools",
+            "a definition has no name",
+        ),
+        strict=True,
+    ):
+        assert answer.startswith("400") and message in answer
+    assert broken[0]["choices"][0]["message"]["content"] == "<tool_call>{"
+    assert broken[0]["choices"][0]["finish_reason"] == "stop"
+
+
+MISTRAL = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{{ '[TOOL_CALLS]' if m.tool_calls }}"
+    "{% endfor %}"
+)
+
+
+def test_special_tokens_of_a_format_are_read_and_unknown_formats_refused(ranks, tiny):
+    text = f"[TOOL_CALLS]f{ARGUMENTS}"
+    requests = [(text, TOOLS), (text, {"messages": [USER]})]
+    (found,) = ranks(
+        1, tool_ranks.talk, tiny, MISTRAL, requests, "auto", setup="tests.support.warm"
+    )
+    assert called(found[0][0]["choices"][0]["message"]) == BOTH[:1]
+    assert found[1][0]["choices"][0]["message"]["content"] == text.removeprefix("[TOOL_CALLS]")
+
+    unknown = MISTRAL.replace("[TOOL_CALLS]", "")
+    requests = [("", TOOLS)]
+    (found,) = ranks(
+        1, tool_ranks.talk, tiny, unknown, requests, "auto", setup="tests.support.warm"
+    )
+    assert "start the server with --tool-call-parser" in found[0][0]
+    (found,) = ranks(1, tool_ranks.talk, tiny, None, requests, "hermes", setup="tests.support.warm")
+    assert "does not render tools" in found[0][0]
