@@ -410,6 +410,22 @@ FIELDS: Mapping[str, Fields] = {
         "decoder_sparse_step": used(_COUNT),
         "mlp_only_layers": used(ListOf(Whole())),
     },
+    "qwen3_5_moe_text": {
+        **{key: field for key, field in _GATED.items() if key != "intermediate_size"},
+        **_PARTLY_ROTARY,
+        **_DROPOUT,
+        **_EXPERTS,
+        **_HYBRID,
+        "moe_intermediate_size": used(_SIZE),
+        "shared_expert_intermediate_size": used(_SIZE),
+    },
+    "internlm3": {
+        **_LLAMA_LIKE,
+        "qkv_bias": fixed(False),
+        "bias": fixed(False),
+        "attention_bias": fixed(False),
+        "mlp_bias": fixed(False),
+    },
     "qwen3_5_text": {**_GATED, **_PARTLY_ROTARY, **_DROPOUT, **_HYBRID},
     "bloom": {
         **_EVERY,

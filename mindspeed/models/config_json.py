@@ -176,10 +176,12 @@ class Rope:
     Attributes:
         interleaved: Channels 2i and 2i + 1 are a pair, not i and i + d/2.
         partial: The family's files may say that a part of each head is not rotated.
+        own_length: Its class takes ``original_max_position_embeddings`` from a key of its own.
     """
 
     interleaved: bool = False
     partial: bool = False
+    own_length: bool = False
 
     def read(self, config: Config) -> Flags:
         """Megatron's own flags where they say it, else ``--rope-parameters``."""
@@ -229,6 +231,9 @@ class Rope:
         elif text := getattr(args, "rope_parameters", None):
             scaling = RopeParameters.of(text)
             keys["rope_scaling"] = scaling.keys()
+            if self.own_length:
+                length = scaling.original_max_position_embeddings
+                keys["original_max_position_embeddings"] = length
             if scaling.rope_type == "dynamic":
                 keys["max_position_embeddings"] = scaling.original_max_position_embeddings
         return keys

@@ -30,11 +30,13 @@ class SoftmaxExperts:
         count_key: Which spelling of the number of experts the family's files have.
         own_size: Experts have a separate feed-forward size.
         renormalize: The family always renormalises the chosen probabilities; None: a key says.
+        dense_layers: Keys of a family with experts of their own size may leave layers dense.
     """
 
     count_key: str
     own_size: bool
     renormalize: bool | None
+    dense_layers: bool = True
 
     def read(self, config: Config) -> Flags:
         """Flags of the experts and their router."""
@@ -63,6 +65,7 @@ class SoftmaxExperts:
             keys["router_aux_loss_coef"] = coefficient[0]
         if self.own_size:
             keys["moe_intermediate_size"] = args.moe_ffn_hidden_size
+        if self.own_size and self.dense_layers:
             keys["decoder_sparse_step"] = 1
             keys["mlp_only_layers"] = _dense_layers(args)
         if self.renormalize is None:

@@ -415,6 +415,7 @@ QWEN3_5 = (
     *_delta_net(_THREE_FIVE_PROJECTIONS),
     *_DENSE,
 )
+QWEN3_5_MOE = QWEN3_5 + _PLAIN_EXPERTS + _shared_expert("shared_expert")
 _MINIMAX_BIAS = Rule(
     _LAYER + "mlp.router.expert_bias",
     whole(_HF + "block_sparse_moe.e_score_correction_bias", "experts"),

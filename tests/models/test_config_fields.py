@@ -52,6 +52,8 @@ TINY = {
     "gpt_oss": "gpt-oss",
     "qwen3_next": "qwen3-next",
     "qwen3_5_text": "qwen3.5",
+    "qwen3_5_moe_text": "qwen3.5-moe",
+    "internlm3": "internlm3",
     "bloom": "bloom",
 }
 
@@ -185,6 +187,7 @@ ONLY_WITH_IN = {
     ("gemma3_text", "sliding_window_pattern"): {"layer_types": None},
     ("qwen3_next", "full_attention_interval"): {"layer_types": None},
     ("qwen3_5_text", "full_attention_interval"): {"layer_types": None},
+    ("qwen3_5_moe_text", "full_attention_interval"): {"layer_types": None},
     ("minimax_m2", "rotary_dim"): {"rope_parameters": None, "rope_theta": 7},
     ("smollm3", "no_rope_layer_interval"): {"no_rope_layers": None, "no_rope_layer_interval": 2},
     ("smollm3", "layer_types"): {
@@ -211,10 +214,13 @@ OTHER_IN = {
     ("minimax_m2", "rotary_dim"): 8,
     ("qwen3_next", "partial_rotary_factor"): 0.5,
     ("qwen3_5_text", "partial_rotary_factor"): 0.5,
+    ("qwen3_5_moe_text", "partial_rotary_factor"): 0.5,
     ("qwen3_next", "layer_types"): ["linear_attention", "full_attention"],
     ("qwen3_5_text", "layer_types"): ["linear_attention", "full_attention"],
+    ("qwen3_5_moe_text", "layer_types"): ["linear_attention", "full_attention"],
     ("qwen3_next", "full_attention_interval"): 2,
     ("qwen3_5_text", "full_attention_interval"): 2,
+    ("qwen3_5_moe_text", "full_attention_interval"): 2,
     ("gemma3_text", "sliding_window_pattern"): 2,
 }
 
@@ -278,7 +284,7 @@ def test_a_field_without_effect_has_none_in_transformers(name):
     for config in (plain, changed):
         config = family.config_class(**config)
         config._attn_implementation = "eager"
-        model = getattr(transformers, family.architecture)(config).eval().float()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
         weights = weights or {k: v.clone() for k, v in model.state_dict().items()}
         model.load_state_dict(weights)
         with torch.no_grad():

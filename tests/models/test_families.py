@@ -18,7 +18,7 @@ from mindspeed.models.stored_weights import pack
 from mindspeed.models.table import parameters
 from mindspeed.models.weight_shards import joined
 from tests.models import model_ranks
-from tests.support.tiny import CASES, VOCAB
+from tests.support.tiny import CASES, VOCAB, batch
 
 SETUP = "tests.support.warm"
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
@@ -132,6 +132,8 @@ MORE_LAYOUTS = [
     *((name, 2, (*LOCAL, *TP_SP)) for name in ("gemma3", "olmo3", "hunyuan")),
     *((name, 2, (*EP, *GROUPED)) for name in ("minimax-m2", "gpt-oss")),
     *(("qwen3-next", 2, flags) for flags in (TP_SP, PP, (*EP, *GROUPED))),
+    ("qwen3.5-moe", 2, (*EP, *GROUPED)),
+    ("internlm3", 2, TP),
     *(("qwen3.5", 2, flags) for flags in (TP, PP)),
     ("qwen3.5", 1, LOCAL),
     *(("gpt-oss", 2, flags) for flags in (EP, TP_SP, PP)),
@@ -172,3 +174,29 @@ MORE_LAYOUTS = [
 )
 def test_the_same_in_other_layouts(oracle, ranks, name, size, flags):
     compare(oracle, ranks, name, size, flags)
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("name", CASES)
+def test_a_written_config_means_the_same_to_transformers(oracle, name, tmp_path):
+    """The model of the file that we write for a model computes the logits of its own file."""
+    import transformers
+
+    folder = Path(oracle(name)[0])
+    given = json.loads((folder / "config.json").read_text())
+    family = family_of_config(given)
+    if not family.in_transformers or given["model_type"] != family.model_types[0]:
+        pytest.skip("its class is not part of transformers")
+    args = model_ranks.resolved(str(folder), CASES[name].flags)
+    written = {**family.write(args), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    logits, state = [], None
+    for where in (folder, tmp_path):
+        config = transformers.AutoConfig.from_pretrained(where)
+        config._attn_implementation = "eager"
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        state = state or {k: v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(state)
+        with torch.no_grad():
+            logits.append(model(batch()[0]).logits)
+    torch.testing.assert_close(*logits)

@@ -487,5 +487,12 @@ CASES: dict[str, Case] = {
     "qwen3.5": Case(
         "Qwen3_5", _GROUPED | _DELTA_NET | {"head_dim": 16}, config_name="Qwen3_5TextConfig"
     ),
+    "qwen3.5-moe": Case(
+        "Qwen3_5Moe",
+        _QWEN_MOE | _DELTA_NET | {"shared_expert_intermediate_size": 40},
+        flags=_NO_BALANCE,
+        config_name="Qwen3_5MoeTextConfig",
+    ),
+    "internlm3": Case("Llama", _GROUPED | {"head_dim": 16}, config_name="InternLM3Config"),
     "deepseek-v3-direct-queries": Case("DeepseekV3", _LATENT | {"q_lora_rank": None}),
 }
