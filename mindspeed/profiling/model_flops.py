@@ -316,11 +316,11 @@ def _latent(args: Mapping[str, Any]) -> LatentAttention | None:
 
 
 def _delta_nets(args: Mapping[str, Any], computing: Computing) -> DeltaNets | None:
-    count = sum(computing(linear_pattern(args)))
-    if not count:
+    pattern = linear_pattern(args)
+    if not any(pattern):
         return None
     return DeltaNets(
-        layers=count,
+        layers=sum(computing(pattern)),
         key_heads=args["linear_num_key_heads"],
         key_channels=args["linear_key_head_dim"],
         value_heads=args["linear_num_value_heads"],
