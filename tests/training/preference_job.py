@@ -221,3 +221,28 @@ def refusals(words: Sequence[str], cases: Sequence[Sequence[str]]) -> list[str]:
 
 def write_mixtral(folder: str, sizes: dict[str, Any]) -> None:
     write_model(folder, "Mixtral", **sizes)
+
+
+def written(words: Sequence[str], command_words: Sequence[str], folder: str) -> float:
+    """Train, write for transformers, and the mean reward of the pairs' answers there."""
+    import torch
+    import transformers as hf
+
+    from tests.support import forked
+
+    for one in ([words[0], *FLAGS.split(), *words[1:]], command_words):
+        status, text = forked.run(one)
+        assert status == 0, text
+    model, report = hf.AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
+    rewards = []
+    for one in records():
+        for answer in ("chosen", "rejected"):
+            ids = tokenizer.apply_chat_template(one["prompt"] + one[answer], tokenize=False)
+            found = tokenizer(ids, return_tensors="pt", add_special_tokens=False)
+            with torch.no_grad():
+                rewards.append(model(**found).logits.item())
+    return sum(rewards) / len(rewards)

@@ -351,3 +351,22 @@ def test_what_cannot_be_trained_is_refused(rank_pool, files, tmp_path):
     found = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=240)[0]
     for (case, message), text in zip(cases.items(), found, strict=True):
         assert message in text, (case, text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
+def test_a_reward_model_is_written_for_transformers(rank_pool, train, files, tmp_path, adapters):
+    """It gives the rewards there that a further training begins with."""
+    load = ["--load", f"hf:{files / 'model'}"]
+    words = ["reward", *load, "--data", str(files / "pairs.jsonl"), "--save", str(tmp_path / "one")]
+    words += ["--data-cache-path", str(files / "cache"), *job.PADDED.split(), "--train-iters", "3"]
+    write = ["export", "--hf", "--load", str(tmp_path / "one"), "--output", str(tmp_path / "hf")]
+    if adapters:
+        words += ["--lora-r", "4"]
+        write = ["merge-lora", *load, "--lora-load", str(tmp_path / "one")]
+        write += ["--save", str(tmp_path / "hf"), "--format", "hf"]
+    call = job.written, words, write, str(tmp_path / "hf")
+    (mean,) = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=120)
+    whole = "--micro-batch-size 24 --lr 0 --train-iters 1"
+    again = train(1, job.PADDED, whole, f"--load hf:{tmp_path / 'hf'}", command="reward")
+    assert again[0]["mean_reward"] == pytest.approx(mean, abs=1e-5) and abs(mean) > 1e-3
