@@ -41,6 +41,7 @@ from mindspeed.files import atomic_writer
 from mindspeed.job import Batch
 from mindspeed.lora import adapted, switched_off
 from mindspeed.models.hf_load import folder_of, is_hf
+from mindspeed.models.model_extras import PLAIN
 from mindspeed.preference.answers import Answers, answers_of
 from mindspeed.preference.losses import PreferenceLoss
 from mindspeed.training import data, setup
@@ -194,6 +195,7 @@ _OF_THE_MODEL = (
     *("params_dtype", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
     *("num_query_groups", "kv_channels", "rotary_base", "norm_epsilon", "padded_vocab_size"),
     *("window_size", "num_experts", "moe_router_topk", "seq_length", "pack_sequences"),
+    *("base_weights", "double_quantization", *PLAIN),
 )
 
 
