@@ -11,6 +11,7 @@ in. Text goes to standard output as it is made (with one prompt), everything els
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,8 @@ from mindspeed.cli.inference_flags import (
     sampling_options,
 )
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.inference.sampling import Constraint, SamplingOptions
+from mindspeed.parsing import read_json
 from mindspeed.ranges import number, whole
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-beams", type=whole(1), default=1, help="sequences a beam search follows")
     add("--num-return-sequences", type=whole(1), default=1, help="texts for each prompt")
     add("--length-penalty", type=number(), default=1.0, help="above 0: longer beams")
+    add("--json-schema", type=Path, metavar="FILE", help="the text is JSON that fits this schema")
+    add("--regex", metavar="TEXT", help="the text matches this regular expression")
     add("--recompute", action="store_true", help="run the whole text for every token: slow, exact")
 
 
@@ -52,11 +56,22 @@ def run(args: argparse.Namespace) -> int:
         num_return_sequences=args.num_return_sequences,
         length_penalty=args.length_penalty,
         recompute=args.recompute,
+        constraint=_constraint(args),
     )
     texts = _prompts(args)
     return run_model(
         "generate", args, lambda generator: _print_all(generator, texts, options, args.batch_size)
     )
+
+
+def _constraint(args: argparse.Namespace) -> Constraint | None:
+    """What the text must be."""
+    if args.json_schema is not None and args.regex is not None:
+        raise ConfigError("give either --json-schema or --regex")
+    if args.json_schema is not None:
+        schema = read_json(args.json_schema, f"--json-schema {args.json_schema}", DataError)
+        return Constraint("json_schema", json.dumps(schema))
+    return None if args.regex is None else Constraint("regex", args.regex)
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

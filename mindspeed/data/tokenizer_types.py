@@ -97,6 +97,7 @@ class PlainTokenizer:
 
 
 REPLACEMENT = "\ufffd"  # how a part of a character is decoded
+_BLANK = "\u2581"  # in pieces of SentencePiece
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -111,9 +112,10 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 def token_bytes(tokenizer: TextTokenizer, token: int) -> bytes:
     """The bytes of a token, which may be a part of a character."""
-    text = tokenizer.detokenize([token])
-    piece = tokenizer.piece(token) if REPLACEMENT in text else None
-    if piece is None:
+    text, piece = tokenizer.detokenize([token]), tokenizer.piece(token)
+    if piece is not None and piece.startswith(_BLANK) and text:
+        return (" " + text.removeprefix(" ")).encode()  # a text loses the blank that it begins with
+    if piece is None or REPLACEMENT not in text:
         return text.encode()
     if byte := _BYTE.fullmatch(piece):
         return bytes([int(byte[1], 16)])

@@ -39,6 +39,7 @@ from mindspeed.inference.generate import (
     pack_token_scores,
     unpack_token_scores,
 )
+from mindspeed.inference.grammar import Matcher, mask_all
 from mindspeed.inference.sampling import (
     SamplingOptions,
     generator_of,
@@ -136,6 +137,7 @@ class _Sequence:
     random: torch.Generator
     decoder: Decoder
     logits: torch.Tensor | None  # [v] after the last token; on the last pipeline stage only
+    matcher: Matcher | None
 
     @property
     def new_tokens(self) -> int:
@@ -208,6 +210,7 @@ class ContinuousBatcher:
                         generator_of(options.seed, index),
                         decoder if copy == 0 else decoder.copy(),
                         logits,
+                        generator.matcher(options),
                     )
                 )
         self._requests[key] = request
@@ -264,6 +267,7 @@ class ContinuousBatcher:
                 scores = process_logits(
                     logits[index : index + 1], context, options, request.eos, [sequence.new_tokens]
                 )
+                scores = mask_all(scores, [sequence.matcher])
                 sampled[index] = sample_tokens(scores, options, [sequence.random])[0]
             if top_n is not None:
                 packed = pack_token_scores(logits, sampled, top_n)
@@ -293,6 +297,8 @@ class ContinuousBatcher:
             end = None if scores is None else token
             return OutputChunk(sequence.index, text.finish(), None, scores, "stop", end)
         sequence.tokens.append(token)
+        if sequence.matcher is not None:
+            sequence.matcher.accept(token)
         new_text, finish = text.push(token), None
         if text.stopped:
             finish = "stop"

@@ -27,6 +27,7 @@ import torch
 
 from mindspeed.errors import DataError
 from mindspeed.inference.decoder import Decoder
+from mindspeed.inference.grammar import Matcher, mask_all
 from mindspeed.inference.parallel_groups import ModelParallelGroups
 from mindspeed.inference.sampling import (
     SamplingOptions,
@@ -125,6 +126,7 @@ def decode_steps(
     eos: Collection[int] = (),
     should_stop: Callable[[int, int], bool] | None = None,
     seed_offsets: Sequence[int] | None = None,
+    matchers: Sequence[Matcher] | None = None,
 ) -> Iterator[DecodeStep]:
     """Generate greedily or by sampling, step by step; the same on all ranks of the model.
 
@@ -140,6 +142,7 @@ def decode_steps(
         should_stop: Called on every rank with sequence index and new token, in order; True ends
             the sequence.
         seed_offsets: Added to ``options.seed`` for each sequence; default: its index.
+        matchers: Of each sequence, for its grammar.
 
     Raises:
         DataError: A prompt is empty, has ids outside the vocabulary, or is too long.
@@ -157,8 +160,13 @@ def decode_steps(
         logits = logits.repeat_interleave(copies, dim=0)
     while True:
         running = batch.running
-        sampled, scores = _sample(logits, batch, options, vocab_size, eos, generators, groups)
-        yield batch.append(sampled, scores, eos, should_stop)
+        sampled, scores = _sample(
+            logits, batch, options, vocab_size, eos, generators, groups, matchers
+        )
+        step = batch.append(sampled, scores, eos, should_stop)
+        for sequence, token in step.tokens.items() if matchers else ():
+            matchers[sequence].accept(token)  # type: ignore[index]
+        yield step
         if not batch.running:
             return
         position = {sequence: i for i, sequence in enumerate(running)}
@@ -226,6 +234,7 @@ def _sample(
     eos: Collection[int],
     generators: Sequence[torch.Generator],
     groups: ModelParallelGroups,
+    matchers: Sequence[Matcher] | None,
 ) -> tuple[list[int], list[TokenScores] | None]:
     """Next token of every running sequence and, if requested, its scores; on every rank.
 
@@ -240,6 +249,8 @@ def _sample(
         new_tokens = [batch.length - batch.prompt_lengths[s] for s in sequences]
         context = batch.tokens[sequences, : batch.length]
         scores = process_logits(raw[positions], context, options, eos, new_tokens)
+        if matchers:
+            scores = mask_all(scores, [matchers[s] for s in sequences])
         sampled[positions] = sample_tokens(scores, options, [generators[s] for s in sequences])
     sampled = groups.broadcast(sampled)
     if options.logprobs is None:

@@ -22,6 +22,19 @@ _GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive seeds over all 64 bits
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What an answer must be.
+
+    Attributes:
+        kind: ``json_schema``, ``json_object`` or ``regex``.
+        text: The schema or the expression.
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class SamplingOptions:
     """Number of tokens to generate, and sampling options.
 
@@ -45,6 +58,7 @@ class SamplingOptions:
         num_return_sequences: Continuations per prompt.
         stop: Strings that end a sequence; they are not part of its text.
         shown: Special tokens that are part of its text.
+        constraint: What the text must be.
         logprobs: Also return the log-probability of each new token and of the N most likely tokens.
         recompute: Run the whole sequence for every token instead of keeping a KV cache.
     """
@@ -67,6 +81,7 @@ class SamplingOptions:
     num_return_sequences: int = 1
     stop: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
+    constraint: Constraint | None = None
     logprobs: int | None = None
     recompute: bool = False
 
@@ -99,6 +114,13 @@ class SamplingOptions:
         return self._number_problem()
 
     def _number_problem(self) -> str | None:
+        if self.constraint is not None and self.num_beams > 1:
+            return f"--num-beams {self.num_beams}: a beam search follows no schema or expression"
+        if self.constraint is not None and self.min_new_tokens:
+            return (
+                f"min_tokens {self.min_new_tokens}: an answer by a schema or an expression ends "
+                "where that does"
+            )
         if self.num_beams < 1:
             return f"--num-beams {self.num_beams}: at least 1 is needed"
         if self.num_return_sequences < 1:

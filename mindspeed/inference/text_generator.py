@@ -13,7 +13,7 @@ the same results. Invalid arguments are refused on every rank alike, before the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mindspeed.data.tokenizer_types import TextTokenizer, token_bytes
 from mindspeed.inference.beam_search import Hypothesis, beam_search
 from mindspeed.inference.generate import TokenScores, check_prompts, decode_steps
+from mindspeed.inference.grammar import Grammars, Matcher
 from mindspeed.inference.load import LoadedModel
 from mindspeed.inference.parallel_groups import ModelParallelGroups
 from mindspeed.inference.sampling import SamplingOptions
@@ -81,6 +82,7 @@ class TextGenerator:
         start: Ids that every text begins with (bos), if the model was trained with them.
         model_vocab_size: Vocabulary of the model without padding; in many published models larger
             than the tokenizer's. None: the tokenizer's.
+        grammars: Compiled for its vocabulary.
     """
 
     stage: Any
@@ -89,6 +91,7 @@ class TextGenerator:
     eos: frozenset[int]
     start: tuple[int, ...] = ()
     model_vocab_size: int | None = None
+    grammars: Grammars = field(default_factory=Grammars)
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> TextGenerator:
@@ -96,6 +99,16 @@ class TextGenerator:
         groups = ModelParallelGroups.of_megatron()
         vocab_size = getattr(loaded.args, "vocab_size", None)
         return cls(loaded.stage, loaded.tokenizer, groups, loaded.eos, loaded.start, vocab_size)
+
+    def matcher(self, options: SamplingOptions) -> Matcher | None:
+        """Keeps a new sequence to the options' constraint, if there is one.
+
+        Raises:
+            ConfigError: The constraint is not valid.
+        """
+        if options.constraint is None:
+            return None
+        return self.grammars.matcher(self, options.constraint, self.end_tokens(options))
 
     @property
     def vocab_size(self) -> int:
@@ -215,6 +228,7 @@ class TextGenerator:
             for _ in range(copies)
         ]
         new_text: dict[int, str] = {}
+        matchers = [matcher for _ in texts if (matcher := self.matcher(options))]
 
         def should_stop(index: int, token: int) -> bool:
             new_text[index] = texts[index].push(token)
@@ -229,6 +243,7 @@ class TextGenerator:
             eos=self.end_tokens(options),
             should_stop=should_stop,
             seed_offsets=seed_offsets,
+            matchers=matchers,
         ):
             for index in sorted(step.tokens.keys() | step.finished.keys()):
                 finish = step.finished.get(index)

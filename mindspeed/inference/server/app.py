@@ -37,7 +37,13 @@ from mindspeed.inference.server.protocol import (
     usage_of,
 )
 from mindspeed.inference.server.protocol import Request as ModelRequest
-from mindspeed.inference.server.tool_calls import AnswerParser, CallFormat, Part, reasoning_of
+from mindspeed.inference.server.tool_calls import (
+    JSON_LIST,
+    AnswerParser,
+    CallFormat,
+    Part,
+    reasoning_of,
+)
 from mindspeed.inference.text_generator import OutputChunk, TextGenerator
 
 Event = OutputChunk | PromptScores
@@ -144,7 +150,7 @@ def _chat_job(service: Service, body: ChatRequest) -> tuple[GenerationJob, list[
     if body.max_tokens == 0:
         raise ApiError(400, "max_tokens=0: an answer needs at least 1", param="max_tokens")
     messages, tools = body.conversation, body.offered_tools
-    if tools and service.calls is None:
+    if tools and service.calls is None and not body.demands_call:
         message = "it is unknown how this model writes calls of tools: start the server with "
         raise ApiError(400, message + "--tool-call-parser", param="tools")
     try:
@@ -154,6 +160,10 @@ def _chat_job(service: Service, body: ChatRequest) -> tuple[GenerationJob, list[
     text = template.prompt(messages, tools)
     prompt = service.generator.encode(text, start=template.plain)
     calls, reasoning = service.calls if tools else None, reasoning_of(template.source)
+    if body.demands_call:
+        calls = JSON_LIST
+    if body.constraint is not None:
+        reasoning = None  # the answer is what the grammar says from its first token on
     available = service.generator.context_length - len(prompt)
     tokens = body.max_completion_tokens or body.max_tokens
     tokens = tokens or max(1, min(service.max_tokens, available))
@@ -201,6 +211,7 @@ def _job(
         message = f"{len(prompts)} prompts x n={body.n}: this server allows {service.max_sequences}"
         raise ApiError(400, message, param="n")
     options = body.sampling(max_tokens, logprobs, stop, shown)
+    service.generator.matcher(options)  # refuses a schema that is not valid
     longest = max(map(len, prompts), default=0)
     context = service.generator.context_length
     if longest + max_tokens > context:

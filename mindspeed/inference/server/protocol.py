@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mindspeed.data.tools import check_result, definitions
 from mindspeed.errors import ConfigError
 from mindspeed.inference.generate import TokenScores
-from mindspeed.inference.sampling import SamplingOptions
+from mindspeed.inference.sampling import Constraint, SamplingOptions
 from mindspeed.inference.server.middleware import ApiError
 from mindspeed.inference.server.tool_calls import AnswerParser, Part
 from mindspeed.inference.text_generator import TextGenerator
@@ -30,7 +30,6 @@ _UNSUPPORTED = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
     "audio": (None,),
     "modalities": (None, ["text"]),
 }
@@ -49,6 +48,38 @@ _WITHOUT_EFFECT = (
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What an answer must be, as OpenAI says it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type json_schema")
+        return self
+
+
+class StructuredOutputs(BaseModel):
+    """What an answer must be, as vLLM says it."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    schema_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if (self.schema_ is None) == (self.regex is None):
+            raise ValueError("give either json or regex")
+        return self
 
 
 class Request(BaseModel):
@@ -72,6 +103,29 @@ class Request(BaseModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     min_tokens: int = Field(0, ge=0)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must be.
+
+        Raises:
+            ApiError: Two fields say it.
+        """
+        form, other = self.response_format, self.structured_outputs
+        if form is None or form.type == "text":
+            if other is None:
+                return None
+            if other.regex is not None:
+                return Constraint("regex", other.regex)
+            return Constraint("json_schema", json.dumps(other.schema_))
+        if other is not None:
+            message = "give either response_format or structured_outputs"
+            raise ApiError(400, message, param="structured_outputs")
+        if form.json_schema is None:
+            return Constraint("json_object")
+        return Constraint("json_schema", json.dumps(form.json_schema.schema_))
 
     @model_validator(mode="before")
     @classmethod
@@ -145,6 +199,7 @@ class Request(BaseModel):
                 num_return_sequences=self.n,
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 shown=tuple(shown),
+                constraint=self.constraint,
                 logprobs=logprobs,
             )
         except ConfigError as error:
@@ -272,6 +327,38 @@ class ChatRequest(Request):
         elif self.tool_choice == "required" and not found:
             raise ApiError(400, "tool_choice 'required' needs tools", param="tool_choice")
         return [] if self.tool_choice == "none" else found
+
+    @property
+    def demands_call(self) -> bool:
+        """Whether the answer must be calls of tools."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def constraint(self) -> Constraint | None:
+        if not self.demands_call:
+            return super().constraint
+        if super().constraint is not None:
+            raise ApiError(400, "tool_choice demands calls: leave response_format away")
+        tools = self.offered_tools
+        one = isinstance(self.tool_choice, NamedTool)
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            tools = [tool for tool in tools if tool["function"]["name"] == name]
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    "parameters": tool["function"].get("parameters", {"type": "object"}),
+                },
+                "required": ["name", "parameters"],
+            }
+            for tool in tools
+        ]
+        schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        if one or not self.parallel_tool_calls:
+            schema["maxItems"] = 1
+        return Constraint("json_schema", json.dumps(schema))
 
     @property
     def template_variables(self) -> dict[str, Any]:
