@@ -50,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3, "
         "deepseek_v31 (default: auto, by its chat template)",
     )
+    add(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: temperature, top_p, top_k, min_p and repetition_penalty of the model's "
+        "generation_config.json hold where a request has none (default: auto)",
+    )
     add("--model-name", help="model name for clients (default: name of --load)")
     add(
         "--api-key-file",
@@ -78,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     variables = parse_object(args.chat_template_kwargs, "--chat-template-kwargs")
 
     def body(generator: TextGenerator) -> None:
+        from mindspeed.inference.load import sampling_defaults
         from mindspeed.inference.server.connections import ConnectionLimits
         from mindspeed.inference.server.middleware import RequestLimits
         from mindspeed.inference.server.run import Address, ServeOptions, serve
@@ -97,10 +105,17 @@ def run(args: argparse.Namespace) -> int:
             args.max_batch_rows,
             ConnectionLimits(args.max_connections_per_address, args.max_connections),
             format_of(template.source if template else "", args.tool_call_parser),
+            sampling_defaults(_folder(args)),
         )
         serve(generator, options)
 
     return run_model("serve", args, body)
+
+
+def _folder(args: argparse.Namespace) -> Path | None:
+    """The folder whose ``generation_config.json`` has the defaults."""
+    here = args.generation_config == "auto" and args.load.startswith("hf:")
+    return Path(args.load.removeprefix("hf:")) if here else None
 
 
 def api_key(args: argparse.Namespace) -> str | None:

@@ -21,7 +21,7 @@ from mindspeed.checkpoint.load import load
 from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import PlainTokenizer, TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.json_fields import Either, ListOf, Whole, check, or_null, read_object
+from mindspeed.json_fields import Either, ListOf, Real, Whole, check, or_null, read_object
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.storage import directory
 from mindspeed.training import setup
@@ -30,6 +30,14 @@ from mindspeed.training.configs import transformer_config
 from mindspeed.training.model import ModelProvider, build_modules, gpt_model
 from mindspeed.training.resolve import resolve
 
+# Sampling options that the authors of a model recommend.
+_SAMPLING_FIELDS = {
+    "temperature": or_null(Real(0, 100)),
+    "top_p": or_null(Real(1e-6, 1)),
+    "top_k": or_null(Whole()),
+    "min_p": or_null(Real(0, 1)),
+    "repetition_penalty": or_null(Real(1e-6)),
+}
 _END_FIELDS = {"eos_token_id": or_null(Either(Whole(), ListOf(Whole())))}
 
 
@@ -180,6 +188,20 @@ def _end_tokens(tokenizer: TextTokenizer, args: argparse.Namespace) -> Iterator[
         limit = args.vocab_size or tokenizer.vocab_size
         yield from (token for token in listed if token < limit)
         return
+
+
+def sampling_defaults(folder: Path | None) -> dict[str, Any]:
+    """Sampling options in the ``generation_config.json`` of a folder, empty if there is none.
+
+    Raises:
+        DataError: A value is not allowed.
+    """
+    path = Path(folder or "") / "generation_config.json"
+    if folder is None or not path.is_file():
+        return {}
+    values = read_object(path, DataError)
+    check(values, _SAMPLING_FIELDS, str(path), DataError)
+    return {name: values[name] for name in _SAMPLING_FIELDS if values.get(name) is not None}
 
 
 def adapt_tokenizer(tokenizer: Any) -> TextTokenizer:

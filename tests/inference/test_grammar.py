@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -12,6 +13,9 @@ from tests.support.lazy import needs
 needs("megatron.core", "fastapi", "openai", "xgrammar")
 
 from mindspeed.cli.main import main
+from mindspeed.errors import ConfigError
+from mindspeed.inference.grammar import Grammars
+from mindspeed.inference.sampling import Constraint
 from tests.inference import grammar_ranks, tiny_chat, tool_ranks
 
 SETUP = "tests.support.warm"
@@ -115,6 +119,12 @@ def test_requests_say_what_the_answer_must_be(ranks, tiny):
         strict=True,
     ):
         assert answer.startswith("400") and message in answer
+
+
+def test_without_xgrammar_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ConfigError, match=r"pip install 'mindspeed\[grammar\]'"):
+        Grammars().matcher(None, Constraint("regex", "a"), {1})
 
 
 def test_flags_of_generate(tiny, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.lazy import Lazy, needs
 
 needs("megatron.core", "fastapi", "openai")
 
+from mindspeed.errors import DataError
 from mindspeed.inference.server.tool_calls import (
     FORMATS,
     REASONING,
@@ -21,6 +23,7 @@ from mindspeed.inference.server.tool_calls import (
 )
 from tests.inference import tiny_chat, tool_ranks
 
+load = Lazy("mindspeed.inference.load")
 protocol = Lazy("mindspeed.inference.server.protocol")
 
 ARGUMENTS = '{"a": "x}\\"{ é", "b": [1, {"c": null}]}'
@@ -269,3 +272,22 @@ def test_special_tokens_of_a_format_are_read_and_unknown_formats_refused(ranks, 
     assert "start the server with --tool-call-parser" in found[0][0]
     (found,) = ranks(1, tool_ranks.talk, tiny, None, requests, "hermes", setup="tests.support.warm")
     assert "does not render tools" in found[0][0]
+
+
+def test_fields_that_a_request_leaves_out_are_those_of_generation_config(ranks, tiny, tmp_path):
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny, folder)
+    path = folder / "generation_config.json"
+    given = {"temperature": 0.9, "top_k": 1, "do_sample": True, "min_p": None, "eos_token_id": 0}
+    path.write_text(json.dumps(given))
+    user = {"messages": [USER], "max_tokens": 8}
+    requests = [("", {**user, "seed": seed, "temperature": None}) for seed in (1, 2)]
+    requests += [("", user), ("", {**requests[0][1], "extra_body": {"top_k": 0}})]
+    args = (tool_ranks.talk, str(folder), None, requests, "auto")
+    (found,) = ranks(1, *args, setup="tests.support.warm")
+    one, two, greedy, wide = (answer["choices"][0]["message"]["content"] for answer, _ in found)
+    assert one == two == greedy != wide  # top_k 1 leaves one token; a request's own value wins
+    path.write_text(json.dumps({**given, "top_p": 1.5}))
+    with pytest.raises(DataError, match=r"top_p is 1\.5"):
+        load.sampling_defaults(folder)
+    assert load.sampling_defaults(tmp_path) == {}

@@ -25,7 +25,7 @@ def talk(
 
     from mindspeed.data import hf_template
     from mindspeed.inference.conversation import template_of
-    from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.load import Source, load_model, sampling_defaults
     from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.server.app import Service, create_app
     from mindspeed.inference.server.engine import Engine
@@ -39,7 +39,8 @@ def talk(
         config = hf_template.read_config(Path(folder))
         found = hf_template.JinjaTemplate("test", template, config)
     engine = Engine(generator, Rank0Broadcast())
-    service = Service(engine, "tiny", found, 400, 4, format_of(found.source, parser))
+    defaults = sampling_defaults(Path(folder))
+    service = Service(engine, "tiny", found, 400, 4, format_of(found.source, parser), defaults)
     said: list[int] = []
     prompts: list[str] = []
     place = 0
@@ -64,6 +65,8 @@ def talk(
         for text, body in requests:
             said[:] = [*generator.tokenizer.tokenize(text), generator.tokenizer.eod] if text else []
             body = {"model": "tiny", "temperature": 0, "max_tokens": 400, **body}
+            if body["temperature"] is None:  # the server's default
+                del body["temperature"]
             try:
                 answer = client.chat.completions.create(**body)
                 dumped = [c.to_dict() for c in answer] if body.get("stream") else answer.to_dict()

@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -64,6 +64,7 @@ class Service:
         max_tokens: Maximum new tokens of a request.
         max_sequences: Maximum of prompts x n of a request.
         calls: How the model writes calls of tools; None: in no known way.
+        defaults: Values of fields that a request leaves out.
     """
 
     engine: Engine
@@ -72,6 +73,7 @@ class Service:
     max_tokens: int = 1024
     max_sequences: int = 16
     calls: CallFormat | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generator(self) -> TextGenerator:
@@ -180,6 +182,8 @@ def _chat_job(service: Service, body: ChatRequest) -> tuple[GenerationJob, list[
 def _check(service: Service, body: ModelRequest) -> None:
     if body.model is not None:
         _check_model(service, body.model)
+    for name in service.defaults.keys() - body.model_fields_set:
+        setattr(body, name, service.defaults[name])
     body.refuse_unsupported()
 
 

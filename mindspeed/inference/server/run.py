@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import uvicorn
 
@@ -44,6 +45,7 @@ class ServeOptions:
         max_batch_size: Sequences that are decoded at once.
         connections: Limits on open connections.
         calls: How the model writes calls of tools; None: in no known way.
+        defaults: Values of fields that a request leaves out.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ServeOptions:
     max_batch_size: int = 16
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     calls: CallFormat | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def serve(generator: TextGenerator, options: ServeOptions) -> None:
@@ -73,13 +76,17 @@ def serve(generator: TextGenerator, options: ServeOptions) -> None:
         options.max_tokens,
         options.max_sequences,
         options.calls,
+        options.defaults,
     )
     app = create_app(service, options.limits)
     host, port = options.address.host, options.address.port
     config = uvicorn_config(app, host, port, options.connections)
+    log = logging.getLogger("uvicorn.error")
+    if options.defaults:
+        log.info("defaults of generation_config.json: %s", dict(options.defaults))
     if options.template is not None and options.template.renders_tools:
         name = options.calls.name if options.calls else "unknown, see --tool-call-parser"
-        logging.getLogger("uvicorn.error").info("format of calls of tools: %s", name)
+        log.info("format of calls of tools: %s", name)
     server = _Server(config)
     engine.on_failure = server.end
     server.run()
