@@ -140,8 +140,14 @@ def take_architecture(
         given: names that the user has set: they stay as they are.
 
     Raises:
-        ConfigError: one of ``given`` contradicts the shape of the weights in the checkpoint.
+        ConfigError: one of ``given`` contradicts the shape of the weights in the checkpoint, or it
+            holds a reward model, and ``args`` are of a model of the next token.
     """
+    if getattr(saved, "objective", "") == "reward" != getattr(args, "objective", ""):
+        raise ConfigError(
+            "the checkpoint holds a reward model, which has a head in place of the output layer: "
+            "train it on with mindspeed reward, or write it with mindspeed export --hf"
+        )
     taken = _architecture(saved, args)
     contradictions = [
         f"--{name.replace('_', '-')} {getattr(args, name)} contradicts the checkpoint, which has "

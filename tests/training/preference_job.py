@@ -246,3 +246,10 @@ def written(words: Sequence[str], command_words: Sequence[str], folder: str) -> 
             with torch.no_grad():
                 rewards.append(model(**found).logits.item())
     return sum(rewards) / len(rewards)
+
+
+def generated(load: str) -> str:
+    """What ``mindspeed generate`` says to a checkpoint."""
+    from tests.training.raw_data_job import command
+
+    return command(["generate", "--load", load, "--prompt", "a"])[1]

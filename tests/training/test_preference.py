@@ -388,6 +388,10 @@ def test_a_reward_model_is_written_for_transformers(rank_pool, train, files, tmp
         write += ["--save", str(tmp_path / "hf"), "--format", "hf"]
     call = job.written, words, write, str(tmp_path / "hf")
     (mean,) = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=120)
+    if not adapters:
+        call = job.generated, str(tmp_path / "one")
+        (text,) = rank_pool.run(1, *call, setup=SETUP, backend=None, timeout=60)
+        assert "the checkpoint holds a reward model" in text
     trained = job.logged(train.file)
     assert mean == pytest.approx(trained[-1]["mean_reward"], abs=1e-5)
     assert abs(mean - trained[0]["mean_reward"]) > 1e-3
