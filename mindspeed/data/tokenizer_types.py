@@ -113,8 +113,8 @@ def _byte_level_alphabet() -> dict[str, int]:
 def token_bytes(tokenizer: TextTokenizer, token: int) -> bytes:
     """The bytes of a token, which may be a part of a character."""
     text, piece = tokenizer.detokenize([token]), tokenizer.piece(token)
-    if piece is not None and piece.startswith(_BLANK) and text:
-        return (" " + text.removeprefix(" ")).encode()  # a text loses the blank that it begins with
+    if piece is not None and piece.startswith(_BLANK):  # a text loses the blank that it begins with
+        return piece.replace(_BLANK, " ").encode()
     if piece is None or REPLACEMENT not in text:
         return text.encode()
     if byte := _BYTE.fullmatch(piece):

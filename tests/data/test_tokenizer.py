@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindspeed.data import tokenizer_types
 from mindspeed.data.tokenizer import PADDING, build_tokenizer, save_tokenizer, train_bpe
 from mindspeed.data.tokenizer_types import END_OF_TEXT, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
@@ -294,3 +295,18 @@ def test_a_wrong_model_file_is_named(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"rubbish")
     with pytest.raises(DataError, match="is no valid SentencePiece model"):
         build_tokenizer(TokenizerOptions("SentencePieceTokenizer", str(tmp_path)))
+
+
+def test_the_bytes_of_a_token_have_its_blank_and_parts_of_characters():
+    pieces = {1: "\u2581cat", 2: "<0xE7>", 3: "s", 4: "ç", 5: "\u2581\u2581"}
+
+    class Pieces(tokenizer_types.PlainTokenizer):
+        def piece(self, token):
+            return pieces[token]
+
+        def detokenize(self, ids):  # as SentencePiece: without the blank that a text begins with
+            texts = ["\ufffd" if token == 2 else pieces[token] for token in ids]
+            return "".join(texts).replace("\u2581", " ").removeprefix(" ")
+
+    found = [tokenizer_types.token_bytes(Pieces(), token) for token in pieces]
+    assert found == [b" cat", b"\xe7", b"s", "ç".encode(), b"  "]
