@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed.device.host_tensors import with_values
+from mindspeed.device.torch_versions import cpu_attention_groups_heads
 from mindspeed.te.masks import Visibility, Window, visibility
 
 
@@ -64,6 +65,10 @@ def attend(
     size_v = value.shape[-1]
     if not dropout and size_v < key.shape[-1]:
         value = F.pad(value, (0, key.shape[-1] - size_v))
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and query.device.type == "cpu" and not cpu_attention_groups_heads():
+        # Older torch would keep the scores, and compute those that the causal mask hides.
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     out = F.scaled_dot_product_attention(
         query,
         key,

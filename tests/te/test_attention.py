@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from mindspeed.errors import ConfigError
+from mindspeed.instruments import FlopCounter
+from mindspeed.te import attention
 from mindspeed.te.dot_product import DotProductAttention
 from mindspeed.te.masks import visibility
 from mindspeed.testing import assert_close_with_grads
@@ -66,6 +70,18 @@ def test_causal_attention(groups, size_v, window):
         rtol=0,
         atol=2e-6,
     )
+
+
+def test_grouped_heads_run_the_flash_kernel_of_a_cpu_whose_torch_repeats_none(monkeypatch):
+    """torch 2.7 takes its formula for them, with the scores that a causal mask hides."""
+    monkeypatch.setattr(attention, "cpu_attention_groups_heads", lambda: False)
+    keep = band(7, 7, -1, 0, 0)
+    run, expected = module(), functools.partial(reference, keep=keep)
+    assert_close_with_grads(lambda *x: run(*x), expected, qkv(groups=2), rtol=0, atol=2e-6)
+    with FlopCounter() as counter:
+        run(*qkv(groups=2))
+    batch, heads, size, visible = 2, 4, 8, 7 * 8 // 2
+    assert counter.count.total == 2 * 2 * batch * heads * size * visible
 
 
 @pytest.mark.parametrize(
