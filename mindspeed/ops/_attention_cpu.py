@@ -91,7 +91,10 @@ def _widened(v: Tensor, q: Tensor) -> Tensor:
 
 
 def _four(bias: Tensor | None) -> Tensor | None:
-    return bias if bias is None or bias.dim() == 4 else bias.expand(1, 1, *bias.shape[-2:])
+    """Four dimensions, the last of which torch 2.7 takes for dense without looking."""
+    if bias is None:
+        return None
+    return tiles.vectors(bias if bias.dim() == 4 else bias.expand(1, 1, *bias.shape[-2:]))
 
 
 def _fast_for(q: Tensor) -> bool:
