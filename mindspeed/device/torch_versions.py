@@ -63,6 +63,11 @@ def cpu_attention_groups_heads() -> bool:
     return at_least("2.9")
 
 
+def saving_keeps_tensors() -> bool:
+    """Whether ``torch.save`` keeps what it has saved until garbage is collected."""
+    return not at_least("2.10")
+
+
 def fused_adam_takes_several_meshes() -> bool:
     """Whether one fused Adam updates DTensors of several device meshes."""
     return at_least("2.9")

@@ -8,6 +8,7 @@ reading each tensor when it is written. Both hold one tensor, or one file, in me
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import math
 import queue
@@ -35,7 +36,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from mindspeed.device.torch_versions import saving_keeps_tensors
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.storage import directory
 from mindspeed.storage.checked_file import CheckedFile, FileSlice
@@ -242,11 +246,17 @@ class _Writer(dcp.FileSystemWriter):
         self._limit = max_file_bytes
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        files: queue.Queue[tuple[Any, str, list[WriteItem]]] = queue.Queue()
+        written: list[WriteResult] = []
         for number, items in enumerate(_files(plan.items, self._limit)):
             name = f"__0_{number}.distcp"
+            files: queue.Queue[tuple[Any, str, list[WriteItem]]] = queue.Queue()
             files.put((self.fs.concat_path(self.path, name), name, items))
-        return self._write_data(planner, files)
+            written += self._write_data(planner, files).wait()
+            if saving_keeps_tensors():
+                gc.collect()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(written)
+        return done
 
 
 def _files(items: Sequence[WriteItem], limit: int) -> Iterator[list[WriteItem]]:
