@@ -443,9 +443,9 @@ def reason(error: RankError) -> str:
     return f"failed: {type(original).__name__}: {' '.join(str(original).split())[:200]}{where}"
 
 
-def table(data: Data, stack: Mapping[str, str] = _STACK) -> str:
-    """One row for each name of the stack and each job, one column a version."""
-    rows = {name: job.shown for name, job in JOBS.items()}
+def table(data: Data, stack: Mapping[str, str] = _STACK, more: Mapping[str, str] = {}) -> str:
+    """One row for each name of the stack, each job and what there is more, one column a version."""
+    rows = {name: job.shown for name, job in JOBS.items()} | more
     lines = ["| | " + " | ".join(data) + " |", "|---|" + "---|" * len(data)]
     for name, shown in {**stack, **rows}.items():
         cells = (_cell(name, found) for found in data.values())
@@ -455,7 +455,7 @@ def table(data: Data, stack: Mapping[str, str] = _STACK) -> str:
 
 def _cell(name: str, found: Mapping[str, str]) -> str:
     text = found.get(name, "")
-    return text.partition(":")[0] if name in JOBS else text
+    return text.partition(":")[0]
 
 
 def tested(data: Data) -> list[str]:

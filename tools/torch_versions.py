@@ -17,30 +17,60 @@ from __future__ import annotations
 import argparse
 import platform
 import re
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib.metadata import version as installed
 from pathlib import Path
 
 from feature_table import ROOT, update
 from feature_table import load as load_page_data
 from megatron_release import Data, load, store
-from megatron_versions import BASE, EQUAL, JOBS, PAGE, Job, table, verdicts
+from megatron_versions import BASE, EQUAL, JOBS, PAGE, table, verdicts
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from mindspeed.device.torch_versions import OLDEST, TESTED
+from tests.npu_emulator import wheel
+from tests.support.wheels import WheelUnavailable
 
 DATA = ROOT / "docs" / "torch_versions.toml"
 _HEAD = "# What trains with each torch; written by tools/torch_versions.py --measure.\n"
-_STACK = {"python": "Python", "megatron-core": "megatron-core", "transformers": "transformers"}
+_STACK = {
+    "python": "Python",
+    "megatron-core": "megatron-core",
+    "transformers": "transformers",
+    "torch_npu": "torch_npu, emulated",
+}
+_EMULATOR = "tests/npu_emulator"
+NPU = {
+    "npu": (
+        "emulated NPU: device, collectives, allocator, states, schemas",
+        *(_EMULATOR, f"--deselect={_EMULATOR}/test_operators.py"),
+        f"--deselect={_EMULATOR}/test_training.py",
+    ),
+    "npu-operators": (
+        "emulated NPU: operators, and what runs without one of torch_npu's",
+        *(f"{_EMULATOR}/test_operators.py", "tests/ops/test_attention_npu.py"),
+        *("tests/ops/test_groups_on_npu.py", "tests/ops/test_moe_permutation.py"),
+        *("tests/ops/test_ring_attention_update.py", "tests/ops/test_strided.py"),
+    ),
+    "npu-training": (
+        "emulated NPU: context and tensor parallelism, training of Megatron",
+        *("tests/attention/test_on_npu.py", "tests/tensor_parallel/test_on_npu.py"),
+        f"{_EMULATOR}/test_training.py",
+    ),
+}
+"""What is tested with the torch_npu of the emulator: in words, and arguments of pytest."""
+ALL = [*JOBS, *NPU]
+PASSES = "passes"
 PINNED = ("python", "megatron-core")
 """What makes a column of its own where it is not that of constraints.txt."""
 
 
-def measure(jobs: Mapping[str, Job]) -> tuple[str, dict[str, str]]:
-    """The name of this environment's column, and what each job does there."""
+def measure(names: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The name of this environment's column, and what each job and test does there."""
     torch = installed("torch").partition("+")[0]
     stack = {
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -48,9 +78,27 @@ def measure(jobs: Mapping[str, Job]) -> tuple[str, dict[str, str]]:
         "transformers": installed("transformers"),
     }
     with tempfile.TemporaryDirectory() as scratch:
-        verdict = verdicts(f"torch {torch}", jobs, Path(scratch))
+        jobs = {name: JOBS[name] for name in names if name in JOBS}
+        verdict = verdicts(f"torch {torch}", jobs, Path(scratch)) if jobs else {}
+    try:
+        stack["torch_npu"] = wheel.version()
+    except WheelUnavailable:
+        stack["torch_npu"] = "no emulator"
+    for name in NPU.keys() & set(names):
+        verdict[name] = _tests(name) if stack["torch_npu"] != "no emulator" else "no emulator"
+        print(f"torch {torch} {name}: {verdict[name]}", flush=True)
     others = [f", {_STACK[name]} {stack[name]}" for name in PINNED if stack[name] != _pin(name)]
     return "".join([torch, *others]), stack | verdict
+
+
+def _tests(name: str) -> str:
+    """What the tests on the emulated NPU say."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    done = subprocess.run([*pytest, *NPU[name][1:]], cwd=ROOT, capture_output=True, text=True)
+    failed = re.findall(r"^(?:FAILED|ERROR) \S*?(\w+\.py::\S+)", done.stdout, re.M)
+    if done.returncode or failed:
+        return f"failed: {', '.join(failed) or done.stdout[-200:]}"
+    return PASSES
 
 
 def _pin(name: str) -> str:
@@ -100,16 +148,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
     parser.add_argument("--measure", action="store_true", help="train with this environment")
-    parser.add_argument("--only", nargs="+", metavar="JOB", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--only", nargs="+", metavar="JOB", choices=ALL, default=ALL)
     args = parser.parse_args(arguments)
     if args.measure:
-        column, found = measure({name: JOBS[name] for name in args.only})
+        column, found = measure(args.only)
         data = load(DATA)
         store(DATA, _HEAD, data | {column: data.get(column, {}) | found})
     data = load(DATA)
     for problem in (wrong := problems(data) + unsaid(data)):
         print(problem, file=sys.stderr)
-    tables = {PAGE: {"torch-versions": table(data, _STACK)}}
+    rows = table(data, _STACK, {name: shown for name, (shown, *_) in NPU.items()})
+    tables = {PAGE: {"torch-versions": rows}}
     outdated = update(tables, "torch_versions", check=args.check)
     return int(bool(wrong or outdated))
 
