@@ -25,9 +25,8 @@ NAMES = [
 def test_calls_into_torch_npu_give_what_the_definition_gives(npu, name):
     results = npu(jobs.verify, name, timeout=200)
     assert results
-    falls_back = name in wheel.FALLBACKS and wheel.lacks()
     for result in results:
-        assert result.kind == ("reference" if falls_back else "torch_npu")
+        assert result.kind == ("reference" if wheel.falls_back(name) else "torch_npu")
         assert result.passed, result
 
 
@@ -35,7 +34,7 @@ def test_calls_into_torch_npu_give_what_the_definition_gives(npu, name):
 @pytest.mark.parametrize("name", NAMES[::-1])
 def test_without_an_operator_of_torch_npu_the_definition_runs_and_says_so_once(npu, name):
     """As with a torch_npu that is older than the operator."""
-    if name in wheel.FALLBACKS and wheel.lacks():
+    if wheel.falls_back(name):
         pytest.skip(f"torch_npu {wheel.version()} has no operator to call")
     found = npu(jobs.verify_without, name, timeout=250)
     assert found
@@ -48,7 +47,7 @@ def test_without_an_operator_of_torch_npu_the_definition_runs_and_says_so_once(n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_into_torch_npu_have_the_shapes_and_dtypes_of_the_operator(npu, name):
-    if name in wheel.FALLBACKS and wheel.lacks():
+    if wheel.falls_back(name):
         pytest.skip(f"torch_npu {wheel.version()} has no operator to call")
     assert npu(jobs.contract, name, timeout=200) > 0
 

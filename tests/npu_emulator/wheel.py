@@ -13,22 +13,33 @@ import torch
 from tests.support import wheels
 from tests.support.wheels import WheelUnavailable
 
-RELEASES = {"2.7.1": "2.7.1.post11", "2.9.1": "2.9.1", "2.10.0": "2.10.0", "2.13.0": "2.13.0"}
+RELEASES = {
+    **{"2.7.1": "2.7.1.post11", "2.9.1": "2.9.1", "2.10.0": "2.10.0"},
+    **{"2.11.0": "2.11.0", "2.12.0": "2.12.0", "2.13.0": "2.13.0"},
+}
 """The torch_npu for each torch that the emulator runs with."""
 
-LACKING = {
-    "npu::_npu_moe_token_unpermute",
-    "npu::npu_moe_token_permute_grad_v2",
-    "npu::npu_moe_token_unpermute_grad_v2",
-    "npu::npu_ring_attention_update",
+_NEW = frozenset({"npu::_npu_moe_token_unpermute", "npu::npu_moe_token_unpermute_grad_v2"})
+_NEWER = _NEW | {"npu::npu_moe_token_permute_grad_v2", "npu::npu_ring_attention_update"}
+_LACKING = {"2.9.1": _NEWER, "2.10.0": _NEWER, "2.11.0": _NEW, "2.12.0": _NEW}
+_FALLBACKS = {
+    "moe_unpermute": "npu::npu_moe_token_permute_grad_v2",
+    "ring_attention_update": "npu::npu_ring_attention_update",
 }
-"""Operators that torch_npu 2.9.1 and 2.10.0 lack; 2.7.1.post11 is newer."""
-FALLBACKS = {"moe_unpermute", "ring_attention_update"}
-"""Operators of the library that run their definition there."""
 
 
-def lacks() -> bool:
-    """Whether the torch_npu of this torch is one of those."""
+def lacking() -> frozenset[str]:
+    """Operators that the torch_npu of this torch lacks; 2.7.1.post11 is a new one."""
+    return _LACKING.get(version(), frozenset())
+
+
+def falls_back(name: str) -> bool:
+    """Whether an operator of the library runs its definition, for want of one of torch_npu's."""
+    return _FALLBACKS.get(name) in lacking()
+
+
+def is_old() -> bool:
+    """Whether it is 2.9.1 or 2.10.0: no ``comm_mode`` of an all-reduce, a wrong meta kernel."""
     return version() in ("2.9.1", "2.10.0")
 
 

@@ -21,7 +21,7 @@ FUSED = {
 @pytest.mark.parametrize("comm_mode", [None, "aiv"])
 def test_one_kernel_with_the_bytes_of_the_collective(npu_ranks, comm_mode):
     overlap = Overlap(fused=True, comm_mode=comm_mode)
-    modes = {"matmul_reduce": None} if wheel.lacks() else {}  # an older one has the default alone
+    modes = {"matmul_reduce": None} if wheel.is_old() else {}  # an older one has the default alone
     for found in npu_ranks(2, npu_jobs.products, overlap, 8, K, N, False):
         for name, (equal, calls, sent, expected) in found.items():
             assert equal, name
