@@ -304,3 +304,28 @@ GROUPED_OUTER = Operator(
     workload=_outer_workload,
     public="mindspeed.ops.gmm.npu_gmm",
 )
+
+
+def fused_grouped_matmul(
+    inputs: Tensor, m_split: Tensor | Sequence[int], weights: Tensor
+) -> Tensor:
+    """``y[g] = x[g] @ w[g]``, by the original's names in this module.
+
+    Args:
+        inputs: ``[T, K]``, rows sorted by group.
+        m_split: rows of each group, an int64 tensor ``[E]`` or a list.
+        weights: ``[E, K, N]``, or ``[E, N, K]`` where N is not K.
+
+    Returns:
+        ``[T, N]``.
+    """
+    check = Check("fused_grouped_matmul")
+    check.rank(2, inputs=inputs)
+    check.rank(3, weights=weights)
+    matrices = weights if weights.shape[1] == inputs.shape[1] else weights.transpose(1, 2)
+    check.shape((weights.shape[0], inputs.shape[1], matrices.shape[2]), weights=matrices)
+    ends = cumulative(check, "m_split", m_split, inputs, sizes=True)
+    return GROUPED_MATMUL(inputs, matrices, None, ends)  # type: ignore[no-any-return]
+
+
+eager_grouped_matmul = fused_grouped_matmul

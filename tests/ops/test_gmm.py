@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mindspeed.instruments import saved_for_backward
 from mindspeed.ops import OperatorError
 from mindspeed.ops.gmm import npu_gmm, npu_gmm_v2
+from mindspeed.ops.grouped_matmul import eager_grouped_matmul, fused_grouped_matmul
 from mindspeed.testing import assert_close_with_grads
 from tests.ops.traffic import traffic
 
@@ -46,6 +47,23 @@ def test_each_group_is_multiplied_with_its_matrix(sizes, transposed, bias):
     shape = (len(sizes), N, K) if transposed else (len(sizes), K, N)
     inputs = (normal(sum(sizes), K), normal(*shape, seed=1))
     assert_close_with_grads(ours, loop, inputs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("product", [fused_grouped_matmul, eager_grouped_matmul])
+def test_groups_by_the_names_of_the_original(product, transposed):
+    sizes = [3, 0, 6]
+
+    def loop(x, w):
+        w = w.transpose(1, 2) if transposed else w
+        return torch.cat([rows @ w[g] for g, rows in enumerate(x.split(sizes))])
+
+    inputs = (normal(9, K), normal(3, *((N, K) if transposed else (K, N)), seed=1))
+    for split in (sizes, torch.tensor(sizes)):
+        run = lambda x, w, split=split: product(x, split, w)  # noqa: E731
+        assert_close_with_grads(run, loop, inputs, rtol=0, atol=1e-12)
+    with pytest.raises(OperatorError, match="fused_grouped_matmul: weights"):
+        product(normal(9, 4), sizes, inputs[1])
 
 
 def test_gradients_are_the_derivatives_even_of_second_order():
