@@ -39,8 +39,13 @@ def falls_back(name: str) -> bool:
 
 
 def is_old() -> bool:
-    """Whether it is 2.9.1 or 2.10.0: no ``comm_mode`` of an all-reduce, a wrong meta kernel."""
+    """Whether a product with an all-reduce has no ``comm_mode``."""
     return version() in ("2.9.1", "2.10.0")
+
+
+def has_narrow_meta() -> bool:
+    """Whether the meta kernel of attention gives the output the head size of queries."""
+    return version() in _LACKING
 
 
 def cache_directory() -> Path:
