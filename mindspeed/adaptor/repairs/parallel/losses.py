@@ -190,7 +190,10 @@ def _excess(logits: torch.Tensor, target: torch.Tensor, group: Any, *given: Any)
 
 
 def keep_precision(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Replace ``calculate_gradients``; its result is fp32 ``[s * b, v / ranks]``."""
+    """Replace ``calculate_gradients``; its result is fp32 ``[s * b, v / ranks]``.
+
+    It is compiled where Megatron's is.
+    """
     from megatron.core.jit import jit_fuser
 
     def calculate_gradients(
@@ -209,7 +212,8 @@ def keep_precision(original: Callable[..., torch.Tensor]) -> Callable[..., torch
         )
         return found
 
-    return jit_fuser(calculate_gradients)  # type: ignore[no-any-return]
+    compiled = hasattr(original, "_torchdynamo_orig_callable")
+    return jit_fuser(calculate_gradients) if compiled else calculate_gradients
 
 
 def split_gathered(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
