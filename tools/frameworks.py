@@ -480,6 +480,11 @@ class McoreBridge(Updates):
     }
 
 
+def _recipe(shown: str, command: str, layout: str) -> Job:
+    """A job of a training loop whose log has four digits of norms."""
+    return Job(f"recipe by `{command}`, {shown}", command, layout, loss=2e-6, norm=1e-3)
+
+
 class MegatronBridge(Updates):
     """The same, and recipes by its own training loop."""
 
@@ -492,7 +497,27 @@ class MegatronBridge(Updates):
         "latent": _bridged(
             "latent attention, tensor and sequence parallel", "megatron-bridge", _TP, "mla"
         ),
+        "pretrain-tensor": _recipe("tensor and sequence parallel", "pretrain", _TP),
+        "pretrain-pipeline": _recipe("pipeline", "pretrain", _PP),
+        "finetune-tensor": _recipe("tensor and sequence parallel", "finetune", _TP),
+        "finetune-pipeline": _recipe("pipeline", "finetune", _PP),
     }
+
+    def train(self, job: Job, ranks: int, layout: str, device: str) -> Numbers:
+        """Run a script, or a recipe."""
+        if job.command == "megatron-bridge":
+            return super().train(job, ranks, layout, device)
+        home, model = self.scratch / "recipes", str(self.scratch / job.model)
+        program = str(FILES / "bridge_recipes.py")
+        if not home.exists():
+            self.run([program, "import", model], 1, HF_HOME=str(home))
+        arguments = [program, job.command, model, "--layout", *layout.split()]
+        log = self.run(arguments, ranks, device, HF_HOME=str(home))
+        found = re.findall(r" lm loss: (\S+) .* grad norm: (\S+)", log)
+        if not found:
+            raise TrainingError("no step in the log")
+        losses, norms = ([float(x) for x in numbers] for numbers in zip(*found, strict=True))
+        return Numbers(losses, norms, home, log)
 
 
 FRAMEWORKS: dict[str, type[Framework]] = {

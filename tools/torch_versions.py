@@ -80,15 +80,22 @@ def measure(names: Sequence[str]) -> tuple[str, dict[str, str]]:
     with tempfile.TemporaryDirectory() as scratch:
         jobs = {name: JOBS[name] for name in names if name in JOBS}
         verdict = verdicts(f"torch {torch}", jobs, Path(scratch)) if jobs else {}
-    try:
-        stack["torch_npu"] = wheel.version()
-    except WheelUnavailable:
-        stack["torch_npu"] = "no emulator"
+    stack["torch_npu"], can = _emulated()
     for name in NPU.keys() & set(names):
-        verdict[name] = _tests(name) if stack["torch_npu"] != "no emulator" else "no emulator"
+        verdict[name] = _tests(name) if can else stack["torch_npu"]
         print(f"torch {torch} {name}: {verdict[name]}", flush=True)
     others = [f", {_STACK[name]} {stack[name]}" for name in PINNED if stack[name] != _pin(name)]
     return "".join([torch, *others]), stack | verdict
+
+
+def _emulated() -> tuple[str, bool]:
+    """The torch_npu that the emulator runs here, or why there is none; whether there is one."""
+    if installed("megatron-core") != (expected := _pin("megatron-core")):
+        return f"tests are for megatron-core {expected}", False
+    try:
+        return wheel.version(), True
+    except WheelUnavailable:
+        return "no emulator", False
 
 
 def _tests(name: str) -> str:

@@ -34,7 +34,7 @@ def libuv_store_takes_a_socket() -> bool:
 
 def allocator_variables(device: str) -> tuple[str, ...]:
     """The environment variables that a device's caching allocator reads, newest first."""
-    common = "2.13" if device == "npu" else "2.9"  # of torch_npu 2.11 and 2.12 nothing is known
+    common = "2.13" if device == "npu" else "2.9"
     named = f"PYTORCH_{device.upper()}_ALLOC_CONF"
     return ("PYTORCH_ALLOC_CONF", named) if at_least(common) else (named,)
 

@@ -92,7 +92,7 @@ def _torch(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
 
 
 def _torch_refused(key: str = "CUDA") -> str | None:
-    """torch 2.7 has no such product, torch_npu before 2.13 none for its device."""
+    """torch 2.7 has no such product, torch_npu before 2.11 none for its device."""
     name = "aten::addmm.dtype_out"
     exists = hasattr(torch.ops.aten.addmm, "dtype_out")
     if exists and torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
