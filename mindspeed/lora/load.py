@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
@@ -66,7 +67,8 @@ def attach_by_flags(chunks: Iterable[Any], args: argparse.Namespace) -> None:
     if config is None:
         return
     if args.lora_load and is_peft(args.lora_load):
-        described = _checked(peft.read(args.lora_load), modules)
+        with _disable_current_modes():  # of a planned job, whose tensors have no values
+            described = _checked(peft.read(args.lora_load), modules)
         config = replace(config, modules=described.modules)
     elif args.lora_load:
         config = replace(config, modules=config_of(args.lora_load).modules)
