@@ -31,7 +31,13 @@ from mindspeed.ops._check import FLOATS, Check
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu, triton
 
-__all__ = ["dequantize_weight", "quantize_weight", "quantized_matmul"]
+__all__ = [
+    "dequantize_scales",
+    "dequantize_weight",
+    "quantize_scales",
+    "quantize_weight",
+    "quantized_matmul",
+]
 
 FORMATS = ("nf4", "int8", "fp8")
 BLOCK = 64
@@ -141,7 +147,7 @@ def quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     flat = F.pad((scales - mean).flatten(), (0, -scales.numel() % SCALES_BLOCK))
     blocks = flat.view(-1, SCALES_BLOCK)
     top = blocks.abs().amax(1, keepdim=True)
-    book = dynamic_code(str(scales.device))
+    book = dynamic_code(scales.device)
     scaled = (blocks * (1.0 / top.clamp(min=1e-38))).clamp_(-1, 1)
     codes = torch.bucketize(scaled, (book[:-1] + book[1:]) / 2).to(torch.uint8)
     codes = codes.flatten()[: scales.numel()].view(scales.shape)
@@ -150,24 +156,31 @@ def quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def dequantize_scales(codes: Tensor, top: Tensor, mean: Tensor) -> Tensor:
     """The scales, fp32 ``[out, in / 64]``, of what :func:`quantize_scales` returned."""
-    blocks = dynamic_code(str(codes.device))[codes.flatten().int()]
+    return DEQUANTIZE_SCALES(codes, top, mean)  # type: ignore[no-any-return]
+
+
+def _dequantize_scales(codes: Tensor, top: Tensor, mean: Tensor) -> Tensor:
+    blocks = dynamic_code(codes.device).to(top.dtype)[codes.flatten().int()]
     blocks *= top.repeat_interleave(SCALES_BLOCK)[: blocks.numel()]
     return blocks.view(codes.shape) + mean
 
 
-def dynamic_code(device: str) -> Tensor:
-    """The 256 numbers of the 8-bit format with a dynamic exponent, sorted: fp32 ``[256]``.
-
-    Exponent 10**(i - 6) has 2**i numbers of each sign, equally apart; and 0 and 1.
-    """
+def _dynamic_numbers() -> tuple[float, ...]:
+    """Exponent 10**(i - 6) has 2**i numbers of each sign, equally apart; and there are 0 and 1."""
     numbers = [0.0, 1.0]
     for i in range(7):
         ends = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
-        means = (ends[:-1] + ends[1:]) / 2
-        numbers += [
-            sign * value for sign in (1, -1) for value in (10.0 ** (i - 6) * means).tolist()
-        ]
-    return torch.tensor(sorted(numbers), dtype=torch.float32, device=device)
+        means = (10.0 ** (i - 6) * ((ends[:-1] + ends[1:]) / 2)).tolist()
+        numbers += [sign * value for sign in (1, -1) for value in means]
+    return tuple(sorted(numbers))
+
+
+_DYNAMIC = _dynamic_numbers()  # here: planning has no values of tensors
+
+
+def dynamic_code(device: torch.device | str) -> Tensor:
+    """The 256 numbers of the 8-bit format with a dynamic exponent, sorted: fp32 ``[256]``."""
+    return torch.tensor(_DYNAMIC, dtype=torch.float32, device=device)
 
 
 def _shape(codes: Tensor, form: str) -> tuple[int, int]:
@@ -298,6 +311,11 @@ def _samples_dequantize(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield *_quantize(weight, form), form, dtype
 
 
+def _samples_scales(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for shape in ((5, 3), (7, 80)):
+        yield quantize_scales(random(shape, torch.float32).abs())
+
+
 def _samples_multiply(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for weight, form in _weights(2):
         pair = _quantize(weight, form)
@@ -338,6 +356,17 @@ DEQUANTIZE_WEIGHT = Operator(
     samples=_samples_dequantize,
     workload=_workload,
     public="mindspeed.ops.quantized_weight.dequantize_weight",
+)
+
+DEQUANTIZE_SCALES = Operator(
+    "dequantize_scales(Tensor codes, Tensor top, Tensor mean) -> Tensor",
+    reference=_dequantize_scales,
+    fake=lambda codes, top, mean: top.new_empty(codes.shape),
+    cuda=[plain_torch(_dequantize_scales)],
+    npu=[plain_torch(_dequantize_scales)],
+    samples=_samples_scales,
+    dtypes=(torch.float32,),
+    public="mindspeed.ops.quantized_weight.dequantize_scales",
 )
 
 QUANTIZED_MATMUL = Operator(

@@ -28,6 +28,7 @@ from mindspeed.ops import quantized_weight as ops
 
 _pending: ContextVar[bool] = ContextVar("quantized_weights", default=False)
 _FIRST = 8
+_PARTS = ("codes", "scales_stored", "scales_of_scales", "mean_of_scales")
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -54,13 +55,11 @@ class QuantizedWeight(Tensor):
 
     Attributes:
         form: How it is stored.
-        parts: Codes, then scales, or codes, scales of scales and mean of scales.
         first: The first values of the weight before it was quantised, ``[1, 8]``.
     """
 
     form: QuantizedFormat
     first: Tensor
-    parts: tuple[Tensor, ...]
 
     @staticmethod
     def __new__(
@@ -70,8 +69,26 @@ class QuantizedWeight(Tensor):
         made: QuantizedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, tuple(shape), dtype=dtype, device=parts[0].device, requires_grad=False
         )
-        made.form, made.parts = form, parts
+        made.form = form
+        for name, part in zip(_PARTS, parts, strict=False):
+            setattr(made, name, part)
         return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Names of the tensors that it holds; memory is counted by them."""
+        return [name for name in _PARTS if name in vars(self)], self.form
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], form: QuantizedFormat, size: Any, stride: Any
+    ) -> QuantizedWeight:
+        """Of the tensors that it holds; in fp32, for nothing reads the result's dtype."""
+        return QuantizedWeight(form, tuple(inner.values()), size, torch.float32)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Codes, then scales, or codes, scales of scales and mean of scales."""
+        return tuple(getattr(self, name) for name in _PARTS if name in vars(self))
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         """Its format and shape."""
@@ -252,7 +269,7 @@ def rounded(weight: Tensor, form: QuantizedFormat) -> Tensor:
 
 def _marks(weight: Tensor) -> dict[str, Any]:
     """Attributes that others have set."""
-    own = ("form", "parts", "first")
+    own = ("form", "first", *_PARTS)
     return {name: value for name, value in vars(weight).items() if name not in own}
 
 

@@ -209,11 +209,13 @@ def train(folder: str, flags: Sequence[str]) -> None:
     pretrain(prepare([*_source(folder), *COMMON, *flags], dist.get_world_size()))
 
 
-def logits(folder: str, adapter: str, *, merge: bool = False) -> torch.Tensor:
+def logits(
+    folder: str, adapter: str, flags: Sequence[str] = (), *, merge: bool = False
+) -> torch.Tensor:
     """Logits ``[b, s, v]`` of the model with an adapter that is loaded into it."""
     from mindspeed import lora
 
-    _, model = built(folder, [])
+    _, model = built(folder, flags)
     lora.load(model.chunks, adapter)
     if merge:
         lora.merge(model.chunks)
@@ -224,9 +226,9 @@ def logits(folder: str, adapter: str, *, merge: bool = False) -> torch.Tensor:
         return model.modules[0].eval()(tokens, positions, None)[..., :VOCAB]
 
 
-def merged_logits(folder: str, adapter: str) -> torch.Tensor:
+def merged_logits(folder: str, adapter: str, flags: Sequence[str] = ()) -> torch.Tensor:
     """The same with the adapter merged into the weights."""
-    return logits(folder, adapter, merge=True)
+    return logits(folder, adapter, flags, merge=True)
 
 
 class Traffic(NamedTuple):
@@ -361,10 +363,12 @@ def planned(folder: str, flags: Sequence[str], ranks: int) -> dict[str, float]:
 
 def _bytes_of(model: Any) -> dict[str, int]:
     """Bytes that stay on this rank between steps."""
+    from mindspeed.te.quantized_weight import stored
+
     (chunk,) = model.chunks
     groups = getattr(getattr(chunk, "param_and_grad_buffer", None), "parameter_groups", None)
     if groups is None:
-        weights = sum(p.nbytes for p in chunk.parameters())
+        weights = sum(one.nbytes for p in chunk.parameters() for one in stored(p))
         gradients = sum(buffer.grad_data.nbytes for buffer in chunk.buffers)
     else:
         weights = sum(group.model_weight_buffer.data.nbytes for group in groups)

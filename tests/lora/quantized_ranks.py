@@ -54,3 +54,10 @@ def compared(folder: str, adapter: str, flags: Sequence[str], form: str) -> dict
         "elements of gradients": gradients,
         "trained": trained,
     }
+
+
+def configured(folder: str, flags: Sequence[str], size: int) -> None:
+    """Check the flags of a job of ``size`` ranks, those of features, too."""
+    from mindspeed import session
+
+    session.install().configure(lora_ranks.resolved(folder, flags, size))

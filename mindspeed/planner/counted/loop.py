@@ -35,6 +35,7 @@ from mindspeed.device.wrapped_tensors import held
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Batch, Parallel
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
+from mindspeed.te.quantized_weight import QuantizedWeight
 
 DOCUMENTS = 4
 """Documents of a sample."""
@@ -220,7 +221,11 @@ class StepOfRank:
         loop = loop_of(args)
         self.model: TrainedModel = loop.build(args)
         parameters = (p for chunk in self.model.chunks for p in chunk.parameters())
-        self.parameters = sum(one.numel() for p in parameters for one in held(p))
+        self.parameters = sum(
+            one.numel()
+            for p in parameters
+            for one in ([p] if isinstance(p, QuantizedWeight) else held(p))
+        )
         self._step = loop.step_of(args, self.model)
         self._temporary_inside(self.model.chunks[0].config, "finalize_model_grads_func")
         self._temporary_inside(self.model.optimizer, "step")

@@ -99,8 +99,9 @@ def _of_chunks(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for module in chunk.modules():
             for tensor in [*module._parameters.values(), *module._buffers.values()]:
                 # Shards of Megatron-FSDP are weights since they were built, or main weights.
-                if tensor is not None and not is_traceable_wrapper_subclass(tensor):
-                    yield from ((WEIGHTS, one) for one in stored(tensor))
+                for one in () if tensor is None else stored(tensor):
+                    if not is_traceable_wrapper_subclass(one):
+                        yield WEIGHTS, one
 
 
 def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:

@@ -87,7 +87,9 @@ class Bounds:
         self._reduced = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
 
         self._trained = not args.lora_target_modules
-        self._weight = 1 if args.fp8 else precision.element
+        self._weight: float = 1 if args.fp8 else precision.element
+        if base := getattr(args, "base_weights", None):
+            self._weight = 0.5 if base == "nf4" else 1
         self._gradient = precision.element
         offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
         self._state = 0.0 if offloaded else _state_bytes(args, precision.element)
