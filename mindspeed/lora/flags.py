@@ -78,7 +78,7 @@ def _quantized(args: argparse.Namespace, config: LoraConfig) -> Iterator[str]:
         yield f"{flag} cannot be sharded by Megatron-FSDP; use --zero-stage 1"
     if config.from_base:
         yield f"{flag} has no weights that --lora-init {config.init} could change; use kaiming"
-    if args.load is not None and not is_hf(args.load):
+    if args.load is not None and not is_hf(args.load) and not args.dry_run:
         yield (
             f"{flag} is quantised one tensor at a time, and --load {args.load} is read whole; "
             "write it for Hugging Face first: mindspeed convert --format hf"
