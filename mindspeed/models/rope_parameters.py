@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from mindspeed.errors import ConfigError
+from mindspeed.parsing import parse_json
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -122,10 +123,7 @@ class RopeParameters:
         Raises:
             ConfigError: It is not JSON, or not a scaling.
         """
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"--rope-parameters {text}: {error}") from error
+        values = parse_json(text, "--rope-parameters")
         if not isinstance(values, dict):
             raise ConfigError(f"--rope-parameters {text}: allowed is a JSON object")
         longest = values.get("original_max_position_embeddings")

@@ -40,7 +40,7 @@ YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         (("--qk-norm-over-all-heads", "--qk-layernorm"), "give one of them"),
         (("--local-rotary-base=100", ROPE, "--window-size=4,0"), "as a list"),
         ((f"--rope-parameters={YARN}",), "has no effect without --position-embedding-type rope"),
-        (("--rope-parameters={", ROPE), "--rope-parameters {"),
+        (("--rope-parameters={", ROPE), "--rope-parameters is no valid JSON"),
         (("--rope-parameters=[]", ROPE), "allowed is a JSON object"),
         (('--rope-parameters={"rope_type": "ntk"}', ROPE), "rope_type is 'ntk'; allowed are"),
         (('--rope-parameters={"rope_type": "yarn"}', ROPE), "yarn has no factor"),

@@ -49,8 +49,16 @@ def resolved(rank_pool):
     return Resolved(rank_pool)
 
 
-def test_every_model_has_a_recipe_of_its_name():
-    assert set(presets()) <= set(recipes.table())
+# Nobody has counted a layout for 64 GB yet: `mindspeed plan` searches one.
+WITHOUT = {"seed-oss-36b", "qwen1.5-moe-a2.7b", "qwen2-57b-a14b", "phi3-mini-4k", "phi4"}
+WITHOUT |= {"deepseek-v2-lite", "kimi-k2", "glm-4.5", "glm-4.5-air", "glm4-9b", "glm4-32b"}
+WITHOUT |= {"gemma3-270m", "gemma3-1b", "olmo2-7b", "olmo2-32b", "hunyuan-7b", "minimax-m2"}
+WITHOUT |= {"gpt-oss-20b", "gpt-oss-120b", "qwen3-next-80b-a3b", "ernie4.5-0.3b", "smollm3-3b"}
+WITHOUT |= {"internlm2-7b", "internlm2-20b", "granite-3.3-8b"}
+
+
+def test_every_model_has_a_recipe_of_its_name_or_is_known_to_lack_one():
+    assert set(presets()) - set(recipes.table()) == WITHOUT
 
 
 @pytest.mark.quick_cases(4)

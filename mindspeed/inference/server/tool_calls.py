@@ -303,7 +303,7 @@ class AnswerParser:
         if call.arguments is None and call.inside:
             named = _WITH_NAME.match(self._text, call.at)
             if named:
-                call.name = json.loads(named[1])
+                call.name = decode_json(named[1])
                 yield self._begin(call, named.end())
         if call.arguments is not None:
             until = call.arguments.end(self._text) or len(self._text)
