@@ -592,9 +592,7 @@ _FAMILIES = (
                     "add_qkv_bias": True,
                     "hidden_dropout": 0.0,
                     "softmax_type": "learnable",
-                    # Experts with biases cannot do otherwise.
-                    "bias_dropout_fusion": False,
-                    "expert_tensor_parallel_size": 1,
+                    "bias_dropout_fusion": False,  # grouped experts with biases have none
                 },
                 {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
             ),

@@ -216,7 +216,6 @@ _NO_ARCHITECTURE = {
     "init_method_std",
     "apply_rope_fusion",
     "bias_dropout_fusion",
-    "expert_tensor_parallel_size",
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
     "moe_token_dispatcher_type",
@@ -231,9 +230,11 @@ def differing_flags(args: Any, flags: Flags) -> dict[str, tuple[Any, Any]]:
     """
     expected = {name: flags.get(name, _PLAIN.get(name)) for name in flags.keys() | _PLAIN.keys()}
     return {
-        name: (getattr(args, name, None), value)
+        name: (given, value)
         for name, value in sorted(expected.items())
-        if name not in _NO_ARCHITECTURE and not _same(getattr(args, name, None), value)
+        # A checkpoint of Megatron-LM does not know the parts that its layers lack.
+        if name not in _NO_ARCHITECTURE
+        and not _same(given := getattr(args, name, _PLAIN.get(name)), value)
     }
 
 

@@ -164,7 +164,6 @@ class ModelConfig(ModelExtras):
             if field.name in _LISTS and field.name in values and not isinstance(value, list):
                 values[field.name] = [values[field.name]]
         extra = {name: values.pop(name) for name in values.keys() - cls._names()}
-        extra = {name: value for name, value in extra.items() if name not in _ONE_RANK}
         return cls(**values, extra=extra)
 
     def namespace(self) -> argparse.Namespace:

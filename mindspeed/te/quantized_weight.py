@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from mindspeed.errors import ConfigError
-from mindspeed.ops import quantized_weight as ops
 
 _pending: ContextVar[bool] = ContextVar("quantized_weights", default=False)
 _FIRST = 8
@@ -111,14 +110,20 @@ class QuantizedWeight(Tensor):
     @property
     def scales(self) -> Tensor:
         """The scales, fp32, see :mod:`mindspeed.ops.quantized_weight`."""
+        from mindspeed.ops import quantized_weight as ops
+
         return ops.dequantize_scales(*self.parts[1:]) if self.form.doubled else self.parts[1]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight in ``dtype``, ``[out, in]``."""
+        from mindspeed.ops import quantized_weight as ops
+
         return ops.dequantize_weight(self.parts[0], self.scales, self.form.name, dtype)
 
     def product(self, x: Tensor, *, transposed: bool) -> Tensor:
         """``x W^T``, or ``x W`` with ``transposed=False``, in the dtype of ``x [..., k]``."""
+        from mindspeed.ops import quantized_weight as ops
+
         codes = self.parts[0]
         return ops.quantized_matmul(x, codes, self.scales, self.form.name, transposed=transposed)
 
@@ -140,6 +145,8 @@ def _first(args: Any) -> QuantizedWeight:
 
 
 def _parts_of(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, ...]:
+    from mindspeed.ops import quantized_weight as ops
+
     codes, scales = ops.QUANTIZE_WEIGHT(weight, form.name)
     return (codes, *(ops.quantize_scales(scales) if form.doubled else (scales,)))
 
@@ -185,6 +192,8 @@ def store(model: torch.nn.Module, form: QuantizedFormat, place: torch.device) ->
     Raises:
         ConfigError: Blocks of a layer do not end with its shard.
     """
+    from mindspeed.ops import quantized_weight as ops
+
     for name, module in model.named_modules():
         for key, weight in list(module._parameters.items()):
             if weight is None or not weight.is_meta:
@@ -276,6 +285,8 @@ def _marks(weight: Tensor) -> dict[str, Any]:
 def _allocated(
     rows: int, columns: int, form: QuantizedFormat, place: torch.device
 ) -> tuple[Tensor, ...]:
+    from mindspeed.ops import quantized_weight as ops
+
     width, codes = (columns // 2, torch.uint8) if form.name == "nf4" else (columns, torch.uint8)
     codes = torch.int8 if form.name == "int8" else codes
     shape = ops.scales_shape(rows, columns, form.name)

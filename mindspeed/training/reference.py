@@ -280,5 +280,5 @@ def _compute(
         found = total.cpu().numpy()
     if dist.get_rank() == dist.get_world_size() - 1:  # of the last stage
         with atomic_writer(path, "wb") as file:
-            np.save(file, found)
+            np.lib.format.write_array(file, found)
     dist.barrier()

@@ -74,7 +74,8 @@ def parallel(args: argparse.Namespace, world_size: int) -> Iterator[str]:
     if settings is not None and not os.path.isfile(settings):
         yield f"--nccl-communicator-config-path {settings}: there is no such file"
     if args.expert_tensor_parallel_size is None:
-        args.expert_tensor_parallel_size = tp
+        # Megatron's experts with biases are whole on a rank.
+        args.expert_tensor_parallel_size = 1 if args.num_experts and args.add_bias_linear else tp
     if ep > 1 and not args.num_experts:
         yield "--expert-model-parallel-size needs --num-experts"
     elif ep > 1 and args.num_experts % ep:

@@ -176,8 +176,8 @@ def weights_that_are_not_numbers() -> None:
 
     start = Trainer.__init__
 
-    def with_nan(self: Any, args: Any, model: Any, forward_step: Any) -> None:
-        start(self, args, model, forward_step)
+    def with_nan(self: Any, args: Any, model: Any, *more: Any) -> None:
+        start(self, args, model, *more)
         for chunk in model.chunks:
             next(chunk.parameters()).data.fill_(float("nan"))
         model.optimizer.reload_model_params()

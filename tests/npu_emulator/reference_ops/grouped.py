@@ -42,6 +42,31 @@ def _product(x, w, b, quant, dtype, act):
     return y.round().clamp(-128, 127).to(dtype) if dtype == torch.int8 else y.to(dtype)
 
 
+def npu_weight_quant_batchmatmul(
+    x,
+    weight,
+    antiquant_scale,
+    antiquant_offset=None,
+    quant_scale=None,
+    quant_offset=None,
+    bias=None,
+    antiquant_group_size=0,
+    inner_precise=0,
+    weight_dtype=None,
+):
+    """``x`` times an int8 weight ``[k, n]``, ``(weight + offset) * scale`` of each column."""
+    op = "npu_weight_quant_batchmatmul"
+    others = {"quant_scale": quant_scale, "quant_offset": quant_offset}
+    others |= {"antiquant_group_size": antiquant_group_size, "inner_precise": inner_precise}
+    refuse(op, others | {"weight_dtype": weight_dtype})
+    require(op, x.dtype in (torch.float16, torch.bfloat16), f"x is {x.dtype}")
+    require(op, weight.dtype == torch.int8, f"weight is {weight.dtype}")
+    require(op, antiquant_scale.dtype == x.dtype, f"antiquant_scale is {antiquant_scale.dtype}")
+    wide = weight.float() + (0 if antiquant_offset is None else antiquant_offset.float())
+    y = x.float() @ (wide * antiquant_scale.float())
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
 def npu_grouped_matmul(
     x,
     weight,
@@ -198,5 +223,6 @@ REFERENCE = {
     "npu_grouped_matmul_add": npu_grouped_matmul_add,
     "npu_grouped_matmul_add_": npu_grouped_matmul_add_,
     "npu_ffn": npu_ffn,
+    "npu_weight_quant_batchmatmul": npu_weight_quant_batchmatmul,
     "npu_trans_quant_param": npu_trans_quant_param,
 }
