@@ -70,7 +70,7 @@ corners: $(VENV)/.test
 		--only tensor-pipeline optimizer-pipeline experts-alltoall mla-context resume-optimizer
 
 frameworks: $(VENV)/.test
-	$(BIN)/python tools/frameworks.py --torch-index "$(TORCH_INDEX)" --measure $(or $(ONLY),ms-swift verl)
+	$(BIN)/python tools/frameworks.py --torch-index "$(TORCH_INDEX)" --measure $(or $(ONLY),ms-swift verl mbridge mcore-bridge megatron-bridge)
 
 mutants: $(VENV)/.test
 	$(BIN)/python tools/mutants.py $(ARGS)
