@@ -116,8 +116,11 @@ class Family:
     def flags(self, config: Config) -> Flags:
         """Megatron's flags from a ``config.json`` in which no key is missing."""
         flags: Flags = {"model_family": self.name, "mask_padded_vocab": True}
-        for codec in self.codecs:
-            flags |= codec.read(normalized(config))
+        try:
+            for codec in self.codecs:
+                flags |= codec.read(normalized(config))
+        except KeyError as error:  # null, where the class has no default
+            raise ConfigError(f"config.json has no {error.args[0]}") from error
         return flags
 
     def _completed(self, config: Config) -> Config:
