@@ -26,31 +26,19 @@ from mindspeed.data.chat_template import Rendered
 from mindspeed.data.file_formats import Block
 from mindspeed.data.loss_mask import IGNORED, Sample
 from mindspeed.data.preferences import Preference
-from mindspeed.data.preprocess_options import PreprocessOptions
 from mindspeed.data.record_encoders import (
     ConversationEncoder,
     Counts,
     Encoded,
-    load_template,
+    concatenated,
     valid,
 )
 from mindspeed.data.record_fields import Fields
-from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
 
 
 class PreferenceEncoder(ConversationEncoder):
     """Encodes pairs and judged answers."""
-
-    def __init__(self, options: PreprocessOptions, tokenizer: TextTokenizer) -> None:
-        handler = handlers.find(options.handler)
-        assert handler.preferences is not None
-        self.tokenizer = tokenizer
-        self._preferences = handler.preferences
-        self._columns = handler.with_keys(options.map_keys)
-        self._template = load_template(options, tokenizer)
-        self._options = options
-        self._limit = None if options.seq_length is None else options.seq_length + 1
 
     def __call__(self, block: Block) -> Encoded:
         counts = Counts()
@@ -94,18 +82,12 @@ class PreferenceEncoder(ConversationEncoder):
     def _encoded(
         self, documents: list[list[Sample]], values: np.ndarray, counts: Counts, size: int
     ) -> Encoded:
-        samples = list(chain.from_iterable(documents))
-        lengths = np.array([len(sample.ids) for sample in samples], np.int32)
-        empty = np.zeros(0, np.int32)
-        ids = np.concatenate([empty, *(sample.ids for sample in samples)])
-        labels = np.concatenate([empty, *(sample.labels for sample in samples)])
         counts.documents = len(documents)
-        counts.tokens = len(ids)
-        counts.trained = int((labels != IGNORED).sum())
+        tokens, lengths = concatenated(list(chain.from_iterable(documents)), counts)
         answers = np.array([len(document) for document in documents], np.int32)
         ones = np.ones_like(answers)
         return Encoded(
-            [ids, np.ones_like(ids), labels, values.view(np.int32)],
+            [*tokens, values.view(np.int32)],
             [lengths, lengths, lengths, ones],
             [answers, answers, answers, ones],
             counts,
@@ -117,7 +99,8 @@ class PreferenceEncoder(ConversationEncoder):
     ) -> list[tuple[list[Rendered], float]]:
         """The texts of the answers of each preference of a record, and its number."""
         fields = Fields(record, self._columns)
-        found = self._preferences(fields)
+        assert self._handler.preferences is not None
+        found = self._handler.preferences(fields)
         fields.check_rest()
         try:
             texts = [[self._answer(one, answer) for answer in one.answers] for one in found]

@@ -163,9 +163,8 @@ class ConversationEncoder:
 
     def __init__(self, options: PreprocessOptions, tokenizer: TextTokenizer) -> None:
         handler = handlers.find(options.handler)
-        assert handler.conversations is not None
         self.tokenizer = tokenizer
-        self._conversations = handler.conversations
+        self._handler = handler
         self._columns = handler.with_keys(options.map_keys)
         self._template = load_template(options, tokenizer)
         self._options = options
@@ -185,20 +184,15 @@ class ConversationEncoder:
                 kept.append(sample)
             else:
                 counts.untrained += 1
-        lengths = np.array([len(sample.ids) for sample in kept], np.int32)
-        empty = np.zeros(0, np.int32)
-        ids = np.concatenate([empty, *(sample.ids for sample in kept)])
-        labels = np.concatenate([empty, *(sample.labels for sample in kept)])
         counts.documents = len(kept)
-        counts.tokens = len(ids)
-        counts.trained = int((labels != IGNORED).sum())
-        tokens = [ids, np.ones_like(ids), labels]
+        tokens, lengths = concatenated(kept, counts)
         return Encoded(tokens, [lengths] * 3, [np.ones_like(lengths)] * 3, counts, block.size)
 
     def _read(self, remarks: Counter[str], record: Mapping[str, Any]) -> list[_Conversation]:
         fields = Fields(record, self._columns)
         found = []
-        conversations = self._conversations(fields)
+        assert self._handler.conversations is not None
+        conversations = self._handler.conversations(fields)
         fields.check_rest()
         for messages in conversations:
             if not any(message["role"] == "assistant" for message in messages):
@@ -281,6 +275,22 @@ class _Conversation:
     messages: handlers.Conversation
     tools: Tools
     rendered: Rendered
+
+
+def concatenated(samples: list[Sample], counts: Counts) -> tuple[list[np.ndarray], np.ndarray]:
+    """The aligned data sets of samples, all sequences concatenated; counts their tokens.
+
+    Returns:
+        Ids, attention mask and labels, int32 ``[ids]`` each, and the length of each sample, int32
+        ``[samples]``.
+    """
+    lengths = np.array([len(sample.ids) for sample in samples], np.int32)
+    empty = np.zeros(0, np.int32)
+    ids = np.concatenate([empty, *(sample.ids for sample in samples)])
+    labels = np.concatenate([empty, *(sample.labels for sample in samples)])
+    counts.tokens = len(ids)
+    counts.trained = int((labels != IGNORED).sum())
+    return [ids, np.ones_like(ids), labels], lengths
 
 
 def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatTemplate:
