@@ -15,15 +15,10 @@ from mindspeed.models.families import FAMILIES
 from mindspeed.storage.global_tensors import GlobalTensors
 from tests.lora import lora_ranks, oracle
 from tests.lora.test_files import TRAIN, losses, peft_base_logits, peft_logits
-from tests.lora.test_layouts import SP, TP2, compare
-from tests.lora.test_peft_fields import MERGED, PATTERNS, made
+from tests.lora.test_layouts import LOCAL, PP2, SETUP, SP, TP2, compare
+from tests.lora.test_peft_fields import MERGED, PATTERNS, formats, hf, made, real_peft
 
-real_peft = Lazy("peft")
 loraplus = Lazy("peft.optimizers")
-hf = Lazy("transformers")
-formats = Lazy("mindspeed.checkpoint.weights.convert")
-SETUP = "tests.support.warm"
-LOCAL, PP2 = "--transformer-impl=local", "--pipeline-model-parallel-size=2"
 DORA = {name: MERGED[name] for name in ("dora", "dora-ranks", "dora-output-layer")}
 KINDS = PATTERNS | DORA
 
