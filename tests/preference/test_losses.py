@@ -91,24 +91,32 @@ def model(logps: torch.Tensor, mask: torch.Tensor) -> Any:
     return lambda **_: outputs_of(logps * mask)
 
 
-def trl_dpo(loss: PreferenceLoss, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    metrics = Metrics()
-    mask, references = in_halves(batch["loss_mask"]), in_halves(batch["references"])[:, 0]
-    trainer = SimpleNamespace(
+def trainer(metrics: Metrics, **options: Any) -> SimpleNamespace:
+    """What TRL's losses read of a trainer."""
+    return SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=ACCELERATOR,
         aux_loss_enabled=False,
-        ld_alpha=None,
         precompute_ref_logps=True,
+        _metrics={"train": metrics},
+        _total_train_tokens=0,
+        _tp_size=1,
+        **options,
+    )
+
+
+def trl_dpo(loss: PreferenceLoss, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    metrics = Metrics()
+    mask, references = in_halves(batch["loss_mask"]), in_halves(batch["references"])[:, 0]
+    given = trainer(
+        metrics,
+        ld_alpha=None,
         f_divergence_type="reverse_kl",
         loss_types=[loss.kind, *(["sft"] if loss.sft_weight else [])],
         loss_weights=[1.0, *([loss.sft_weight] if loss.sft_weight else [])],
         beta=loss.beta,
         label_smoothing=loss.label_smoothing,
         use_weighting=False,
-        _metrics={"train": metrics},
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     whole = torch.cat([torch.zeros(2 * PAIRS, 1), mask], 1).long()  # a token before the first
     inputs = {
@@ -119,7 +127,7 @@ def trl_dpo(loss: PreferenceLoss, batch: dict[str, torch.Tensor]) -> dict[str, A
         "ref_rejected_logps": references[PAIRS:],
     }
     compute = dpo_trainer.DPOTrainer._compute_loss
-    value = compute(trainer, model(in_halves(batch["logps"]), mask), inputs, False)
+    value = compute(given, model(in_halves(batch["logps"]), mask), inputs, False)
     return result(value, batch, metrics)
 
 
@@ -127,20 +135,14 @@ def trl_kto(loss: PreferenceLoss, batch: dict[str, torch.Tensor]) -> dict[str, A
     metrics = Metrics()
     mask, logps = batch["loss_mask"], batch["logps"]
     other = (logps[1::2] * mask[1::2]).sum(1).detach()
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=ACCELERATOR,
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
+    given = trainer(
+        metrics,
         calculate_KL=True,
         loss_type="kto",
         beta=loss.beta,
         desirable_weight=loss.desirable_weight,
         undesirable_weight=loss.undesirable_weight,
         _compute_kl_logps=lambda *_: other,
-        _metrics={"train": metrics},
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     whole = torch.cat([torch.zeros(PAIRS, 1), mask[::2]], 1).long()
     inputs = {
@@ -152,7 +154,7 @@ def trl_kto(loss: PreferenceLoss, batch: dict[str, torch.Tensor]) -> dict[str, A
         "ref_KL_logps": batch["references"][1::2, 0],
     }
     compute = kto_trainer.KTOTrainer._compute_loss
-    value = compute(trainer, model(logps[::2], mask[::2]), inputs, False)
+    value = compute(given, model(logps[::2], mask[::2]), inputs, False)
     return result(value, batch, metrics)
 
 
