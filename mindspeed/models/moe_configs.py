@@ -21,6 +21,13 @@ _SOFTMAX_FIELDS = Fields(
     }
 )
 
+# A router in fp32 without a loss that balances it.
+_UNBALANCED: Flags = {
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": ["none"],
+    "moe_token_dispatcher_type": "alltoall",
+}
+
 
 @dataclass(frozen=True)
 class SoftmaxExperts:
@@ -110,17 +117,10 @@ class GreedyExperts:
         topk, size = flags["moe_router_topk"], flags["moe_ffn_hidden_size"]
         _check_choice(topk, flags["num_experts"])
         flags |= {
+            **_UNBALANCED,
             "moe_router_pre_softmax": True,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": ["none"],
-            "moe_token_dispatcher_type": "alltoall",
             "moe_shared_expert_intermediate_size": config["n_shared_experts"] * size or None,
-            "moe_layer_freq": _frequency(
-                [
-                    int(i >= config["first_k_dense_replace"])
-                    for i in range(config["num_hidden_layers"])
-                ]
-            ),
+            "moe_layer_freq": _dense_first(config),
         }
         if config["topk_method"] == "group_limited_greedy":
             chosen = config["topk_group"]
@@ -174,9 +174,9 @@ class SigmoidExperts:
                 f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: Megatron "
                 f"scores a group by its best {topk / chosen:g} experts, the model by its best 2"
             )
-        layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
         size = config["moe_intermediate_size"]
         return {
+            **_UNBALANCED,
             "num_experts": experts,
             "moe_router_topk": topk,
             "moe_router_num_groups": groups,
@@ -184,12 +184,9 @@ class SigmoidExperts:
             "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": ["none"],
-            "moe_token_dispatcher_type": "alltoall",
             "moe_ffn_hidden_size": size,
             "moe_shared_expert_intermediate_size": config["n_shared_experts"] * size or None,
-            "moe_layer_freq": _frequency([int(i >= dense) for i in range(layers)]),
+            "moe_layer_freq": _dense_first(config),
         }
 
     def write(self, args: Any) -> Flags:
@@ -226,11 +223,9 @@ class UngroupedSigmoidExperts:
         _check_choice(flags["moe_router_topk"], flags["num_experts"])
         return {
             **flags,
+            **_UNBALANCED,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": ["none"],
-            "moe_token_dispatcher_type": "alltoall",
         }
 
     def write(self, args: Any) -> Flags:
@@ -396,6 +391,12 @@ def _check_choice(topk: int, experts: int) -> None:
 def _frequency(pattern: list[int]) -> int | list[int]:
     """A pattern as Megatron wants it: 1 where all layers are alike, so that they stack."""
     return 1 if all(pattern) else pattern
+
+
+def _dense_first(config: Config) -> int | list[int]:
+    """The layers after ``first_k_dense_replace`` dense ones."""
+    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    return _frequency([int(layer >= dense) for layer in range(layers)])
 
 
 def _dense_layers(args: Any) -> list[int]:
