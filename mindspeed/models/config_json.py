@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from mindspeed.errors import ConfigError
 from mindspeed.models.rope_parameters import RopeParameters
+from mindspeed.profiling.model_flops import linear_pattern
 
 Config = Mapping[str, Any]
 Flags = dict[str, Any]
@@ -457,8 +458,6 @@ class DeltaNet:
 
     def write(self, args: Any) -> Flags:
         """Sizes, and a word for each layer."""
-        frequency, layers = args.linear_attention_freq, args.num_layers
-        if isinstance(frequency, int):
-            frequency = [number % frequency for number in range(1, layers + 1)]
         kinds = ("full_attention", "linear_attention")
-        return self._FIELDS.write(args) | {"layer_types": [kinds[bool(one)] for one in frequency]}
+        words = [kinds[linear] for linear in linear_pattern(vars(args))]
+        return self._FIELDS.write(args) | {"layer_types": words}
