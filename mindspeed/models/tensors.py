@@ -132,14 +132,15 @@ _MIXTRAL_EXPERTS = _experts(
     *(f"block_sparse_moe.experts.{{expert}}.{part}.weight" for part in ("w1", "w3", "w2")),
 )
 _PLAIN_EXPERTS = _experts("mlp.gate.weight", *_mlp_names("mlp.experts.{expert}."))
-_EXPERT_BIAS = (
-    Rule(
-        _LAYER + "mlp.router.expert_bias",
-        whole(_HF + "mlp.gate.e_score_correction_bias", "experts"),
-        needs="expert_bias",
-        layers="moe",
-    ),
-)
+
+
+def _expert_bias(theirs: str) -> tuple[Rule, ...]:
+    bias = whole(f"{_HF}{theirs}.e_score_correction_bias", "experts")
+    ours = _LAYER + "mlp.router.expert_bias"
+    return (Rule(ours, bias, needs="expert_bias", layers="moe"),)
+
+
+_EXPERT_BIAS = _expert_bias("mlp.gate")
 
 
 def _shared_expert(name: str) -> tuple[Rule, ...]:
@@ -324,7 +325,8 @@ _PACKED_MLP = (
         "columns",
     ),
 )
-QWEN2_MOE = QWEN_MOE + _shared_expert("shared_expert")
+_GATED_SHARED = _shared_expert("shared_expert")
+QWEN2_MOE = QWEN_MOE + _GATED_SHARED
 _QKV_PACK = {"weight": grouped_pack(_HF_ATTENTION + "qkv_proj.weight")}
 PHI3 = _OUTSIDE + _NORMS + _attention(_QKV_PACK) + _PACKED_MLP
 GLM4 = (
@@ -345,11 +347,23 @@ _LINEAR_ATTENTION = _HF + "linear_attn."
 _DELTA_SIZES = ("delta_key", "delta_key", "delta_value")
 
 
+def _hybrid(projections: Mapping[str, ShardMap]) -> tuple[Rule, ...]:
+    """Layers with gated attention or a delta net, with the parts of ``in_proj`` as given."""
+    attention = _attention({"weight": gated_qkv(*_projections("weight"))})
+    return (
+        *_OUTSIDE,
+        *_NORMS,
+        *_in(attention, mixer="attention"),
+        *_in(_delta_net(projections), mixer="linear"),
+        *_DENSE,
+    )
+
+
 def _delta_net(projections: Mapping[str, ShardMap]) -> tuple[Rule, ...]:
     """Linear attention with its parts of ``in_proj`` as ``projections`` has them."""
     convolution = _LINEAR_ATTENTION + "conv1d.weight"
     taps = ("one", "delta_taps")
-    rules = [
+    return (
         *(
             Rule(f"{_ATTENTION}in_proj.weight.{part}", rows, "hidden", "rows")
             for part, rows in projections.items()
@@ -377,27 +391,15 @@ def _delta_net(projections: Mapping[str, ShardMap]) -> tuple[Rule, ...]:
             "delta_value",
             "columns",
         ),
-    ]
-    return _in(tuple(rules), mixer="linear")
+    )
 
 
-_GATED_ATTENTION = _in(
-    _attention({"weight": gated_qkv(*_projections("weight"))}), mixer="attention"
-)
 _QKVZ, _BA = (f"{_LINEAR_ATTENTION}in_proj_{part}.weight" for part in ("qkvz", "ba"))
 _NEXT_PROJECTIONS = {
     **{part: delta_part(_QKVZ, part) for part in ("query", "key", "value", "z")},
     **{part: delta_part(_BA, part) for part in ("beta", "alpha")},
 }
-QWEN3_NEXT = (
-    *_OUTSIDE,
-    *_NORMS,
-    *_GATED_ATTENTION,
-    *_delta_net(_NEXT_PROJECTIONS),
-    *_DENSE,
-    *_PLAIN_EXPERTS,
-    *_shared_expert("shared_expert"),
-)
+QWEN3_NEXT = _hybrid(_NEXT_PROJECTIONS) + _PLAIN_EXPERTS + _GATED_SHARED
 _QKV_OF_NET = _LINEAR_ATTENTION + "in_proj_qkv.weight"
 _THREE_FIVE_PROJECTIONS = {
     **{
@@ -408,20 +410,9 @@ _THREE_FIVE_PROJECTIONS = {
     "beta": whole(_LINEAR_ATTENTION + "in_proj_b.weight", "delta_heads"),
     "alpha": whole(_LINEAR_ATTENTION + "in_proj_a.weight", "delta_heads"),
 }
-QWEN3_5 = (
-    *_OUTSIDE,
-    *_NORMS,
-    *_GATED_ATTENTION,
-    *_delta_net(_THREE_FIVE_PROJECTIONS),
-    *_DENSE,
-)
-QWEN3_5_MOE = QWEN3_5 + _PLAIN_EXPERTS + _shared_expert("shared_expert")
-_MINIMAX_BIAS = Rule(
-    _LAYER + "mlp.router.expert_bias",
-    whole(_HF + "block_sparse_moe.e_score_correction_bias", "experts"),
-    needs="expert_bias",
-)
-MINIMAX = (*MIXTRAL, _MINIMAX_BIAS)
+QWEN3_5 = _hybrid(_THREE_FIVE_PROJECTIONS)
+QWEN3_5_MOE = QWEN3_5 + _PLAIN_EXPERTS + _GATED_SHARED
+MINIMAX = MIXTRAL + _expert_bias("block_sparse_moe")
 _OSS, _OSS_EXPERT = _HF + "mlp.experts.", _HF + "mlp.experts.{expert}."
 _GATE, _UP, _DOWN = (f"{_OSS_EXPERT}{part}_proj." for part in ("gate", "up", "down"))
 GPT_OSS = (
