@@ -6,6 +6,7 @@ that knows how Megatron spells them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -67,17 +68,39 @@ def shape_of(args: Any) -> Shape:
         args: A namespace with Megatron-LM's names, complete (resolved or from a checkpoint), with
             ``vocab_size`` and ``padded_vocab_size``.
     """
-    value = lambda name: getattr(args, name, None) or 0  # noqa: E731
+    flags = vars(args)
+    moe = moe_pattern(flags) if flags.get("num_experts") else [False] * args.num_layers
+    sizes = _sizes(args)
+    if flags.get("multi_latent_attention"):
+        sizes |= _latent_sizes(args)
+    if flags.get("experimental_attention_variant") == "gated_delta_net":
+        sizes |= _delta_sizes(args)
+    return Shape(
+        MappingProxyType(sizes),
+        frozenset(name for name, there in _traits(args).items() if there),
+        tuple(bool(layer) for layer in moe),
+        tuple(linear_pattern(flags)),
+    )
+
+
+def _value(args: Any, name: str) -> Any:
+    """A flag; 0 where a checkpoint does not know it, or it has no value."""
+    return getattr(args, name, None) or 0
+
+
+def _is_gated(args: Any) -> bool:
+    return any(_value(args, name) for name in ("swiglu", "quick_geglu", "geglu"))
+
+
+def _sizes(args: Any) -> dict[str, int]:
+    """Sizes that every model has."""
     heads, head = args.num_attention_heads, args.kv_channels
-    grouped = value("group_query_attention")
-    groups = args.num_query_groups if grouped else heads
-    vocab = value("vocab_size") or args.padded_vocab_size
-    experts = value("num_experts")
-    gated = value("swiglu") or value("quick_geglu") or value("geglu")
-    expert_ffn = value("moe_ffn_hidden_size") or args.ffn_hidden_size
-    shared_ffn = value("moe_shared_expert_intermediate_size")
-    halves = 2 if gated else 1
-    sizes = {
+    groups = args.num_query_groups if _value(args, "group_query_attention") else heads
+    vocab = _value(args, "vocab_size") or args.padded_vocab_size
+    expert_ffn = _value(args, "moe_ffn_hidden_size") or args.ffn_hidden_size
+    shared_ffn = _value(args, "moe_shared_expert_intermediate_size")
+    halves = 2 if _is_gated(args) else 1
+    return {
         "hidden": args.hidden_size,
         "ffn": args.ffn_hidden_size,
         "vocab": vocab,
@@ -86,38 +109,56 @@ def shape_of(args: Any) -> Shape:
         "heads": heads,
         "query": heads * head,
         "key": groups * head,
-        "qkv": (heads * (2 if value("attention_output_gate") else 1) + 2 * groups) * head,
+        "qkv": (heads * (2 if _value(args, "attention_output_gate") else 1) + 2 * groups) * head,
         "fc1": halves * args.ffn_hidden_size,
-        "experts": experts,
+        "experts": _value(args, "num_experts"),
         "expert_ffn": expert_ffn,
         "expert_fc1": halves * expert_ffn,
         "shared_ffn": shared_ffn,
         "shared_fc1": halves * shared_ffn,
-        "positions": value("max_position_embeddings"),
-        "mtp": value("mtp_num_layers"),
+        "positions": _value(args, "max_position_embeddings"),
+        "mtp": _value(args, "mtp_num_layers"),
         "two_hidden": 2 * args.hidden_size,
         "gated_query": 2 * heads * head,
         "one": 1,
     }
-    latent = value("multi_latent_attention")
-    if latent:
-        rope = args.qk_pos_emb_head_dim
-        sizes |= {
-            "q_lora": value("q_lora_rank"),
-            "kv_lora": args.kv_lora_rank,
-            "kv_down": args.kv_lora_rank + rope,
-            "q_up": heads * (args.qk_head_dim + rope),
-            "kv_up": heads * (args.qk_head_dim + args.v_head_dim),
-            "value": heads * args.v_head_dim,
-        }
-    score = value("objective") == "reward"  # instead of the output layer
-    has = {
+
+
+def _latent_sizes(args: Any) -> dict[str, int]:
+    heads, rope = args.num_attention_heads, args.qk_pos_emb_head_dim
+    return {
+        "q_lora": _value(args, "q_lora_rank"),
+        "kv_lora": args.kv_lora_rank,
+        "kv_down": args.kv_lora_rank + rope,
+        "q_up": heads * (args.qk_head_dim + rope),
+        "kv_up": heads * (args.qk_head_dim + args.v_head_dim),
+        "value": heads * args.v_head_dim,
+    }
+
+
+def _delta_sizes(args: Any) -> dict[str, int]:
+    return {
+        "delta_key_heads": args.linear_num_key_heads,
+        "delta_heads": args.linear_num_value_heads,
+        "delta_key": args.linear_num_key_heads * args.linear_key_head_dim,
+        "delta_value": args.linear_num_value_heads * args.linear_value_head_dim,
+        "delta_value_head": args.linear_value_head_dim,
+        "delta_taps": args.linear_conv_kernel_dim,
+    }
+
+
+def _traits(args: Any) -> dict[str, Any]:
+    """The optional parts, and whether they are there."""
+    value = functools.partial(_value, args)
+    latent, score = value("multi_latent_attention"), value("objective") == "reward"
+    shared, after_rope = value("moe_shared_expert_intermediate_size"), value("qk_norm_after_rope")
+    return {
         "untied": args.untie_embeddings_and_output_weights and not score,
-        "score": score,
+        "score": score,  # instead of the output layer
         "qkv_bias": value("add_qkv_bias") or args.add_bias_linear,
         "proj_bias": value("add_dense_bias") or args.add_bias_linear,
-        "qk_norm": value("qk_layernorm") and not latent and not value("qk_norm_after_rope"),
-        "qk_norm_after_rope": value("qk_norm_after_rope"),
+        "qk_norm": value("qk_layernorm") and not latent and not after_rope,
+        "qk_norm_after_rope": after_rope,
         "heads_norm": value("qk_norm_over_all_heads"),
         "input_norms": value("norm_placement") != "post",
         "output_norms": value("norm_placement") in ("post", "pre_and_post"),
@@ -125,28 +166,11 @@ def shape_of(args: Any) -> Shape:
         "q_lora": latent and value("q_lora_rank"),
         "direct_q": latent and not value("q_lora_rank"),
         "expert_bias": value("moe_router_enable_expert_bias"),
-        "shared_expert": shared_ffn,
-        "shared_gate": shared_ffn and value("moe_shared_expert_gate"),
-        "gated": gated,
+        "shared_expert": shared,
+        "shared_gate": shared and value("moe_shared_expert_gate"),
+        "gated": _is_gated(args),
         "norm_bias": value("normalization") != "RMSNorm",
         "sinks": value("softmax_type") == "learnable",
         "mlp_bias": args.add_bias_linear,
         "positions": value("position_embedding_type") == "learned_absolute",
     }
-    moe = moe_pattern(vars(args)) if experts else [False] * args.num_layers
-    delta_net = value("experimental_attention_variant") == "gated_delta_net"
-    if delta_net:
-        sizes |= {
-            "delta_key_heads": args.linear_num_key_heads,
-            "delta_heads": args.linear_num_value_heads,
-            "delta_key": args.linear_num_key_heads * args.linear_key_head_dim,
-            "delta_value": args.linear_num_value_heads * args.linear_value_head_dim,
-            "delta_value_head": args.linear_value_head_dim,
-            "delta_taps": args.linear_conv_kernel_dim,
-        }
-    return Shape(
-        MappingProxyType(sizes),
-        frozenset(name for name, there in has.items() if there),
-        tuple(bool(layer) for layer in moe),
-        tuple(linear_pattern(vars(args))),
-    )
