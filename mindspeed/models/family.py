@@ -177,7 +177,7 @@ class Family:
             args = argparse.Namespace(**values)
         try:
             flags = self.flags(self.write(args))
-        except (ConfigError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        except (ConfigError, TypeError, AttributeError, ZeroDivisionError):
             return False
         return not differing_flags(args, flags)
 
