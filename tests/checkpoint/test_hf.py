@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.models.hf_reader import HFReader
 from tests.checkpoint import hf_ranks
-from tests.support.tiny import CASES, batch
+from tests.support.tiny import batch, folders
 
 latest = Lazy("mindspeed.checkpoint.find", "latest")
 saved_args = Lazy("mindspeed.checkpoint.find", "saved_args")
@@ -43,15 +43,7 @@ EP = "--expert-model-parallel-size=2"
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """``directories(name)``: a tiny model of that family, as its files are."""
-    known = {}
-
-    def get(name):
-        if name not in known:
-            known[name] = tmp_path_factory.mktemp(name)
-            CASES[name].save(CASES[name].model(), known[name])
-        return known[name]
-
-    return get
+    return folders(tmp_path_factory)
 
 
 def mindspeed(*words):

@@ -19,7 +19,7 @@ from mindspeed.attention.gated_delta_rule import causal_convolution
 from mindspeed.errors import ConfigError
 from mindspeed.profiling.model_flops import linear_pattern
 from tests.models import model_ranks
-from tests.support.tiny import CASES
+from tests.support.tiny import CASES, folders
 
 Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
 convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
@@ -69,15 +69,7 @@ def by_documents(folder, ends):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    known = {}
-
-    def get(name):
-        if name not in known:
-            known[name] = tmp_path_factory.mktemp(name)
-            CASES[name].save(CASES[name].model(), known[name])
-        return known[name]
-
-    return get
+    return folders(tmp_path_factory)
 
 
 def test_documents_do_not_see_each_other(tiny, ranks):

@@ -7,6 +7,7 @@ second generation an output layer with rows of length one.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -149,6 +150,18 @@ class Case:
         model.save_pretrained(scratch)
         gradients = self.on_disk(load_file(scratch / "model.safetensors"))
         return {"logits": logits.detach(), "loss": loss.detach(), "gradients": gradients}
+
+
+def folders(tmp_path_factory: Any) -> Callable[[str], Path]:
+    """``folders(...)(name)``: a tiny model of that case as its files are, made once."""
+
+    @functools.cache
+    def get(name: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp(name)
+        CASES[name].save(CASES[name].model(), folder)
+        return folder
+
+    return get
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
