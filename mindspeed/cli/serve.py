@@ -22,7 +22,7 @@ from mindspeed.cli.chat import add_template_arguments, template_name
 from mindspeed.cli.inference_flags import add_model_arguments, run_model
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.parsing import parse_object
-from mindspeed.ranges import ABOVE_ZERO, number, whole
+from mindspeed.ranges import ABOVE_ZERO, NOT_NEGATIVE, number, whole
 
 if TYPE_CHECKING:
     from mindspeed.data.chat_template import ChatTemplate
@@ -56,6 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: temperature, top_p, top_k, min_p and repetition_penalty of the model's "
         "generation_config.json hold where a request has none (default: auto)",
+    )
+    add(
+        "--prefix-cache-gib",
+        type=number(NOT_NEGATIVE),
+        default=1.0,
+        metavar="GIB",
+        help="memory of each rank for keys and values of earlier prompts and answers, which "
+        "requests that begin alike do not compute again; 0: none (default: %(default)s)",
     )
     add("--model-name", help="model name for clients (default: name of --load)")
     add(
@@ -106,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
             ConnectionLimits(args.max_connections_per_address, args.max_connections),
             format_of(template.source if template else "", args.tool_call_parser),
             sampling_defaults(_folder(args)),
+            int(args.prefix_cache_gib * (1 << 30)),
         )
         serve(generator, options)
 

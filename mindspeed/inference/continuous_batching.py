@@ -18,10 +18,12 @@ cache, and each attention layer runs once per sequence, with that sequence's cac
 All other layers read their weights once for the batch; with grouped-query attention they hold four
 fifths of the parameters, in MoE models nearly all. Because attention sees one sequence at a time,
 every variant (sliding window, ALiBi, latent attention) gives the same result as without batching.
+Models that keep no keys and values (gated delta nets) run whole texts, one sequence at a time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +42,7 @@ from mindspeed.inference.generate import (
     unpack_token_scores,
 )
 from mindspeed.inference.grammar import Matcher, mask_all
+from mindspeed.inference.prefix_cache import PrefixCache
 from mindspeed.inference.sampling import (
     SamplingOptions,
     generator_of,
@@ -126,6 +129,17 @@ class PromptScores:
     scores: tuple[TokenScores, ...]
 
 
+@dataclass(frozen=True)
+class CachedPrompt:
+    """A prompt whose beginning was not computed again.
+
+    Attributes:
+        tokens: Number of tokens whose keys and values a request before has left.
+    """
+
+    tokens: int
+
+
 @dataclass
 class _Sequence:
     """One running continuation."""
@@ -156,10 +170,12 @@ class ContinuousBatcher:
 
     Args:
         generator: The model.
+        prefixes: Keys and values that requests leave for those that begin alike; None: nothing.
     """
 
-    def __init__(self, generator: TextGenerator) -> None:
+    def __init__(self, generator: TextGenerator, prefixes: PrefixCache | None = None) -> None:
         self._generator, self._groups = generator, generator.groups
+        self._prefixes = prefixes
         self._requests: dict[Hashable, _Request] = {}
 
     @property
@@ -177,7 +193,7 @@ class ContinuousBatcher:
         prompts: Sequence[Sequence[int]],
         options: SamplingOptions,
         prompt_scores: bool = False,
-    ) -> list[PromptScores]:
+    ) -> list[PromptScores | CachedPrompt]:
         """Prefill a request's prompts and add its sequences to the batch.
 
         Args:
@@ -194,13 +210,15 @@ class ContinuousBatcher:
         generator.stage.eval()
         request = _Request(options, generator.end_tokens(options))
         detokenize = generator.detokenizer(options.shown)
-        scored: list[PromptScores] = []
+        events: list[PromptScores | CachedPrompt] = []
         for prompt_index, prompt in enumerate(prompts):
-            decoder, logits, scores = self._prefill(prompt, options, prompt_scores)
+            decoder, logits, scores, cached = self._prefill(prompt, options, prompt_scores)
+            if cached:
+                events.append(CachedPrompt(cached))
             for copy in range(options.num_return_sequences):
                 index = prompt_index * options.num_return_sequences + copy
                 if prompt_scores:
-                    scored.append(PromptScores(index, tuple(prompt), scores))
+                    events.append(PromptScores(index, tuple(prompt), scores))
                 request.sequences.append(
                     _Sequence(
                         index,
@@ -214,7 +232,7 @@ class ContinuousBatcher:
                     )
                 )
         self._requests[key] = request
-        return scored
+        return events
 
     def remove(self, key: Hashable) -> None:
         """Drop a request; a no-op if it has ended."""
@@ -234,15 +252,21 @@ class ContinuousBatcher:
 
     def _prefill(
         self, prompt: Sequence[int], options: SamplingOptions, prompt_scores: bool
-    ) -> tuple[Decoder, torch.Tensor | None, tuple[TokenScores, ...]]:
-        """Decoder with the prompt's KV cache, logits ``[v]`` after it, scores of its tokens."""
+    ) -> tuple[Decoder, torch.Tensor | None, tuple[TokenScores, ...], int]:
+        """Decoder with the prompt's KV cache, logits ``[v]`` after it, scores of its tokens.
+
+        Last the number of tokens that were in the prefix cache: none where all are to be scored.
+        """
         max_length = len(prompt) + options.max_new_tokens
         decoder = Decoder(self._generator.stage, self._groups, 1, max_length)
         tokens = torch.tensor([list(prompt)])
         if not prompt_scores:
-            logits = decoder(tokens)
-            return decoder, None if logits is None else logits[0], ()
+            cached = 0 if self._prefixes is None else self._prefixes.restore(prompt, decoder)
+            logits = decoder(tokens[:, cached:])
+            self._keep(prompt, decoder)
+            return decoder, None if logits is None else logits[0], (), cached
         all_logits = decoder.all_positions(tokens)
+        self._keep(prompt, decoder)
         top_n = options.logprobs or 0
         packed = torch.zeros(len(prompt) - 1, 1 + 2 * top_n)
         if all_logits is not None and self._groups.is_sampling_rank:
@@ -251,7 +275,11 @@ class ContinuousBatcher:
         scores = tuple(
             unpack_token_scores(values) for values in self._groups.broadcast(packed).tolist()
         )
-        return decoder, None if all_logits is None else all_logits[0, -1], scores
+        return decoder, None if all_logits is None else all_logits[0, -1], scores, 0
+
+    def _keep(self, tokens: Sequence[int], decoder: Decoder) -> None:
+        if self._prefixes is not None:
+            self._prefixes.keep(tokens, decoder)
 
     def _sample(self, request: _Request) -> list[OutputChunk]:
         """Sample one token for each of the request's sequences and drop those that ended."""
@@ -281,11 +309,11 @@ class ContinuousBatcher:
             self._append(request, sequence, token, scores)
             for sequence, token, scores in zip(sequences, tokens, token_scores, strict=True)
         ]
-        request.sequences = [
-            sequence
-            for sequence, chunk in zip(sequences, chunks, strict=True)
-            if chunk.finish is None
-        ]
+        ended = [chunk.finish is not None for chunk in chunks]
+        for sequence in itertools.compress(sequences, ended):
+            length = sequence.decoder.length  # without the last token, which nothing has read
+            self._keep(sequence.tokens[:length], sequence.decoder)
+        request.sequences = [s for s, done in zip(sequences, ended, strict=True) if not done]
         return chunks
 
     def _append(
@@ -310,7 +338,27 @@ class ContinuousBatcher:
         return OutputChunk(sequence.index, new_text, token, scores, finish)
 
     def _decode(self, sequences: Sequence[_Sequence]) -> None:
-        """Run the last token of every sequence through the model in one pass."""
+        """Run the last token of every sequence through the model."""
+        passes = dict[Any, list[_Sequence]]()
+        for sequence in sequences:
+            passes.setdefault(self._pass_of(sequence), []).append(sequence)
+        for together in passes.values():
+            if together[0].decoder.context is not None:
+                self._decode_together(together)
+                continue
+            (alone,) = together
+            logits = alone.decoder(torch.tensor([alone.tokens[-1:]]))
+            alone.logits = None if logits is None else logits[0]
+
+    def _pass_of(self, sequence: _Sequence) -> Any:
+        """The same for sequences that share a pass: all, if the model allows it."""
+        context = sequence.decoder.context
+        if context is None:
+            return id(sequence)
+        alike = getattr(self._generator.stage, "rotary_pos_emb", None)
+        return context.max_sequence_length if getattr(alike, "depends_on_length", False) else 0
+
+    def _decode_together(self, sequences: Sequence[_Sequence]) -> None:
         model, target = self._generator.stage, device.current().torch_device()
         context = RaggedBatchContext([sequence.decoder.context for sequence in sequences])
         last_tokens = torch.tensor([[sequence.tokens[-1]] for sequence in sequences])

@@ -12,15 +12,20 @@ Communication: ``b x s x hidden`` elements per pass and stage boundary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from mindspeed import device
-from mindspeed.errors import ConfigError
 from mindspeed.inference.parallel_groups import ModelParallelGroups
 from mindspeed.models.megatron_delta_net import DeltaNet
+
+# Of each layer keys and values [s, b, h, d], at consecutive positions.
+KeysAndValues = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Decoder:
@@ -58,24 +63,50 @@ class Decoder:
         return self._context
 
     def copy(self) -> Decoder:
-        """A copy of the sequences and their KV cache.
-
-        Raises:
-            ConfigError: There is no cache.
-        """
-        if self._context is None:
-            raise ConfigError(
-                "requests are not batched for models with gated delta nets, which keep a state and "
-                "no keys and values: use mindspeed generate or mindspeed evaluate"
-            )
+        """A copy of the sequences and their KV cache."""
         other = Decoder.__new__(Decoder)
         other.__dict__ |= self.__dict__
+        if self._context is None:
+            return other
         other._context = copy(self._context)
-        memory = self._context.key_value_memory_dict  # type: ignore[union-attr]
-        other._context.key_value_memory_dict = {  # type: ignore[union-attr]
+        memory = self._context.key_value_memory_dict
+        other._context.key_value_memory_dict = {
             layer: tuple(tensor.clone() for tensor in pair) for layer, pair in memory.items()
         }
         return other
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that it has seen."""
+        return self._context.sequence_len_offset if self._context else self._seen.shape[1]
+
+    def resume(self, parts: Sequence[KeysAndValues], length: int) -> None:
+        """Begin with the keys and values of a prompt's first ``length`` tokens, part by part.
+
+        Of a new decoder with a cache only; the next call appends the other tokens.
+        """
+        if not length:
+            return
+        room = self._context.max_sequence_length  # type: ignore[union-attr]
+        for layer, first in parts[0].items():
+            pair = tuple(t.new_empty(room, *t.shape[1:]) for t in first)
+            for index, whole in enumerate(pair):
+                torch.cat([part[layer][index] for part in parts], out=whole[:length])
+            self._context.key_value_memory_dict[layer] = pair  # type: ignore[union-attr]
+        self._context.sequence_len_offset = length  # type: ignore[union-attr]
+
+    def keys_and_values(self, start: int, end: int) -> KeysAndValues:
+        """Copies of this rank's keys and values at positions ``[start, end)``."""
+        memory = self._context.key_value_memory_dict  # type: ignore[union-attr]
+        return {
+            layer: (key[start:end].clone(), value[start:end].clone())
+            for layer, (key, value) in memory.items()
+        }
+
+    @property
+    def most_bytes_per_token(self) -> int:
+        """Size of a token's keys and values, on the rank where it is largest. Collective."""
+        return max(1, self._groups.largest(self.cache_bytes // self._context.max_sequence_length))  # type: ignore[union-attr]
 
     @property
     def cache_bytes(self) -> int:
@@ -106,15 +137,17 @@ class Decoder:
         batch_size, length = tokens.shape
         if length == 1 and start:
             self._context.enable_decode_mode()  # type: ignore[union-attr]
+        resumed = start > 0 and length > 1
 
         def stage() -> torch.Tensor:
-            return self._model(  # type: ignore[no-any-return]
-                tokens.to(self._device),
-                torch.arange(start, start + length, device=self._device).expand(batch_size, -1),
-                self._causal_mask(length),
-                inference_context=self._context,
-                runtime_gather_output=True,
-            )
+            with _causal_after_cache(self._model) if resumed else nullcontext():
+                return self._model(  # type: ignore[no-any-return]
+                    tokens.to(self._device),
+                    torch.arange(start, start + length, device=self._device).expand(batch_size, -1),
+                    None if resumed else self._causal_mask(length),
+                    inference_context=self._context,
+                    runtime_gather_output=True,
+                )
 
         output = self._groups.run_stage(self._model, batch_size, length, stage)
         if self._context is not None:
@@ -152,3 +185,33 @@ class Decoder:
         if length == 1:
             return None
         return torch.ones(1, 1, length, length, dtype=torch.bool, device=self._device).triu(1)
+
+
+@contextmanager
+def _causal_after_cache(model: Any) -> Iterator[None]:
+    """Several tokens after those of the cache: each sees the cache and those before it.
+
+    Megatron masks nothing once there is a cache, because it appends one token at a time.
+    """
+    from megatron.core.transformer.attention import Attention
+
+    # Not the enum's member: Megatron 0.12 has none, and only the name is read.
+    kind = SimpleNamespace(name="causal_bottom_right")
+    modules = [part.core_attention for part in model.modules() if isinstance(part, Attention)]
+    for module in modules:
+        module.forward = _WithMaskType(module.forward, kind)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+class _WithMaskType:
+    """A core attention's ``forward`` with another mask type than the layer's."""
+
+    def __init__(self, forward: Any, kind: Any) -> None:
+        self._forward, self._kind = forward, kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **{**kwargs, "attn_mask_type": self._kind})

@@ -98,6 +98,14 @@ class ModelParallelGroups:
         dist.broadcast(values, src=self.sampling_rank, group=self.mp)
         return values.cpu()
 
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of all ranks of this replica."""
+        if self.mp.size() == 1:
+            return value
+        found = torch.tensor(value, device=device.current().torch_device())
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.mp)
+        return int(found)
+
     def broadcast_object(self, value: Any) -> Any:
         """Broadcast a picklable ``value`` from the sampling rank."""
         if self.mp.size() == 1:

@@ -188,6 +188,7 @@ def _scale_positions(args: argparse.Namespace, model: Any) -> None:
         return plain(max_seq_len, offset)
 
     rotary.get_freqs_non_repeated = scaled
+    rotary.depends_on_length = scaling.depends_on_length
 
 
 def _scale(factor: float, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -159,6 +159,11 @@ class RopeParameters:
             return _yarn_scale(factor, self.mscale) / _yarn_scale(factor, self.mscale_all_dim)
         return _yarn_scale(factor, 1.0)
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the angle of a position depends on the length of the whole text."""
+        return self.rope_type == "longrope" or (self.rope_type == "dynamic" and not self.alpha)
+
     def frequencies(self, base: float, channels: int, length: int) -> torch.Tensor:
         """Radians per position of each pair of channels.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.support.tiny import CASES
 ContinuousBatcher = Lazy("mindspeed.inference.continuous_batching", "ContinuousBatcher")
 Source = Lazy("mindspeed.inference.load", "Source")
 load_model = Lazy("mindspeed.inference.load", "load_model")
+PrefixCache = Lazy("mindspeed.inference.prefix_cache", "PrefixCache")
+why_not_shared = Lazy("mindspeed.inference.prefix_cache", "why_not_shared")
 TextGenerator = Lazy("mindspeed.inference.text_generator", "TextGenerator")
 
 
@@ -101,3 +104,69 @@ def removing(folder: str) -> dict[str, Any]:
             if key == "kept":
                 tokens.append(chunk.token)
     return {"same": tokens == alone.tokens, "error": error, "batch size": batcher.batch_size}
+
+
+GREEDY = SamplingOptions(max_new_tokens=6, greedy=True, logprobs=5)
+
+
+def answered(batcher: Any, prompt: list[int], options: SamplingOptions) -> dict[str, Any]:
+    """Tokens of one request, their scores, and what it found in the prefix cache."""
+    cached = [event.tokens for event in batcher.add("one", [prompt], options)]
+    tokens, scores = [], []
+    while "one" in batcher:
+        for _, chunk in batcher.step():
+            scores.append(chunk.scores)
+            tokens += [] if chunk.token is None else [chunk.token]
+    return {"tokens": tokens, "scores": scores, "cached": sum(cached)}
+
+
+def sharing(folder: str, layout: tuple[int, int], prompt: list[int]) -> dict[str, Any]:
+    """Requests that begin alike, with a prefix cache and without.
+
+    The first one, one that shares 35 tokens, the next turn of the first one, the first one again.
+    """
+    generator = replace(generator_of(folder, layout), eos=frozenset())
+    reason = why_not_shared(generator.stage)
+    computed: list[int] = []
+    hook = lambda module, args, kwargs: computed.append(args[0].shape[1])  # noqa: E731
+    generator.stage.register_forward_pre_hook(hook, with_kwargs=True)
+    found: dict[str, Any] = {"reason": reason}
+    for name in ("without", "with") if reason is None else ("without",):
+        cache = PrefixCache(1 << 20) if name == "with" else None
+        batcher = ContinuousBatcher(generator, cache)
+        del computed[:]
+        first = answered(batcher, prompt, GREEDY)
+        answers = [
+            first,
+            answered(batcher, [*prompt[:35], 7, 3, 11, 90, 2], GREEDY),
+            answered(batcher, [*prompt, *first["tokens"], 5, 6, 7], GREEDY),
+            answered(batcher, prompt, GREEDY),
+        ]
+        found[name] = {"answers": answers, "computed": [n for n in computed if n > 1]}
+    return found
+
+
+def bounded(folder: str, prompts: list[list[int]], max_bytes: int) -> list[tuple[int, int]]:
+    """Of each request what it found, and the bytes of the cache after it."""
+    generator = replace(generator_of(folder, (1, 1)), eos=frozenset())
+    cache = PrefixCache(max_bytes)
+    batcher = ContinuousBatcher(generator, cache)
+    return [(answered(batcher, prompt, GREEDY)["cached"], cache.bytes) for prompt in prompts]
+
+
+def resumed(implementation: str, tokens: Any, cut: int) -> Any:
+    """Logits after every token of a text: at once, and from ``cut`` on with kept states."""
+    import torch
+
+    from mindspeed.inference.decoder import Decoder
+    from mindspeed.inference.parallel_groups import ModelParallelGroups
+    from tests.inference import tiny_gpt
+
+    model, groups = tiny_gpt.build(1, 1, implementation), ModelParallelGroups.of_megatron()
+    with torch.inference_mode():
+        whole = Decoder(model, groups, 1, 40)
+        logits = whole.all_positions(tokens)
+        part = Decoder(model, groups, 1, 50)
+        middle = cut // 2
+        part.resume([whole.keys_and_values(0, middle), whole.keys_and_values(middle, cut)], cut)
+        return logits[:, cut:], part.all_positions(tokens[:, cut:])

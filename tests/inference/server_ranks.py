@@ -23,7 +23,11 @@ def _service_of(generator: Any, **limits: Any) -> Any:
     from mindspeed.inference.server.engine import Engine
 
     engine = Engine(
-        generator, Rank0Broadcast(), limits.pop("max_queue", 4), limits.pop("timeout", 60)
+        generator,
+        Rank0Broadcast(),
+        limits.pop("max_queue", 4),
+        limits.pop("timeout", 60),
+        prefix_bytes=1 << 20,
     )
     return Service(engine, "tiny", template_of(generator, None), 64, 4, **limits)
 

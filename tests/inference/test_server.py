@@ -139,6 +139,49 @@ def test_streams_give_the_same_text(ask, tiny):
     assert texts[0] != texts[1]
 
 
+def test_choices_without_draws_are_equal_and_run_once(ask, tiny):
+    base = {"prompt": ["the cat", "hello"], "n": 2, "temperature": 0, "max_tokens": 6}
+    whole, stream = ask(
+        completion(**base, best_of=2, logprobs=1), completion(**base, stream=True, logprobs=1)
+    )
+    cat, hello = greedy_text(tiny, "the cat", 6), greedy_text(tiny, "hello", 6)
+    choices = whole[1]["choices"]
+    assert [choice["text"] for choice in choices] == [cat, cat, hello, hello]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert choices[0]["logprobs"] == choices[1]["logprobs"] != choices[2]["logprobs"]
+    tokens = sum(len(choice["logprobs"]["tokens"]) for choice in choices)
+    assert whole[1]["usage"]["completion_tokens"] == tokens
+    texts = [""] * 4
+    for piece in events(stream[1]):
+        texts[piece["choices"][0]["index"]] += piece["choices"][0]["text"]
+    assert texts == [cat, cat, hello, hello]
+
+
+def test_usage_says_what_was_not_computed_again(ask, tiny):
+    _, _, tokenizer = tiny
+    base = {"temperature": 0, "max_tokens": 8}
+    user = {"role": "user", "content": "hello there, how are you today?"}
+    answer = greedy_text(tiny, "user: hello there, how are you today?\nassistant: ", 8)
+    longer = [user, {"role": "assistant", "content": answer}, user]
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    found = ask(
+        chat(messages=[user], **base),
+        chat(messages=longer, **base),
+        chat(messages=longer, **base, **stream),
+        completion(prompt=tokenizer("the cat " * 9)["input_ids"], echo=True, logprobs=0, **base),
+        completion(prompt=["the cat " * 9] * 2, n=2, **base),
+    )
+    usages = [events(a[1])[-1]["usage"] if i == 2 else a[1]["usage"] for i, a in enumerate(found)]
+    prompts = [usage["prompt_tokens"] for usage in usages]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    whole = [(size - 1) // 16 * 16 for size in prompts]
+    assert prompts[0] >= 16  # a system prompt or an earlier turn is found again
+    shared = prompts[0] + 8 - 1
+    assert cached[:3] == [0, shared // 16 * 16, whole[2]]
+    # All tokens of a prompt are computed where they are scored; then they are there for the next.
+    assert cached[3] == 0 and cached[4] == 2 * ((prompts[3] - 1) // 16 * 16) > 0
+
+
 def test_log_probabilities_have_openais_form(ask, tiny):
     base = {"temperature": 0, "max_tokens": 4}
     (_, whole, _), (_, talk, _), (_, stream, _) = ask(
@@ -322,7 +365,7 @@ REFUSED = {
     "temperature": (completion(**CAT, temperature=-1), 400, "temperature"),
     "top_p": (completion(**CAT, top_p=0), 400, "top_p"),
     "n": (completion(**CAT, n=9), 400, "this server allows 4"),
-    "greedy n": (completion(**CAT, n=2, temperature=0), 400, "n=2 with temperature 0"),
+    "best of": (completion(**CAT, n=2, best_of=3), 400, "best_of=3: answers are not ranked"),
     "tokens": (completion(**CAT, max_tokens=65), 400, "this server allows 64"),
     "min": (completion(**CAT, max_tokens=4, min_tokens=5), 400, "min_tokens=5 is more"),
     "context": (completion(prompt="cat " * 200), 400, "the model has 128 positions"),

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError, MindSpeedError
-from mindspeed.inference.continuous_batching import PromptScores
+from mindspeed.inference.continuous_batching import CachedPrompt, PromptScores
 from mindspeed.inference.generate import TokenScores, check_prompts
 from mindspeed.inference.server.engine import (
     Engine,
@@ -33,8 +33,8 @@ from mindspeed.inference.server.protocol import (
     ChatRequest,
     Choice,
     CompletionRequest,
+    Usage,
     Writer,
-    usage_of,
 )
 from mindspeed.inference.server.protocol import Request as ModelRequest
 from mindspeed.inference.server.tool_calls import (
@@ -245,17 +245,20 @@ async def _respond(
         job.options.logprobs is not None,
         [
             () if job.prompt_scores else job.prompts[index // body.n]
-            for index in range(job.num_sequences)
+            for index in range(len(choices))
         ],
     )
-    chunks = service.engine.stream(job)
+    usage = Usage(sum(map(len, job.prompts)), choices)
+    chunks = _counted(service.engine.stream(job), usage)
+    if body.copies > 1:
+        chunks = _repeated(chunks, body.copies)
     if body.max_tokens == 0:
         chunks = _prompts_only(chunks)
     if body.stream:
         first = await anext(chunks, None)  # an immediate error still gets its HTTP status
         if first is None:
             raise EngineFailed
-        events = _events(writer, body, job, choices, _chain(first, chunks))
+        events = _events(writer, body, usage, _chain(first, chunks))
         return StreamingResponse(events, media_type="text/event-stream")
     collect = asyncio.ensure_future(_collect(chunks, choices))
     try:
@@ -267,7 +270,7 @@ async def _respond(
         collect.cancel()
         await asyncio.wait([collect])
     scores = collect.result()
-    return writer.response(choices, scores, _usage(job, choices))
+    return writer.response(choices, scores, usage.content)
 
 
 async def _collect(chunks: AsyncIterator[Event], choices: list[Choice]) -> list[list[Any]]:
@@ -285,6 +288,30 @@ def _token_scores(event: Event) -> list[tuple[Any, TokenScores | None]]:
         return list(zip(event.tokens, (None, *event.scores), strict=True))
     token = event.end if event.token is None else event.token
     return [] if event.scores is None else [(token, event.scores)]
+
+
+async def _counted(
+    events: AsyncIterator[Event | CachedPrompt], usage: Usage
+) -> AsyncIterator[Event]:
+    """The events that are a part of the answer; others are counted."""
+    try:
+        async for event in events:
+            if isinstance(event, CachedPrompt):
+                usage.cached_tokens += event.tokens
+            else:
+                yield event
+    finally:
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+async def _repeated(chunks: AsyncIterator[Event], copies: int) -> AsyncIterator[Event]:
+    """The events of every sequence for each of its equal choices."""
+    try:
+        async for event in chunks:
+            for copy in range(copies):
+                yield replace(event, index=event.index * copies + copy)
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
 
 
 async def _prompts_only(chunks: AsyncIterator[Event]) -> AsyncIterator[Event]:
@@ -309,11 +336,11 @@ async def _chain(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Even
 async def _events(
     writer: Writer,
     body: ModelRequest,
-    job: GenerationJob,
-    choices: list[Choice],
+    usage: Usage,
     chunks: AsyncIterator[Event],
 ) -> AsyncIterator[str]:
     """Server-sent events; an error becomes the last event."""
+    choices = usage.choices
     try:
         for index, choice in enumerate(choices):
             if isinstance(body, ChatRequest):
@@ -336,7 +363,7 @@ async def _events(
                 yield _event(writer.chunk(chunk.index, piece, finish, pending[chunk.index]))
                 pending[chunk.index] = []
         if body.stream_options is not None and body.stream_options.include_usage:
-            yield _event(writer.usage_chunk(_usage(job, choices)))
+            yield _event(writer.usage_chunk(usage.content))
     except (MindSpeedError, QueueFull, RequestTimeout, EngineFailed) as error:
         yield _event(_api_error_of(error).content)
     finally:
@@ -357,10 +384,6 @@ def _append(choice: Choice, chunk: OutputChunk) -> list[Part]:
                 "a call of a tool is not valid, so it is returned as text: %.80r", part.text
             )
     return parts
-
-
-def _usage(job: GenerationJob, choices: Sequence[Choice]) -> dict[str, int]:
-    return usage_of(sum(map(len, job.prompts)), sum(choice.tokens for choice in choices))
 
 
 def _card(service: Service, created: int) -> dict[str, Any]:

@@ -24,8 +24,13 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.inference.continuous_batching import ContinuousBatcher, PromptScores
+from mindspeed.inference.continuous_batching import (
+    CachedPrompt,
+    ContinuousBatcher,
+    PromptScores,
+)
 from mindspeed.inference.parallel_groups import Rank0Broadcast
+from mindspeed.inference.prefix_cache import PrefixCache, why_not_shared
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import OutputChunk, TextGenerator
 
@@ -103,6 +108,7 @@ class Engine:
         max_queue: Requests that may wait; more are refused.
         timeout: Seconds that a request may take from arrival to end.
         max_batch_size: Sequences that are decoded at once; a larger request runs alone.
+        prefix_bytes: Of keys and values that requests leave for those that begin alike.
 
     Attributes:
         on_failure: Called by the worker thread when it ends with an error, stored in ``error``.
@@ -115,9 +121,10 @@ class Engine:
         max_queue: int = 64,
         timeout: float = 600.0,
         max_batch_size: int = 16,
+        prefix_bytes: int = 0,
     ) -> None:
         self.generator, self._control = generator, control
-        self._batcher, self._max_batch_size = ContinuousBatcher(generator), max_batch_size
+        self._batcher, self._max_batch_size = batcher_of(generator, prefix_bytes), max_batch_size
         self._running: dict[int, QueuedRequest] = {}
         self._next: QueuedRequest | None = None  # head of the queue, waits for room in the batch
         self._keys = itertools.count()
@@ -147,8 +154,10 @@ class Engine:
         self._closing.set()
         self._thread.join()
 
-    async def stream(self, job: GenerationJob) -> AsyncIterator[OutputChunk | PromptScores]:
-        """Generate; prompt scores come first. Closing the iterator cancels the request.
+    async def stream(
+        self, job: GenerationJob
+    ) -> AsyncIterator[OutputChunk | PromptScores | CachedPrompt]:
+        """Generate; what is known of the prompts comes first. Closing it cancels the request.
 
         Raises:
             QueueFull: The queue is full.
@@ -259,7 +268,8 @@ def run_step(batcher: ContinuousBatcher, update: BatchUpdate) -> Iterator[tuple[
     """Apply a batch update and run one step. Collective.
 
     Yields:
-        ``(request key, event)``: an output chunk, prompt scores, or why the request is refused.
+        ``(request key, event)``: an output chunk, what is known of a prompt, or why the request is
+        refused.
     """
     for key in update.remove:
         batcher.remove(key)
@@ -273,11 +283,17 @@ def run_step(batcher: ContinuousBatcher, update: BatchUpdate) -> Iterator[tuple[
     yield from batcher.step()
 
 
-def follow(generator: TextGenerator, control: Rank0Broadcast) -> None:
+def batcher_of(generator: TextGenerator, prefix_bytes: int) -> ContinuousBatcher:
+    """A batcher, with a prefix cache if it may have bytes and the model allows one."""
+    shared = prefix_bytes > 0 and why_not_shared(generator.stage) is None
+    return ContinuousBatcher(generator, PrefixCache(prefix_bytes) if shared else None)
+
+
+def follow(generator: TextGenerator, control: Rank0Broadcast, prefix_bytes: int = 0) -> None:
     """Main loop of the other ranks: take part in every step until rank 0 stops."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 receives them too and announces the end
-    batcher = ContinuousBatcher(generator)
+    batcher = batcher_of(generator, prefix_bytes)
     while (update := control.broadcast()) is not None:
         for _ in run_step(batcher, update):
             pass

@@ -2,7 +2,7 @@
 
 Unsupported fields that would change the response are refused by name; fields that only describe the
 caller are ignored. ``top_k``, ``min_p``, ``repetition_penalty`` and ``min_tokens`` are extensions
-that other servers have as well. ``temperature`` 0 means greedy decoding.
+that other servers have as well. ``temperature`` 0 means greedy decoding: ``n`` equal choices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from mindspeed.inference.text_stream import TextStream
 from mindspeed.parsing import decode_json
 
 _UNSUPPORTED = {
-    "best_of": (None, 1),
     "suffix": (None, ""),
     "functions": (None, []),
     "audio": (None,),
@@ -92,6 +91,7 @@ class Request(BaseModel):
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1)
+    best_of: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = Field(None, max_length=64)
@@ -105,6 +105,11 @@ class Request(BaseModel):
     min_tokens: int = Field(0, ge=0)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def copies(self) -> int:
+        """Number of equal choices of an answer: without draws all of them are."""
+        return self.n if self.temperature == 0 else 1
 
     @property
     def constraint(self) -> Constraint | None:
@@ -155,9 +160,9 @@ class Request(BaseModel):
             if name not in _WITHOUT_EFFECT and value not in neutral:
                 known = "not supported" if name in _UNSUPPORTED else "unknown"
                 raise ApiError(400, f"the field {name} is {known}", param=name)
-        if self.n > 1 and self.temperature == 0:
-            message = f"n={self.n} with temperature 0 would repeat one answer: raise temperature"
-            raise ApiError(400, message, param="n")
+        if self.best_of not in (None, self.n):
+            message = f"best_of={self.best_of}: answers are not ranked, all n={self.n} are returned"
+            raise ApiError(400, message, param="best_of")
 
     def sampling(
         self,
@@ -196,7 +201,7 @@ class Request(BaseModel):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 logit_bias=tuple((self.logit_bias or {}).items()),
-                num_return_sequences=self.n,
+                num_return_sequences=self.n // self.copies,
                 stop=tuple(dict.fromkeys((*own, *stop))),
                 shown=tuple(shown),
                 constraint=self.constraint,
@@ -543,11 +548,27 @@ class Writer:
         return {"token": text, "logprob": value, "bytes": list(self._generator.token_bytes(token))}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's ``usage`` object."""
-    total = prompt_tokens + completion_tokens
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": total,
-    }
+@dataclass
+class Usage:
+    """Tokens of a request.
+
+    Attributes:
+        prompt_tokens: Of all prompts.
+        choices: While they are generated.
+        cached_tokens: Of the prompts, those that were not computed again.
+    """
+
+    prompt_tokens: int
+    choices: Sequence[Choice]
+    cached_tokens: int = 0
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """OpenAI's ``usage`` object."""
+        completion_tokens = sum(choice.tokens for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

@@ -13,6 +13,7 @@ import uvicorn
 
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.inference.parallel_groups import Rank0Broadcast
+from mindspeed.inference.prefix_cache import why_not_shared
 from mindspeed.inference.server.app import Service, create_app
 from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
 from mindspeed.inference.server.engine import Engine, follow
@@ -46,6 +47,7 @@ class ServeOptions:
         connections: Limits on open connections.
         calls: How the model writes calls of tools; None: in no known way.
         defaults: Values of fields that a request leaves out.
+        prefix_bytes: Of keys and values that requests leave for those that begin alike.
     """
 
     name: str
@@ -60,15 +62,23 @@ class ServeOptions:
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     calls: CallFormat | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    prefix_bytes: int = 0
 
 
 def serve(generator: TextGenerator, options: ServeOptions) -> None:
     """Answer requests until SIGINT or SIGTERM. Collective."""
     control = Rank0Broadcast()
     if not control.is_source:
-        follow(generator, control)
+        follow(generator, control, options.prefix_bytes)
         return
-    engine = Engine(generator, control, options.max_queue, options.timeout, options.max_batch_size)
+    engine = Engine(
+        generator,
+        control,
+        options.max_queue,
+        options.timeout,
+        options.max_batch_size,
+        options.prefix_bytes,
+    )
     service = Service(
         engine,
         options.name,
@@ -87,6 +97,8 @@ def serve(generator: TextGenerator, options: ServeOptions) -> None:
     if options.template is not None and options.template.renders_tools:
         name = options.calls.name if options.calls else "unknown, see --tool-call-parser"
         log.info("format of calls of tools: %s", name)
+    if options.prefix_bytes and (reason := why_not_shared(generator.stage)):
+        log.info("no prefix cache: %s", reason)
     server = _Server(config)
     engine.on_failure = server.end
     server.run()
