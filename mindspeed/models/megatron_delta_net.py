@@ -2,7 +2,7 @@
 
     x -> in_proj -> [q k v] [z] [beta] [alpha]
     [q k v] -> causal convolution of each channel, SiLU
-    gated delta rule (mindspeed.attention.gated_delta_rule), norm of each head, times SiLU(z)
+    gated delta rule (mindspeed.ops.gated_delta_rule), norm of each head, times SiLU(z)
     -> out_proj
 
 Parameters, their names and how tensor parallelism shards them are those of ``GatedDeltaNet`` in
@@ -20,8 +20,9 @@ import torch
 from torch.nn import functional
 
 from mindspeed import device as devices
-from mindspeed.attention.gated_delta_rule import causal_convolution, chunk_gated_delta_rule
 from mindspeed.errors import ConfigError
+from mindspeed.ops.causal_conv1d import causal_conv1d
+from mindspeed.ops.gated_delta_rule import chunk_gated_delta_rule
 from mindspeed.te import kernels
 
 if TYPE_CHECKING:
@@ -164,8 +165,9 @@ class DeltaNet(torch.nn.Module):
         mixed, z, beta, alpha = x.split(
             [sum(parts), *(self.sizes[name] for name in ("z", "beta", "alpha"))], -1
         )
-        mixed = causal_convolution(mixed, self.conv1d.weight.squeeze(1), documents)
-        q, k, v = functional.silu(mixed).split(parts, -1)
+        taps = self.conv1d.weight.squeeze(1)
+        mixed = causal_conv1d(mixed, taps, silu=True, cu_seqlens=documents)
+        q, k, v = mixed.split(parts, -1)
         keys, values = self.channels
         decay = functional.softplus(alpha.float() + self.dt_bias.float())
         out, _ = chunk_gated_delta_rule(

@@ -10,6 +10,7 @@ from mindspeed.ops.registry import Operator
 
 FILES = (
     "attention",
+    "causal_conv1d",
     "compat._dropout_add_norm",
     "compat.expert_bmm",
     "compat.ffn",
@@ -18,6 +19,7 @@ FILES = (
     "compat.npu_grouped_mat_mul_all_reduce",
     "compat.quant_gmm",
     "compat.weight_quant_gmm",
+    "gated_delta_rule",
     "grouped_matmul",
     "moe_permutation",
     "npu_groupmatmul_add",

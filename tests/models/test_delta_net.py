@@ -1,4 +1,4 @@
-"""Gated delta net: its convolution, documents, and the formats that have a place for it."""
+"""Gated delta net: its documents, and the formats that have a place for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.support.lazy import Lazy, needs
 
@@ -15,7 +14,6 @@ needs("megatron.core", "transformers")
 
 from safetensors.torch import load_file
 
-from mindspeed.attention.gated_delta_rule import causal_convolution
 from mindspeed.errors import ConfigError
 from mindspeed.profiling.model_flops import linear_pattern
 from tests.models import model_ranks
@@ -25,33 +23,6 @@ Target = Lazy("mindspeed.checkpoint.weights.convert", "Target")
 convert = Lazy("mindspeed.checkpoint.weights.convert", "convert")
 open_weights = Lazy("mindspeed.checkpoint.weights.convert", "open_weights")
 SETUP = "tests.support.warm"
-
-
-@pytest.mark.parametrize("ends", [[0, 1, 2, 9, 16], [0, 16], [0, 3, 16]], ids=str)
-@pytest.mark.parametrize("taps", [1, 4, 20])
-def test_each_document_is_convolved_alone(taps, ends):
-    generator = torch.Generator().manual_seed(taps)
-    inputs = [torch.randn(1, 16, 6, generator=generator), torch.randn(6, taps, generator=generator)]
-
-    def alone(x, weight):
-        parts = [x[:, start:end].transpose(1, 2) for start, end in itertools.pairwise(ends)]
-        found = [F.conv1d(F.pad(part, (taps - 1, 0)), weight[:, None], groups=6) for part in parts]
-        return torch.cat(found, 2).transpose(1, 2)
-
-    results = []
-    for function in (lambda *given: causal_convolution(*given, torch.tensor(ends)), alone):
-        x, weight = (tensor.clone().requires_grad_() for tensor in inputs)
-        out = function(x, weight)
-        out.sin().sum().backward()
-        results.append((out.detach(), x.grad, weight.grad))
-    torch.testing.assert_close(*results)
-
-
-def test_whole_samples_are_one_document_each():
-    x, weight = torch.randn(3, 7, 2), torch.randn(2, 4)
-    ends = torch.tensor([0, 7, 14, 21])
-    packed = causal_convolution(x.reshape(1, 21, 2), weight, ends)
-    torch.testing.assert_close(causal_convolution(x, weight), packed.view(3, 7, 2))
 
 
 def by_documents(folder, ends):
