@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="NAME",
         help="how the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3, "
-        "deepseek_v31 (default: auto, by its chat template)",
+        "deepseek_v31, qwen3_coder, glm45, gpt_oss (default: auto, by its chat template)",
     )
     add(
         "--generation-config",
@@ -94,10 +94,10 @@ def run(args: argparse.Namespace) -> int:
 
     def body(generator: TextGenerator) -> None:
         from mindspeed.inference.load import sampling_defaults
+        from mindspeed.inference.server.call_formats import format_of
         from mindspeed.inference.server.connections import ConnectionLimits
         from mindspeed.inference.server.middleware import RequestLimits
         from mindspeed.inference.server.run import Address, ServeOptions, serve
-        from mindspeed.inference.server.tool_calls import format_of
 
         served = args.model_name or Path(args.load.removeprefix("hf:")).name
         template = _template(generator, name, variables)

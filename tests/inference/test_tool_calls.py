@@ -13,18 +13,14 @@ from tests.support.lazy import Lazy, needs
 
 needs("megatron.core", "fastapi", "openai")
 
+from mindspeed.data import hf_template
 from mindspeed.errors import DataError
-from mindspeed.inference.server.tool_calls import (
-    FORMATS,
-    REASONING,
-    AnswerParser,
-    format_of,
-    reasoning_of,
-)
+from mindspeed.inference.server.answer_parser import AnswerParser, parser_of
+from mindspeed.inference.server.call_formats import FORMATS, REASONING, format_of, reasoning_of
 from tests.inference import tiny_chat, tool_ranks
 
 load = Lazy("mindspeed.inference.load")
-protocol = Lazy("mindspeed.inference.server.protocol")
+responses = Lazy("mindspeed.inference.server.responses")
 
 ARGUMENTS = '{"a": "x}\\"{ é", "b": [1, {"c": null}]}'
 F, G = f'{{"name": "f", "arguments": {ARGUMENTS}}}', '{"name": "g", "parameters": {}}'
@@ -50,6 +46,17 @@ ANSWERS = {
         f"So: {BEGIN}{CALL}function{SEP}f\n```json\n{ARGUMENTS}\n```{END}\n"
         f"{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL}",
     ): ("So:", BOTH),
+    (
+        "qwen3_coder",
+        'So:\n\n<tool_call>\n<function=f>\n<parameter=a>\nx}"{ é\n</parameter>\n<parameter=b>\n'
+        '[1, {"c": null}]\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n'
+        "</function>\n",
+    ): ("So:", BOTH),
+    (
+        "glm45",
+        '<tool_call>f<arg_key>a</arg_key><arg_value>x}"{ é</arg_value><arg_key>b</arg_key>\n'
+        '<arg_value>[1, {"c": null}]</arg_value></tool_call>\n<tool_call>g\n</tool_call>\n',
+    ): (None, BOTH),
     ("deepseek_v31", f"{BEGIN}{CALL}f{SEP}{ARGUMENTS}{END}{CALL}g{SEP}{{}}{END}{ALL}"): (
         None,
         BOTH,
@@ -69,6 +76,19 @@ NO_CALLS = {
     "mistral": ["[TOOL_CALLS] f", "[TOOL_CALLS] {}", "[TOOL_CALL"],
     "deepseek_v3": [f"{BEGIN}{CALL}f{SEP}{{}}{END}{ALL}"],
     "deepseek_v31": [f"{BEGIN}f{{}}"],
+    "qwen3_coder": [
+        "<tool_call>{} {</tool_call>",
+        "<tool_call>\n<function=f>\nno",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx",  # cut off
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n",
+        "a <tool_cal",
+    ],
+    "glm45": [
+        "<tool_call> </tool_call>",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n",
+        "<tool_call>f",
+    ],
 }
 
 
@@ -81,7 +101,7 @@ def trl_templates():
 
 
 def read(text, size, *of):
-    choice = protocol.Choice(parser=AnswerParser(*of))
+    choice = responses.Choice(parser=AnswerParser(*of))
     deltas = []
     for at in range(0, len(text), size):
         deltas += choice.read(text[at : at + size], None)
@@ -133,19 +153,173 @@ def test_reasoning_that_the_prompt_began_and_that_never_ends():
     assert choice.message == {"role": "assistant", "content": " <thought> so </think>"}
 
 
+PUBLISHED = {  # template: the format, and whether it renders several calls
+    "qwen3": ("hermes", True),
+    "qwen3_6": ("qwen3_coder", True),
+    "nemotron_3_nano": ("qwen3_coder", True),
+    "glm4moe": ("glm45", True),
+    "gptoss": ("gpt_oss", False),
+}
+VALUES = {
+    "code": 'if a < b:\n    print("x")\n\n',
+    "digits": "5",
+    "count": 3,
+    "yes": True,
+    "parts": [1, {"c": None}],
+    "either": "7",
+    "other": "é{",
+}
+TYPES = {"type": "object", "properties": {
+    "code": {"type": "string"},
+    "digits": {"type": "string"},
+    "count": {"type": "integer"},
+    "yes": {"type": "boolean"},
+    "either": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("why", ["", "I think\n\nso"])
+def test_what_a_published_template_writes_is_read(name, why):
+    """The text of an answer behind its prompt, by the model's own template."""
+    expected, several = PUBLISHED[name]
+    source = (trl_templates() / f"{name}.jinja").read_text("utf-8")
+    template = hf_template.JinjaTemplate(name, source, {"bos_token": "", "eos_token": ""})
+    form = format_of(source)
+    assert form.name == expected
+    tools = [tool("f", TYPES), tool("g")]
+    calls = [("f", VALUES), ("g", {})][: 2 if several else 1]
+    answer = {
+        "role": "assistant",
+        "content": "Sure." if name != "gptoss" or not why else "",
+        "tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}}
+                       for n, a in calls],
+    }  # fmt: skip
+    answers = [{**answer, "reasoning_content": why}]
+    answers.append({"role": "assistant", "content": "It rains.\n", "reasoning_content": why})
+    for answer in answers:
+        answer = {name: value for name, value in answer.items() if value}
+        prompt = template.prompt([USER], tools)
+        text = template.render([USER, answer], tools=tools).text
+        pairs = enumerate(zip(prompt, text, strict=False))
+        shared = next((at for at, (a, b) in pairs if a != b), len(prompt))  # perhaps no <think>
+        text = text[shared:]
+        for stop in ("<|im_end|>", "<|call|>", "<|return|>"):
+            text = text.partition(stop)[0]
+        thinking = prompt[:shared].rstrip().endswith("<think>")
+        for size in (1, 2, 7, 1000):
+            choice = responses.Choice(parser=parser_of(form, reasoning_of(source), thinking, tools))
+            for at in range(0, len(text), size):
+                choice.read(text[at : at + size], None)
+            choice.read("", "stop")
+            message = choice.message
+            assert message.get("reasoning_content", "") == (
+                why or ("Sure." if name == "gptoss" and "tool_calls" in answer else "")
+            )
+            if "tool_calls" not in answer:
+                assert message["content"].strip() == "It rains." and choice.finish == "stop"
+                continue
+            assert (message["content"] or "") == ("" if name == "gptoss" else "Sure.")
+            assert [(n, json.loads(a)) for n, a in called(message)] == calls
+            assert choice.finish == "tool_calls"
+
+
+def read_channels(text, size, offered=True):
+    choice = responses.Choice(
+        parser=parser_of(format_of("", "gpt_oss"), None, False, [1][:offered])
+    )
+    for at in range(0, len(text), size):
+        choice.read(text[at : at + size], None)
+    choice.read("", "stop")
+    return choice
+
+
+ANALYSIS = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
+CHANNELS = {
+    # as the model writes calls, with a word to the user first
+    ANALYSIS + "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary"
+    ' to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>':
+        ("why", "Wait.", [("f", '{"a": 1}')]),
+    ANALYSIS + "<|channel|>final<|message|>So.": ("why", "So.", []),
+    ANALYSIS * 2 + "<|channel|>final<|message|>So.\n<|return|>": ("why\nwhy", "So.\n", []),
+    # cut off, not an object, not in this form
+    ANALYSIS + ' to=functions.f<|channel|>commentary json<|message|>{"a": ': ("why", '{"a": ', []),
+    " to=functions.f<|channel|>commentary json<|message|>[1]<|call|>": (None, "[1]", []),
+    ANALYSIS + "<|chan": ("why", None, []),
+    "Hello <b>": (None, "Hello <b>", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CHANNELS)
+def test_channels_are_read_at_every_cut(text):
+    reasoning, content, calls = CHANNELS[text]
+    for size in (1, 3, 1000):
+        choice = read_channels(text, size)
+        message = choice.message
+        assert message.get("reasoning_content") == reasoning
+        assert (message["content"] or None) == content and called(message) == calls
+        assert choice.finish == ("tool_calls" if calls else "stop")
+        message = read_channels(text, size, offered=False).message
+        assert "tool_calls" not in message and message.get("reasoning_content") == reasoning
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("qwen3_6", "why\n</think>\n\n<tool_call>\n<function=f>\n<parameter=a>\nPa\nris\n"
+         "</parameter>\n</function>\n</tool_call>"),
+        ("glm4moe", "\n<think>why</think>\n<tool_call>f\n<arg_key>a</arg_key>\n"
+         "<arg_value>Pa\nris</arg_value>\n</tool_call>"),
+        ("gptoss", ANALYSIS + "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+         '{"a": "Pa\\nris"}<|call|>'),
+    ],
+)  # fmt: skip
+def test_openais_client_gets_calls_of_each_models_own_template(ranks, tiny, name, answer):
+    template = (trl_templates() / f"{name}.jinja").read_text("utf-8")
+    string = {"type": "object", "properties": {"a": {"type": "string"}}}
+    body = {"messages": [USER], "tools": [tool("f", string), tool("g")]}
+    requests = [(answer, body), (answer, {**body, "stream": True})]
+    args = (tool_ranks.talk, tiny, template, requests, "auto")
+    ((whole, prompt), (stream, _)) = ranks(1, *args, setup="tests.support.warm")[0]
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls" and message["reasoning_content"] == "why"
+    assert called(message) == [("f", '{"a": "Pa\\nris"}')] and message["content"] is None
+    assert "of a test" in prompt
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream]
+    calls = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    pieces = [call["arguments"] for call in calls]
+    assert calls[0]["name"] == "f" and "".join(pieces) == '{"a": "Pa\\nris"}'
+    assert sum(map(bool, pieces)) > 3  # a string is sent while it is written
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why"
+    assert stream[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_the_format_follows_from_the_chat_template():
     folder = trl_templates()
     found = {
         name: getattr(format_of((folder / f"{name}.jinja").read_text("utf-8")), "name", None)
-        for name in ("qwen2_5", "qwen3", "llama3_1", "deepseekv3", "qwen3_6", "glm4moe", "gemma3")
+        for name in (
+            "qwen2_5",
+            "qwen3",
+            "llama3_1",
+            "deepseekv3",
+            "qwen3_6",
+            "glm4moe",
+            "gptoss",
+            "nemotron_3_nano",
+            "gemma3",
+        )
     }
     assert found == {
         "qwen2_5": "hermes",
         "qwen3": "hermes",
         "llama3_1": "llama3_json",
         "deepseekv3": "deepseek_v3",
-        "qwen3_6": None,  # parameters in XML
-        "glm4moe": None,
+        "qwen3_6": "qwen3_coder",
+        "glm4moe": "glm45",
+        "gptoss": "gpt_oss",
+        "nemotron_3_nano": "qwen3_coder",
         "gemma3": None,
     }
     assert format_of("{{ '[TOOL_CALLS]' }}").name == "mistral"
@@ -153,7 +327,14 @@ def test_the_format_follows_from_the_chat_template():
     assert reasoning_of((folder / "qwen2_5.jinja").read_text("utf-8")) is None
 
 
-SPECIAL = ("[TOOL_CALLS]", "<|im_start|>", "<|im_end|>")
+SPECIAL = (
+    "[TOOL_CALLS]",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<arg_key>",
+    *FORMATS[-1].shown,
+    "<|call|>",
+)
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +353,10 @@ def tiny(tmp_path_factory):
     return str(folder)
 
 
-def tool(name):
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+def tool(name, parameters=None):
+    parameters = parameters or {"type": "object"}
+    function = {"name": name, "description": "of a test", "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 USER = {"role": "user", "content": "hello"}

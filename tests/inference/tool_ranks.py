@@ -28,9 +28,9 @@ def talk(
     from mindspeed.inference.load import Source, load_model, sampling_defaults
     from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.server.app import Service, create_app
+    from mindspeed.inference.server.call_formats import format_of
     from mindspeed.inference.server.engine import Engine
     from mindspeed.inference.server.middleware import RequestLimits
-    from mindspeed.inference.server.tool_calls import format_of
     from mindspeed.inference.text_generator import TextGenerator
 
     generator = TextGenerator.of(load_model(Source(f"hf:{folder}"), 1))

@@ -21,6 +21,14 @@ from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.inference.continuous_batching import CachedPrompt, PromptScores
 from mindspeed.inference.generate import TokenScores, check_prompts
+from mindspeed.inference.server.answer_parser import parser_of
+from mindspeed.inference.server.answer_parts import Part
+from mindspeed.inference.server.call_formats import (
+    JSON_LIST,
+    CallFormat,
+    ChannelFormat,
+    reasoning_of,
+)
 from mindspeed.inference.server.engine import (
     Engine,
     EngineFailed,
@@ -29,21 +37,9 @@ from mindspeed.inference.server.engine import (
     RequestTimeout,
 )
 from mindspeed.inference.server.middleware import AccessMiddleware, ApiError, RequestLimits
-from mindspeed.inference.server.protocol import (
-    ChatRequest,
-    Choice,
-    CompletionRequest,
-    Usage,
-    Writer,
-)
+from mindspeed.inference.server.protocol import ChatRequest, CompletionRequest
 from mindspeed.inference.server.protocol import Request as ModelRequest
-from mindspeed.inference.server.tool_calls import (
-    JSON_LIST,
-    AnswerParser,
-    CallFormat,
-    Part,
-    reasoning_of,
-)
+from mindspeed.inference.server.responses import Choice, Usage, Writer
 from mindspeed.inference.text_generator import OutputChunk, TextGenerator
 
 Event = OutputChunk | PromptScores
@@ -159,23 +155,27 @@ def _chat_job(service: Service, body: ChatRequest) -> tuple[GenerationJob, list[
         template = service.template.with_variables(body.template_variables)
     except ConfigError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from error
-    text = template.prompt(messages, tools)
+    text, calls = template.prompt(messages, tools), service.calls
+    channels = isinstance(calls, ChannelFormat)
+    reasoning = None if channels else reasoning_of(template.source)
+    if body.constraint is not None:  # the answer is what the grammar says from its first token on
+        text += calls.answer_header if calls else ""
+        calls, reasoning = JSON_LIST if body.demands_call else None, None
+    elif not tools and not channels:
+        calls = None
     prompt = service.generator.encode(text, start=template.plain)
-    calls, reasoning = service.calls if tools else None, reasoning_of(template.source)
-    if body.demands_call:
-        calls = JSON_LIST
-    if body.constraint is not None:
-        reasoning = None  # the answer is what the grammar says from its first token on
     available = service.generator.context_length - len(prompt)
     tokens = body.max_completion_tokens or body.max_tokens
     tokens = tokens or max(1, min(service.max_tokens, available))
     logprobs = body.top_logprobs if body.logprobs else None
     shown = (*(calls.shown if calls else ()), *(reasoning or ()))
-    job = _job(service, body, [prompt], tokens, logprobs, template.stop, shown)
+    stop = (*template.stop, *(calls.stops if calls else ()))
+    job = _job(service, body, [prompt], tokens, logprobs, stop, shown)
     thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
     limit = None if body.parallel_tool_calls else 1
     return job, [
-        Choice(parser=AnswerParser(calls, reasoning, thinking), calls=limit) for _ in range(body.n)
+        Choice(parser=parser_of(calls, reasoning, thinking, tools), calls=limit)
+        for _ in range(body.n)
     ]
 
 

@@ -1,0 +1,71 @@
+"""The parts of an answer, and what all readers of calls have in common."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindspeed.inference.server.call_formats import CallFormat
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of an answer.
+
+    Attributes:
+        kind: ``reasoning``, ``content``, ``name`` (a call begins), ``arguments`` (a piece of them)
+            or ``rejected``: what began as a call is none, ``text`` is all of it.
+        text: The piece.
+        call: Number of the call.
+        id: Id of a call that begins.
+    """
+
+    kind: str
+    text: str
+    call: int = 0
+    id: str = ""
+
+
+class CallReader(ABC):
+    """Reads the calls of an answer while they are written.
+
+    Attributes:
+        text: Given and not yet a part of a complete call.
+        calls: Number of complete calls.
+        open: More text may belong to calls; at the end :attr:`text` is what does not.
+    """
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form = form
+        self.text, self.calls, self.open = "", 0, True
+
+    def more(self, text: str, last: bool) -> Iterator[Part]:
+        """The parts that new text completes; ``last``: it is the end of the answer."""
+        self.text += text
+        yield from self.read(last)
+
+    @abstractmethod
+    def read(self, last: bool) -> Iterator[Part]:
+        """The parts that are complete in :attr:`text`."""
+
+    def begin(self, name: str) -> Part:
+        """A call begins."""
+        short = self._form.short_ids
+        id = uuid.uuid4().hex[:9] if short else f"call_{uuid.uuid4().hex[:24]}"
+        return Part("name", name, self.calls, id)
+
+    def arguments(self, text: str) -> Part:
+        """A piece of the arguments of the call."""
+        return Part("arguments", text, self.calls)
+
+    def end(self, rest: str) -> None:
+        """All calls have been read."""
+        self.text, self.open = rest, False
+
+    def reject(self) -> Part:
+        """What has been read since the last complete call is none."""
+        text = self.text
+        self.end("")
+        return Part("rejected", text, self.calls)
