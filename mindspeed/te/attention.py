@@ -4,6 +4,8 @@ Fewer key/value heads than query heads (GQA, MQA) and a value head size other th
 (MLA) are allowed. The softmax runs in fp32 inside ``scaled_dot_product_attention``, which does not
 keep the ``[b, h, s, s]`` scores; a packed batch costs only its documents' own blocks.
 
+Bounded scores (``softcap``, Gemma 2) have no fused form: the plain formula keeps the scores.
+
 An attention sink adds ``exp(alpha)`` to the denominator. That is one more key with value 0 and
 score alpha, so it needs no second softmax.
 """
@@ -34,6 +36,7 @@ def attend(
     bias: Tensor | None = None,
     slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention.
 
@@ -45,6 +48,7 @@ def attend(
         bias: Added to the scaled scores, broadcastable to ``[b, h, s_q, s_k]``.
         slopes: ALiBi: fp32 ``[h]``, ``-slope * |i - j|`` is added to the scaled scores.
         sink: Attention sink: ``[h]`` score of an additional key with value 0.
+        softcap: Scaled scores are ``softcap * tanh(score / softcap)``; not with a sink.
 
     Returns:
         ``[b, h, s_q, d_v]`` in the dtype of the inputs; the softmax is fp32.
@@ -55,6 +59,9 @@ def attend(
         linear = alibi_bias(slopes, query.shape[2], key.shape[2])
         bias = linear if bias is None else bias + linear
     mask, causal = seen.keep, seen.causal
+    if softcap is not None:
+        mask = _triangle(query, key) if causal else mask
+        return _attend_bounded(query, key, value, mask, bias, scale, dropout, softcap)
     if causal and (bias is not None or sink is not None):
         mask, causal = _triangle(query, key), False
     if sink is not None:
@@ -80,6 +87,29 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[..., :size_v]
+
+
+def _attend_bounded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    dropout: float,
+    cap: float,
+) -> Tensor:
+    """Attention by its formula, with fp32 scores ``[b, h, s_q, s_k]`` kept for backward."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    scores = torch.tanh(scores / cap) * cap
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout)
+    return weights @ value
 
 
 def own_value(query: Tensor, key: Tensor, value: Tensor, config: Any) -> Tensor:
@@ -174,6 +204,7 @@ def attend_packed(
     dropout: float = 0.0,
     slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend within each document of a packed batch.
 
@@ -184,6 +215,7 @@ def attend_packed(
         mask_type: Mask type inside a document; "padding" in its name has no other effect.
         dropout: Probability of dropping a probability (default generator).
         slopes: ALiBi: fp32 ``[h]``.
+        softcap: Bound of the scaled scores, as in :func:`attend`.
 
     Returns:
         ``[t, h * d_v]`` in the dtype of the inputs; zero for padding between documents.
@@ -191,9 +223,11 @@ def attend_packed(
     tokens, (heads, size) = query.shape[0], (query.shape[1], value.shape[-1])
     parts: list[Tensor] = []
     filled = 0
+    options: dict[str, Any] = {"scale": scale, "dropout": dropout}
+    options |= {"slopes": slopes, "sink": sink, "softcap": softcap}
     for start, (q, k, v, seen) in each_document(query, key, value, documents, mask_type, window):
         parts.append(query.new_zeros(start - filled, heads, size))
-        out = attend(q, k, v, seen, scale=scale, dropout=dropout, slopes=slopes, sink=sink)
+        out = attend(q, k, v, seen, **options)
         parts.append(out.squeeze(0).transpose(0, 1))
         filled = start + q.shape[2]
     parts.append(query.new_zeros(tokens - filled, heads, size))

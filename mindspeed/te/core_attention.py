@@ -5,9 +5,12 @@
     documents inside the samples of an sbhd batch                   kernels.attend_packed
     anything else                                                   kernels.attend
 
+    scores between two bounds (Gemma 2)                             te.attention, the plain formula
+
 Plain formula, fused operator or blocks that skip masked keys (triangle): that is the choice of
-features, which replace the two kernels. A module describes its call in an
-:class:`AttentionCall`; nothing here knows Megatron's or Transformer Engine's modules.
+features, which replace the two kernels. None of them bounds scores, so these go past them. A module
+describes its call in an :class:`AttentionCall`; nothing here knows Megatron's or Transformer
+Engine's modules.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.errors import ConfigError
-from mindspeed.te import attention_policy, context_groups, kernels
+from mindspeed.te import attention, attention_policy, context_groups, kernels
 from mindspeed.te.attention import Documents, each_document, max_logit, own_value
 from mindspeed.te.masks import Visibility, Window
 
@@ -54,6 +57,7 @@ class AttentionCall:
         comm_type: Megatron's ``--cp-comm-type`` of the layer.
         layer: Number of the layer, from 1.
         max_logit: Also return the largest score of each head.
+        softcap: Bound of the scaled scores, by tanh; None without one.
         config: Megatron's transformer configuration; None counts as no norms of q and k.
     """
 
@@ -76,17 +80,19 @@ class AttentionCall:
     comm_type: str = "p2p"
     layer: int = 1
     max_logit: bool = False
+    softcap: float | None = None
     config: Any = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments that every kind of attention takes."""
-        return {
+        """Arguments that every kind of attention takes, and the bound of the one that has it."""
+        options = {
             "scale": self.scale,
             "dropout": self.dropout,
             "slopes": self.slopes,
             "sink": self.sink,
         }
+        return options if self.softcap is None else options | {"softcap": self.softcap}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
@@ -118,7 +124,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
 def _dense(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
     q, k, v = (x.permute(_TO_BHSD[call.layout]) for x in (q, k, v))
     seen = call.visibility()
-    out = kernels.attend(q, k, v, seen, bias=call.bias, **call.options)
+    function = kernels.attend if call.softcap is None else attention.attend
+    out = function(q, k, v, seen, bias=call.bias, **call.options)
     out = out.permute(_FROM_BHSD[call.layout]).flatten(2)
     if not call.max_logit:
         return out
@@ -127,7 +134,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, call: AttentionCall) -> Any:
     where = (documents, call.mask_type)
-    out = kernels.attend_packed(q, k, v, *where, window=call.window, **call.options)
+    function = kernels.attend_packed if call.softcap is None else attention.attend_packed
+    out = function(q, k, v, *where, window=call.window, **call.options)
     if not call.max_logit:
         return out
     logits = [
@@ -171,7 +179,7 @@ def _refuse_by_plan(call: AttentionCall) -> None:
     """Raise where a plan cannot say what the module requires.
 
     Raises:
-        NotImplementedError: A bias tensor, padding masks, or maxima of the scores.
+        NotImplementedError: A bias tensor, padding masks, bounds or maxima of the scores.
         ConfigError: A mask tensor of the whole sequence.
     """
     padding = call.documents is None and (
@@ -181,6 +189,7 @@ def _refuse_by_plan(call: AttentionCall) -> None:
         "a bias tensor": call.bias is not None,
         f"mask type {call.mask_type!r}": padding,
         "return_max_logit": call.max_logit,
+        "--attention-logit-softcap": call.softcap is not None,
     }
     ranks = context_groups.group_size(call.groups)
     flag = f"--context-parallel-size {ranks} (--cp-comm-type {call.comm_type})"

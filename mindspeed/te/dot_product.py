@@ -41,7 +41,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         softmax_scale: Factor on the scores; default ``1 / sqrt(key size)``.
         softmax_type: One of :data:`SOFTMAX_TYPES`.
         return_max_logit: Also return the largest score of each head.
+
+    Attributes:
+        softcap: Bound of the scaled scores, by tanh, ours; set on the built module.
     """
+
+    softcap: float | None = None
 
     def __init__(
         self,
@@ -191,6 +196,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             comm_type=self.cp_comm_type,
             layer=self.layer_number or 1,
             max_logit=self.return_max_logit,
+            softcap=self.softcap,
             config=getattr(self, "config", None),
         )
         return core_attention.attend(query_layer, key_layer, value_layer, call)

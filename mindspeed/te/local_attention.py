@@ -29,6 +29,7 @@ def with_substitutes(upstream: type) -> type:
     """Megatron's ``DotProductAttention`` with our constructor's arguments and our computation."""
 
     class DotProductAttention(upstream):  # type: ignore[misc, valid-type]
+        softcap: float | None = None  # set on the built module
         __init__ = accept_head_sizes(upstream.__init__)  # type: ignore[misc]
         forward = core_attention_forward
 
@@ -141,6 +142,7 @@ def core_attention_forward(
         groups=_groups_of(self, packed_seq_params),
         comm_type=self.cp_comm_type,
         layer=self.layer_number,
+        softcap=self.softcap,
         config=self.config,
     )
     return core_attention.attend(query, key, value, call)  # type: ignore[no-any-return]

@@ -27,9 +27,10 @@ def qkv() -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(LENGTH, SAMPLES, HEADS, SIZE) for _ in range(3))
 
 
-def engine(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None):
+def engine(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None, softcap=None):
     module = DotProductAttention(HEADS, SIZE, attn_mask_type="causal", softmax_scale=0.3)
     module.set_context_parallel_group(groups, None, None)
+    module.softcap = softcap
     cu_seqlens = thd if packed is None else torch.tensor(packed.cu_seqlens)
     options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens, "packed": packed}
     if thd is not None:
@@ -39,7 +40,7 @@ def engine(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None)
     return module(q, k, v, mask, **options)
 
 
-def local(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None):
+def local(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None, softcap=None):
     config = SimpleNamespace(
         apply_query_key_layer_scaling=False, num_attention_heads=HEADS, sequence_parallel=False
     )
@@ -49,6 +50,7 @@ def local(q, k, v, *, mask=None, packed=None, bias=None, thd=None, groups=None):
         scale_mask_softmax=SimpleNamespace(window_size=None),
         softmax_scale=0.3,
         softmax_offset=None,
+        softcap=softcap,
         layer_number=1,
         attention_dropout=torch.nn.Dropout(0.0),
         training=True,
@@ -87,6 +89,29 @@ def test_packed_samples_equal_their_documents_alone(spec):
         alone = spec(*(x[start:end, None] for x in tokens))
         found = out.transpose(0, 1).flatten(0, 1)[start:end, None]
         torch.testing.assert_close(found, alone)
+
+
+@SPECS
+def test_bounded_scores_are_the_formula_whatever_kernels_features_bring(spec):
+    q, k, v = qkv()
+    journal = Journal()
+    for name in ("attend", "attend_packed"):
+        journal.set(kernels, name, None, owner="test")
+    try:
+        dense = spec(q, k, v, softcap=0.5)
+        packed = spec(q, k, v, packed=packed_samples(), softcap=0.5)
+        with pytest.raises(NotImplementedError, match="--attention-logit-softcap"):
+            spec(q, k, v, groups=SimpleNamespace(size=lambda: 2), softcap=0.5)
+    finally:
+        journal.undo()
+    scores = 0.5 * torch.tanh(torch.einsum("qbhd,kbhd->bhqk", q, k) * 0.3 / 0.5)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1], [2, 2, 2, 3, 3, 3]])
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    same = documents[:, None, :, None] == documents[:, None, None]
+    for found, seen in ((dense, causal), (packed, causal & same)):
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        truth = torch.einsum("bhqk,kbhd->qbhd", weights, v).flatten(2)
+        torch.testing.assert_close(found, truth)
 
 
 @SPECS

@@ -56,6 +56,7 @@ def attention(mask_type="causal", window=None, sink=None, **options):
         scale_mask_softmax=SimpleNamespace(window_size=window),
         softmax_scale=0.3,
         softmax_offset=sink,
+        softcap=None,
         layer_number=2,
         attention_dropout=torch.nn.Dropout(0.0),
         training=True,
