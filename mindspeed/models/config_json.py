@@ -423,6 +423,43 @@ class NoRopeLayers:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """Chunks in layers with positions, and a temperature in those without (Llama 4)."""
+
+    def read(self, config: Config) -> Flags:
+        """Flags; chunks in other layers are refused."""
+        used = config["no_rope_layers"][: config["num_hidden_layers"]]
+        kinds = config["layer_types"]
+        chunked = ["chunked_attention" if rotated else "full_attention" for rotated in used]
+        flags: Flags = {}
+        if kinds == chunked and any(used):
+            flags["attention_chunk_size"] = config["attention_chunk_size"]
+        elif set(kinds) != {"full_attention"}:
+            raise ConfigError(
+                "config.json: layer_types is another than no_rope_layers; allowed are "
+                "chunked_attention where that is 1, full_attention elsewhere, or everywhere"
+            )
+        if config["attn_temperature_tuning"] and not all(used):
+            flags["nope_temperature"] = float(config["attn_scale"])
+            flags["nope_temperature_floor"] = config["floor_scale"]
+        return flags
+
+    def write(self, args: Any) -> Flags:
+        """The same keys."""
+        lacking = getattr(args, "no_rope_freq", None) or [0] * args.num_layers
+        words = ["full_attention" if lacks else "chunked_attention" for lacks in lacking]
+        if not args.attention_chunk_size:
+            words = ["full_attention"] * args.num_layers
+        keys: Flags = {"layer_types": words, "attn_temperature_tuning": False}
+        if args.attention_chunk_size:
+            keys["attention_chunk_size"] = args.attention_chunk_size
+        if args.nope_temperature:
+            keys |= {"attn_temperature_tuning": True, "attn_scale": args.nope_temperature}
+            keys["floor_scale"] = args.nope_temperature_floor
+        return keys
+
+
+@dataclass(frozen=True)
 class DeltaNet:
     """Layers with linear attention, and a gate on the attention of the others (Qwen3-Next)."""
 

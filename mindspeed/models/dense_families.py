@@ -34,6 +34,7 @@ from mindspeed.models.family_parts import (
     GATED,
     HYBRID,
     LLAMA_LIKE,
+    MULTIPLIERS,
     NO_DROPOUT,
     OWN_DEFAULTS,
     SILU,
@@ -121,6 +122,24 @@ class BaichuanKind:
 
 
 _INTERN: tuple[Codec, ...] = (Fields(SIZES), SILU, NO_DROPOUT, Heads(), Tied(), Rope())
+_GEMMA: tuple[Codec, ...] = (
+    Fields(SIZES),
+    Always(
+        {k: v for k, v in GATED.items() if k != "swiglu"}
+        | {
+            "geglu": True,
+            "norm_placement": "pre_and_post",
+            "layernorm_zero_centered_gamma": True,
+        },
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+    ),
+    DROPOUT,
+    Heads(head_size_key=True),
+    Tied(),
+    Window(typed_layers=True),
+    SoftmaxScale("query_pre_attn_scalar", -0.5),
+    GemmaEmbedding(),
+)
 
 DENSE = (
     family(
@@ -294,14 +313,7 @@ DENSE = (
             Tied(),
             Rope(),
             BIASES,
-            SoftmaxScale("attention_multiplier"),
-            Fields(
-                {
-                    "embedding_multiplier": "embedding_multiplier",
-                    "residual_multiplier": "residual_multiplier",
-                    "logits_divisor": "logits_scaling",
-                }
-            ),
+            *MULTIPLIERS,
             Always({}, {"mlp_bias": False}),
         ),
         LLAMA,
@@ -320,28 +332,25 @@ DENSE = (
         GLM4,
     ),
     family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        (
+            *_GEMMA,
+            Rope(),
+            Fields(
+                {
+                    "attention_logit_softcap": "attn_logit_softcapping",
+                    "final_logit_softcap": "final_logit_softcapping",
+                },
+                ("attention_logit_softcap", "final_logit_softcap"),
+            ),
+        ),
+        GEMMA,
+    ),
+    family(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        (
-            Fields(SIZES),
-            Always(
-                {k: v for k, v in GATED.items() if k != "swiglu"}
-                | {
-                    "geglu": True,
-                    "qk_layernorm": True,
-                    "norm_placement": "pre_and_post",
-                    "layernorm_zero_centered_gamma": True,
-                },
-                {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
-            ),
-            DROPOUT,
-            Heads(head_size_key=True),
-            Tied(),
-            LocalRope("rope_local_base_freq"),
-            Window(typed_layers=True),
-            SoftmaxScale("query_pre_attn_scalar", -0.5),
-            GemmaEmbedding(),
-        ),
+        (*_GEMMA, LocalRope("rope_local_base_freq"), Always({"qk_layernorm": True})),
         GEMMA,
         config_path="gemma3.Gemma3TextConfig",
     ),

@@ -208,6 +208,8 @@ _PLAIN: Flags = {
     "glu_linear_offset": 0.0,
     "window_attn_skip_freq": None,
     "moe_shared_expert_gate": False,
+    "moe_apply_probs_on_input": False,
+    "qk_l2_norm": False,
 }
 # Flags that config readers set, but that leave the model the same.
 _NO_ARCHITECTURE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed.models.config_fields import FIELDS
-from mindspeed.models.config_json import Always, Codec, Fields, Switches
+from mindspeed.models.config_json import Always, Codec, Fields, SoftmaxScale, Switches
 from mindspeed.models.family import Family
 from mindspeed.models.table import Rule
 
@@ -40,6 +40,18 @@ OWN_DEFAULTS = {
     "tie_word_embeddings": False,
 }
 BIASES = Switches("attention_bias", ("add_qkv_bias", "add_dense_bias"))
+
+# Of Granite.
+MULTIPLIERS: tuple[Codec, ...] = (
+    SoftmaxScale("attention_multiplier"),
+    Fields(
+        {
+            "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier",
+            "logits_divisor": "logits_scaling",
+        }
+    ),
+)
 
 
 def family(

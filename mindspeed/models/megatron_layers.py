@@ -24,6 +24,8 @@ import torch
 
 from mindspeed import device as devices
 from mindspeed.errors import ConfigError
+from mindspeed.models.megatron_choice import change_routers
+from mindspeed.models.megatron_chunks import set_chunks, with_chunks
 from mindspeed.models.megatron_delta_net import mixed_attention
 from mindspeed.models.rope_parameters import RopeParameters
 from mindspeed.profiling.model_flops import linear_pattern
@@ -43,6 +45,8 @@ def change_layer_spec(args: argparse.Namespace, layer: Any) -> None:
     if args.qk_norm_after_rope:
         parts.q_layernorm = parts.k_layernorm = None
         parts.core_attention = with_norms(parts.core_attention)
+    if args.attention_chunk_size or args.nope_temperature:
+        parts.core_attention = with_chunks(parts.core_attention)
     if args.experimental_attention_variant == "gated_delta_net":
         pattern = tuple(linear_pattern(vars(args)))
         attention.module = mixed_attention(attention.module, pattern)
@@ -51,17 +55,33 @@ def change_layer_spec(args: argparse.Namespace, layer: Any) -> None:
 
 
 def change_layers(args: argparse.Namespace, model: Any) -> None:
-    """Add the norms and factors behind the sub-layers of a built stage."""
-    if args.norm_placement == "pre" and args.residual_multiplier == 1.0:
-        return
+    """Add what the layers of a built stage have and no layer spec says."""
     layers = [*model.decoder.layers]
     if getattr(model, "mtp_process", False):
         layers += [depth.transformer_layer for depth in model.mtp.layers]
+    change_routers(args, layers)
+    if args.attention_chunk_size or args.nope_temperature or args.qk_l2_norm:
+        set_chunks(args, model)
+    if args.attention_logit_softcap:
+        _bound_scores(args.attention_logit_softcap, layers)
+    if args.norm_placement == "pre" and args.residual_multiplier == 1.0:
+        return
     for layer in layers:
         for name in ("self_attn_bda", "mlp_bda"):
             add = getattr(layer, name)
             behind = None if args.norm_placement == "pre" else _norm_of(args, layer.config)
             setattr(layer, name, ScaledAddition(add, behind, args.residual_multiplier))
+
+
+def _bound_scores(cap: float, layers: list[Any]) -> None:
+    for layer in layers:
+        core = layer.self_attention.core_attention
+        if not hasattr(core, "softcap"):
+            raise ConfigError(
+                f"--attention-logit-softcap: {type(core).__module__} has no bounded scores; take "
+                "--transformer-impl local"
+            )
+        core.softcap = cap
 
 
 def _norm_of(args: argparse.Namespace, config: Any) -> torch.nn.Module:

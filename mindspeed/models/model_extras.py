@@ -1,19 +1,22 @@
 """Parts of some model families that Megatron Core lacks.
 
-============================  ============================================  ====================
-``--add-dense-bias``          a bias on the attention's output projection    InternLM, Seed-OSS
-``--embed-layernorm``         a norm after the word embeddings               BLOOM
-``--embedding-multiplier``    a factor on the word embeddings                Gemma, Granite
-``--lm-norm-weight``          output layer with rows of length one           Baichuan 2
-``--logits-divisor``          a divisor of the logits                        Granite
-``--final-logit-softcap``     logits between two bounds, by tanh             Gemma 2
-``--z-loss-weight``           a loss on the largest logit                    Baichuan 2
-``--mask-padded-vocab``       logits of padding entries are -infinity        every family
-``--rope-parameters``         scaled rotary embeddings                       Phi, Qwen, GLM, ...
-``--geglu``                   a gated linear unit with GeLU                  Gemma
-============================  ============================================  ====================
+=============================  ============================================  ===================
+``--add-dense-bias``           a bias on the attention's output projection   InternLM, Seed-OSS
+``--embed-layernorm``          a norm after the word embeddings              BLOOM
+``--embedding-multiplier``     a factor on the word embeddings               Gemma, Granite
+``--lm-norm-weight``           output layer with rows of length one          Baichuan 2
+``--logits-divisor``           a divisor of the logits                       Granite
+``--final-logit-softcap``      logits between two bounds, by tanh            Gemma 2
+``--z-loss-weight``            a loss on the largest logit                   Baichuan 2
+``--mask-padded-vocab``        logits of padding entries are -infinity       every family
+``--rope-parameters``          scaled rotary embeddings                      Phi, Qwen, GLM, ...
+``--geglu``                    a gated linear unit with GeLU                 Gemma
+``--attention-logit-softcap``  attention scores between two bounds, by tanh  Gemma 2
+=============================  ============================================  ===================
 
-The parts of a layer stand in :mod:`mindspeed.models.megatron_layers`. What follows changes a layer
+The parts of a layer stand in :mod:`mindspeed.models.megatron_layers`, those of Llama 4's attention
+in :mod:`mindspeed.models.megatron_chunks`, choices of experts in
+:mod:`mindspeed.models.megatron_choice`. What follows changes a layer
 spec (:func:`change_spec`) or a built model (:func:`change_model`), through PyTorch's hooks, so that
 Megatron's modules keep their classes, parameter names and sharding. ALiBi of BLOOM and Baichuan 13B
 is a feature (:mod:`mindspeed.features.attention.alibi`).
@@ -34,7 +37,7 @@ import torch.nn.functional as F
 from mindspeed.adaptor.versions.trainer import scale_rotation
 from mindspeed.errors import ConfigError
 from mindspeed.flags import flag, flags_of
-from mindspeed.models import megatron_layers
+from mindspeed.models import megatron_choice, megatron_chunks, megatron_layers
 from mindspeed.models.rope_parameters import RopeParameters
 from mindspeed.ranges import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE
 from mindspeed.spmd import Collective, I, V, typed
@@ -80,6 +83,35 @@ class ModelExtras:
     final_logit_softcap: float | None = flag(
         None, "keep logits between plus and minus this, by tanh (Gemma 2)", range=ABOVE_ZERO
     )
+    attention_logit_softcap: float | None = flag(
+        None,
+        "keep attention scores between plus and minus this, by tanh (Gemma 2); computed by the "
+        "plain formula, because no fused attention does so",
+        range=ABOVE_ZERO,
+    )
+    attention_chunk_size: int | None = flag(
+        None,
+        "tokens see their own chunk of so many tokens, in layers with positions (Llama 4)",
+        range=POSITIVE,
+    )
+    nope_temperature: float | None = flag(
+        None,
+        "scale queries by 1 + this * log(1 + (position + 1) // floor), in layers without "
+        "positions (Llama 4)",
+        range=ABOVE_ZERO,
+    )
+    nope_temperature_floor: int = flag(
+        8192, "tokens from which --nope-temperature counts", range=POSITIVE
+    )
+    moe_group_score_experts: int | None = flag(
+        None,
+        "best experts of a group whose scores are the group's (DeepSeek-V2: 1); default the "
+        "experts chosen by the groups chosen",
+        range=POSITIVE,
+    )
+    moe_softmax_choice_bias: bool = flag(
+        False, "a bias on softmax scores when experts are chosen, kept as loaded (ERNIE 4.5)"
+    )
     z_loss_weight: float = flag(
         0.0,
         "add this times the square of the largest logit to each token's loss (Baichuan 2)",
@@ -109,6 +141,15 @@ def problems(args: argparse.Namespace) -> Iterator[str]:
             "--local-rotary-base counts in layers with a window: give --window-size, and "
             "--window-attn-skip-freq as a list, such as ([1]*5+[0])*4"
         )
+    if args.attention_logit_softcap and args.context_parallel_size > 1:
+        yield (
+            "--attention-logit-softcap: ranks cannot share a sequence of bounded scores; take "
+            "--context-parallel-size 1"
+        )
+    if args.attention_logit_softcap and args.softmax_type != "vanilla":
+        yield f"--attention-logit-softcap does not work with --softmax-type {args.softmax_type}"
+    yield from megatron_chunks.problems(args)
+    yield from megatron_choice.problems(args)
     rotary = args.position_embedding_type == "rope" and not args.multi_latent_attention
     if args.rope_parameters and not rotary:
         yield (
@@ -137,7 +178,8 @@ def with_bias(linear: type) -> type:
 
 def change_spec(args: argparse.Namespace, spec: Any) -> Any:
     """Put the special modules into a layer spec or a block of layer specs."""
-    for layer in getattr(spec, "layer_specs", [spec]):
+    layers = getattr(spec, "layer_specs", [spec])
+    for layer in {id(layer): layer for layer in layers}.values():  # alike layers share one
         attention = layer.submodules.self_attention.submodules
         if args.add_dense_bias:
             attention.linear_proj = with_bias(attention.linear_proj)

@@ -109,10 +109,7 @@ class GreedyExperts:
     """Experts of DeepSeek-V2: softmax over all, the chosen ones' probabilities times a factor."""
 
     def read(self, config: Config) -> Flags:
-        """Flags; refused where Megatron's group score is another than Hugging Face's.
-
-        Hugging Face scores a group by its best expert, Megatron by its best topk / groups chosen.
-        """
+        """Flags; a group's score is that of its best expert."""
         flags = _GREEDY_FIELDS.read(config)
         topk, size = flags["moe_router_topk"], flags["moe_ffn_hidden_size"]
         _check_choice(topk, flags["num_experts"])
@@ -123,14 +120,7 @@ class GreedyExperts:
             "moe_layer_freq": _dense_first(config),
         }
         if config["topk_method"] == "group_limited_greedy":
-            chosen = config["topk_group"]
-            if topk != chosen:
-                raise ConfigError(
-                    f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: Megatron "
-                    f"scores a group by its best {topk / chosen:g} experts, the model by its best"
-                )
-            flags["moe_router_num_groups"] = config["n_group"]
-            flags["moe_router_group_topk"] = chosen
+            flags |= _groups(config, topk, counted=1)
         return flags
 
     def write(self, args: Any) -> Flags:
@@ -156,11 +146,7 @@ class SigmoidExperts:
     """Experts of DeepSeek-V3: sigmoid scores, a bias that balances, groups, a shared expert."""
 
     def read(self, config: Config) -> Flags:
-        """Flags; refused where Megatron's group score is another than Hugging Face's.
-
-        Hugging Face scores a group by its best two experts, Megatron by its best
-        topk / groups chosen.
-        """
+        """Flags; a group's score is that of its best two experts."""
         topk, chosen = config["num_experts_per_tok"], config["topk_group"]
         experts, groups = config["n_routed_experts"], config["n_group"]
         _check_choice(topk, experts)
@@ -169,18 +155,12 @@ class SigmoidExperts:
                 f"config.json: n_group is {groups}; allowed is a divisor of n_routed_experts "
                 f"{experts} that leaves two experts or more, and is not below topk_group {chosen}"
             )
-        if groups > 1 and topk != 2 * chosen:
-            raise ConfigError(
-                f"config.json: num_experts_per_tok {topk} with topk_group {chosen}: Megatron "
-                f"scores a group by its best {topk / chosen:g} experts, the model by its best 2"
-            )
         size = config["moe_intermediate_size"]
         return {
             **_UNBALANCED,
             "num_experts": experts,
             "moe_router_topk": topk,
-            "moe_router_num_groups": groups,
-            "moe_router_group_topk": chosen,
+            **_groups(config, topk, counted=2),
             "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
@@ -231,6 +211,104 @@ class UngroupedSigmoidExperts:
     def write(self, args: Any) -> Flags:
         """The three keys."""
         return self._FIELDS.write(args)
+
+
+@dataclass(frozen=True)
+class HunyuanExperts:
+    """Experts of one size with a shared one beside them, chosen by softmax (Hunyuan)."""
+
+    def read(self, config: Config) -> Flags:
+        """Flags; a list of experts per token, one number a layer, must hold one number."""
+        topk = config["moe_topk"]
+        if isinstance(topk, list) and len(set(topk)) != 1:
+            raise ConfigError(f"config.json: moe_topk is {topk}; allowed is one number")
+        topk = topk[0] if isinstance(topk, list) else topk
+        _check_choice(topk, config["num_experts"])
+        size = config["intermediate_size"]
+        return {
+            **_UNBALANCED,
+            "num_experts": config["num_experts"],
+            "moe_router_topk": topk,
+            "moe_ffn_hidden_size": size,
+            "moe_shared_expert_intermediate_size": size,
+        }
+
+    def write(self, args: Any) -> Flags:
+        """Both numbers."""
+        return {"num_experts": args.num_experts, "moe_topk": args.moe_router_topk}
+
+
+@dataclass(frozen=True)
+class ErnieExperts:
+    """Experts chosen by softmax scores and a bias, in some layers (ERNIE 4.5)."""
+
+    _FIELDS = Fields(
+        {
+            "num_experts": ("moe_num_experts", "num_experts"),
+            "moe_router_topk": ("moe_k", "num_experts_per_tok"),
+            "moe_ffn_hidden_size": "moe_intermediate_size",
+        }
+    )
+
+    def read(self, config: Config) -> Flags:
+        """Flags of the experts, their router and their layers."""
+        flags = self._FIELDS.read(config)
+        _check_choice(flags["moe_router_topk"], flags["num_experts"])
+        layers, start = config["num_hidden_layers"], config["moe_layer_start_index"]
+        end, interval = config["moe_layer_end_index"], config["moe_layer_interval"]
+        last = layers - 1 if end == -1 else end
+        pattern = [int(start <= i <= last and (i + 1) % interval == 0) for i in range(layers)]
+        shared = config["moe_num_shared_experts"] * flags["moe_ffn_hidden_size"]
+        return {
+            **_UNBALANCED,
+            **flags,
+            "moe_softmax_choice_bias": True,
+            "moe_shared_expert_intermediate_size": shared or None,
+            "moe_layer_freq": _frequency(pattern),
+        }
+
+    def write(self, args: Any) -> Flags:
+        """The same keys; layers with experts lie between two others, at one distance."""
+        dense = _dense_layers(args)
+        moe = [layer for layer in range(args.num_layers) if layer not in dense]
+        shared = args.moe_shared_expert_intermediate_size or 0
+        return self._FIELDS.write(args) | {
+            "moe_num_shared_experts": shared // args.moe_ffn_hidden_size,
+            "moe_layer_start_index": moe[0],
+            "moe_layer_end_index": moe[-1],
+            "moe_layer_interval": moe[1] - moe[0] if len(moe) > 1 else 1,
+        }
+
+
+@dataclass(frozen=True)
+class InputScaledExperts:
+    """One expert a token, whose input its sigmoid score scales, and a shared one (Llama 4)."""
+
+    def read(self, config: Config) -> Flags:
+        """Flags of the experts, their router and their layers."""
+        layers, size = set(config["moe_layers"]), config["intermediate_size"]
+        pattern = [int(layer in layers) for layer in range(config["num_hidden_layers"])]
+        return {
+            "num_experts": config["num_local_experts"],
+            "moe_router_topk": 1,
+            "moe_router_score_function": "sigmoid",
+            "moe_apply_probs_on_input": True,
+            "moe_router_load_balancing_type": ["none"],
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_ffn_hidden_size": size,
+            "moe_shared_expert_intermediate_size": size,
+            "moe_layer_freq": _frequency(pattern),
+        }
+
+    def write(self, args: Any) -> Flags:
+        """The same keys."""
+        dense = _dense_layers(args)
+        return {
+            "num_local_experts": args.num_experts,
+            "num_experts_per_tok": 1,
+            "intermediate_size": args.moe_ffn_hidden_size,
+            "moe_layers": [layer for layer in range(args.num_layers) if layer not in dense],
+        }
 
 
 @dataclass(frozen=True)
@@ -380,6 +458,18 @@ class MultiTokenPrediction:
         return {"num_nextn_predict_layers": getattr(args, "mtp_num_layers", None) or 0}
 
 
+def _groups(config: Config, topk: int, counted: int) -> Flags:
+    """Groups of experts, whose score is the sum of their best ``counted``.
+
+    Megatron counts the best ``topk / topk_group`` unless it is told another number.
+    """
+    groups, chosen = config["n_group"], config["topk_group"]
+    flags: Flags = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    if groups > 1 and topk // chosen != counted:
+        flags["moe_group_score_experts"] = counted
+    return flags
+
+
 def _check_choice(topk: int, experts: int) -> None:
     if topk > experts:
         raise ConfigError(
@@ -389,7 +479,13 @@ def _check_choice(topk: int, experts: int) -> None:
 
 
 def _frequency(pattern: list[int]) -> int | list[int]:
-    """A pattern as Megatron wants it: 1 where all layers are alike, so that they stack."""
+    """A pattern as Megatron wants it: 1 where all layers are alike, so that they stack.
+
+    Raises:
+        ConfigError: No layer has experts.
+    """
+    if not any(pattern):
+        raise ConfigError("config.json has experts in no layer; allowed is one layer at least")
     return 1 if all(pattern) else pattern
 
 

@@ -118,13 +118,29 @@ def _mlp_names(prefix: str) -> tuple[str, str, str]:
     return gate, up, down
 
 
-_DENSE = _in(_gated_mlp(_LAYER + "mlp.", *_mlp_names(_HF + "mlp."), "ffn"), layers="dense")
+def _dense(block: str) -> tuple[Rule, ...]:
+    return _in(_gated_mlp(_LAYER + "mlp.", *_mlp_names(_HF + block), "ffn"), layers="dense")
+
+
+_DENSE = _dense("mlp.")
 
 
 def _experts(router: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     scores = Rule(_LAYER + "mlp.router.weight", whole(_HF + router, "experts"), "hidden")
     expert = _gated_mlp(_EXPERT, _HF + gate, _HF + up, _HF + down, "expert_ffn")
     return _in((scores, *expert), layers="moe")
+
+
+def _stacks(
+    block: str,
+    names: tuple[str, str, str],
+    files: tuple[str, str] = ("gate_up_proj", "down_proj"),
+    transposed: bool = False,
+) -> tuple[ExpertStack, ...]:
+    """All experts of a layer in two tensors, gate before up."""
+    gate, up, down = (_HF + name for name in names)
+    first, second = (f"{_HF}{block}{name}" for name in files)
+    return ExpertStack(first, (gate, up), transposed), ExpertStack(second, (down,), transposed)
 
 
 _MIXTRAL_EXPERTS = _experts(
@@ -144,10 +160,10 @@ _EXPERT_BIAS = _expert_bias("mlp.gate")
 
 
 def _shared_expert(name: str) -> tuple[Rule, ...]:
-    mlp = _gated_mlp(_LAYER + "mlp.shared_experts.", *_mlp_names(f"{_HF}mlp.{name}."), "shared_ffn")
+    mlp = _gated_mlp(_LAYER + "mlp.shared_experts.", *_mlp_names(f"{_HF}{name}."), "shared_ffn")
     gate = Rule(
         _LAYER + "mlp.shared_experts.gate_weight",
-        whole(f"{_HF}mlp.{name}_gate.weight", "one"),
+        whole(f"{_HF}{name}_gate.weight", "one"),
         "hidden",
         layers="moe",
         needs="shared_gate",
@@ -155,7 +171,7 @@ def _shared_expert(name: str) -> tuple[Rule, ...]:
     return (*_in(mlp, needs="shared_expert", layers="moe"), gate)
 
 
-_SHARED_EXPERTS = _shared_expert("shared_experts")
+_SHARED_EXPERTS = _shared_expert("mlp.shared_experts")
 
 
 def _latent() -> tuple[Rule, ...]:
@@ -325,7 +341,7 @@ _PACKED_MLP = (
         "columns",
     ),
 )
-_GATED_SHARED = _shared_expert("shared_expert")
+_GATED_SHARED = _shared_expert("mlp.shared_expert")
 QWEN2_MOE = QWEN_MOE + _GATED_SHARED
 _QKV_PACK = {"weight": grouped_pack(_HF_ATTENTION + "qkv_proj.weight")}
 PHI3 = _OUTSIDE + _NORMS + _attention(_QKV_PACK) + _PACKED_MLP
@@ -342,7 +358,27 @@ _BEHIND = _norms(
 OLMO = _OUTSIDE + _BEHIND + _SEPARATE + _DENSE
 _AROUND = _norms(input_layernorm="input_layernorm", pre_mlp_layernorm="pre_feedforward_layernorm")
 GEMMA = _OUTSIDE + _AROUND + _BEHIND + _SEPARATE + _DENSE
-HUNYUAN = _OUTSIDE + _NORMS + _attention(_QKV, ("query_layernorm", "key_layernorm")) + _DENSE
+_HUNYUAN = _OUTSIDE + _NORMS + _attention(_QKV, ("query_layernorm", "key_layernorm"))
+HUNYUAN = _HUNYUAN + _DENSE
+HUNYUAN_MOE = (
+    *_HUNYUAN,
+    *_experts("mlp.gate.wg.weight", *_mlp_names("mlp.experts.{expert}.")),
+    *_shared_expert("mlp.shared_mlp"),
+)
+ERNIE_MOE = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_SEPARATE,
+    *_DENSE,
+    *_PLAIN_EXPERTS,
+    *_SHARED_EXPERTS,
+    Rule(
+        _LAYER + "mlp.router.expert_bias",
+        whole(_HF + "mlp.moe_statics.e_score_correction_bias", "one"),
+        "experts",
+        layers="moe",
+    ),
+)
 _LINEAR_ATTENTION = _HF + "linear_attn."
 _DELTA_SIZES = ("delta_key", "delta_key", "delta_value")
 
@@ -447,6 +483,26 @@ GPT_OSS_STACKS = (
     ExpertStack(_OSS + "gate_up_proj_bias", (_GATE + "bias", _UP + "bias"), interleaved=True),
     ExpertStack(_OSS + "down_proj", (_DOWN + "weight",), transposed=True),
     ExpertStack(_OSS + "down_proj_bias", (_DOWN + "bias",)),
+)
+_LLAMA4_EXPERT = _mlp_names("feed_forward.experts.{expert}.")
+LLAMA4 = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_SEPARATE,
+    *_dense("feed_forward."),
+    *_experts("feed_forward.router.weight", *_LLAMA4_EXPERT),
+    *_shared_expert("feed_forward.shared_expert"),
+)
+LLAMA4_STACKS = _stacks("feed_forward.experts.", _LLAMA4_EXPERT, transposed=True)
+_GRANITE_EXPERT = _mlp_names("block_sparse_moe.experts.{expert}.")
+GRANITE_MOE = (
+    *_OUTSIDE,
+    *_NORMS,
+    *_SEPARATE,
+    *_experts("block_sparse_moe.router.layer.weight", *_GRANITE_EXPERT),
+)
+GRANITE_STACKS = _stacks(
+    "block_sparse_moe.", _GRANITE_EXPERT, ("input_linear.weight", "output_linear.weight")
 )
 INTERNLM2 = _internlm2()
 BLOOM = _bloom()

@@ -227,6 +227,8 @@ MAY_READ_FACTS = {
     "training/scripts.py": "a refusal by the flag's name",
     "inference/gpt_model.py": "a refusal by the flag's name",
     "lora/flags.py": "a refusal by the flag's name",
+    "models/model_extras.py": "a refusal by the flag's name",
+    "models/megatron_chunks.py": "a refusal by the flag's name",
 }
 
 

@@ -54,6 +54,11 @@ TINY = {
     "qwen3_5_text": "qwen3.5",
     "qwen3_5_moe_text": "qwen3.5-moe",
     "internlm3": "internlm3",
+    "gemma2": "gemma2",
+    "llama4_text": "llama4",
+    "ernie4_5_moe": "ernie4.5-moe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "granitemoe": "granite-moe",
     "bloom": "bloom",
 }
 
@@ -190,6 +195,8 @@ ONLY_WITH_IN = {
     ("qwen3_5_moe_text", "full_attention_interval"): {"layer_types": None},
     ("minimax_m2", "rotary_dim"): {"rope_parameters": None, "rope_theta": 7},
     ("smollm3", "no_rope_layer_interval"): {"no_rope_layers": None, "no_rope_layer_interval": 2},
+    ("llama4_text", "interleave_moe_layer_step"): {"moe_layers": None},
+    ("llama4_text", "no_rope_layer_interval"): {"no_rope_layers": None},
     ("smollm3", "layer_types"): {
         "use_sliding_window": True,
         "sliding_window": 4,
@@ -201,7 +208,9 @@ SHADOWED = {
     "num_hidden_layers": ("n_layer",),
     "num_attention_heads": ("n_head",),
     "num_local_experts": ("num_experts", "n_routed_experts"),
-    "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "moe_num_experts": ("num_experts",),
+    "num_experts_per_tok": ("moe_k", "moe_topk"),
 }
 
 
@@ -222,6 +231,11 @@ OTHER_IN = {
     ("qwen3_5_text", "full_attention_interval"): 2,
     ("qwen3_5_moe_text", "full_attention_interval"): 2,
     ("gemma3_text", "sliding_window_pattern"): 2,
+    ("llama4_text", "moe_layers"): [0],
+    ("llama4_text", "no_rope_layers"): [0, 1],
+    ("llama4_text", "no_rope_layer_interval"): 2,
+    ("ernie4_5_moe", "moe_layer_end_index"): 0,
+    ("ernie4_5_moe", "moe_layer_interval"): 3,
 }
 
 

@@ -49,7 +49,10 @@ def test_documents_do_not_see_each_other(tiny, ranks):
     torch.testing.assert_close(together, alone)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "gpt-oss", "gemma3", "olmo3"])
+ROUND_TRIPS = "qwen3-next qwen3.5 gpt-oss gemma2 gemma3 olmo3 llama4 ernie4.5-moe hunyuan-moe"
+
+
+@pytest.mark.parametrize("name", [*ROUND_TRIPS.split(), "granite-moe"])
 def test_converting_there_and_back_gives_the_same_bytes(tiny, tmp_path, name):
     convert(open_weights(tiny(name)), tmp_path / "megatron", Target("torch_dist"))
     convert(open_weights(tmp_path / "megatron"), tmp_path / "back", Target("hf"))

@@ -139,6 +139,12 @@ MORE_LAYOUTS = [
     *(("gpt-oss", 2, flags) for flags in (EP, TP_SP, PP)),
     *(("gpt-oss", 1, flags) for flags in (GROUPED, LOCAL)),
     *((name, 1, LOCAL) for name in ("phi4-mini", "ernie4.5", "internlm2", "seed-oss")),
+    *(("gemma2", 2, flags) for flags in (TP_SP, PP, (*LOCAL, *TP))),
+    *(
+        (name, 2, flags)
+        for name in ("llama4", "ernie4.5-moe", "hunyuan-moe", "granite-moe")
+        for flags in (TP_SP, PP, (*EP, *GROUPED), (*LOCAL, *EP))
+    ),
 ]
 
 

@@ -12,6 +12,8 @@ from tests.support.lazy import needs
 needs("megatron.core", "transformers")
 
 from mindspeed.errors import ConfigError
+from mindspeed.models.megatron_choice import BestOfGroups
+from mindspeed.models.megatron_chunks import with_chunks
 from mindspeed.models.megatron_layers import LocalRotation
 from mindspeed.models.rope_parameters import RopeParameters
 from mindspeed.training.arguments import build_parser
@@ -30,6 +32,9 @@ RUN = (
     "--vocab-size=64",
 )
 ROPE = "--position-embedding-type=rope"
+CP = "--context-parallel-size=2"
+NOPE = ("--nope-temperature=0.1", "--no-rope-freq=2", ROPE)
+EXPERTS = ("--num-experts=4",)
 YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}'
 
 
@@ -45,6 +50,17 @@ YARN = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         (('--rope-parameters={"rope_type": "ntk"}', ROPE), "rope_type is 'ntk'; allowed are"),
         (('--rope-parameters={"rope_type": "yarn"}', ROPE), "yarn has no factor"),
         (("--geglu", "--swiglu"), "give one of --swiglu"),
+        (("--attention-logit-softcap=50", CP), "cannot share a sequence of bounded scores"),
+        (("--attention-logit-softcap=50", "--softmax-type=learnable"), "does not work with"),
+        (("--attention-chunk-size=8", CP), "cannot share a sequence of more than one chunk"),
+        ((*NOPE, "--nope-temperature-floor=9", CP), "allowed is --seq-length below"),
+        (NOPE[:1], "give --no-rope-freq"),
+        (("--moe-softmax-choice-bias",), "has no effect without --num-experts"),
+        ((*EXPERTS, "--moe-group-score-experts=1"), "without --moe-router-group-topk"),
+        (
+            (*EXPERTS, "--moe-softmax-choice-bias", "--moe-router-score-function=sigmoid"),
+            "have --moe-router-enable-expert-bias",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -52,7 +68,7 @@ def test_a_flag_without_effect_is_refused(words, message):
     from mindspeed.training.resolve import resolve
 
     with pytest.raises(ConfigError) as error:
-        resolve(parse_with_recipe([*RUN, *words], build_parser()), 1)
+        resolve(parse_with_recipe([*RUN, *words], build_parser()), 1 + (CP in words))
     assert message in str(error.value)
 
 
@@ -67,6 +83,35 @@ def test_a_grid_of_ranks_refuses_norms_that_it_lacks(flags):
     assert not list(feature.problems({**sizes, "norm_placement": "pre"}))
     (problem,) = feature.problems({**sizes, **flags})
     assert "--" + next(iter(flags)).replace("_", "-") in str(problem)
+
+
+class Causal(torch.nn.Module):
+    """Core attention of queries that stand at the end of the keys' sequence."""
+
+    def forward(self, q, k, v, mask, packed_seq_params=None):
+        scores = torch.einsum("qbhd,kbhd->bhqk", q, k)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
+        return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(~hidden, -1e9).softmax(-1), v)
+
+
+def test_a_token_that_comes_later_sees_its_chunk_and_has_its_temperature():
+    module = with_chunks(Causal)()
+    q, k, v = torch.randn(3, 11, 2, 3, 4)
+    plain = module(q, k, v, None)
+    module.chunk, module.temperature = 4, (0.5, 3)
+    whole = module(q, k, v, None)
+    alone = [module(q[i : i + 1], k[: i + 1], v[: i + 1], None) for i in range(11)]
+    torch.testing.assert_close(torch.cat(alone), whole)
+    torch.testing.assert_close(whole[:2], plain[:2])  # below the floor, in the first chunk
+    torch.testing.assert_close(whole[4], v[4])  # the first of its chunk
+    with pytest.raises(ConfigError, match="take --seq-length 2 at most"):
+        module(q, k, v, None, packed_seq_params=object())
+
+
+def test_groups_are_chosen_by_their_best_experts():
+    scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.7, 0.1]])
+    found = {n: BestOfGroups(n).get_replay_topk(scores, 2, 3, 1)[1].tolist() for n in (1, 2)}
+    assert found == {1: [[0, 1]], 2: [[2, 3]]}
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -64,6 +64,17 @@ PUBLISHED = {
     "gpt-oss-20b": 20.915,
     "qwen3-next-80b-a3b": 79.674,
     "gpt-oss-120b": 116.829,
+    "gemma2-2b": 2.614,
+    "gemma2-9b": 9.242,
+    "gemma2-27b": 27.227,
+    "deepseek-v2": 235.741,
+    "llama4-scout": 107.770,
+    "llama4-maverick": 400.712,
+    "ernie4.5-21b-a3b": 21.825,
+    "ernie4.5-300b-a47b": 299.484,
+    "hunyuan-a13b": 80.393,
+    "granite-3.1-1b-a400m": 1.335,
+    "granite-3.1-3b-a800m": 3.299,
 }
 RUN = ["--lr=1", "--train-iters=1", "--seq-length=64", "--mock-data"]
 RUN.append("--tokenizer-type=NullTokenizer")
@@ -149,9 +160,16 @@ def test_messages_name_the_wrong_field():
     ]
     with pytest.raises(ConfigError, match='hidden_act is "gelu"; allowed is "silu" or "swish"'):
         FAMILIES["llama"].read({**llama, "hidden_act": "gelu"})
-    deepseek = {**presets()["deepseek-v3"].config, "topk_group": 8}
-    with pytest.raises(ConfigError, match="best 1 experts, the model by its best 2"):
-        FAMILIES["deepseek_v3"].read(deepseek)
+    without = {**presets()["deepseek-v3"].config, "first_k_dense_replace": 61}
+    with pytest.raises(ConfigError, match="experts in no layer; allowed is one"):
+        FAMILIES["deepseek_v3"].read(without)
+
+
+def test_how_many_experts_score_a_group_is_a_flag_where_megatron_counts_others():
+    deepseek = presets()["deepseek-v3"].config
+    read = FAMILIES["deepseek_v3"].read
+    assert "moe_group_score_experts" not in read(deepseek)  # 8 experts of 4 groups: its best 2
+    assert read({**deepseek, "topk_group": 8})["moe_group_score_experts"] == 2
 
 
 def test_an_old_and_a_new_config_json_mean_the_same():

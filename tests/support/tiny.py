@@ -272,6 +272,13 @@ _GEMMA = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 2.0,
+    "tie_word_embeddings": True,
+}
 _DELTA_NET = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
@@ -346,7 +353,6 @@ CASES: dict[str, Case] = {
         _LATENT
         | {
             "topk_method": "group_limited_greedy",
-            "num_experts_per_tok": 2,
             "rope_scaling": _YARN,
         },
     ),
@@ -418,14 +424,7 @@ CASES: dict[str, Case] = {
     ),
     "granite": Case(
         "Granite",
-        _GROUPED
-        | {
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.3,
-            "logits_scaling": 2.0,
-            "tie_word_embeddings": True,
-        },
+        _GROUPED | _GRANITE,
     ),
     "glm4": Case("Glm4", _GROUPED | {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
     "gemma3": Case("Gemma3", _GEMMA, config_name="Gemma3TextConfig"),
@@ -505,6 +504,52 @@ CASES: dict[str, Case] = {
         _QWEN_MOE | _DELTA_NET | {"shared_expert_intermediate_size": 40},
         flags=_NO_BALANCE,
         config_name="Qwen3_5MoeTextConfig",
+    ),
+    "gemma2": Case(
+        "Gemma2", _GEMMA | {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
+    ),
+    "llama4": Case(
+        "Llama4",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "moe_layers": [1],
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 6,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            "rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16},
+        },
+        config_name="Llama4TextConfig",
+    ),
+    "ernie4.5-moe": Case(
+        "Ernie4_5_Moe",
+        {
+            "num_key_value_heads": 2,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "hunyuan-moe": Case(
+        "HunYuanMoEV1",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_topk": 2,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "granite-moe": Case(
+        "GraniteMoe",
+        _GROUPED | _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        flags=_NO_BALANCE,
     ),
     "internlm3": Case("Llama", _GROUPED | {"head_dim": 16}, config_name="InternLM3Config"),
     "deepseek-v3-direct-queries": Case("DeepseekV3", _LATENT | {"q_lora_rank": None}),
