@@ -97,6 +97,8 @@ DETAILS = (
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_dtype",
+    "moe_apply_probs_on_input",
+    "qk_l2_norm",
     "moe_token_dispatcher_type",
 )
 

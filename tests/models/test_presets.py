@@ -11,6 +11,7 @@ from tests.support.lazy import Lazy, needs
 
 needs("megatron.core")
 
+from mindspeed.checkpoint.architecture import ARCHITECTURE, DETAILS
 from mindspeed.errors import ConfigError
 from mindspeed.models.families import FAMILIES, family_of_args, family_of_config
 from mindspeed.models.presets import model_flags, presets
@@ -108,6 +109,13 @@ def test_config_json_and_flags_say_the_same(parser, name):
         "max_position_embeddings": max(flags["max_position_embeddings"], 64),
     }
     assert family_of_args(resolved) is family
+
+
+def test_a_run_takes_every_flag_of_a_family_from_its_checkpoint():
+    others = {"vocab_size", "hidden_dropout", "attention_dropout", "init_method_std"}
+    others |= {"moe_aux_loss_coeff", "moe_router_load_balancing_type"}  # of a training, not a model
+    flags = {name for preset in presets().values() for name in preset.flags}
+    assert flags - others <= {*ARCHITECTURE, *DETAILS}
 
 
 def test_a_model_without_a_name_is_found_by_its_flags(parser):
