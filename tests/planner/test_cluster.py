@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed.errors import ConfigError
 from mindspeed.instruments.ledger import Communication
-from mindspeed.planner.cluster import Cluster, load_cluster, parse_cluster, presets
+from mindspeed.planner.cluster import Cluster, load_cluster, machine_of, parse_cluster, presets
 
 FIGURES = ("peak_tflops", "memory_gib", "memory_gbs")
 
@@ -28,8 +28,40 @@ def described(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_presets_of_the_specification_exist() -> None:
-    specified = {"a100", "ascend-910-93", "ascend-910b", "generic", "h100", "h200"}
-    assert set(presets()) == specified | {"b200", "b300", "gb200", "gb300"}
+    ascend = {"ascend-910-93", "ascend-910b", "ascend-950"}
+    nvidia = {"a100", "h100", "h200", "b200", "b300", "gb200", "gb300"}
+    assert set(presets()) == {*ascend, *nvidia, "mi300x", "generic"}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "devices"),
+    [
+        ("16xh100", "h100", 16),
+        ("64x910b", "ascend-910b", 64),
+        ("2x910_93", "ascend-910-93", 2),
+        ("8xMI300X", "mi300x", 8),
+        ("1xascend-950", "ascend-950", 1),
+    ],
+)
+def test_a_machine_is_a_number_and_a_kind(text: str, name: str, devices: int) -> None:
+    cluster, count = machine_of(text)
+    assert (load_cluster(cluster).name, count) == (name, devices)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h100", "give devices and their kind, as 16xh100"),
+        ("0xh100", "give devices and their kind"),
+        ("xh100", "give devices and their kind"),
+        ("8xh10", "no preset of that name; closest: h100"),
+        ("8xaway.json", "there is no such file"),
+        ("8xh100+8xa100", "two kinds of devices is not planned"),
+    ],
+)
+def test_wrong_machines_are_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        machine_of(text)
 
 
 @pytest.mark.parametrize("name", presets())

@@ -1,6 +1,7 @@
 """The machine that a job is planned for: devices, links between them, sources of the figures.
 
     cluster = load_cluster("h100")                   # a preset: presets/*.json
+    name, devices = machine_of("16xh100")            # as in --on
     cluster = load_cluster("run/measured.json")      # written by ``mindspeed calibrate``
     cluster.memory_limit                             # bytes for tensors on a device
     cluster.collective_seconds("all_reduce", nbytes, ranks)
@@ -40,11 +41,12 @@ from mindspeed.json_fields import (
 from mindspeed.parsing import decode_json
 from mindspeed.planner.cluster import collectives
 from mindspeed.planner.cluster.collectives import Level
+from mindspeed.ranges import MAX_RANKS
 
 GIB = 1 << 30
 _PRESETS = Path(__file__).parent / "presets"
 
-__all__ = ["Cluster", "Device", "Level", "Measured", "load_cluster", "presets"]
+__all__ = ["Cluster", "Device", "Level", "Measured", "load_cluster", "machine_of", "presets"]
 
 
 @dataclass(frozen=True)
@@ -222,12 +224,34 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     text = str(name_or_path)
     if text.endswith(".json"):
         return parse_cluster(read_object(Path(text), ConfigError), text)
-    if text not in presets():
+    name = _preset(text)
+    if name is None:
         near = ", ".join(difflib.get_close_matches(text, presets(), n=2, cutoff=0.4))
         hint, known = f"; closest: {near}" if near else "", ", ".join(presets())
         message = f"--cluster {text}: no preset of that name{hint} (there are {known})"
         raise ConfigError(f"{message}; a cluster file ends in .json")
-    return parse_cluster(read_object(_PRESETS / f"{text}.json", ConfigError), text)
+    return parse_cluster(read_object(_PRESETS / f"{name}.json", ConfigError), name)
+
+
+def _preset(text: str) -> str | None:
+    """The preset of a name, which may lack its maker and be spelt otherwise: ``910B``."""
+    wanted = text.lower().replace("_", "-")
+    return next((one for one in presets() if wanted in (one, one.removeprefix("ascend-"))), None)
+
+
+def machine_of(text: str) -> tuple[str, int]:
+    """Cluster and number of devices of ``16xh100`` or ``8xmeasured.json``.
+
+    Raises:
+        ConfigError: it is not written so, or there is no such cluster.
+    """
+    count, times, name = text.partition("x")
+    if not times or not count.isdigit() or not 0 < int(count) <= MAX_RANKS:
+        raise ConfigError(f"--on {text}: give devices and their kind, as 16xh100")
+    if "," in name or "+" in name:
+        raise ConfigError(f"--on {text}: a job on two kinds of devices is not planned; give one")
+    load_cluster(name)
+    return name, int(count)
 
 
 def parse_cluster(values: Mapping[str, Any], where: str) -> Cluster:
