@@ -296,6 +296,21 @@ def write(rows: Sequence[Row], refused: Sequence[str], path: Path) -> None:
                 for name, value in asdict(row).items()
             }
             table.writerow({**shown, "error": round(row.error, 4)})
+    if path == RESULTS:  # of all rows
+        write_ratios(rows)
+
+
+def write_ratios(rows: Sequence[Row]) -> None:
+    """Measured over predicted seconds, from which the planner's intervals follow."""
+    from mindspeed.planner.interval import RATIOS
+
+    with RATIOS.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["model", "device", "experts", "precision", "layout", "ratio"])
+        for row in rows:
+            experts, layout = int(row.model in EXPERTS_OF), f"{row.devices}: {row.layout}"
+            ratio = round(1 + row.error, 4)
+            table.writerow([row.model, row.system, experts, row.precision, layout, ratio])
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

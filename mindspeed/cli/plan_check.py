@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mindspeed.planner.composed.price import Prediction
     from mindspeed.planner.counted.check import Check, Traffic
     from mindspeed.planner.feature_plans import ActivationPlan
+    from mindspeed.planner.interval import Interval
     from mindspeed.planner.job import Job
 
 
@@ -61,14 +62,14 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
     found, prediction = counted.check, counted.prediction
     others = {"Megatron-LM's formula": megatron_formula(args, found.micro_batches)}
     if own.json:
-        print(json.dumps(as_data(args, counted, others), indent=2))
+        print(json.dumps(as_data(args, counted, others, own.cluster), indent=2))
     else:
         print_check(args, found, others, origin)
         console = Console(soft_wrap=True)
         if text := composed_within(counted.error):
             console.print(text, highlight=False)
         if prediction is not None:
-            console.print(modelled(prediction, own.cluster), highlight=False)
+            console.print(modelled(prediction, args, own.cluster), highlight=False)
         elif counted.untimed:
             text = f"the time of a step is not modelled: {counted.untimed}"
             console.print(text, highlight=False, markup=False)
@@ -112,7 +113,10 @@ def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:
 
 
 def as_data(
-    args: argparse.Namespace, counted: Composed, others: Mapping[str, float | None]
+    args: argparse.Namespace,
+    counted: Composed,
+    others: Mapping[str, float | None],
+    cluster: str | None,
 ) -> dict[str, Any]:
     """Plain data for JSON: bytes, and modelled seconds of a step."""
     found, prediction = counted.check, counted.prediction
@@ -120,6 +124,9 @@ def as_data(
         "composed": found.composed,
         "error": counted.error,
         "modelled_seconds": None if prediction is None else prediction.seconds,
+        "modelled_interval": None
+        if prediction is None or cluster is None
+        else asdict(interval_of_job(args, cluster)),
         "layout": layout_of(args),
         "micro_batches": found.micro_batches,
         "memory_limit": found.memory_limit,
@@ -171,10 +178,20 @@ def print_check(
     line(verdict(found, origin))
 
 
-def modelled(prediction: Prediction, cluster: str) -> str:
+def interval_of_job(args: argparse.Namespace, cluster: str) -> Interval:
+    """How far modelled seconds of a job may be off."""
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.interval import interval_of, job_kind
+
+    return interval_of(job_kind(args), load_cluster(cluster).name)
+
+
+def modelled(prediction: Prediction, args: argparse.Namespace, cluster: str) -> str:
     """The time of a step in one line."""
+    spread = interval_of_job(args, cluster)
     return (
-        f"modelled, not counted: a step takes {prediction.seconds:,.4g} s on {cluster}, "
+        f"modelled, not counted: a step takes {prediction.seconds:,.4g} s on {cluster} "
+        f"({spread.text(prediction.seconds)} s by the spread of published runs), "
         f"{prediction.tokens_per_second_per_device:,.0f} tokens/s and device, MFU "
         f"{prediction.mfu:.1%}, bubble {prediction.bubble:.1%}; most of it is {prediction.limit}"
     )

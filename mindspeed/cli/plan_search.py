@@ -145,6 +145,11 @@ def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None
                 f"=: {plan.ties} are within {100 * plan.tolerance:g} % of the fastest, a tie for "
                 "this model; less memory comes first"
             )
+        if plan.interval is not None:
+            line(
+                "likely: of the published runs that were predicted without fitting, more than 90 % "
+                f"took {plan.interval.text(1)} times what was predicted"
+            )
         print_whole(_front(plan, unit))
     elif plan.closest is not None:
         line(f"nothing fits; closest: {plan.closest.layout}")
@@ -171,7 +176,7 @@ def _candidates(plan: SearchResult, unit: Unit) -> Table:
     table = new_table(
         f"modelled seconds of a step, {unit.name} at the peak of the fullest rank",
         ["", "layout"],
-        ["seconds", "tokens/s/device", "MFU", "bubble", unit.name, "counted"],
+        ["seconds", "likely", "tokens/s/device", "MFU", "bubble", unit.name, "counted"],
     )
     table.add_column("limited by")
     for number, one in enumerate(plan.candidates, start=1):
@@ -180,6 +185,7 @@ def _candidates(plan: SearchResult, unit: Unit) -> Table:
             f"{number}{' =' if number <= plan.ties > 1 else ''}",
             str(one.layout),
             _seconds(found.seconds),
+            "" if plan.interval is None else plan.interval.text(found.seconds),
             _optional(found, "tokens_per_second_per_device", "{:,.0f}"),
             _optional(found, "mfu", "{:.1%}"),
             _optional(found, "bubble", "{:.1%}"),

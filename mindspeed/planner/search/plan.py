@@ -21,6 +21,7 @@ from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.features.registry import schedule_flags
 from mindspeed.planner.cluster import GIB, Cluster, load_cluster
 from mindspeed.planner.composed.whole_ranks import counted_peak
+from mindspeed.planner.interval import interval_of, job_kind
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
 from mindspeed.planner.search.bounded_search import Found, Outcome, Progress
@@ -121,6 +122,7 @@ def plan(
         interrupted=outcome.interrupted,
         wall_seconds=time.monotonic() - start,
         tolerance=TOLERANCE,
+        interval=interval_of(job_kind(args), machine.name),
     )
 
 

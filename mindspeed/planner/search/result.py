@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import PlanError
@@ -12,6 +12,7 @@ from mindspeed.planner.layout import Layout
 
 if TYPE_CHECKING:
     from mindspeed.planner.composed.price import Prediction
+    from mindspeed.planner.interval import Interval
 
 TOLERANCE = 0.05
 """Relative difference of times within which two predictions are a tie: the error of the model."""
@@ -161,6 +162,7 @@ class SearchResult:
         interrupted: whether Ctrl-C ended the search; candidates are the best until then.
         wall_seconds: duration of the search.
         tolerance: relative difference of times within which candidates tie.
+        interval: how far predicted seconds may be off; None: not known.
     """
 
     cluster: str
@@ -177,6 +179,7 @@ class SearchResult:
     wall_seconds: float = 0.0
     tolerance: float = TOLERANCE
     notes: tuple[str, ...] = field(default=())
+    interval: Interval | None = None
 
     @property
     def best(self) -> Candidate:
@@ -264,6 +267,7 @@ class SearchResult:
             "signatures": self.measured,
             "ties": self.ties,
             "tolerance": self.tolerance,
+            "interval": None if self.interval is None else asdict(self.interval),
             "interrupted": self.interrupted,
             "wall_seconds": self.wall_seconds,
             "candidates": [one.to_json() for one in self.candidates],

@@ -1,0 +1,156 @@
+"""How far predicted seconds may be off: what published runs took beside what is predicted for them.
+
+    spread = interval_of(job_kind(args), "h100")
+    spread.low * seconds, spread.high * seconds
+
+``published_ratios.csv`` has measured over predicted seconds of published runs, to which no rate is
+fitted; ``python benchmarks/planner.py`` writes it. A layout that was published with several
+releases counts once. A run that differs from a job in its device, in its precision or in having
+experts counts half for each of these. The interval is from the 3rd to the 97th percentile of these
+weighted ratios: it contains more than 90 % of the published runs, also if all runs of their model
+are left out (``tests/planner/test_interval.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+RATIOS = Path(__file__).parent / "published_ratios.csv"
+_OUTSIDE = 0.03
+_WEIGHT_OF_A_DIFFERENCE = 0.5
+
+
+@dataclass(frozen=True)
+class JobKind:
+    """What distinguishes jobs whose predictions are off differently.
+
+    Attributes:
+        experts: whether the model has routed experts.
+        precision: ``bf16``, ``fp8``, ``mxfp8`` or ``nvfp4``.
+    """
+
+    experts: bool
+    precision: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run.
+
+    Attributes:
+        model: its model.
+        device: name of its cluster.
+        kind: of its job.
+        layout: number of devices and sizes of parallelism.
+        ratio: measured over predicted seconds of a step.
+    """
+
+    model: str
+    device: str
+    kind: JobKind
+    layout: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Factors of predicted seconds.
+
+    Attributes:
+        low: of the shortest likely step.
+        high: of the longest.
+        runs: number of published runs behind them.
+        alike: number of those on the same device, of the same kind.
+    """
+
+    low: float
+    high: float
+    runs: int
+    alike: int
+
+    def text(self, seconds: float) -> str:
+        """The interval around predicted seconds, to two digits."""
+        return f"{_two_digits(self.low * seconds)} to {_two_digits(self.high * seconds)}"
+
+
+def _two_digits(value: float) -> str:
+    digits = max(0, 1 - math.floor(math.log10(value))) if value > 0 else 0
+    return f"{value:,.{digits}f}"
+
+
+def job_kind(args: argparse.Namespace) -> JobKind:
+    """The kind of a job, from its final values."""
+    precision = "bf16"
+    if args.fp8:
+        precision = "mxfp8" if args.fp8_recipe == "mxfp8" else "fp8"
+    elif getattr(args, "fp4", None):
+        precision = "nvfp4"
+    return JobKind(bool(args.num_experts), precision)
+
+
+@functools.cache
+def published_runs() -> tuple[Run, ...]:
+    """The runs of the file."""
+    with RATIOS.open(encoding="utf-8", newline="") as file:
+        return tuple(
+            Run(
+                row["model"],
+                row["device"],
+                JobKind(row["experts"] == "1", row["precision"]),
+                row["layout"],
+                float(row["ratio"]),
+            )
+            for row in csv.DictReader(file)
+        )
+
+
+def interval_of(
+    kind: JobKind, device: str, without: Callable[[Run], bool] = lambda run: False
+) -> Interval:
+    """The factors between which the seconds of a job are likely to be.
+
+    Args:
+        kind: of the job.
+        device: name of its cluster.
+        without: runs that do not count.
+    """
+    runs = [run for run in published_runs() if not without(run)]
+    times = Counter(_place(run) for run in runs)
+    weighted = [(run.ratio, _likeness(run, kind, device) / times[_place(run)]) for run in runs]
+    alike = sum(run.device == device and run.kind == kind for run in runs)
+    low, high = percentile(weighted, _OUTSIDE), percentile(weighted, 1 - _OUTSIDE)
+    return Interval(low, high, len(runs), alike)
+
+
+def _place(run: Run) -> tuple[str, str, JobKind, str]:
+    return run.model, run.device, run.kind, run.layout
+
+
+def _likeness(run: Run, kind: JobKind, device: str) -> float:
+    differences = (
+        (run.device != device)
+        + (run.kind.experts != kind.experts)
+        + (run.kind.precision != kind.precision)
+    )
+    return _WEIGHT_OF_A_DIFFERENCE**differences
+
+
+def percentile(weighted: Iterable[tuple[float, float]], part: float) -> float:
+    """The smallest value with at least ``part`` of all weights up to it.
+
+    Args:
+        weighted: values and their weights; at least one.
+        part: from 0 to 1.
+    """
+    ordered = sorted(weighted)
+    upto = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(upto, part * upto[-1])][0]
