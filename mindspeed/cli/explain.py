@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from mindspeed.cli.plan import add_job_arguments, job_parser, read
+from mindspeed.cli.plan import add_job_arguments, job_parser, read, use_machine
 from mindspeed.cli.plan_check import (
     composed_within,
     layout_of,
@@ -62,6 +62,8 @@ def run(argv: Sequence[str]) -> int:
     parser = job_parser("explain", __doc__)
     add_arguments(parser)
     own, flags = read(parser, argv)
+    use_machine(own)
+    own.devices = own.devices if own.on is None else own.on[1]
     if own.cluster is None:
         raise ConfigError(
             "--cluster is missing: times need a preset (generic, a100, h100, ...) or FILE.json"
@@ -174,13 +176,13 @@ def print_page(
         return
     if not found.tried:
         print_whole(_time_table(found.prediction))
-        line(modelled(found.prediction, cluster.name))
+        line(modelled(found.prediction, args, cluster.name))
         line("this job is counted whole: its changes are not predicted")
         return
     if text := composed_within(found.error):
         line(text)
     print_whole(_time_table(found.prediction))
-    line(modelled(found.prediction, cluster.name))
+    line(modelled(found.prediction, args, cluster.name))
     if found.helpful:
         print_whole(_changes_table(found.prediction, found.helpful, commands))
     else:

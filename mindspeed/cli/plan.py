@@ -1,15 +1,19 @@
 """Plan a training job without a device: will it fit, what does it send, which layout is best.
 
+    mindspeed plan qwen3-8b --on 16xh100
+    mindspeed plan models/my-model --on 64x910b --for lora --seq-length 8192
     mindspeed plan --cluster h100 --devices 64 --model llama3-8b --bf16 --seq-length 8192 \\
         --global-batch-size 256 --out plan
     mindspeed plan --check --cluster ascend-910b --config my.yaml --nproc 64
     mindspeed plan --check --memory-limit 60GiB -- --model llama3-8b --bf16 --nproc 8
 
-The first searches the best layouts, the others count one configuration. Takes all flags of
-``mindspeed pretrain``, or behind ``--``; there may also stand an unmodified script of Megatron-LM
-and its flags (``-- pretrain_gpt.py FLAGS``). The real program of a rank runs on FakeTensors: bytes,
-FLOPs and messages are counted, not estimated; times are a model of the cluster. Data need not
-exist.
+With a model first - a name of ``mindspeed models``, or a folder with a config.json - it answers for
+pretraining, full fine-tuning and LoRA: does it fit, how fast, with which flags. What is not said is
+assumed and printed. Without a model it searches the best layouts of the job that the flags
+describe, and ``--check`` counts one configuration. Takes all flags of ``mindspeed pretrain``, or
+behind ``--``; there may also stand an unmodified script of Megatron-LM and its flags
+(``-- pretrain_gpt.py FLAGS``). The real program of a rank runs on FakeTensors: bytes, FLOPs and
+messages are counted, not estimated; times are a model of the cluster. Data need not exist.
 
 The status is 0 if a candidate or the configuration fits, 3 if not, 1 or 2 after an error, and 130
 after Ctrl-C or 143 after SIGTERM, which print the best until then.
@@ -39,6 +43,8 @@ from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
 HELP = "plan a job without a device: memory of every rank, FLOPs, messages, the best layout"
 PASS_THROUGH = True
 
+PURPOSES = ("pretrain", "finetune", "lora")
+"""What a model can be planned for (:mod:`mindspeed.planner.question`)."""
 _UNITS = {"": 2**30, "GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 
 
@@ -46,12 +52,22 @@ def run(argv: Sequence[str]) -> int:
     """Run the command; flags that are not its own are those of ``mindspeed pretrain``."""
     parser = job_parser("plan", __doc__)
     add_arguments(parser)
-    own, flags = read(parser, argv)
+    model = argv[0] if argv and not argv[0].startswith("-") else None
+    own, flags = read(parser, argv if model is None else argv[1:])
+    use_machine(own)
+    own.devices = own.devices if own.on is None else (own.on[1],)
     if own.plot is not None:
         from mindspeed.cli.plot import check_format, figure_class
 
         check_format("--plot", own.plot)
         figure_class()
+    if model is not None:
+        from mindspeed.cli.plan_question import run_question
+
+        _refuse_with_model(own, model)
+        return run_question(own, model, flags)
+    if own.purposes:
+        raise ConfigError("--for belongs to a model: mindspeed plan qwen3-8b --on 16xh100")
     if own.plan_activations is not None or own.plan_pipeline:
         from mindspeed.cli.plan_check import run_activations, run_pipeline
 
@@ -68,6 +84,17 @@ def run(argv: Sequence[str]) -> int:
     from mindspeed.cli.plan_search import run_search
 
     return run_search(own, flags)
+
+
+def _refuse_with_model(own: argparse.Namespace, model: str) -> None:
+    for name in ("check", "whole", "plan_activations", "plan_pipeline", "measure", "plot"):
+        if getattr(own, name) not in (None, False):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for a job by its flags: mindspeed plan "
+                f"--model {model} ..."
+            )
+    if own.cluster is None or not own.devices or len(own.devices) > 1:
+        raise ConfigError(f"on which devices? mindspeed plan {model} --on 16xh100")
 
 
 def _refuse_with_check(own: argparse.Namespace) -> None:
@@ -133,6 +160,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,..",
         help="ranks to plan for; several numbers are planned in turn (default: --nproc)",
     )
+    add(
+        "--for",
+        dest="purposes",
+        type=_purposes,
+        metavar="NAME,..",
+        help="with a model: pretrain, finetune, lora (default: all)",
+    )
     add("--top", type=whole(1, 1000), metavar="N", help="candidates (default: 5)")
     add(
         "--fix",
@@ -167,6 +201,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every command that plans."""
     add = parser.add_argument
+    add("--on", type=_machine, metavar="NxNAME", help="--devices N --cluster NAME, as 16xh100")
     add("--cluster", metavar="NAME", help="devices and links: a preset, or FILE.json")
     add(
         "--memory-limit",
@@ -176,6 +211,36 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes")
     add("--json", action="store_true", help="print JSON")
+
+
+def use_machine(own: argparse.Namespace) -> None:
+    """Set ``--cluster`` by ``--on``.
+
+    Raises:
+        ConfigError: both are given, or ``--on`` and ``--devices``.
+    """
+    if own.on is None:
+        return
+    for name in ("cluster", "devices"):
+        if getattr(own, name) is not None:
+            raise ConfigError(f"--on says it: remove --{name}")
+    own.cluster = own.on[0]
+
+
+def _machine(text: str) -> tuple[str, int]:
+    from mindspeed.planner.cluster import machine_of
+
+    try:
+        return machine_of(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"--on {text}: ")) from None
+
+
+def _purposes(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    if wrong := [name for name in names if name not in PURPOSES]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(PURPOSES)}")
+    return names
 
 
 def read(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

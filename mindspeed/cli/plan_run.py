@@ -49,30 +49,33 @@ def job_of(flags: Sequence[str]) -> Job:
     return job_of(flags)
 
 
-def program(flags: Sequence[str]) -> tuple[str, ...]:
+def program(flags: Sequence[str], trains: str = "pretrain") -> tuple[str, ...]:
     """Words between ``torch.distributed.run`` and the flags of a job."""
     if is_script(flags):
         return (str(Path(flags[0]).resolve()),)
-    return ("-m", "mindspeed", "pretrain")
+    return ("-m", "mindspeed", trains)
 
 
-def command(flags: Sequence[str], candidate: Sequence[str], launch: str | None) -> str:
+def command(
+    flags: Sequence[str], candidate: Sequence[str], launch: str | None, trains: str = "pretrain"
+) -> str:
     """A command line to copy.
 
     Args:
         flags: of the job as the user gave them.
         candidate: flags of the candidate.
         launch: words of torchrun (:func:`launch_words`); None: one process.
+        trains: sub-command that trains.
     """
     words = list(candidate)
     own = any(word.partition("=")[0] in ("--nproc", "--devices") for word in words)
     if launch is None or (own and not is_script(flags)):
-        start = ["python", *program(flags)] if is_script(flags) else ["mindspeed", "pretrain"]
+        start = ["python", *program(flags)] if is_script(flags) else ["mindspeed", trains]
         return shlex.join([*start, *words])
     here = launch.split()
     if len(here) == 1 and here[0].startswith(_ON_A_NODE) and not is_script(flags):
-        return shlex.join(["mindspeed", "pretrain", *words, "--nproc", here[0][len(_ON_A_NODE) :]])
-    return shlex.join(["torchrun", *here, *program(flags), *words])
+        return shlex.join(["mindspeed", trains, *words, "--nproc", here[0][len(_ON_A_NODE) :]])
+    return shlex.join(["torchrun", *here, *program(flags, trains), *words])
 
 
 _ON_A_NODE = "--nproc-per-node="

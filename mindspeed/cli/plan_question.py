@@ -1,0 +1,161 @@
+"""``mindspeed plan MODEL --on 16xh100``: does a model fit, how fast does it train, which flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from mindspeed.cli import plan_run
+from mindspeed.cli.plan import PURPOSES
+from mindspeed.cli.plan_output import bytes_unit, new_table, print_whole
+from mindspeed.cli.plan_run import command, interruptible, launch_words, progress
+from mindspeed.cli.plan_search import NOTHING_FITS, print_plan, write_plans
+from mindspeed.files import make_dirs
+
+if TYPE_CHECKING:
+    from mindspeed.planner.question import Purpose
+    from mindspeed.planner.search.result import SearchResult
+
+ASSUMED = "every sample is one document, and experts get equal numbers of tokens"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plan for one purpose.
+
+    Attributes:
+        purpose: what the model is trained for.
+        flags: of the job.
+        assumed: words of the flags that the user has not said.
+        plan: its best layouts.
+    """
+
+    purpose: Purpose
+    flags: tuple[str, ...]
+    assumed: tuple[str, ...]
+    plan: SearchResult
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as JSON."""
+        return {
+            "purpose": self.purpose.name,
+            "assumed": list(self.assumed),
+            **self.plan.to_json(),
+        }
+
+
+def run_question(own: argparse.Namespace, model: str, flags: Sequence[str]) -> int:
+    """Plan a model for each purpose and print the answers.
+
+    Args:
+        own: flags of the command.
+        model: its name or folder.
+        flags: that the user has added.
+    """
+    plan_run.install_adaptor()
+    from mindspeed.planner.question import PURPOSES as KNOWN
+    from mindspeed.planner.question import job_words, named_model
+
+    name, model_flags = named_model(model)
+    devices = own.devices[0]
+    answers: list[Answer] = []
+    with interruptible() as stop:
+        for purpose in own.purposes or PURPOSES:
+            assumed, words = job_words(KNOWN[purpose], name, model_flags, flags, devices)
+            with progress(f"{KNOWN[purpose].title}: measuring signatures") as tell:
+                plan = _plan(own, words, devices, tell)
+            answers.append(Answer(KNOWN[purpose], tuple(words), tuple(assumed), plan))
+            if plan.interrupted:
+                break
+    if own.json:
+        data = {"model": name, "answers": [one.to_json() for one in answers]}
+        print(json.dumps(data | {"assumed": ASSUMED}, indent=2))
+    else:
+        _print(own, name, answers)
+    if own.out is not None:
+        for one in answers:
+            out = own.out / one.purpose.name
+            make_dirs(out)
+            write_plans(
+                [one.plan], out, one.flags, [launch_words(own.launch, own.cluster, devices)]
+            )
+    if answers[-1].plan.interrupted:
+        return stop.status
+    return 0 if all(one.plan.candidates for one in answers) else NOTHING_FITS
+
+
+def _plan(own: argparse.Namespace, words: Sequence[str], devices: int, tell: Any) -> SearchResult:
+    from mindspeed.planner.search.plan import plan
+
+    return plan(
+        words,
+        own.cluster,
+        devices=devices,
+        top=own.top or 5,
+        fix=own.fix or {},
+        search=own.search,
+        memory_limit=own.memory_limit,
+        jobs=own.jobs,
+        cache=own.cache,
+        progress=tell,
+    )
+
+
+def _print(own: argparse.Namespace, model: str, answers: Sequence[Answer]) -> None:
+    console = Console(soft_wrap=True)
+
+    def line(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    first = answers[0].plan
+    unit = bytes_unit([first.memory_limit])
+    table = new_table(
+        f"{model} on {first.devices} devices of {first.cluster}, "
+        f"{unit(first.memory_limit)} {unit.name} for the tensors of each",
+        ["", "fits", "layout"],
+        ["s a step", "likely", "tokens/s/device", "MFU", unit.name],
+    )
+    for one in answers:
+        table.add_row(one.purpose.title, *_row(one.plan, unit))
+    print_whole(table)
+    if first.interval is not None:
+        line(
+            "seconds are a model; likely: what more than 90 % of the published runs took beside "
+            f"the same model, {first.interval.text(1)} times the prediction"
+        )
+    line(f"assumed: {ASSUMED}")
+    launch = launch_words(own.launch, own.cluster, first.devices)
+    for one in answers:
+        line(f"\n{one.purpose.title}; not said, so assumed: {' '.join(one.assumed)}")
+        if not one.plan.candidates:
+            line(one.plan.explain())
+            continue
+        words = one.purpose.to_type(model, one.plan.best.flags)
+        line(f"{command((), words, launch, one.purpose.command)}")
+    if len(answers) == 1:
+        line("")
+        print_plan(answers[0].plan, answers[0].flags, launch)
+
+
+def _row(plan: SearchResult, unit: Any) -> list[str]:
+    if not plan.candidates:
+        closest = "" if plan.closest is None else str(plan.closest.layout)
+        needs = "" if plan.closest is None else unit(plan.closest.prediction.peak_bytes)
+        return ["no", closest, "", "", "", "", needs]
+    best = plan.best
+    found = best.prediction
+    likely = "" if plan.interval is None else plan.interval.text(found.seconds)
+    return [
+        "yes",
+        str(best.layout),
+        f"{found.seconds:,.3g}",
+        likely,
+        f"{found.tokens_per_second_per_device:,.0f}",
+        f"{found.mfu:.0%}",
+        unit(best.peak_bytes),
+    ]
