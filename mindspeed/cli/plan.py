@@ -43,8 +43,6 @@ from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
 HELP = "plan a job without a device: memory of every rank, FLOPs, messages, the best layout"
 PASS_THROUGH = True
 
-PURPOSES = ("pretrain", "finetune", "lora")
-"""What a model can be planned for (:mod:`mindspeed.planner.question`)."""
 _UNITS = {"": 2**30, "GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
 
 
@@ -163,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--for",
         dest="purposes",
-        type=_purposes,
+        type=lambda text: text.split(","),
         metavar="NAME,..",
         help="with a model: pretrain, finetune, lora (default: all)",
     )
@@ -234,13 +232,6 @@ def _machine(text: str) -> tuple[str, int]:
         return machine_of(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix(f"--on {text}: ")) from None
-
-
-def _purposes(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    if wrong := [name for name in names if name not in PURPOSES]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(PURPOSES)}")
-    return names
 
 
 def read(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

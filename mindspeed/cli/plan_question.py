@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from mindspeed.cli import plan_run
-from mindspeed.cli.plan import PURPOSES
 from mindspeed.cli.plan_output import bytes_unit, new_table, print_whole
 from mindspeed.cli.plan_run import command, interruptible, launch_words, progress
 from mindspeed.cli.plan_search import NOTHING_FITS, print_plan, write_plans
+from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
 
 if TYPE_CHECKING:
@@ -58,18 +58,20 @@ def run_question(own: argparse.Namespace, model: str, flags: Sequence[str]) -> i
         flags: that the user has added.
     """
     plan_run.install_adaptor()
-    from mindspeed.planner.question import PURPOSES as KNOWN
-    from mindspeed.planner.question import job_words, named_model
+    from mindspeed.planner.question import PURPOSES, job_words, named_model
 
+    purposes = own.purposes or list(PURPOSES)
+    if wrong := [one for one in purposes if one not in PURPOSES]:
+        raise ConfigError(f"--for {wrong[0]}: there are {', '.join(PURPOSES)}")
     name, model_flags = named_model(model)
     devices = own.devices[0]
     answers: list[Answer] = []
     with interruptible() as stop:
-        for purpose in own.purposes or PURPOSES:
-            assumed, words = job_words(KNOWN[purpose], name, model_flags, flags, devices)
-            with progress(f"{KNOWN[purpose].title}: measuring signatures") as tell:
+        for purpose in (PURPOSES[one] for one in purposes):
+            assumed, words = job_words(purpose, name, model_flags, flags, devices)
+            with progress(f"{purpose.title}: measuring signatures") as tell:
                 plan = _plan(own, words, devices, tell)
-            answers.append(Answer(KNOWN[purpose], tuple(words), tuple(assumed), plan))
+            answers.append(Answer(purpose, tuple(words), tuple(assumed), plan))
             if plan.interrupted:
                 break
     if own.json:
