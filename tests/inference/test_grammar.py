@@ -1,4 +1,4 @@
-"""Answers by a JSON schema or a regular expression: what xgrammar allows is all that is chosen."""
+"""Answers by a JSON schema or a regular expression: only what the grammar allows is chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.lazy import needs
 
-needs("megatron.core", "fastapi", "openai", "xgrammar")
+needs("megatron.core", "fastapi", "openai", "llguidance")
 
 from mindspeed.cli.main import main
 from mindspeed.errors import ConfigError
@@ -72,7 +72,7 @@ def test_texts_fit_and_depend_on_neither_the_batch_nor_the_layout(ranks, tiny):
         assert group[0] == group[-1]  # together with others, and alone
     assert "beam search follows no schema" in refused[0]
     assert "min_tokens 2" in refused[1]
-    assert "Unclosed '['" in refused[2] and "[(" in refused[2]
+    assert "unclosed character class" in refused[2] and "[(" in refused[2]
     assert "nonsense" in refused[3]
 
 
@@ -115,14 +115,28 @@ def test_requests_say_what_the_answer_must_be(ranks, tiny):
     assert messages[4]["content"] == "{}"
     for answer, message in zip(
         refused,
-        ("json_schema belongs to", "Unclosed '['", "give either response_format"),
+        ("json_schema belongs to", "unclosed character class", "give either response_format"),
         strict=True,
     ):
         assert answer.startswith("400") and message in answer
 
 
-def test_without_xgrammar_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
+def test_objects_have_only_the_properties_that_a_schema_names(ranks, tiny):
+    part = {"type": "object", "properties": {"a": {"const": 1}}}
+    schema = {"type": "object", "properties": {"p": {"$ref": "#/$defs/P"},
+                                               "l": {"type": "array", "items": part}},
+              "required": ["p", "l"], "$defs": {"P": {"anyOf": [part]}}}  # fmt: skip
+    options = [{"max_new_tokens": 90, "constraint": ("json_schema", json.dumps(schema)), "seed": n}
+               for n in range(4)]  # fmt: skip
+    (found,) = ranks(1, grammar_ranks.texts, tiny, 1, ["the cat"], options, setup=SETUP)
+    for [text], _ in found:
+        value = json.loads(text)
+        assert set(value) == {"p", "l"}
+        assert all(one in ({}, {"a": 1}) for one in (value["p"], *value["l"]))
+
+
+def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'mindspeed\[grammar\]'"):
         Grammars().matcher(None, Constraint("regex", "a"), {1})
 
