@@ -5,25 +5,37 @@
     gated delta rule (mindspeed.ops.gated_delta_rule), norm of each head, times SiLU(z)
     -> out_proj
 
+Under context parallelism an all-to-all gives each rank all tokens of some value heads and of the
+key heads that they use (:mod:`mindspeed.attention.ulysses_all_to_all`), whatever algorithm the
+attention of other layers runs and however it shards the sequence; a second one brings the outputs
+back. z stays where it is. With U ranks each sends (U - 1) / U of queries, keys, values, beta, alpha
+and outputs of its tokens, forward and backward.
+
 Parameters, their names and how tensor parallelism shards them are those of ``GatedDeltaNet`` in
 Megatron Core 0.16, except that the norm of the heads stores its weight, not the deviation from one;
-this layer runs without the ``fla`` package, and knows packed documents. Source: Yang, Kautz and
-Hatamizadeh, "Gated Delta Networks" (2024).
+this layer knows packed documents and context parallelism, and needs no ``fla`` package. Source:
+Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024).
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from mindspeed import device as devices
+from mindspeed.attention.packed_batch import cu_seqlens_of_samples
+from mindspeed.attention.sequence_sharding import SequenceSharding
+from mindspeed.attention.ulysses_all_to_all import HeadAllToAll
+from mindspeed.device.host_tensors import numbers
 from mindspeed.errors import ConfigError
 from mindspeed.ops.causal_conv1d import causal_conv1d
 from mindspeed.ops.gated_delta_rule import chunk_gated_delta_rule
 from mindspeed.te import kernels
+from mindspeed.te.context_parallel import megatron_layout, sharded_documents
 
 if TYPE_CHECKING:
     from mindspeed.attention.packed_batch import PackedBatch
@@ -45,6 +57,21 @@ def mixed_attention(attention: type, pattern: tuple[bool, ...]) -> type:
     return MixedAttention
 
 
+@dataclass(frozen=True)
+class _HeadParameters:
+    """Parameters of the heads that a rank computes.
+
+    Attributes:
+        taps: Of the convolution, ``[channels of queries, keys and values, taps]``.
+        A_log: ``[n_v]``.
+        dt_bias: ``[n_v]``.
+    """
+
+    taps: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+
 class _Weight(torch.nn.Module):
     """A weight under the name that Megatron's module gives it."""
 
@@ -60,7 +87,7 @@ class DeltaNet(torch.nn.Module):
         config: Megatron Core's configuration of the layer.
         submodules: Of a ``SelfAttention``: the classes of the two linear layers are taken.
         layer_number: Number of the layer, from 1.
-        pg_collection: Process groups; only that of tensor parallelism is used.
+        pg_collection: Process groups of tensor and context parallelism.
     """
 
     def __init__(
@@ -78,6 +105,8 @@ class DeltaNet(torch.nn.Module):
 
         group = None if pg_collection is None else pg_collection.tp
         self.group = group or parallel_state.get_tensor_model_parallel_group()
+        context = getattr(pg_collection, "cp", None)
+        self.context_group = context or parallel_state.get_context_parallel_group()
         self.config, self.layer_number = config, layer_number
         ranks = self.group.size()
         self.heads = (config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks)
@@ -143,48 +172,114 @@ class DeltaNet(torch.nn.Module):
         """Attend causally; a mask tensor is not read.
 
         Args:
-            hidden_states: ``[s, b, h]``, with sequence parallelism ``[s / ranks, b, h]``.
+            hidden_states: ``[s, b, h]`` of this rank's tokens, with sequence parallelism
+                ``[s / ranks, b, h]``.
             packed_seq_params: The documents of the micro-batch, or None.
 
         Returns:
             As ``hidden_states``, and None.
 
         Raises:
-            ConfigError: A cache of keys and values, or tokens shared by context-parallel ranks.
+            ConfigError: A cache of keys and values, or fewer value heads than context-parallel
+                ranks.
         """
         if inference_context is not None:
             raise ConfigError(
                 "a gated delta net keeps a state, not keys and values: generate with recompute=True"
             )
         x, _ = self.in_proj(hidden_states)
-        length, samples = x.shape[:2]
-        documents = _documents(packed_seq_params, length, samples)
-        x = x.transpose(0, 1)
-        x = x if documents is None else x.reshape(1, samples * length, -1)
-        parts = [self.sizes[name] for name in ("query", "key", "value")]
-        mixed, z, beta, alpha = x.split(
-            [sum(parts), *(self.sizes[name] for name in ("z", "beta", "alpha"))], -1
+        tokens, samples = x.shape[:2]
+        documents, sharding = _documents(
+            packed_seq_params, tokens, samples, self.context_group.size()
         )
-        taps = self.conv1d.weight.squeeze(1)
-        mixed = causal_conv1d(mixed, taps, silu=True, cu_seqlens=documents)
-        q, k, v = mixed.split(parts, -1)
+        convolved = sum(self.sizes[name] for name in _CONVOLVED)
+        mixed, z, beta, alpha = (
+            x.transpose(0, 1)
+            .flatten(0, 1)
+            .split([convolved, *(self.sizes[name] for name in ("z", "beta", "alpha"))], -1)
+        )
+        if sharding is None:
+            out = self._attend(mixed, beta, alpha, documents, self._of_all_heads())
+        else:
+            out = self._attend_to_all(mixed, beta, alpha, documents, sharding)
+        eps = self.config.layernorm_epsilon
+        normed = kernels.normalize(out, self.out_norm.weight, None, eps=eps, rms=True)
+        gated = normed * functional.silu(z.unflatten(-1, (-1, self.channels[1])).float())
+        out = gated.to(x.dtype).flatten(-2).view(samples, tokens, -1).transpose(0, 1)
+        result, bias = self.out_proj(out.contiguous())
+        return result, bias
+
+    def _of_all_heads(self) -> _HeadParameters:
+        return _HeadParameters(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
+
+    def _attend(
+        self,
+        mixed: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        documents: tuple[int, ...],
+        heads: _HeadParameters,
+    ) -> torch.Tensor:
+        """Convolution and delta rule: ``[t, 2 q + v]`` and ``[t, n_v]`` to ``[t, n_v, d_v]``."""
+        mixed = causal_conv1d(mixed[None], heads.taps, silu=True, cu_seqlens=documents)
         keys, values = self.channels
-        decay = functional.softplus(alpha.float() + self.dt_bias.float())
+        v = beta.shape[-1] * values
+        qk = (mixed.shape[-1] - v) // 2
+        q, k, v = mixed.split([qk, qk, v], -1)
+        decay = functional.softplus(alpha.float() + heads.dt_bias.float())
         out, _ = chunk_gated_delta_rule(
             q.unflatten(-1, (-1, keys)),
             k.unflatten(-1, (-1, keys)),
             v.unflatten(-1, (-1, values)),
-            -self.A_log.float().exp() * decay,
-            beta.sigmoid(),
+            -heads.A_log.float().exp() * decay[None],
+            beta.sigmoid()[None],
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=documents,
         )
-        eps = self.config.layernorm_epsilon
-        normed = kernels.normalize(out, self.out_norm.weight, None, eps=eps, rms=True)
-        gated = normed * functional.silu(z.unflatten(-1, (-1, values)).float())
-        out = gated.to(x.dtype).flatten(-2).view(samples, length, -1).transpose(0, 1)
-        result, bias = self.out_proj(out.contiguous())
-        return result, bias
+        return out[0]
+
+    def _attend_to_all(
+        self,
+        mixed: torch.Tensor,
+        beta: torch.Tensor,
+        alpha: torch.Tensor,
+        documents: tuple[int, ...],
+        sharding: SequenceSharding,
+    ) -> torch.Tensor:
+        """:meth:`_attend` over the tokens of all context-parallel ranks. Collective."""
+        group, (key_heads, value_heads) = self.context_group, self.heads
+        if value_heads < group.size():
+            raise ConfigError(
+                f"gated delta net: {value_heads} value heads of a tensor-parallel rank over "
+                f"{group.size()} context-parallel ranks; lower --context-parallel-size or "
+                "--tensor-model-parallel-size"
+            )
+        exchange, share = HeadAllToAll(sharding, group.rank(), group), value_heads // key_heads
+        q, k, v = self._heads_of(mixed, 1)
+        with_gates = torch.cat([v, beta[..., None], alpha[..., None]], -1)
+        # The exchange repeats keys where the values of a rank use them unequally often.
+        with_gates, q, k = exchange.to_heads(with_gates, q, k, share)
+        v, beta, alpha = with_gates.split([v.shape[-1], 1, 1], -1)
+        own = exchange.heads(exchange.rank, value_heads)
+        used = [head // share for head in own]
+        used = used if len(used) == q.shape[1] else sorted(set(used))
+        parts = self._heads_of(self.conv1d.weight.squeeze(1), 0)
+        mine = (part[rows] for part, rows in zip(parts, (used, used, [*own]), strict=True))
+        heads = slice(own.start, own.stop)
+        parameters = _HeadParameters(
+            torch.cat([part.flatten(0, 1) for part in mine]),
+            self.A_log[heads],
+            self.dt_bias[heads],
+        )
+        mixed = torch.cat([x.flatten(1) for x in (q, k, v)], -1)
+        out = self._attend(mixed, beta[..., 0], alpha[..., 0], documents, parameters)
+        return exchange.to_sequence(out, value_heads)
+
+    def _heads_of(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Queries, keys and values of the convolution's channels, with a dimension of heads."""
+        parts = x.split([self.sizes[name] for name in _CONVOLVED], dim)
+        counts = (self.heads[0], self.heads[0], self.heads[1])
+        return [part.unflatten(dim, (n, -1)) for part, n in zip(parts, counts, strict=True)]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **unused: Any
@@ -219,16 +314,22 @@ class DeltaNet(torch.nn.Module):
 _CONVOLVED = ("query", "key", "value")
 
 
-def _documents(params: Any, length: int, samples: int) -> torch.Tensor | None:
-    """Ends of the documents in the concatenated samples, from 0; None where samples are whole."""
-    if params is None:
-        return None
+def _documents(
+    params: Any, tokens: int, samples: int, ranks: int
+) -> tuple[tuple[int, ...], SequenceSharding | None]:
+    """Ends of documents in the concatenated samples, and how ranks share these, if they do.
+
+    Args:
+        params: Megatron's ``packed_seq_params`` or this library's, or None.
+        tokens: Of a sample on this rank.
+    """
     packed: PackedBatch | None = getattr(params, "packed", None)
-    if packed is None:
-        ends: torch.Tensor = params.cu_seqlens_q
-        return ends
-    if packed.size != length:
-        raise ConfigError(
-            "a gated delta net attends over whole sequences: leave out --context-parallel-size"
-        )
-    return torch.tensor(packed.cu_seqlens) if len(packed.cu_seqlens) > samples + 1 else None
+    if packed is not None:
+        return packed.cu_seqlens, packed.sharding if ranks > 1 else None
+    if params is None:
+        ends = cu_seqlens_of_samples(samples, tokens * ranks)
+        return ends, megatron_layout(tokens * ranks, ranks, samples) if ranks > 1 else None
+    # Padding belongs to the document before it, which it follows, so nothing sees it.
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    ends = tuple(numbers(params.cu_seqlens_q if padded is None else padded))
+    return ends, sharded_documents(ends, ranks).sharding if ranks > 1 else None

@@ -171,7 +171,7 @@ def attend_thd(
     real = documents.cu_seqlens_q
     padded = real if documents.cu_seqlens_q_padded is None else documents.cu_seqlens_q_padded
     lengths, starts = (tuple(copied(x).tolist()) for x in (real, padded))  # type: ignore[union-attr]
-    packed = _shard_each(starts, group_size(groups))
+    packed = sharded_documents(starts, group_size(groups))
     mask = _padded(lengths, starts, causal, _bounds(window))
     q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     return attend(q, k, v, groups, strategy, mask=mask, packed=packed, **options).squeeze(1)
@@ -238,8 +238,16 @@ def _padded(
 
 
 @functools.lru_cache(maxsize=64)
-def _shard_each(starts: tuple[int, ...], ranks: int) -> PackedBatch:
-    """Shard every document into two chunks for each rank."""
+def sharded_documents(starts: tuple[int, ...], ranks: int) -> PackedBatch:
+    """Documents of which each rank has two chunks, as Transformer Engine shards them.
+
+    Args:
+        starts: Where documents begin, padding included, and the end of the last one.
+        ranks: Ranks that share each document.
+
+    Raises:
+        ConfigError: A document with its padding does not divide into two chunks for each rank.
+    """
     own: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for start, end in itertools.pairwise(starts):
         if (end - start) % (2 * ranks):

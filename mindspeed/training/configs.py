@@ -49,7 +49,14 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         value = values[name]
         if isinstance(value, list | tuple) and len(value) == 1:
             values[name] = value[0]
-    return config_class(**values)
+    variant = values.get("experimental_attention_variant")
+    if variant is None or args.context_parallel_size == 1:
+        return config_class(**values)
+    # Megatron's gated delta net of 0.16 and 0.17 has no context parallelism; this library's has.
+    config_class(**values | {"context_parallel_size": 1})  # all its other checks
+    config = config_class(**values | {"experimental_attention_variant": None})
+    config.experimental_attention_variant = variant
+    return config
 
 
 def check(args: argparse.Namespace) -> None:

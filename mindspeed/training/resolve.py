@@ -225,6 +225,11 @@ def _model(args: argparse.Namespace) -> Iterator[str]:
             f"--experimental-attention-variant {variant}: this trainer builds the attention of the "
             "other flags; train such a model with pretrain_gpt.py of Megatron-LM, or leave it out"
         )
+    if variant == "gated_delta_net" and cp > 1 and args.linear_num_value_heads < tp * cp:
+        yield (
+            f"--linear-num-value-heads {args.linear_num_value_heads} over {tp} tensor-parallel and "
+            f"{cp} context-parallel ranks is less than one: lower --context-parallel-size"
+        )
     if sum((args.swiglu, args.squared_relu, args.quick_geglu, args.geglu)) > 1:
         yield "give one of --swiglu, --squared-relu, --quick-geglu and --geglu"
     yield from model_extras.problems(args)

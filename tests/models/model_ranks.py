@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.support.tiny import LENGTH, batch
 
@@ -37,8 +38,6 @@ def resolved(folder: str, flags: Sequence[str], world_size: int = 1) -> Any:
 
 def loaded(folder: str, flags: Sequence[str]) -> tuple[Any, Any]:
     """Values and the built model of this rank, its weights read from ``folder``."""
-    import torch.distributed as dist
-
     from mindspeed import session
     from mindspeed.models.hf_load import load_hf
     from mindspeed.training import setup
@@ -73,6 +72,8 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+    from mindspeed.adaptor.micro_batch import shard_batch
+    from mindspeed.attention.packed_batch import cu_seqlens_of_samples
     from mindspeed.models.families import family_of_args
     from mindspeed.models.hf_load import local_shards
     from mindspeed.models.shape import shape_of
@@ -88,6 +89,9 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
         "attention_mask": None,
         "loss_mask": torch.ones(tokens.shape),
     }
+    if args.context_parallel_size > 1:
+        ends = cu_seqlens_of_samples(*tokens.shape)
+        data, _ = shard_batch(data, ends, len(tokens), reset_mask=False, reset_positions=False)
     for chunk in model.chunks:
         chunk.zero_grad_buffer()
     logits: list[torch.Tensor] = []
@@ -116,11 +120,15 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
         if id(part.data) not in buffers
     ]
     total, count = reports[0]["lm loss"] if reports else (None, None)
+    if args.context_parallel_size > 1 and reports:
+        total, count = summed(total), summed(count)
     loss = total / count if reports else None
     rank = parallel_state.get_tensor_model_parallel_rank()
     losses = prediction_losses() if reports else None
     mtp = None if losses is None else losses[0].clone()
     MTPLossLoggingHelper.tracker.clear()
+    if args.context_parallel_size > 1 and logits:
+        logits[-1] = of_all_tokens(logits[-1], data["position_ids"])
     return {
         "loss": loss,
         "parts": found,
@@ -128,6 +136,22 @@ def loss_and_gradients(folder: str, flags: Sequence[str] = ()) -> dict[str, Any]
         "mtp loss": mtp,
         "mtp logits": (rank, logits[0]) if logits else None,
     }
+
+
+def of_all_tokens(part: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The tokens ``[b, s, v]`` of all context-parallel ranks, of those at some positions here."""
+    whole = part.new_zeros(len(part), LENGTH, part.shape[-1])
+    whole[torch.arange(len(part))[:, None], positions] = part
+    return summed(whole)
+
+
+def summed(part: torch.Tensor) -> torch.Tensor:
+    """The sum over the context-parallel ranks."""
+    from megatron.core import parallel_state
+
+    whole = part.clone()
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole
 
 
 def logits_of_each(folders: Sequence[str]) -> list[torch.Tensor | str]:

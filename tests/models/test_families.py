@@ -95,6 +95,11 @@ TP = ("--tensor-model-parallel-size=2",)
 TP_SP = (*TP, "--sequence-parallel")
 PP = ("--pipeline-model-parallel-size=2",)
 EP = ("--expert-model-parallel-size=2",)
+CP = ("--context-parallel-size=2",)
+ALGORITHM = "--context-parallel-algo="
+RING = (*CP, f"{ALGORITHM}megatron_cp_algo")
+CP4 = ("--context-parallel-size=4",)  # more ranks than key heads
+HYBRID = (*CP4, f"{ALGORITHM}hybrid_cp_algo", "--ulysses-degree-in-cp=2")
 LOCAL = ("--transformer-impl=local",)
 GROUPED = ("--moe-grouped-gemm",)
 
@@ -134,7 +139,10 @@ MORE_LAYOUTS = [
     *(("qwen3-next", 2, flags) for flags in (TP_SP, PP, (*EP, *GROUPED))),
     ("qwen3.5-moe", 2, (*EP, *GROUPED)),
     ("internlm3", 2, TP),
-    *(("qwen3.5", 2, flags) for flags in (TP, PP)),
+    *(("qwen3.5", 2, flags) for flags in (TP, PP, RING)),
+    *(("qwen3.5", 4, flags) for flags in (CP4, HYBRID)),
+    ("qwen3-next", 4, (*CP, *TP_SP)),
+    ("qwen3.5-moe", 2, (*CP, *EP, *GROUPED)),
     ("qwen3.5", 1, LOCAL),
     *(("gpt-oss", 2, flags) for flags in (EP, TP_SP, PP)),
     *(("gpt-oss", 1, flags) for flags in (GROUPED, LOCAL)),
@@ -163,6 +171,7 @@ MORE_LAYOUTS = [
         ("qwen3-moe", 2, (*EP, *GROUPED)),
         ("deepseek-v3", 2, EP),
         ("deepseek-v3", 2, TP_SP),
+        ("qwen3-next", 2, CP),
         ("llama2-gqa", 1, LOCAL),
         ("internlm", 1, LOCAL),
         ("baichuan2-13b", 2, (*LOCAL, *TP)),

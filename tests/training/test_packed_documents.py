@@ -91,6 +91,30 @@ def test_every_layout_gives_the_losses_of_one_rank(run, one_rank, world, flags):
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
+DELTA_NET = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --attention-output-gate"
+)
+
+
+@pytest.mark.slow
+def test_gated_delta_nets_share_documents_in_every_layout(rank_pool, prefix, tmp_path):
+    """Their layers exchange tokens for heads, whatever shards the sequence."""
+    base = partial(flags_for, prefix, RESETS, "--calculate-per-token-loss", DELTA_NET)
+    run = runs(rank_pool, tmp_path, base)
+    alone = run(1, "")
+    for world, flags in (
+        (2, f"{CP} --context-parallel-algo megatron_cp_algo"),
+        (2, f"{CP} --context-parallel-algo adaptive_cp_algo --adaptive-cp-granularity 4"),
+        (4, f"{CP} {TP} --sequence-parallel --context-parallel-algo ulysses_cp_algo {RECOMPUTE}"),
+        (4, f"{CP} {PP} --context-parallel-algo kvallgather_cp_algo"),
+    ):
+        for mine, other in zip(run(world, flags), alone, strict=True):
+            assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6), flags
+            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), flags
+
+
 def test_the_comparison_can_fail_without_resets_losses_differ(run, one_rank):
     ours = run(1, "--eod-mask-loss --calculate-per-token-loss")
     assert ours[0]["lm_loss"] != pytest.approx(one_rank[0]["lm_loss"], rel=1e-5)
@@ -120,6 +144,10 @@ def test_a_thread_plans_the_next_micro_batch_while_one_is_trained(prefix, ranks)
         ("--fix-sub-seq-length 16", "changes nothing alone"),
         ("--fix-sub-seq-length 0 --reset-attention-mask", "0 must be at least 1"),
         ("--reset-attention-mask --optimization-level 1", "needs --optimization-level 2"),
+        (
+            f"{CP} {DELTA_NET} --linear-num-key-heads 1 --linear-num-value-heads 1",
+            "--linear-num-value-heads 1 over 1 tensor-parallel and 2 context-parallel ranks",
+        ),
     ],
 )
 def test_unsupported_configurations_are_refused(prefix, ranks, flags, said):

@@ -38,6 +38,11 @@ from tests.type_check.faults import (
 pytest.importorskip("spmd_types")
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all cases
 
+DELTA_NETS = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4"
+)
 LATENT = f"{TP} --nproc 2 --multi-latent-attention"
 
 RIGHT = {
@@ -72,6 +77,7 @@ RIGHT = {
     "cp-hybrid": f"{TP} --context-parallel-size 4 --nproc 8 --cp-comm-type a2a+p2p "
     "--hierarchical-context-parallel-sizes 2 2",
     "cp-attention-sink": f"{TP} --context-parallel-size 2 --nproc 4 --softmax-type learnable",
+    "cp-gated-delta-nets": f"{SP} --context-parallel-size 2 --nproc 4 {DELTA_NETS}",
     "pipeline": f"{SP} --pipeline-model-parallel-size 2 --nproc 4",
     "long-pipeline": f"{SP} --pipeline-model-parallel-size 4 --nproc 8 --num-layers 8",
     "recomputation": f"{SP} --nproc 2 --recompute-granularity full --recompute-method uniform "
@@ -214,9 +220,9 @@ NOT_SEEN = {
     "random states": "rng_tracker",
     "values and shapes on one rank": (
         "attention_logits layer_comm_types output_gate rope_flags yarn grouped_experts "
-        "cuda_kernels fp32_residual local_spec offloading_state recompute te_activation "
-        "absent_triton bridge_adapters clamped_activation eager_wandb jit_warmup nvidia_packages "
-        "printed_objects"
+        "cuda_kernels delta_rule_functions fp32_residual local_spec offloading_state recompute "
+        "te_activation absent_triton bridge_adapters clamped_activation eager_wandb jit_warmup "
+        "nvidia_packages printed_objects"
     ),
 }
 BY_FAULTS = {"reductions"}  # a strided tensor: no layout of a job has one there
@@ -494,14 +500,16 @@ def test_a_mark_is_missed_in_a_model_that_reads_values(framework):
 
 @pytest.mark.slow
 def test_layers_that_need_a_package_say_which(framework):
-    needed = {"delta": ("fla", "flash-linear-attention"), "mamba": ("mamba_ssm", "mamba-ssm")}
-    absent = {kind: name for kind, (module, name) in needed.items() if find_spec(module) is None}
-    if not absent:
-        pytest.skip("both packages are installed")
-    for kind, name in absent.items():
-        [said] = framework[kind]
-        assert said.startswith("the check builds the model, which it cannot: ")
-        assert said.endswith(f"Please install it with `pip install {name}`.")
+    if find_spec("mamba_ssm") is not None:
+        pytest.skip("the package is installed")
+    [said] = framework["mamba"]
+    assert said.startswith("the check builds the model, which it cannot: ")
+    assert said.endswith("Please install it with `pip install mamba-ssm`.")
+
+
+@pytest.mark.slow
+def test_gated_delta_nets_of_megatron_are_checked_without_their_package(framework):
+    assert framework["delta"][-2].startswith("accepted: every gradient is summed")
 
 
 @pytest.mark.slow

@@ -68,12 +68,12 @@ class PackedDocuments(Feature, level=2, seams=("documents",), megatron_versions=
                 f"{ranks} ranks)",
             )
         for name, kind in _ORDERED.items():
-            if not megatron.get(name):
+            if not megatron.get(name) or _any_sharding(name, megatron):
                 continue
             flag_name = "--" + name.replace("_", "-")
             if adaptive(megatron):
                 yield Problem(flag_name, _in_order(kind))
-            elif resets(megatron) and not _knows_documents(megatron):
+            elif resets(megatron):
                 yield Problem(flag_name, f"{kind} layers would mix packed documents", "remove one")
         if adaptive(megatron) and megatron.get("mtp_num_layers"):
             yield Problem("--mtp-num-layers", _in_order("multi-token prediction"))
@@ -121,10 +121,10 @@ _ORDERED = {
 """Arguments that add layers which read tokens in order."""
 
 
-def _knows_documents(megatron: Megatron) -> bool:
-    """Whether the linear attention is that of this library's trainer, not Megatron's own."""
+def _any_sharding(name: str, megatron: Megatron) -> bool:
+    """Whether these layers are this library's, which know documents and restore the order."""
     ours = "norm_placement" in megatron  # a flag of the trainer's models
-    return ours and megatron.get("experimental_attention_variant") == "gated_delta_net"
+    return ours and name == "experimental_attention_variant" and megatron[name] == "gated_delta_net"
 
 
 def _in_order(kind: str) -> str:
