@@ -37,6 +37,11 @@ MLA = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 16"
 )
 LOCAL = f"{MODEL} --transformer-impl local"
+DELTA = (
+    f"{MODEL} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4"
+)
 TRAINING = (
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --lr 1e-3 --lr-decay-iters 10 "
     "--seed 1234 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --eval-iters 0 "
@@ -116,6 +121,7 @@ LAYOUTS = {
     ),
     "moe-expert-parallel": (2, MOE, "--expert-model-parallel-size 2"),
     "mla-tensor-parallel": (2, MLA, "--tensor-model-parallel-size 2"),
+    "gated-delta-nets": (2, DELTA, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "local-spec": (2, LOCAL, "--tensor-model-parallel-size 2"),
     "local-spec-sequence-parallel": (
         2,
@@ -160,7 +166,7 @@ WEEKLY = (
 SINCE = {
     "0.15": ("uneven-pipeline", "dualpipev", "zb-v-tensor-distributed-optimizer"),
     "0.16": (
-        *("tensor-2d", "context-adaptive-tensor"),
+        *("tensor-2d", "context-adaptive-tensor", "gated-delta-nets"),
         *("adaptive-memory-moe", "moe-expert-parallel"),
     ),
 }

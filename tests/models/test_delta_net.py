@@ -20,6 +20,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.instruments.ledger import CommLedger
 from mindspeed.profiling.model_flops import linear_pattern
 from mindspeed.te.context_parallel import megatron_layout
+from mindspeed.testing import RankError
 from tests.models import model_ranks
 from tests.support.tiny import CASES, folders
 
@@ -125,7 +126,7 @@ def test_two_all_to_alls_in_each_pass_send_what_the_page_says(tiny, ranks):
 
 def test_more_ranks_than_value_heads_are_refused(tiny, ranks):
     flags = ("--context-parallel-size=8",)
-    with pytest.raises(Exception, match="4 value heads of a tensor-parallel rank over 8"):
+    with pytest.raises(RankError, match="heads 4 over 1 tensor-parallel and 8 context-parallel"):
         ranks(8, of_shards, str(tiny("qwen3-next")), flags, None, None, setup=SETUP)
 
 

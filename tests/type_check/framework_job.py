@@ -2,13 +2,12 @@
 
 ``python -m tests.type_check.framework_job MODEL ...`` prints what :func:`mindspeed.check` returns
 or raises, a JSON string a line. A model is a string of the words ``fault``, ``reads``,
-``unrepaired`` and ``delta``, ``mamba`` or ``formula``: with layers that need a package, or need
-none as Megatron has their formula.
+``unrepaired`` and ``delta``, ``mamba`` or ``formula``: with gated delta nets, with layers that need
+a package, or with Megatron's own formula of gated delta nets.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 
@@ -50,22 +49,20 @@ class Head(torch.nn.Module):
 
 
 def other_model(kind: str, config, args, **ends):
-    """A model whose layers need a package: gated delta nets, or Mamba.
+    """A model with other layers: gated delta nets, or Mamba, which needs a package.
 
-    ``formula`` are gated delta nets whose package is not needed.
+    ``delta`` are gated delta nets with this library's operators, ``formula`` with Megatron's rule.
     """
     if kind == "mamba":
         return MambaModel(
             config, mamba_stack_spec, args.padded_vocab_size, args.seq_length,
             hybrid_override_pattern="M" * config.num_layers,
         )  # fmt: skip
-    if kind == "formula":  # Megatron has the rule itself, deterministic
-        gated_delta_net.HAVE_FLA = True
-        gated_delta_net.l2norm = functools.partial(torch.nn.functional.normalize, dim=-1)
-        config.deterministic_mode, config.activation_func = True, torch.nn.functional.silu
-        config.linear_conv_kernel_dim = config.linear_num_key_heads = 4
-        config.linear_key_head_dim = config.linear_value_head_dim = 16
-        config.linear_num_value_heads = 4
+    config.deterministic_mode = kind == "formula"  # Megatron's own, in plain torch
+    config.activation_func = torch.nn.functional.silu
+    config.linear_conv_kernel_dim = config.linear_num_key_heads = 4
+    config.linear_key_head_dim = config.linear_value_head_dim = 16
+    config.linear_num_value_heads = 4
     parts = gated_delta_net.GatedDeltaNetSubmodules(
         ColumnParallelLinear, WrappedTorchNorm, RowParallelLinear
     )
