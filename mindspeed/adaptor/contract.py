@@ -50,7 +50,8 @@ def _check(patch: Patch, root: Path, version: Version) -> Finding:
     if patch.kind == "define":
         return _check_new_name(patch, source, version)
     node = _find(_parse(source), patch.qualname)
-    if node is None and _is_of_dataclass(_parse(source), patch.qualname):
+    undefined = _is_of_dataclass, _is_imported
+    if node is None and any(has(_parse(source), patch.qualname) for has in undefined):
         return Finding(patch, "ok")
     if node is None:
         return Finding(patch, "missing", f"{patch.target} is absent in megatron-core {version}")
@@ -112,6 +113,15 @@ def _is_of_dataclass(tree: ast.Module, qualname: str) -> bool:
     node = _find(tree, holder) if name == "__init__" and holder else None
     return isinstance(node, ast.ClassDef) and any(
         re.search(r"\bdataclass\b", ast.unparse(one)) for one in node.decorator_list
+    )
+
+
+def _is_imported(tree: ast.Module, qualname: str) -> bool:
+    """Whether the module has the name from another one (``from x import name``)."""
+    return any(
+        isinstance(node, ast.ImportFrom)
+        and any((alias.asname or alias.name) == qualname for alias in node.names)
+        for node in _definitions(tree)
     )
 
 
