@@ -5,15 +5,19 @@
 ``--nope-temperature``        queries times 1 + T log(1 + (position + 1) // floor); the others
 ============================  ===============================================================
 
-A sequence that fits into a chunk, or stays below the floor, is computed as ever. Source: the class
+A sequence that fits into a chunk, or stays below the floor, is computed as ever; packed documents
+count each from its own start. Source: the class
 of Llama 4 in transformers; arXiv 2501.19399 for the temperature.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,21 +56,25 @@ def with_chunks(attention: type) -> type:
         temperature: tuple[float, int] | None = None
 
         def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Any,
+            *args: Any,
+            packed_seq_params: Any = None,
+            **kwargs: Any,
         ) -> Any:
+            if packed_seq_params is not None:
+                where = (packed_seq_params, self.chunk, self.temperature)
+                query, kwargs["packed_seq_params"] = _in_documents(query, *where)
+                return super().forward(query, key, value, mask, *args, **kwargs)
             forward = functools.partial(super().forward, **kwargs)
             first, end = key.shape[0] - query.shape[0], key.shape[0]
-            chunk = self.chunk or end
-            limit = self.temperature[1] - 1 if self.temperature else chunk
-            if kwargs.get("packed_seq_params") is not None and end > limit:
-                raise ConfigError(
-                    f"documents packed into {end} tokens: this model's attention counts positions "
-                    f"of a document beyond {limit}; take --seq-length {limit} at most, or do not "
-                    "pack"
-                )
             if self.temperature is not None:
-                scales = temperatures(*self.temperature, first, end, query.device)
-                query = (query * scales).to(query.dtype)
+                positions = torch.arange(first, end, device=query.device)
+                query = _scaled(query, positions[:, None], *self.temperature)
+            chunk = self.chunk or end
             if end <= chunk:
                 return forward(query, key, value, mask, *args)
             parts = []
@@ -80,11 +88,47 @@ def with_chunks(attention: type) -> type:
     return ChunkedAttention
 
 
-def temperatures(strength: float, floor: int, first: int, end: int, device: torch.device) -> Tensor:
-    """Factors of the queries at positions ``first`` to ``end``, fp32 ``[s, 1, 1, 1]``."""
-    positions = torch.arange(first, end, dtype=torch.float32, device=device)
-    scales = 1.0 + strength * torch.log1p(torch.floor((positions + 1.0) / floor))
-    return scales.view(-1, 1, 1, 1)
+def _in_documents(
+    query: Tensor, params: Any, chunk: int | None, temperature: tuple[float, int] | None
+) -> tuple[Tensor, Any]:
+    """Queries scaled by their positions in documents, and documents cut into chunks.
+
+    Raises:
+        ConfigError: A document of padded ones is so long that its positions count.
+    """
+    packed = getattr(params, "packed", None)
+    ends = packed.cu_seqlens if packed is not None else tuple(params.cu_seqlens_q.tolist())
+    longest = max(end - start for start, end in itertools.pairwise(ends))
+    scaled = temperature is not None and longest >= temperature[1]
+    if not scaled and longest <= (chunk or longest):
+        return query, params
+    if packed is None and params.cu_seqlens_q_padded is not None:
+        raise ConfigError(
+            f"a document of {longest} tokens, padded: this model's attention counts positions from "
+            f"{chunk or temperature} on; pack documents without padding"
+        )
+    if scaled and temperature is not None:
+        lengths = [end - start for start, end in itertools.pairwise(ends)]
+        positions = torch.cat([torch.arange(n, device=query.device) for n in lengths])
+        if packed is not None:
+            positions = positions.view(packed.samples, -1).t()
+        query = _scaled(query, positions, *temperature)
+    if chunk and longest > chunk:
+        starts = {at for a, b in itertools.pairwise(ends) for at in range(a, b, chunk)}
+        parts = tuple(sorted({*ends, *starts}))
+        params = copy.copy(params)
+        cumulative = torch.tensor(parts, dtype=torch.int32, device=query.device)
+        params.cu_seqlens_q = params.cu_seqlens_kv = cumulative
+        params.max_seqlen_q = params.max_seqlen_kv = chunk
+        if packed is not None:
+            params.packed = replace(packed, cu_seqlens=parts)
+    return query, params
+
+
+def _scaled(query: Tensor, positions: Tensor, strength: float, floor: int) -> Tensor:
+    """Queries ``[..., h, d]`` times the factors of their positions, ``[...]`` or ``[..., 1]``."""
+    scales = 1.0 + strength * torch.log1p(torch.floor((positions.float() + 1.0) / floor))
+    return (query * scales[..., None, None]).to(query.dtype)
 
 
 def set_chunks(args: argparse.Namespace, model: Any) -> None:

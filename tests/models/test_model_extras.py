@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from tests.support.lazy import needs
 
 needs("megatron.core", "transformers")
 
+from mindspeed.attention import contiguous
+from mindspeed.attention.packed_batch import PackedBatch
 from mindspeed.errors import ConfigError
 from mindspeed.models.megatron_choice import BestOfGroups
 from mindspeed.models.megatron_chunks import with_chunks
@@ -89,6 +93,11 @@ class Causal(torch.nn.Module):
     """Core attention of queries that stand at the end of the keys' sequence."""
 
     def forward(self, q, k, v, mask, packed_seq_params=None):
+        if packed_seq_params is not None:  # of two samples
+            q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
+            parts = itertools.pairwise(packed_seq_params.packed.cu_seqlens)
+            out = [Causal.forward(self, q[a:b], k[a:b], v[a:b], None) for a, b in parts]
+            return torch.cat(out).view(2, -1, *q.shape[2:]).transpose(0, 1)
         scores = torch.einsum("qbhd,kbhd->bhqk", q, k)
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
         return torch.einsum("bhqk,kbhd->qbhd", scores.masked_fill(~hidden, -1e9).softmax(-1), v)
@@ -104,8 +113,20 @@ def test_a_token_that_comes_later_sees_its_chunk_and_has_its_temperature():
     torch.testing.assert_close(torch.cat(alone), whole)
     torch.testing.assert_close(whole[:2], plain[:2])  # below the floor, in the first chunk
     torch.testing.assert_close(whole[4], v[4])  # the first of its chunk
-    with pytest.raises(ConfigError, match="take --seq-length 2 at most"):
-        module(q, k, v, None, packed_seq_params=object())
+
+
+@pytest.mark.parametrize("chunk", [4, 20])
+def test_packed_documents_count_from_their_own_start(chunk):
+    module = with_chunks(Causal)()
+    q, k, v = torch.randn(3, 11, 2, 3, 4)
+    module.chunk, module.temperature = chunk, (0.5, 3)
+    ends = (0, 2, 11, 16, 22)
+    packed = PackedBatch(ends, 2, 11, contiguous(11, 1, 2), torch.empty(0))
+    params = SimpleNamespace(packed=packed, cu_seqlens_q=torch.tensor(ends))
+    found = module(q, k, v, None, packed_seq_params=params).transpose(0, 1).flatten(0, 1)
+    q, k, v = (x.transpose(0, 1).flatten(0, 1)[:, None] for x in (q, k, v))
+    for a, b in itertools.pairwise(ends):
+        torch.testing.assert_close(found[a:b, None], module(q[a:b], k[a:b], v[a:b], None))
 
 
 def test_groups_are_chosen_by_their_best_experts():
