@@ -13,16 +13,19 @@ TINY = shlex.split("""
     --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0
     --attention-dropout 0 --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2
     --lr-decay-style linear --train-iters 3 --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 100 --log-interval 1 --eval-iters 0
+    --vocab-size 100 --log-interval 1 --eval-iters 0 --adam-eps 1e-2
 """)
+"""The large epsilon keeps updates proportional to gradients: Adam's own divides a gradient by its
+size, so one that is rounding noise would move a weight by the whole learning rate, either way."""
 
 
 def train(flags: Sequence[str]) -> dict[str, Any]:
     """Trains for three steps.
 
     Returns:
-        ``iteration`` (last done), ``devices`` of the parameters, ``backend`` of the groups, and
-        ``calls`` of operators that only an NPU has, by name.
+        ``iteration`` (last done), ``devices`` of the parameters, ``backend`` of the groups,
+        ``calls`` of operators that only an NPU has, by name, and ``gradients`` of the last step, by
+        chunk and name.
     """
     import os
     import sys
@@ -44,6 +47,11 @@ def train(flags: Sequence[str]) -> dict[str, Any]:
     settings = _prepare([*TINY, *flags], int(os.environ["WORLD_SIZE"]))
     seen["iteration"] = pretrain(settings, provider)
     seen["devices"] = sorted({p.device.type for module in modules for p in module.parameters()})
+    seen["gradients"] = {
+        f"{chunk} {name}": parameter.main_grad.float().cpu()
+        for chunk, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+    }
     emulation = sys.modules.get("tests.npu_emulator.emulation")
     seen["calls"] = dict(emulation.calls) if emulation else {}
     return seen
