@@ -55,6 +55,14 @@ def gloo_exchanges_lists() -> bool:
     return at_least("2.12")
 
 
+def gloo_groups_end_alone() -> bool:
+    """Whether the end of a process group lets gloo's threads have the interpreter.
+
+    Older releases wait for these threads, which may wait for the interpreter to drop a tensor.
+    """
+    return at_least("2.8")
+
+
 def cpu_attention_groups_heads() -> bool:
     """Whether the CPU's flash kernel takes fewer heads of keys than of queries.
 
