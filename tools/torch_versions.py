@@ -92,8 +92,8 @@ def _emulated() -> tuple[str, bool]:
     """The torch_npu that the emulator runs here, or why there is none; whether there is one."""
     try:
         return wheel.version(), True
-    except WheelUnavailable:
-        return "no emulator", False
+    except WheelUnavailable as reason:
+        return str(reason), False
 
 
 def _tests(name: str) -> str:

@@ -25,11 +25,8 @@ def at_least(release: str) -> bool:
 
 
 def libuv_store_takes_a_socket() -> bool:
-    """Whether a ``TCPStore`` on libuv serves a socket that is open already.
-
-    torch 2.7 does not, 2.8 was not tried.
-    """
-    return at_least("2.9")
+    """Whether a ``TCPStore`` on libuv serves a socket that is open already."""
+    return at_least("2.8")
 
 
 def allocator_variables(device: str) -> tuple[str, ...]:

@@ -14,14 +14,17 @@ from tests.support import wheels
 from tests.support.wheels import WheelUnavailable
 
 RELEASES = {
-    **{"2.7.1": "2.7.1.post11", "2.9.1": "2.9.1", "2.10.0": "2.10.0"},
+    **{"2.7.1": "2.7.1.post11", "2.8.0": "2.8.0.post5", "2.9.1": "2.9.1", "2.10.0": "2.10.0"},
     **{"2.11.0": "2.11.0", "2.12.0": "2.12.0", "2.13.0": "2.13.0"},
 }
 """The torch_npu for each torch that the emulator runs with."""
 
 _NEW = frozenset({"npu::_npu_moe_token_unpermute", "npu::npu_moe_token_unpermute_grad_v2"})
 _NEWER = _NEW | {"npu::npu_moe_token_permute_grad_v2", "npu::npu_ring_attention_update"}
-_LACKING = {"2.9.1": _NEWER, "2.10.0": _NEWER, "2.11.0": _NEW, "2.12.0": _NEW}
+_LACKING = {
+    **{"2.8.0.post5": _NEWER, "2.9.1": _NEWER, "2.10.0": _NEWER},
+    **{"2.11.0": _NEW, "2.12.0": _NEW},
+}
 _FALLBACKS = {
     "moe_unpermute": "npu::npu_moe_token_permute_grad_v2",
     "ring_attention_update": "npu::npu_ring_attention_update",
@@ -40,7 +43,7 @@ def falls_back(name: str) -> bool:
 
 def is_old() -> bool:
     """Whether a product with an all-reduce has no ``comm_mode``."""
-    return version() in ("2.9.1", "2.10.0")
+    return version() in ("2.8.0.post5", "2.9.1", "2.10.0")
 
 
 def has_narrow_meta() -> bool:
@@ -57,13 +60,16 @@ def version() -> str:
     """The torch_npu of this torch.
 
     Raises:
-        WheelUnavailable: there is none.
+        WheelUnavailable: there is none, or it ends a process whose torch has CUDA, since both
+            register the same setting of allocators.
     """
     release = torch.__version__.partition("+")[0]
     if release not in RELEASES:
         raise WheelUnavailable(
             f"the emulator runs with torch {', '.join(RELEASES)}, this is {torch.__version__}"
         )
+    if torch.version.cuda and RELEASES[release] == "2.13.0":
+        raise WheelUnavailable("torch_npu 2.13.0 needs a torch without CUDA")
     return RELEASES[release]
 
 
