@@ -274,8 +274,8 @@ class ErnieExperts:
         shared = args.moe_shared_expert_intermediate_size or 0
         return self._FIELDS.write(args) | {
             "moe_num_shared_experts": shared // args.moe_ffn_hidden_size,
-            "moe_layer_start_index": moe[0],
-            "moe_layer_end_index": moe[-1],
+            "moe_layer_start_index": moe[0] if moe else args.num_layers,
+            "moe_layer_end_index": moe[-1] if moe else args.num_layers - 1,
             "moe_layer_interval": moe[1] - moe[0] if len(moe) > 1 else 1,
         }
 
@@ -479,13 +479,7 @@ def _check_choice(topk: int, experts: int) -> None:
 
 
 def _frequency(pattern: list[int]) -> int | list[int]:
-    """A pattern as Megatron wants it: 1 where all layers are alike, so that they stack.
-
-    Raises:
-        ConfigError: No layer has experts.
-    """
-    if not any(pattern):
-        raise ConfigError("config.json has experts in no layer; allowed is one layer at least")
+    """A pattern as Megatron wants it: 1 where all layers are alike, so that they stack."""
     return 1 if all(pattern) else pattern
 
 

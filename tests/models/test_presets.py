@@ -168,9 +168,21 @@ def test_messages_name_the_wrong_field():
     ]
     with pytest.raises(ConfigError, match='hidden_act is "gelu"; allowed is "silu" or "swish"'):
         FAMILIES["llama"].read({**llama, "hidden_act": "gelu"})
-    without = {**presets()["deepseek-v3"].config, "first_k_dense_replace": 61}
-    with pytest.raises(ConfigError, match="experts in no layer; allowed is one"):
-        FAMILIES["deepseek_v3"].read(without)
+
+
+def test_a_family_with_experts_may_have_them_in_no_layer_or_in_every_second(parser):
+    """Which ERNIE's file says by three numbers."""
+    family = FAMILIES["ernie4_5_moe"]
+    plain = presets()["ernie4.5-21b-a3b"].config
+    for changes, pattern in (
+        ({"moe_layer_start_index": 28}, [0] * 28),
+        ({"moe_layer_interval": 2, "moe_layer_end_index": 5}, [0, 1] * 3 + [0] * 22),
+        ({"moe_layer_start_index": 0}, 1),
+    ):
+        flags = family.flags({**plain, **changes})
+        assert flags["moe_layer_freq"] == pattern
+        args = parser.parse_args([*flag_words(flags, parser), *RUN])
+        assert family.flags(family.write(resolve(args, 1).args))["moe_layer_freq"] == pattern
 
 
 def test_how_many_experts_score_a_group_is_a_flag_where_megatron_counts_others():
