@@ -28,6 +28,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ckpt-step", type=whole(0), help="iteration to load (default: the latest)")
     add("--lora-load", metavar="DIR", help="LoRA adapter of mindspeed or PEFT")
     add(
+        "--base-weights",
+        choices=("nf4", "int8", "fp8"),
+        help="store the weights of linear layers in 4 bits (nf4) or 8 (int8, fp8); hf:DIR only",
+    )
+    add(
         "--tp",
         "--tensor-model-parallel-size",
         type=whole(1, MAX_RANKS),
@@ -131,7 +136,9 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenera
     from mindspeed.training.setup import leave_job
 
     model, tokenizer = args.load, args.tokenizer_model
-    source = Source(model, args.ckpt_step, args.tp, args.pp, tokenizer, args.lora_load)
+    source = Source(
+        model, args.ckpt_step, args.tp, args.pp, tokenizer, args.lora_load, args.base_weights
+    )
     size = args.tp * args.pp * getattr(args, "dp", 1)
     if not inside_a_job() and size > 1:
         resolve_source(source, size)  # reports errors once, before any rank starts

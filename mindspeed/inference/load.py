@@ -22,6 +22,7 @@ from mindspeed.data.tokenizer import build_tokenizer, check_fits
 from mindspeed.data.tokenizer_types import PlainTokenizer, TextTokenizer, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.json_fields import Either, ListOf, Real, Whole, check, or_null, read_object
+from mindspeed.lora.flags import unquantizable
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.storage import directory
 from mindspeed.training import setup
@@ -71,6 +72,7 @@ class Source:
         pp: Pipeline-parallel size.
         tokenizer: Directory of a tokenizer that replaces the checkpoint's.
         lora: Directory of a LoRA adapter, mindspeed's or PEFT's.
+        base_weights: Store weights of linear layers as ``nf4``, ``int8`` or ``fp8``.
     """
 
     root: str
@@ -79,6 +81,7 @@ class Source:
     pp: int = 1
     tokenizer: str | None = None
     lora: str | None = None
+    base_weights: str | None = None
 
 
 def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
@@ -109,7 +112,11 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
             f"the checkpoint's vocabulary of {vocab} entries is not divisible by "
             f"--tensor-model-parallel-size {source.tp}"
         )
-    return resolve(args, world_size, training=False).args
+    args = resolve(args, world_size, training=False).args
+    args.base_weights = source.base_weights
+    if args.base_weights and (problem := next(unquantizable(args), None)):
+        raise ConfigError(problem)
+    return args
 
 
 def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_model) -> LoadedModel:

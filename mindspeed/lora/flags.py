@@ -72,12 +72,18 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
 def _quantized(args: argparse.Namespace, config: LoraConfig) -> Iterator[str]:
     """What a base model in fewer bits cannot have."""
     flag = f"--base-weights {args.base_weights}"
-    if args.transformer_impl != "transformer_engine":
-        yield f"{flag} needs the linear layers of --transformer-impl transformer_engine"
+    yield from unquantizable(args)
     if args.use_megatron_fsdp or args.zero_stage in (2, 3):
         yield f"{flag} cannot be sharded by Megatron-FSDP; use --zero-stage 1"
     if config.from_base:
         yield f"{flag} has no weights that --lora-init {config.init} could change; use kaiming"
+
+
+def unquantizable(args: argparse.Namespace) -> Iterator[str]:
+    """Why the weights of ``--load`` cannot be stored as ``--base-weights`` says."""
+    flag = f"--base-weights {args.base_weights}"
+    if args.transformer_impl != "transformer_engine":
+        yield f"{flag} needs the linear layers of --transformer-impl transformer_engine"
     if args.load is not None and not is_hf(args.load) and not args.dry_run:
         yield (
             f"{flag} is quantised one tensor at a time, and --load {args.load} is read whole; "

@@ -25,6 +25,14 @@ from torch.nn.parameter import Parameter
 
 from mindspeed.errors import ConfigError
 
+
+def _ops() -> Any:
+    """The operators, which a script that only imports this package does not load."""
+    from mindspeed.ops import quantized_weight
+
+    return quantized_weight
+
+
 _pending: ContextVar[bool] = ContextVar("quantized_weights", default=False)
 _FIRST = 8
 _PARTS = ("codes", "scales_stored", "scales_of_scales", "mean_of_scales")
@@ -110,20 +118,17 @@ class QuantizedWeight(Tensor):
     @property
     def scales(self) -> Tensor:
         """The scales, fp32, see :mod:`mindspeed.ops.quantized_weight`."""
-        from mindspeed.ops import quantized_weight as ops
-
+        ops = _ops()
         return ops.dequantize_scales(*self.parts[1:]) if self.form.doubled else self.parts[1]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight in ``dtype``, ``[out, in]``."""
-        from mindspeed.ops import quantized_weight as ops
-
+        ops = _ops()
         return ops.dequantize_weight(self.parts[0], self.scales, self.form.name, dtype)
 
     def product(self, x: Tensor, *, transposed: bool) -> Tensor:
         """``x W^T``, or ``x W`` with ``transposed=False``, in the dtype of ``x [..., k]``."""
-        from mindspeed.ops import quantized_weight as ops
-
+        ops = _ops()
         codes = self.parts[0]
         return ops.quantized_matmul(x, codes, self.scales, self.form.name, transposed=transposed)
 
@@ -145,8 +150,7 @@ def _first(args: Any) -> QuantizedWeight:
 
 
 def _parts_of(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, ...]:
-    from mindspeed.ops import quantized_weight as ops
-
+    ops = _ops()
     codes, scales = ops.QUANTIZE_WEIGHT(weight, form.name)
     return (codes, *(ops.quantize_scales(scales) if form.doubled else (scales,)))
 
@@ -192,8 +196,7 @@ def store(model: torch.nn.Module, form: QuantizedFormat, place: torch.device) ->
     Raises:
         ConfigError: Blocks of a layer do not end with its shard.
     """
-    from mindspeed.ops import quantized_weight as ops
-
+    ops = _ops()
     for name, module in model.named_modules():
         for key, weight in list(module._parameters.items()):
             if weight is None or not weight.is_meta:
@@ -285,8 +288,7 @@ def _marks(weight: Tensor) -> dict[str, Any]:
 def _allocated(
     rows: int, columns: int, form: QuantizedFormat, place: torch.device
 ) -> tuple[Tensor, ...]:
-    from mindspeed.ops import quantized_weight as ops
-
+    ops = _ops()
     width, codes = (columns // 2, torch.uint8) if form.name == "nf4" else (columns, torch.uint8)
     codes = torch.int8 if form.name == "int8" else codes
     shape = ops.scales_shape(rows, columns, form.name)

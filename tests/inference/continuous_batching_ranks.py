@@ -127,10 +127,11 @@ def sharing(folder: str, layout: tuple[int, int], prompt: list[int]) -> dict[str
     """
     generator = replace(generator_of(folder, layout), eos=frozenset())
     reason = why_not_shared(generator.stage)
+    [[alone]] = generator.generate([prompt], GREEDY)
     computed: list[int] = []
     hook = lambda module, args, kwargs: computed.append(args[0].shape[1])  # noqa: E731
     generator.stage.register_forward_pre_hook(hook, with_kwargs=True)
-    found: dict[str, Any] = {"reason": reason}
+    found: dict[str, Any] = {"reason": reason, "alone": alone.tokens}
     for name in ("without", "with") if reason is None else ("without",):
         cache = PrefixCache(1 << 20) if name == "with" else None
         batcher = ContinuousBatcher(generator, cache)
