@@ -294,22 +294,11 @@ def _sent(part: Part) -> float:
 
 def _time_table(prediction: Prediction) -> Table:
     table = new_table("where the time of a step goes", ["what"], ["ms", "part"])
-    pipeline = prediction.seconds - prediction.optimizer_seconds
-    waits = {name: value for name, value in prediction.exposed.items() if value}
-    bubble = prediction.bubble * (pipeline - prediction.exposed.get("data parallel", 0.0))
-    rows = {"bubble of the pipeline": bubble, "optimizer": prediction.optimizer_seconds}
-    rows |= {f"waiting: {_plain(name)}": value for name, value in waits.items()}
-    rows = {"computation": prediction.seconds - sum(rows.values()), **rows}
-    for name, seconds in rows.items():
+    for name, seconds in prediction.parts.items():
         share = seconds / prediction.seconds if prediction.seconds else 0.0
         table.add_row(name, f"{seconds * 1e3:,.3f}", f"{share:.1%}")
     table.add_row("step", f"{prediction.seconds * 1e3:,.3f}", "100.0%", style="bold")
     return table
-
-
-def _plain(group: str) -> str:
-    """``TENSOR_MODEL_PARALLEL_GROUP`` in words."""
-    return group.removesuffix("_GROUP").replace("_", " ").lower()
 
 
 def _changes_table(now: Prediction, helpful: Sequence[Effect], commands: Commands) -> Table:

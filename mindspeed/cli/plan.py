@@ -96,7 +96,7 @@ def _refuse_with_model(own: argparse.Namespace, model: str) -> None:
 
 
 def _refuse_with_check(own: argparse.Namespace) -> None:
-    for name in ("fix", "search", "out", "top", "cache", "measure", "launch"):
+    for name in ("fix", "search", "out", "top", "cache", "measure", "launch", "html"):
         if getattr(own, name):
             raise ConfigError(f"--{name} belongs to a search; --check counts one configuration")
     if own.devices and len(own.devices) > 1:
@@ -106,7 +106,7 @@ def _refuse_with_check(own: argparse.Namespace) -> None:
 def _refuse_with_features(own: argparse.Namespace) -> None:
     name = "--plan-pipeline" if own.plan_pipeline else "--plan-activations"
     others = ["check", "whole", "fix", "search", "top", "cache", "plot", "memory_limit"]
-    others += ["measure", "launch"]
+    others += ["measure", "launch", "html"]
     others += ["plan_activations", "out", "json", "jobs"] if own.plan_pipeline else []
     for other in others:
         if getattr(own, other) not in (None, False, 1):
@@ -188,6 +188,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launch", metavar="WORDS", help="of torchrun, for the commands that are printed")
     add("--cache", type=Path, metavar="DIR", help="of counts, for later searches")
     add("--out", type=Path, metavar="DIR", help="write the plan, flags and recipes here")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write one page with all layouts, what uses memory and time, and what-if questions",
+    )
     add(
         "--plot",
         type=Path,

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,11 +14,12 @@ from rich.console import Console
 from mindspeed.cli import plan_run
 from mindspeed.cli.plan_output import bytes_unit, new_table, print_whole
 from mindspeed.cli.plan_run import command, interruptible, launch_words, progress
-from mindspeed.cli.plan_search import NOTHING_FITS, print_plan, write_plans
+from mindspeed.cli.plan_search import NOTHING_FITS, print_plan, write_page, write_plans
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
 
 if TYPE_CHECKING:
+    from mindspeed.planner.layout import Layout
     from mindspeed.planner.question import Purpose
     from mindspeed.planner.search.result import SearchResult
 
@@ -79,16 +81,26 @@ def run_question(own: argparse.Namespace, model: str, flags: Sequence[str]) -> i
         print(json.dumps(data | {"assumed": ASSUMED}, indent=2))
     else:
         _print(own, name, answers)
+    launch = launch_words(own.launch, own.cluster, devices)
+    if own.html is not None:
+        write_page(
+            [(one.purpose.title, one.plan, partial(_line, name, one, launch)) for one in answers],
+            own.html,
+        )
     if own.out is not None:
         for one in answers:
             out = own.out / one.purpose.name
             make_dirs(out)
-            write_plans(
-                [one.plan], out, one.flags, [launch_words(own.launch, own.cluster, devices)]
-            )
+            write_plans([one.plan], out, one.flags, [launch])
     if answers[-1].plan.interrupted:
         return stop.status
     return 0 if all(one.plan.candidates for one in answers) else NOTHING_FITS
+
+
+def _line(model: str, answer: Answer, launch: str | None, layout: Layout) -> str:
+    """The command line that trains in a layout."""
+    flags = plan_run.job_of(answer.flags).flags(layout.overrides())
+    return command((), answer.purpose.to_type(model, flags), launch, answer.purpose.command)
 
 
 def _plan(own: argparse.Namespace, words: Sequence[str], devices: int, tell: Any) -> SearchResult:
@@ -126,10 +138,7 @@ def _print(own: argparse.Namespace, model: str, answers: Sequence[Answer]) -> No
         table.add_row(one.purpose.title, *_row(one.plan, unit))
     print_whole(table)
     if first.interval is not None:
-        line(
-            "seconds are a model; likely: what more than 90 % of the published runs took beside "
-            f"the same model, {first.interval.text(1)} times the prediction"
-        )
+        line(first.interval.sentence)
     line(f"assumed: {ASSUMED}")
     launch = launch_words(own.launch, own.cluster, first.devices)
     for one in answers:

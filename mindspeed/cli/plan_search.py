@@ -9,7 +9,8 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ from mindspeed.files import atomic_write_text, make_dirs
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mindspeed.planner.job import Job
+    from mindspeed.planner.layout import Layout
     from mindspeed.planner.measure import Measured, Measurements
     from mindspeed.planner.search.result import Candidate, Closest, SearchResult
 
@@ -75,6 +78,13 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
             print_plan(plan, flags, launch)
     if own.out is not None:
         write_plans(plans, own.out, flags, launches)
+    if own.html is not None:
+        job = job_of(flags)
+        pages = [
+            (f"{one.devices} devices", one, partial(_line, job, flags, launch))
+            for one, launch in zip(plans, launches, strict=True)
+        ]
+        write_page(pages, own.html)
     if own.plot is not None:
         from mindspeed.cli.plan_output import draw_plans
 
@@ -146,10 +156,7 @@ def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None
                 "this model; less memory comes first"
             )
         if plan.interval is not None:
-            line(
-                "likely: of the published runs that were predicted without fitting, more than 90 % "
-                f"took {plan.interval.text(1)} times what was predicted"
-            )
+            line(plan.interval.sentence)
         print_whole(_front(plan, unit))
     elif plan.closest is not None:
         line(f"nothing fits; closest: {plan.closest.layout}")
@@ -246,6 +253,21 @@ def write_plans(
             if not is_script(flags):
                 atomic_write_text(where / f"candidate-{number}.yaml", _recipe(one, flags))
     print(f"wrote {out}", file=sys.stderr)
+
+
+def _line(job: Job, flags: Sequence[str], launch: str | None, layout: Layout) -> str:
+    """The command line that trains in a layout."""
+    return command(flags, job.flags(layout.overrides()), launch)
+
+
+def write_page(
+    plans: Sequence[tuple[str, SearchResult, Callable[[Layout], str]]], path: Path
+) -> None:
+    """Write plans as a page: of each its title, its result and the command line of a layout."""
+    from mindspeed.planner.search.page import html_of
+
+    atomic_write_text(path, html_of(plans))
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _recipe(one: Candidate, flags: Sequence[str]) -> str:

@@ -77,6 +77,14 @@ class Interval:
     runs: int
     alike: int
 
+    @property
+    def sentence(self) -> str:
+        """What the interval says, for people."""
+        return (
+            "likely: more than 90 % of the published runs that were predicted without fitting took "
+            f"{self.text(1)} times what was predicted"
+        )
+
     def text(self, seconds: float) -> str:
         """The interval around predicted seconds, to two digits."""
         return f"{_two_digits(self.low * seconds)} to {_two_digits(self.high * seconds)}"

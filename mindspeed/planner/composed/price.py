@@ -86,6 +86,19 @@ class Prediction:
         """Whether every rank fits."""
         return all(rank.fits for rank in self.ranks)
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by what they are spent on; their sum is :attr:`seconds`."""
+        pipeline = self.seconds - self.optimizer_seconds
+        bubble = self.bubble * (pipeline - self.exposed.get("data parallel", 0.0))
+        found = {"bubble of the pipeline": bubble, "optimizer": self.optimizer_seconds}
+        for group, seconds in self.exposed.items():
+            if seconds:
+                found[f"waiting: {group.removesuffix('_GROUP').replace('_', ' ').lower()}"] = (
+                    seconds
+                )
+        return {"computation": self.seconds - sum(found.values()), **found}
+
 
 def predict(
     signature: Signature,

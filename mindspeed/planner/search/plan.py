@@ -123,6 +123,7 @@ def plan(
         wall_seconds=time.monotonic() - start,
         tolerance=TOLERANCE,
         interval=interval_of(job_kind(args), machine.name),
+        priced=tuple(sorted(outcome.priced, key=lambda one: one[1].seconds)),
     )
 
 

@@ -163,6 +163,7 @@ class SearchResult:
         wall_seconds: duration of the search.
         tolerance: relative difference of times within which candidates tie.
         interval: how far predicted seconds may be off; None: not known.
+        priced: all layouts that were priced and fit, the fastest first.
     """
 
     cluster: str
@@ -180,6 +181,7 @@ class SearchResult:
     tolerance: float = TOLERANCE
     notes: tuple[str, ...] = field(default=())
     interval: Interval | None = None
+    priced: tuple[tuple[Layout, Prediction], ...] = ()
 
     @property
     def best(self) -> Candidate:

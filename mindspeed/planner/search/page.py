@@ -1,0 +1,83 @@
+"""The result of a search as one page to look at, without a network.
+
+text = html_of([("16 devices", found, lambda layout: "mindspeed pretrain ...")])
+
+The page is ``page.html`` with its data in it: every layout that was priced, in a sortable table and
+in the plane of time and memory; of the chosen one the memory of pipeline ranks by kind, where the
+time goes and what to type; and the nearest priced layout for another value of one dimension.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.planner.cluster import GIB
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.search.result import SearchResult
+
+if TYPE_CHECKING:
+    from mindspeed.planner.composed.price import Prediction
+
+MOST = 1000
+"""Layouts of a page: so many of the fastest, besides the candidates and the front."""
+_TEMPLATE = Path(__file__).parent / "page.html"
+_CHOICES = (
+    *("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "vpp", "stage_layers", "schedule", "mbs"),
+    *("recompute", "optimizer", "expert_program", "memory"),
+)
+
+Command = Callable[[Layout], str]
+
+
+def html_of(plans: Sequence[tuple[str, SearchResult, Command]]) -> str:
+    """The page of searches.
+
+    Args:
+        plans: of each its title, its result, and what trains in one of its layouts.
+    """
+    text = json.dumps([_data(*one) for one in plans]).replace("</", "<\\/")
+    return _TEMPLATE.read_text("utf-8").replace(">DATA<", f">{text}<")
+
+
+def _data(title: str, found: SearchResult, command: Command) -> dict[str, Any]:
+    chosen = dict(found.priced[:MOST])
+    chosen |= {one.layout: one.prediction for one in (*found.front, *found.candidates)}
+    front = {one.layout for one in found.front}
+    layouts = [
+        {**_layout(*one), "front": one[0] in front, "command": command(one[0])}
+        for one in chosen.items()
+    ]
+    spread = found.interval
+    return {
+        "title": title,
+        "facts": f"{found.devices} devices of {found.cluster}, {found.memory_limit / GIB:.1f} GiB "
+        f"for the tensors of each; {found.fitting:,} of {found.total:,} combinations fit. Bytes "
+        "are counted, seconds are a model.",
+        "likely": "" if spread is None else spread.sentence,
+        "interval": None if spread is None else {"low": spread.low, "high": spread.high},
+        "memory_limit": found.memory_limit,
+        "layouts": layouts,
+        "dimensions": [n for n in _CHOICES if len({one["values"][n] for one in layouts}) > 1],
+        "best": list(chosen).index(found.best.layout) if found.candidates else 0,
+        "nothing": "" if layouts else found.explain(),
+        "removed": dict(found.removed),
+    }
+
+
+def _layout(layout: Layout, found: Prediction) -> dict[str, Any]:
+    values = layout.to_json()
+    return {
+        "name": str(layout),
+        "values": {name: str(values[name]) for name in _CHOICES},
+        "seconds": found.seconds,
+        "peak": found.peak_bytes,
+        "tokens": found.tokens_per_second_per_device,
+        "mfu": found.mfu,
+        "bubble": found.bubble,
+        "limit": found.limit,
+        "time": found.parts,
+        "ranks": [{**rank.static, "activations": rank.activations} for rank in found.ranks],
+    }

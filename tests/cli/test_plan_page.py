@@ -1,0 +1,160 @@
+"""The page of a plan: its data, and what it does in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field, replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed.planner.interval import JobKind, interval_of
+from mindspeed.planner.layout import Layout, Recompute
+from mindspeed.planner.search.page import html_of
+from mindspeed.planner.search.result import Candidate, Closest, SearchResult
+
+GIB = 2**30
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@dataclass(frozen=True)
+class Rank:
+    static: dict[str, int]
+    activations: int
+
+
+@dataclass(frozen=True)
+class Priced:
+    seconds: float
+    peak_bytes: int
+    ranks: tuple[Rank, ...]
+    bubble: float = 0.125
+    mfu: float = 0.25
+    tokens_per_second_per_device: float = 1234.4
+    limit: str = "compute"
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def priced(layout: Layout, seconds: float, gib: int) -> tuple[Layout, Priced]:
+    ranks = tuple(Rank({"weights": GIB}, (gib - 1) * GIB) for _ in range(layout.pp))
+    parts = {"computation": 0.75 * seconds, "bubble of the pipeline": 0.25 * seconds}
+    return layout, Priced(seconds, gib * GIB, ranks, parts=parts)
+
+
+BASE = Layout(16, 16, recompute=Recompute())
+FAST = replace(BASE, tp=2)
+LAYOUTS = (
+    priced(FAST, 1.0, 40),
+    priced(replace(FAST, pp=2), 1.5, 20),
+    priced(replace(BASE, tp=4, mbs=2), 2.0, 30),
+    priced(replace(BASE, tp=4, pp=2, memory=("</script>",)), 3.0, 10),
+)
+FOUND = SearchResult(
+    "h100", 16, 77 * GIB, 100, {"need more than 77 GiB": 96}, 4, 7,
+    candidates=tuple(Candidate(*one) for one in LAYOUTS[:2]),
+    front=tuple(Candidate(*one) for one in (LAYOUTS[0], LAYOUTS[1], LAYOUTS[3])),
+    interval=interval_of(JobKind(False, "bf16"), "h100"),
+    priced=LAYOUTS,
+)  # fmt: skip
+NOTHING = replace(FOUND, candidates=(), front=(), priced=(), fitting=0,
+                  closest=Closest(FAST, LAYOUTS[0][1], 3 * GIB))  # fmt: skip
+
+
+def page() -> str:
+    return html_of([("pretraining", FOUND, lambda layout: f"train {layout}"),
+                    ("LoRA", NOTHING, lambda layout: "")])  # fmt: skip
+
+
+def test_the_page_has_every_priced_layout_and_needs_no_network() -> None:
+    text = page()
+    found = re.search(r'type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    first, second = json.loads(found[1])
+    assert [one["name"] for one in first["layouts"]] == [str(layout) for layout, _ in LAYOUTS]
+    assert [one["front"] for one in first["layouts"]] == [True, True, False, True]
+    assert first["dimensions"] == ["tp", "pp", "mbs", "memory"] and first["best"] == 0
+    for one, (_, price) in zip(first["layouts"], LAYOUTS, strict=True):
+        assert sum(one["time"].values()) == price.seconds
+        assert all(sum(rank.values()) == price.peak_bytes for rank in one["ranks"])
+    assert second["layouts"] == [] and "3.00 GiB too much" in second["nothing"]
+    assert not re.search(r"(src|href)\s*=|@import|fetch\(|url\(", text)
+
+
+ACTIONS = """
+<script>
+const seen = {};
+const row = () => document.querySelector("tr[aria-selected=true]");
+const text = (id) => document.getElementById(id).textContent;
+const change = (name, value) => {
+  const list = document.querySelector(`select[name=${name}]`);
+  list.value = value; list.dispatchEvent(new Event("change"));
+};
+const first = () => [...document.querySelectorAll("#rows tr td:first-child")];
+const names = () => first().map((cell) => cell.textContent);
+const bars = () => document.querySelectorAll("#memory rect").length;
+seen.first = [row().cells[0].textContent, row().cells[2].textContent, text("command")];
+seen.sorted = names();
+document.querySelectorAll("#head button")[6].click();
+seen.byMemory = names();
+document.querySelectorAll("#head button")[6].click();
+seen.byMemoryDown = names();
+row().dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowDown", bubbles: true }));
+seen.afterArrow = [row().cells[0].textContent, document.activeElement === row()];
+change("pp", "2");
+seen.afterWhatIf = [row().cells[0].textContent, text("answer")];
+seen.bars = bars();
+change("tp", "4");
+seen.nearest = [row().cells[0].textContent, text("answer")];
+document.querySelectorAll("#front circle")[0].dispatchEvent(new Event("click"));
+seen.afterPoint = [row().cells[0].textContent, text("time")];
+change("plan", "1");
+seen.nothing = [text("command"), document.querySelector("#front").closest("[data-found]").hidden];
+const out = document.createElement("p"); out.id = "seen"; out.textContent = JSON.stringify(seen);
+document.body.append(out);
+</script></body>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_tables_sort_questions_answer_and_keys_move(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    file.write_text(page().replace("</body>", ACTIONS), encoding="utf-8")
+    seen = in_browser(file)
+    fast, two, wide, small = (str(layout) for layout, _ in LAYOUTS)
+    assert FOUND.interval is not None
+    assert seen["first"] == [fast, two_digits(FOUND.interval), f"train {fast}"]
+    assert seen["sorted"] == [fast, two, wide, small]
+    assert seen["byMemory"] == [small, two, wide, fast]
+    assert seen["byMemoryDown"] == [fast, wide, two, small]
+    assert seen["afterArrow"] == [wide, True]
+    # No layout is tp=4 pp=2 mbs=2; of two that differ equally, the faster one.
+    name, answer = seen["afterWhatIf"]
+    assert name == two and answer.startswith("pp 2: time -25.0 %, memory -33.3 %; no such layout")
+    assert seen["bars"] == 4  # two kinds on two ranks
+    name, answer = seen["nearest"]
+    assert name == small and answer.startswith("tp 4: time +100.0 %, memory -50.0 %; no such")
+    assert answer.endswith(small)
+    assert seen["afterPoint"][0] == fast
+    assert "computation 75.0 %" in seen["afterPoint"][1]
+    assert "3.00 GiB too much" in seen["nothing"][0] and seen["nothing"][1]
+
+
+def two_digits(interval: Any) -> str:
+    return f"{interval.low:.3g} to {interval.high:.3g}"
+
+
+def in_browser(file: Path) -> dict[str, Any]:
+    """What the script at the end of a page has seen."""
+    assert BROWSER is not None
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={file.parent}/user")
+    done = subprocess.run(
+        [BROWSER, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=200
+    )
+    found = re.search(r'<p id="seen">(.*?)</p>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:]
+    return json.loads(unescape(found[1]))
