@@ -27,6 +27,14 @@ def test_outputs_and_gradients_are_those_of_megatrons_own_formula(ranks):
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@brought_by("0.18")
+def test_context_parallelism_of_megatrons_layer_is_one_rank(ranks):
+    (truth,) = ranks(1, ranks_of.shared, setup=SETUP)
+    for found in ranks(2, ranks_of.shared, setup=SETUP):
+        for name, value in truth.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_what_takes_the_place_of_the_packages_functions():
     x = torch.randn(2, 6, 4, dtype=torch.bfloat16)
     unit = functions.l2norm(x)

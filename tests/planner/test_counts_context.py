@@ -13,6 +13,11 @@ _TWO = (
 )
 _DOCUMENTS = " --reset-attention-mask --reset-position-ids --calculate-per-token-loss"
 _TP = "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
+_DELTA_NETS = (
+    " --experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-conv-kernel-dim 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4"
+)
 _GRID = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2 --bf16 --num-query-groups 8"
 CASES = {
     "documents, ring": (4, _TWO + "megatron_cp_algo" + _DOCUMENTS),
@@ -31,6 +36,7 @@ CASES = {
         4,
         _FOUR + "hybrid_cp_algo --ulysses-degree-in-cp 2 --fix-sub-seq-length 12" + _DOCUMENTS,
     ),
+    "gated delta nets": (4, _TWO + "megatron_cp_algo" + _DOCUMENTS + _DELTA_NETS),
     "grid": (4, _GRID + " --enable-overlap-ag-with-matmul"),
     "uneven heads": (
         4,
