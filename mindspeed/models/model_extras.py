@@ -172,6 +172,7 @@ def with_bias(linear: type) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "bias": True})
+            self.__class__ = linear  # by which features and adapters know what to convert
 
     return BiasedLinear
 
