@@ -12,20 +12,21 @@
 sequence and expert parallelism, with both layer specs, and costs no collective that the frozen
 model does not have, except one sum per step:
 
-===============  ==================================================================================
-``config``       :class:`LoraConfig`, and which names mean which modules
-``linear``       layers with an adapter, how it is sharded, the sum per step
-``layers``       linear layers of a stage, and the parts of one
-``names``        names of modules in the whole model
-``experts``      adapters of experts
-``attach``       freezes a model and gives its linear layers adapters
-``state``        what an adapter checkpoint holds
-``peft``         files of the ``peft`` package, read
-``peft_fields``  every key of their configuration, and what becomes of it
-``export``       an adapter checkpoint as such files
-``peft_blocks``  several adapters in one pair of matrices there
-``merge``        adapters into weights: in a model, or checkpoint to checkpoint
-===============  ==================================================================================
+=======================  ==========================================================================
+``config``               :class:`LoraConfig`, and which names mean which modules
+``linear``               layers with an adapter, how it is sharded, the sum per step
+``layers``               linear layers of a stage, and the parts of one
+``names``                names of modules in the whole model
+``experts``              adapters of experts
+``megatron_embedding``   adapters of the embedding
+``attach``               freezes a model and gives its linear layers adapters
+``state``                what an adapter checkpoint holds
+``peft``                 files of the ``peft`` package, read
+``peft_fields``          every key of their configuration, and what becomes of it
+``export``               an adapter checkpoint as such files
+``peft_blocks``          several adapters in one pair of matrices there
+``merge``                adapters into weights: in a model, or checkpoint to checkpoint
+=======================  ==========================================================================
 """
 
 from mindspeed.lora.attach import adapted, attach, switched_off

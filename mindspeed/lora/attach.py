@@ -21,16 +21,22 @@ from mindspeed.lora.drawing import draw
 from mindspeed.lora.experts import give_expert_adapters
 from mindspeed.lora.layers import linear_layers, order_of, parts_of
 from mindspeed.lora.linear import AdaptedLinear, give_adapter
+from mindspeed.lora.megatron_embedding import give_embedding_adapter, share_adapter
 from mindspeed.lora.names import (
+    EMBEDDING,
+    OUTPUT,
     expert_layer,
     first_expert,
+    in_whole_model,
     is_adapter_weight,
     is_expert,
     named_modules,
     short_name,
     targeted,
 )
+from mindspeed.models.naming import plain_name
 from mindspeed.te.grouped import GroupedLinear
+from mindspeed.te.quantized_weight import QuantizedWeight
 
 _ENDS = ("word_embeddings", "output_layer")
 
@@ -59,12 +65,18 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
         for name, layer, shard in list(linear_layers(module)):
             parts = parts_of(name, layer, module.config, shard)
             known = _known_name(module, name, layer)
-            if targets := _targets(known, parts, config):
+            if name == OUTPUT and _ties(module, config):
+                if isinstance(module.embedding.word_embeddings, AdaptedLinear):
+                    share_adapter(layer, config, shard, module.embedding.word_embeddings)
+            elif targets := _targets(known, parts, config, tied=_ties(module, config)):
                 if isinstance(layer, GroupedLinear):
                     give_expert_adapters(layer, config, shard, targets, parts, known)
+                elif name == EMBEDDING:
+                    give_embedding_adapter(layer, config, shard, targets, parts[WHOLE], known)
                 else:
                     order = order_of(parts, module.config.kv_channels)
-                    give_adapter(layer, config, shard, targets, parts, order, known)
+                    tied = _tied_weight(module, layer)
+                    give_adapter(layer, config, shard, targets, parts, order, known, tied)
                 draw(name, layer)
         _unfreeze(module, config.modules_to_save)
         _carry_gradients(module, config.forward_hooks)
@@ -81,10 +93,23 @@ def _known_name(chunk: Any, name: str, layer: Any) -> str:
     return expert_layer(mlp, first_expert(chunk.config), leaf)
 
 
-def _targets(name: str, parts: dict[str, int], config: LoraConfig) -> set[str]:
+def _ties(chunk: Any, config: LoraConfig) -> bool:
+    """Whether embedding and output layer are to have one adapter."""
+    return config.ensure_weight_tying and chunk.share_embeddings_and_output_weights
+
+
+def _tied_weight(chunk: Any, layer: Any) -> torch.Tensor | None:
+    """The weight of an output layer that has the embedding's, on a stage that has both."""
+    return None if layer.weight is not None else chunk.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+
+
+def _targets(name: str, parts: dict[str, int], config: LoraConfig, *, tied: bool) -> set[str]:
     """The parts of a layer that get an A and B of their own, or ``all``."""
     if not config.modules:
-        return targeted(name, parts, config.target_modules)
+        asked = targeted(name, parts, config.target_modules)
+        if tied and name == EMBEDDING:  # the output layer's name means both, too
+            asked |= targeted(OUTPUT, parts, config.target_modules)
+        return asked
     return {part for part in (*parts, WHOLE) if f"{name}.{part}" in config.modules}
 
 
@@ -128,8 +153,8 @@ def meant(chunks: Iterable[Any], config: LoraConfig) -> tuple[set[str], set[str]
             there.add(short_name(name))
             parts = parts_of(name, layer, module.config, shard)
             matched |= {t for t in config.target_modules if targeted(name, parts, (t,))}
-        saved = {n for n, _ in named_modules(module) if _means(n, config.modules_to_save)}
-        matched |= {s for s in config.modules_to_save if any(_means(n, (s,)) for n in saved)}
+        modules = {above for name, _ in plain_parameters(module) for above in _above(name)}
+        matched |= {s for s in config.modules_to_save if any(_means(n, (s,)) for n in modules)}
     return matched, there
 
 
@@ -137,8 +162,7 @@ def unknown(config: LoraConfig, matched: set[str], there: set[str]) -> list[str]
     """A problem for each name of the options that is not ``matched`` on any pipeline stage."""
     known = ", ".join(sorted(there))
     return [
-        f"{name} matches no linear layer of this model; it has {known} (or {ALL_LINEAR}); "
-        "embeddings can only be trained whole, with --lora-modules-to-save"
+        f"{name} matches no linear layer of this model; it has {known} (or {ALL_LINEAR})"
         for name in (*config.target_modules, *config.modules_to_save)
         if name not in matched
     ]
@@ -167,10 +191,10 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
                     f"{name}: {module.config.num_query_groups} key heads cannot be divided among "
                     f"{shard.size} tensor-parallel ranks; adapt other layers, or use fewer ranks"
                 )
-            if asked and name == "output_layer" and module.share_embeddings_and_output_weights:
-                problems.append(
-                    f"{name} has the embedding's weights; train both with --lora-modules-to-save"
-                )
+            if asked:
+                problems += _of_bias(name, layer, config)
+            if asked and name in (EMBEDDING, OUTPUT):
+                problems += _of_end(name, module, config)
             if asked and _means(name, config.modules_to_save):
                 problems.append(f"{name} is in --lora-target-modules and --lora-modules-to-save")
     group = _stages()
@@ -181,6 +205,33 @@ def _check_names(modules: list[Any], config: LoraConfig) -> None:
         problems += unknown(config, matched, there)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _of_bias(name: str, layer: Any, config: LoraConfig) -> Iterator[str]:
+    bias = None if name == EMBEDDING or is_expert(name) else layer.bias
+    if config.use_bias and (bias is None or not bias.numel()):
+        yield (
+            f"--lora-use-bias: {name} has no bias that the one of its adapter could be added to; "
+            "adapt other layers, or leave it out"
+        )
+
+
+def _of_end(name: str, chunk: Any, config: LoraConfig) -> Iterator[str]:
+    """Why the embedding or the output layer of a stage cannot have an adapter."""
+    tied = _ties(chunk, config)
+    if tied and not (chunk.pre_process and chunk.post_process):
+        yield (
+            "--lora-ensure-weight-tying: embedding and output layer are on different pipeline "
+            "stages, and have one adapter; use one stage, or leave it out"
+        )
+    if name == OUTPUT and not tied:
+        return
+    if not chunk.pre_process:
+        yield f"{name} is on two pipeline stages (multi-token prediction): do not adapt it"
+    if config.use_dora:
+        yield f"--lora-use-dora: {name} has no rows with lengths; train it whole (modules-to-save)"
+    if config.from_base:
+        yield f"--lora-init {config.init}: PEFT has no factors of {name}; use kaiming"
 
 
 def _stages() -> Any:
@@ -210,10 +261,23 @@ def _means(name: str, wanted: tuple[str, ...]) -> bool:
     return any(name == w or name.endswith(f".{w}") for w in (ours.get(w, w) for w in wanted))
 
 
+def plain_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of a stage by their names in the whole model, with the local layer spec."""
+    for name, parameter in chunk.named_parameters():
+        yield plain_name(in_whole_model(chunk, name)), parameter
+
+
+def _above(name: str) -> Iterator[str]:
+    """Modules that a parameter is in, by their names."""
+    while name := name.rpartition(".")[0]:
+        yield name
+
+
 def _unfreeze(chunk: Any, names: tuple[str, ...]) -> None:
-    for name, module in named_modules(chunk):
-        if _means(name, names):
-            module.requires_grad_(True)
+    for name, parameter in plain_parameters(chunk):
+        if any(_means(module, names) for module in _above(name)) and not is_adapter_weight(name):
+            _check_saved(chunk, name, parameter)
+            parameter.requires_grad_(True)
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     if tied and any(_means(end, names) for end in _ENDS):
         # Either name means both ends, which may be on different ranks.
@@ -221,6 +285,30 @@ def _unfreeze(chunk: Any, names: tuple[str, ...]) -> None:
             for name, parameter in chunk.named_parameters():
                 if name.endswith(f"{end}.weight"):
                     parameter.requires_grad_(True)
+
+
+def _check_saved(chunk: Any, name: str, parameter: torch.nn.Parameter) -> None:
+    """See that a parameter that is trained whole can be stored whole.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    shards = getattr(parameter, "tensor_model_parallel", False) and _tensor_ranks() > 1
+    if is_expert(name) or isinstance(parameter, QuantizedWeight):
+        reason = "experts are" if is_expert(name) else "weights in fewer bits are"
+    elif shards and ".linear_fc1." in name and chunk.config.gated_linear_unit:
+        reason = "gate and up on several tensor-parallel ranks are"
+    else:
+        return
+    raise ConfigError(f"--lora-modules-to-save: {name}: {reason} not trained whole; adapt it")
+
+
+def _tensor_ranks() -> int:
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    return parallel_state.get_tensor_model_parallel_world_size()  # type: ignore[no-any-return]
 
 
 def _carry_gradients(chunk: Any, names: tuple[str, ...]) -> None:

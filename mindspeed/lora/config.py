@@ -9,8 +9,10 @@ means the whole layer (one A for all parts) or one part (a separate A):
 ``q_proj, k_proj, v_proj``          one of them, with its own A, as PEFT does it
 ``gate_proj, up_proj``              gate or up; ``dense_h_to_4h`` is the latter
 ``linear_fc1, gate_up_proj``        both with one A
-``all-linear``                      every linear layer but those of experts and the
-                                    output layer, by parts
+``all-linear``                      every linear layer but those of experts and the ends of
+                                    the model, by parts
+``embed_tokens, word_embeddings``   the embedding; with ``--lora-ensure-weight-tying`` the
+                                    output layer of a tied model, too
 ``experts.down_proj`` and so on     the same of all experts that tokens are routed to,
                                     each with its own matrices
 ==================================  ================================================
@@ -72,7 +74,9 @@ class LoraConfig:
         modules_to_save: Names of modules that are trained whole and saved with the adapter.
         init: How A and B begin, see :mod:`mindspeed.lora.initial`.
         use_rslora: Multiply by alpha / sqrt(r) instead.
-        use_dora: Every row of the sum has a trained length (:mod:`mindspeed.lora.dora`).
+        use_dora: Every row of the sum has a trained length.
+        use_bias: B has a bias, which is trained: the layer has one, too (PEFT's ``lora_bias``).
+        ensure_weight_tying: The output layer of a tied model has the embedding's adapter.
         modules: Rank and alpha of each module with an adapter, by its name in the whole model and
             its part (``decoder.layers.7.mlp.linear_fc1.up``), where they are not ``r`` and
             ``alpha`` of all that ``target_modules`` name; what is not in it has no adapter.
@@ -91,6 +95,8 @@ class LoraConfig:
     init: str = "kaiming"
     use_rslora: bool = False
     use_dora: bool = False
+    use_bias: bool = False
+    ensure_weight_tying: bool = False
     modules: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     adapter_name: str = "default"
     base_weights: str = ""
@@ -114,6 +120,9 @@ class LoraConfig:
             )
         if self.init == "orthogonal" and self.r % 2:
             raise ConfigError(f"--lora-init orthogonal needs an even --lora-r, not {self.r}")
+        if self.use_bias and (self.use_dora or self.init not in ("kaiming", "gaussian")):
+            other = "--lora-use-dora" if self.use_dora else f"--lora-init {self.init}"
+            raise ConfigError(f"--lora-use-bias cannot be combined with {other}: leave out one")
         if self.use_dora and self.dropout:
             raise ConfigError(
                 f"--lora-dropout {self.dropout} with --lora-use-dora: what has a length is the "
@@ -178,6 +187,8 @@ class LoraConfig:
             init=args.lora_init,
             use_rslora=args.lora_use_rslora,
             use_dora=bool(value("use_dora", False)),
+            use_bias=bool(value("use_bias", False)),
+            ensure_weight_tying=bool(value("ensure_weight_tying", False)),
             adapter_name=args.lora_adapter_name,
             base_weights=getattr(args, "base_weights", None) or "",
             double_quantization=bool(getattr(args, "double_quantization", True)),

@@ -12,6 +12,7 @@ import zlib
 import torch
 
 from mindspeed.lora.linear import AdaptedLinear, AdaptedWeight, Options
+from mindspeed.lora.names import EMBEDDING
 
 
 @torch.no_grad()
@@ -30,7 +31,9 @@ def draw(name: str, layer: AdaptedLinear) -> None:
             seed = seed_of(layer, entry, part)
             generator = torch.Generator().manual_seed(seed)
             whole = torch.empty(a.shape[0], a.shape[1] * ranks_of(layer._lora, "row"))
-            if config.from_base:
+            if name == EMBEDDING:
+                whole.normal_(generator=generator)
+            elif config.from_base:
                 whole.zero_()
             elif config.init == "orthogonal":
                 whole = _orthogonal(layer._lora, entry, part, whole, generator)
@@ -42,6 +45,8 @@ def draw(name: str, layer: AdaptedLinear) -> None:
             a.copy_(slice_of(layer._lora, whole, "row", 1))
     for magnitudes in getattr(layer, "lora_magnitude", {}).values():
         torch.nn.init.ones_(magnitudes)
+    for bias in getattr(layer, "lora_bias", {}).values():
+        torch.nn.init.zeros_(bias)
 
 
 def _orthogonal(

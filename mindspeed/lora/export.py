@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,22 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 from mindspeed.lora.config import DESCRIPTION, WHOLE, LoraConfig
-from mindspeed.lora.hf_names import part_of, rows_in_layer, start_of, table_of, whole_parts
+from mindspeed.lora.hf_names import (
+    part_of,
+    rows_in_layer,
+    start_of,
+    table_of,
+    untied,
+    whole_parts,
+)
 from mindspeed.lora.linear import as_one
 from mindspeed.lora.load import whole_adapter
-from mindspeed.lora.names import is_expert
+from mindspeed.lora.names import EMBEDDING, OUTPUT, is_expert
 from mindspeed.lora.peft import CONFIG, EXPERT_LAYERS, EXPERTS, FUSED, PREFIX, WEIGHTS
 from mindspeed.lora.peft_blocks import fused
 from mindspeed.models.families import Family, family_of_args
 from mindspeed.models.shape import Shape, shape_of
-from mindspeed.models.table import Parameter
+from mindspeed.models.table import Parameter, parameters
 from mindspeed.models.weight_shards import split
 from mindspeed.storage.safe_metadata import common_state
 
@@ -78,20 +85,39 @@ def write(
     """
     from safetensors.torch import save
 
+    if any(name.startswith(f"{OUTPUT}.lora_") for name in tensors):
+        shape = untied(shape)
     table = table_of(family, shape)
+    named = {parameter.name: parameter for parameter in parameters(family.rules, shape)}
     out: dict[str, torch.Tensor] = {}
     sizes: dict[str, tuple[int, float]] = {}
     copies = set[str]()
     experts: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    saved = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    for name, tensor in saved.items():
+        if name not in named:
+            raise ConfigError(f"family {family.name} has no counterpart of {name}")
+        for source, weight in split(tensor, named[name].segments).items():
+            for copy in (source, *named[name].tied):  # one parameter here, two keys there
+                out[PREFIX + copy] = weight.contiguous().clone()
+            copies |= {copy.removesuffix(".weight") for copy in named[name].tied}
     for layer, matrices in sorted(_by_layer(tensors).items(), key=lambda item: _order(item[0])):
         if layer not in table:
             raise ConfigError(f"family {family.name} has no counterpart of {layer}")
         parameter = table[layer]
-        if "weight" in matrices:
-            for name, weight in split(matrices["weight"], parameter.segments).items():
-                for copy in (name, *parameter.tied):  # one parameter here, two keys there
-                    out[PREFIX + copy] = weight.contiguous().clone()
-                copies |= {copy.removesuffix(".weight") for copy in parameter.tied}
+        if layer == EMBEDDING:
+            (source,) = parameter.sources
+            module = source.removesuffix(".weight")
+            a, b, scale = _one_pair(layer, config, matrices, whole_parts(layer, parameter, shape))
+            b = split(b, parameter.segments)[source]
+            out[f"{PREFIX}{module}.lora_embedding_A"] = b.t().contiguous()
+            out[f"{PREFIX}{module}.lora_embedding_B"] = a.t().contiguous()
+            sizes[module] = (a.shape[0], scale)
+            if config.ensure_weight_tying:
+                for copy in (one.removesuffix(".weight") for one in parameter.tied):
+                    out[f"{PREFIX}{copy}.lora_A.weight"] = a.contiguous().clone()
+                    out[f"{PREFIX}{copy}.lora_B.weight"] = b.contiguous().clone()
+                    copies.add(copy)
         elif is_expert(layer):
             above = parameter.sources[0].split(".experts.")[0].rpartition(".")[0]
             name = next(n for n, ours in EXPERT_LAYERS.items() if layer.endswith(f".{ours}"))
@@ -105,6 +131,8 @@ def write(
                 sizes[module] = (a.shape[0], scale)
             if config.use_dora:
                 out |= _lengths(layer, matrices, parameter, shape)
+            if config.use_bias:
+                out |= _biases(layer, matrices, parameter, shape)
     for (above, name), pairs in experts.items():
         # The last parameter's adapter is wrapped around the first one's.
         inner = name == "gate_up_proj" and (above, "down_proj") in experts
@@ -114,10 +142,16 @@ def write(
     with atomic_writer(folder / WEIGHTS, "wb") as file:
         file.write(save(out, metadata={"format": "pt"}))
     names = {key.removeprefix(PREFIX).removesuffix(".weight") for key in out}
-    adapted = {n.rpartition(".lora_")[0] for n in names if ".lora_" in n}
+    adapted = {n.rpartition(".lora_")[0] for n in names if ".lora_" in n} - copies
     targets = {n.rpartition(".")[2] for n in adapted if not FUSED.fullmatch(n)}
-    whole = {name.rpartition(".")[2] for name in names - copies if ".lora_" not in name}
-    parameters = [f"{EXPERTS}.{name}" for name in sorted({name for _, name in experts})]
+    modules = {source.rpartition(".")[0] for one in named.values() for source in one.sources}
+    kept = {n.removesuffix(".bias") for n in names - copies if ".lora_" not in n}
+    whole = {
+        name
+        for leaf in {_leaf(one) for one in kept}
+        for name in _shortest(leaf, {m for m in modules if m.endswith(leaf)}, kept)
+    }
+    fused_experts = [f"{EXPERTS}.{name}" for name in sorted({name for _, name in experts})]
     if config.modules:  # some layers may have none
         there = {source.removesuffix(".weight") for one in table.values() for source in one.sources}
         targets = {
@@ -130,9 +164,9 @@ def write(
     alphas = {m: s * (r**0.5 if config.use_rslora else r) for m, (r, s) in sizes.items()}
     values["rank_pattern"] = _pattern(ranks, config.r)
     values["alpha_pattern"] = _pattern(alphas, config.alpha)
-    if parameters:
-        values["target_parameters"] = parameters
-    if copies:
+    if fused_experts:
+        values["target_parameters"] = fused_experts
+    if copies or config.ensure_weight_tying:
         values["ensure_weight_tying"] = True
     atomic_write_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
 
@@ -183,14 +217,12 @@ def _scale(layer: str, part: str, config: LoraConfig) -> float:
 
 
 def _by_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """``{layer: {"lora_A.q": ..., "lora_B.q": ...}}``, or ``{layer: {"weight": ...}}``."""
+    """``{layer: {"lora_A.q": ..., "lora_B.q": ...}}``."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         layer, dot, matrix = name.partition(".lora_")
         if dot:
             layers.setdefault(layer, {})[f"lora_{matrix}"] = tensor.float()
-        else:
-            layers.setdefault(name.removesuffix(".weight"), {})["weight"] = tensor
     return layers
 
 
@@ -223,13 +255,8 @@ def _lengths(
     layer: str, matrices: Mapping[str, torch.Tensor], parameter: Parameter, shape: Shape
 ) -> dict[str, torch.Tensor]:
     """Lengths of the rows of each Hugging Face module of a layer, by their keys in the file."""
-    parts = whole_parts(layer, parameter, shape)
-    unknown = [torch.full((rows,), math.nan) for rows in parts.values()]
-    own = (matrices.get(f"lora_magnitude.{n}", o) for n, o in zip(parts, unknown, strict=True))
-    stacked = torch.cat(list(own))
     found = {}
-    for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
-        lengths = stacked[rows]
+    for module, lengths in _vectors("lora_magnitude", layer, matrices, parameter, shape):
         if lengths.isnan().all():
             continue
         if lengths.isnan().any():
@@ -239,6 +266,34 @@ def _lengths(
             )
         found[f"{PREFIX}{module}.lora_magnitude_vector"] = lengths
     return found
+
+
+def _biases(
+    layer: str, matrices: Mapping[str, torch.Tensor], parameter: Parameter, shape: Shape
+) -> dict[str, torch.Tensor]:
+    """Biases of B of each Hugging Face module of a layer, by their keys in the file."""
+    vectors = _vectors("lora_bias", layer, matrices, parameter, shape)
+    return {
+        f"{PREFIX}{module}.lora_B.bias": bias.nan_to_num(0)
+        for module, bias in vectors
+        if not bias.isnan().all()
+    }
+
+
+def _vectors(
+    kind: str,
+    layer: str,
+    matrices: Mapping[str, torch.Tensor],
+    parameter: Parameter,
+    shape: Shape,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each Hugging Face module of a layer, and numbers of its rows; NaN where there are none."""
+    parts = whole_parts(layer, parameter, shape)
+    unknown = [torch.full((rows,), math.nan) for rows in parts.values()]
+    own = (matrices.get(f"{kind}.{n}", o) for n, o in zip(parts, unknown, strict=True))
+    stacked = torch.cat(list(own))
+    for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
+        yield module, stacked[rows]
 
 
 def _config(config: LoraConfig, targets: list[str], whole: set[str], base: str) -> dict[str, Any]:
@@ -251,6 +306,7 @@ def _config(config: LoraConfig, targets: list[str], whole: set[str], base: str) 
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
         "use_dora": config.use_dora,
+        "lora_bias": config.use_bias,
         "target_modules": targets,
         "modules_to_save": sorted(whole) or None,
         "bias": "none",

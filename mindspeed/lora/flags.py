@@ -20,6 +20,8 @@ _DESCRIBED = {
     "lora_alpha": "alpha",
     "lora_use_rslora": "use_rslora",
     "lora_use_dora": "use_dora",
+    "lora_use_bias": "use_bias",
+    "lora_ensure_weight_tying": "ensure_weight_tying",
     "lora_init": "init",
 }
 
@@ -63,6 +65,13 @@ def complete(args: argparse.Namespace) -> Iterator[str]:
         yield "--lora-export needs --save"
     if indices_of(getattr(args, "noop_layers", None)):
         yield "--noop-layers cannot be combined with adapters: drop one"
+    if args.lora_plus_lr_ratio != 1 and {"embed_tokens", "word_embeddings"} & set(
+        config.target_modules
+    ):
+        yield (
+            f"--lora-plus-lr-ratio {args.lora_plus_lr_ratio:g}: embeddings have a learning rate of "
+            "their own in LoRA+; leave out embed_tokens, or the ratio"
+        )
     if args.base_weights:
         yield from _quantized(args, config)
     if args.fp8:

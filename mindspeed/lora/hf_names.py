@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def shape_of_model(chunk: Any) -> Shape:
         "padded_vocab_size": padded,
         "vocab_size": padded,
         "untie_embeddings_and_output_weights": not chunk.share_embeddings_and_output_weights,
-        "add_dense_bias": config.add_bias_linear,
+        "add_dense_bias": any(n.endswith(".linear_proj.bias") for n, _ in chunk.named_parameters()),
     }
     return shape_of(argparse.Namespace(**values))
 
@@ -46,13 +47,45 @@ def table_of(family: Family, shape: Shape) -> dict[str, Parameter]:
     }
 
 
-def family_with(
-    names: Collection[str], layers: Collection[str], shape: Shape
-) -> tuple[Family, dict[str, Parameter]]:
-    """The family whose models have these Hugging Face modules, and its table.
+def untied(shape: Shape) -> Shape:
+    """The sizes of a model whose output layer has a weight of its own."""
+    return replace(shape, has=shape.has | {"untied"})
+
+
+def saved_modules(names: Collection[str], family: Family, shape: Shape) -> tuple[str, ...]:
+    """Modules that are trained whole, by their names in Megatron's model (local layer spec).
 
     Args:
-        names: Hugging Face modules.
+        names: Last names of modules, or more of them, as Hugging Face has them or Megatron.
+        family: Of the model.
+        shape: Its sizes.
+
+    Raises:
+        CheckpointError: A module of Megatron has more of Hugging Face's than are named.
+    """
+    found, used = dict[str, None](), set[str]()
+    for parameter in parameters(family.rules, shape):
+        modules = [source.rpartition(".")[0] for source in parameter.sources]
+        meant = {m: next((n for n in names if f".{m}".endswith(f".{n}")), None) for m in modules}
+        if all(meant.values()):
+            found[parameter.name.rpartition(".")[0]] = None
+            used |= {name for name in meant.values() if name}
+        elif any(meant.values()):
+            raise CheckpointError(
+                f"{', '.join(m for m, n in meant.items() if n)} cannot be trained whole alone: it "
+                f"is one module with {', '.join(m for m, n in meant.items() if not n)} "
+                f"({parameter.name}); name all of them"
+            )
+    return (*(name for name in names if name not in used), *found)
+
+
+def family_with(
+    tensors: Collection[str], layers: Collection[str], shape: Shape
+) -> tuple[Family, dict[str, Parameter]]:
+    """The family whose models have these Hugging Face tensors, and its table.
+
+    Args:
+        tensors: Hugging Face tensors.
         layers: Megatron layers that it has, too.
         shape: Sizes of the model.
 
@@ -65,12 +98,12 @@ def family_with(
             table = table_of(family, shape)
         except KeyError:  # a size that this model does not have
             continue
-        known = {source for parameter in table.values() for source in parameter.sources}
-        unknown = [name for name in names if f"{name}.weight" not in known]
+        known = {s for one in parameters(family.rules, shape) for s in one.sources}
+        unknown = [name.removesuffix(".weight") for name in tensors if name not in known]
         unknown += [layer for layer in layers if layer not in table]
         if not unknown:
             return family, table
-        if not missing or len(unknown) < len(names) + len(layers):
+        if not missing or len(unknown) < len(tensors) + len(layers):
             missing = unknown[0]
     raise CheckpointError(f"the base model has no linear layer {missing}")
 

@@ -1,4 +1,4 @@
-"""The linear layers of a pipeline stage, and the parts that one of them consists of."""
+"""The layers of a pipeline stage that can have adapters, and the parts that one consists of."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ import torch
 from mindspeed.lora.config import WHOLE
 from mindspeed.lora.experts import expert_tp_shard_of
 from mindspeed.lora.linear import TPShard, tp_shard_of
-from mindspeed.lora.names import is_expert, named_modules
+from mindspeed.lora.megatron_embedding import embedding_shard_of
+from mindspeed.lora.names import EMBEDDING, is_expert, named_modules
 
 
 def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, TPShard]]:
-    """Linear layers that can have adapters; grouped experts are one of them.
+    """Layers that can have adapters; grouped experts are one of them.
 
     The joint projection of a gated delta net has none: files have its parts in another order.
     """
     for name, module in named_modules(chunk):
         if name.endswith(".in_proj"):
             continue
-        shard = expert_tp_shard_of(module) if is_expert(name) else tp_shard_of(module)
+        if name == EMBEDDING:
+            shard: TPShard | None = embedding_shard_of(module)
+        else:
+            shard = expert_tp_shard_of(module) if is_expert(name) else tp_shard_of(module)
         if shard is not None:
             yield name, module, shard
 

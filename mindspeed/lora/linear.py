@@ -36,7 +36,8 @@ class TPShard(NamedTuple):
     """How a linear layer is sharded over its tensor-parallel ranks.
 
     Attributes:
-        mode: ``column``, ``row`` or None for a layer that every rank has whole.
+        mode: ``column``, as an embedding is, too, ``row`` or None for a layer that every rank has
+            whole.
         group: The ranks; None for one rank.
         sequence_parallel: Activations outside the parallel region are split along s.
     """
@@ -133,6 +134,7 @@ class AdaptedLinear:
     lora_initial_A: Matrices
     lora_initial_B: Matrices
     lora_magnitude: Matrices
+    lora_bias: Matrices
     _lora: Options
     switched_off = False
 
@@ -142,7 +144,8 @@ class AdaptedLinear:
         if self._lora.config.from_base:
             initial = dict(self.lora_initial_A), dict(self.lora_initial_B)
         a, b = dict(self.lora_A), dict(self.lora_B)
-        yield AdaptedWeight(name, self.weight, a, b, initial)  # type: ignore[attr-defined]
+        own = self._lora.tied if self.weight is None else self.weight  # type: ignore[attr-defined]
+        yield AdaptedWeight(name, own, a, b, initial)  # type: ignore[arg-type]
 
     def adapter(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A ``[R, in]`` and B ``[out, R]`` of all parts in ``dtype``; B is block-diagonal."""
@@ -177,6 +180,9 @@ class AdaptedLinear:
         if self.switched_off:
             return super()._multiply(inp, weight, bias, communication)  # type: ignore[misc,no-any-return]
         a, b = self.adapter(compute_dtype(inp, weight))
+        if self._lora.config.use_bias:
+            more = self._lora.bias(self.lora_bias())
+            bias = more if bias is None else bias + more.to(bias.dtype)
         mask = self._lora.mask(inp, communication) if self.training else None  # type: ignore[attr-defined]
         scale = self._lora.scale
         if not self._lora.config.use_dora:
@@ -200,6 +206,8 @@ class Options(NamedTuple):
         ranks: Rank of each adapted part, or of ``all``.
         scale: What the correction is multiplied by.
         ratios: What the B of a part is multiplied by before, if that is another number.
+        tied: The weight of a layer that has none of its own, but the embedding's.
+        shared: A and B are the embedding's, too.
     """
 
     config: LoraConfig
@@ -210,6 +218,8 @@ class Options(NamedTuple):
     ranks: dict[str, int]
     scale: float
     ratios: dict[str, float]
+    tied: torch.Tensor | None = None
+    shared: bool = False
 
     @classmethod
     def of(
@@ -248,6 +258,16 @@ class Options(NamedTuple):
         if self.ratios:
             b = {name: matrix * self.ratios.get(name, 1.0) for name, matrix in b.items()}
         return as_one(a, b, self.parts, self.order)
+
+    def bias(self, biases: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What biases of B, ``[rows]`` by part, add to the layer's: ``[out]``, in their dtype."""
+        first = next(iter(biases.values()))
+        added = [
+            biases[name] * self.ratios.get(name, 1.0) if name in biases else first.new_zeros(rows)
+            for name, rows in self.parts.items()
+        ]
+        whole = torch.cat(added) * self.scale
+        return whole if self.order is None else whole[self.order]
 
     def length_factors(
         self, merged: torch.Tensor, magnitudes: Mapping[str, torch.Tensor]
@@ -359,6 +379,7 @@ def give_adapter(
     parts: dict[str, int],
     order: torch.Tensor | None,
     name: str = "",
+    tied: torch.Tensor | None = None,
 ) -> None:
     """Turn a linear layer into one with an adapter; A and B are empty.
 
@@ -370,15 +391,22 @@ def give_adapter(
         parts: This rank's rows of each part.
         order: ``[out]``, int64, or None; as for :func:`as_one`.
         name: Of the layer in the whole model.
+        tied: The weight of a layer that has none of its own, ``[out, in]``.
     """
-    module._lora = Options.of(config, shard, parts, order, type(module), targets, name)
-    module.lora_A, module.lora_B = new_matrices(module.weight, module._lora)
+    options = Options.of(config, shard, parts, order, type(module), targets, name)
+    module._lora = options._replace(tied=tied)
+    weight = module.weight if tied is None else tied
+    module.lora_A, module.lora_B = new_matrices(weight, module._lora)
     if config.from_base:
-        pair = new_matrices(module.weight, module._lora, trained=False)
+        pair = new_matrices(weight, module._lora, trained=False)
         module.lora_initial_A, module.lora_initial_B = pair
     if config.use_dora:
-        module.lora_magnitude = _new_magnitudes(module.weight, module._lora)
+        module.lora_magnitude = _new_vectors(weight, module._lora)
+    if config.use_bias:
+        module.lora_bias = _new_vectors(weight, module._lora)
     local_linears.convert(module)
+    if not hasattr(module, "_multiply"):
+        raise ConfigError(f"{name} is a {type(module).__name__}, which cannot have an adapter")
     module.__class__ = adapted_class(type(module), AdaptedLinear)  # type: ignore[arg-type]
 
 
@@ -416,16 +444,16 @@ def new_matrices(
     return lora_a, lora_b
 
 
-def _new_magnitudes(weight: torch.Tensor, options: Options) -> Matrices:
-    """Allocate the length of each row with an adapter: ``[rows of the part]``, fp32."""
+def _new_vectors(weight: torch.Tensor, options: Options) -> Matrices:
+    """Allocate a number for each row with an adapter: ``[rows of the part]``, fp32."""
     parts, shard = options.parts, options.shard
     adapted = [name for name in parts if name in options.ranks or WHOLE in options.ranks]
-    lengths = Matrices([(name, _new(weight, True, parts[name])) for name in adapted])
+    vectors = Matrices([(name, _new(weight, True, parts[name])) for name in adapted])
     partial = shard.sequence_parallel and shard.size > 1
-    for parameter in lengths.values():
+    for parameter in vectors.values():
         dim = 0 if shard.mode == "column" else None
         mark_adapter(parameter, weight, dim, shard.group if partial else None)
-    return lengths
+    return vectors
 
 
 def _new(weight: torch.Tensor, trained: bool, *size: int) -> torch.nn.Parameter:

@@ -13,15 +13,17 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.built_model import unwrap
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach
 from mindspeed.lora.config import DESCRIPTION, LoraConfig
-from mindspeed.lora.hf_names import shape_of_model
+from mindspeed.lora.hf_names import saved_modules, shape_of_model
 from mindspeed.lora.initial import take_out
 from mindspeed.lora.names import in_whole_model, is_end, is_expert
 from mindspeed.lora.state import base_of, check_base, sharded_state
-from mindspeed.models.shape import Shape
+from mindspeed.models.families import family_or_gpt
+from mindspeed.models.naming import plain_name
+from mindspeed.models.shape import Shape, shape_of
 from mindspeed.storage import directory
 from mindspeed.storage.global_tensors import GlobalTensors
 from mindspeed.storage.safe_metadata import read_index
@@ -63,16 +65,29 @@ def attach_by_flags(chunks: Iterable[Any], args: argparse.Namespace) -> None:
     Raises:
         CheckpointError: The adapter can only be merged, or belongs to another model.
     """
-    config, modules = LoraConfig.from_args(args), unwrap(chunks)
+    config, modules = config_by_flags(args), unwrap(chunks)
     if config is None:
         return
     if args.lora_load and is_peft(args.lora_load):
         with _disable_current_modes():  # of a planned job, whose tensors have no values
             described = _checked(peft.read(args.lora_load), modules)
-        config = replace(config, modules=described.modules)
+        saved = described.modules_to_save
+        config = replace(config, modules=described.modules, modules_to_save=saved)
     elif args.lora_load:
         config = replace(config, modules=config_of(args.lora_load).modules)
     attach(modules, config)
+
+
+def config_by_flags(args: argparse.Namespace) -> LoraConfig | None:
+    """The adapters of ``--lora-*`` flags; modules that are trained whole by Megatron's names."""
+    config = LoraConfig.from_args(args)
+    if config is None or not config.modules_to_save:
+        return config
+    try:
+        names = saved_modules(config.modules_to_save, family_or_gpt(args), shape_of(args))
+    except CheckpointError as error:
+        raise ConfigError(f"--lora-modules-to-save: {error}") from None
+    return replace(config, modules_to_save=names)
 
 
 def _checked(files: peft.PeftFiles, modules: list[Any]) -> LoraConfig:
@@ -225,7 +240,7 @@ def _load_peft(modules: list[Any], files: peft.PeftFiles) -> None:
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
-            key = in_whole_model(module, name)
+            key = plain_name(in_whole_model(module, name))
             if key not in tensors:
                 raise CheckpointError(f"{files.folder}: there is nothing for {key}")
             if is_expert(key):

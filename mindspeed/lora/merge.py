@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from mindspeed.built_model import unwrap
-from mindspeed.errors import CheckpointError
+from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted_layers, detach
 from mindspeed.lora.config import HEAD, WHOLE
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.layers import order_of
-from mindspeed.lora.linear import as_one, take_adapter
+from mindspeed.lora.linear import AdaptedLinear, as_one, take_adapter
 from mindspeed.lora.load import config_of, is_peft, samples_of, whole_adapter
+from mindspeed.lora.names import EMBEDDING, OUTPUT, is_end
 from mindspeed.lora.state import check_samples
 from mindspeed.models.table import SCORE, Parameter
 from mindspeed.models.weight_shards import source_rows, with_tensors
@@ -32,8 +33,7 @@ from mindspeed.models.weight_source import WeightSource
 from mindspeed.te.quantized_weight import QuantizedFormat, QuantizedWeight, replace, rounded
 
 _LINEAR = re.compile(r"\.(linear_\w+|eh_proj)\.weight$")
-_OUTPUT = "output_layer."
-_EMBEDDING = "embedding.word_embeddings.weight"
+_EMBEDDING = f"{EMBEDDING}.weight"
 
 
 @torch.no_grad()
@@ -47,15 +47,30 @@ def merge(chunks: Iterable[Any]) -> None:
         chunks: This rank's pipeline stages, wrapped for precision or not.
     """
     for chunk in unwrap(chunks):
-        for name, layer in adapted_layers(chunk):
-            for entry in layer.adapted_weights(name):
+        layers = adapted_layers(chunk)
+        for name, layer in layers:
+            if name in (EMBEDDING, OUTPUT) and chunk.share_embeddings_and_output_weights:
+                _check_still_tied(name, layer, dict(layers))
+        for name, layer in layers:
+            for entry in layer.adapted_weights(name) if not layer._lora.shared else ():
                 merged = layer.merged(entry)
                 if isinstance(entry.weight, QuantizedWeight):
                     replace(layer, entry.weight, merged)  # type: ignore[arg-type]
                 else:
                     entry.weight.copy_(merged)
+            if layer._lora.config.use_bias:
+                layer.bias.add_(layer._lora.bias(layer.lora_bias()))  # type: ignore[attr-defined]
             take_adapter(layer)
         detach(chunk)
+
+
+def _check_still_tied(name: str, layer: AdaptedLinear, layers: Mapping[str, AdaptedLinear]) -> None:
+    """See that both ends of a tied model have the adapter."""
+    if not layer._lora.shared and not (OUTPUT in layers and layers[OUTPUT]._lora.shared):
+        raise ConfigError(
+            f"{name} alone is adapted, and embedding and output layer of the model have one "
+            "weight: merged they have two, as mindspeed merge-lora writes them"
+        )
 
 
 class Merged(WeightSource):
@@ -77,8 +92,14 @@ class Merged(WeightSource):
         config = config_of(adapter).plain if self._files is None else self._files.config
         if HEAD in config.modules_to_save:
             args.objective = "reward"  # with the head that was trained beside the adapter
-        if self._files is not None and self._files.ends and "untied" not in source.shape.has:
-            args.untie_embeddings_and_output_weights = not self._files.tied
+        if self._files is None:
+            tensors = whole_adapter(adapter, source.shape)
+            ends = any(".lora_" in key and is_end(key) for key in tensors)
+            unties = ends and not config.ensure_weight_tying
+        else:
+            unties = self._files.unties
+        if unties:
+            args.untie_embeddings_and_output_weights = True
         super().__init__(source.where, args, source.family)
         self.unused = source.unused
         self._source, self._adapter = source, adapter
@@ -87,9 +108,7 @@ class Merged(WeightSource):
         self._base = samples_of(adapter)
         self._layers: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         self._whole: dict[str, torch.Tensor] = {}
-        if self._files is None:
-            tensors = whole_adapter(adapter, self.shape)
-        else:
+        if self._files is not None:
             tensors = peft.whole_tensors(self._files, self.shape)
             self._check_saved(self._files)
         for key, tensor in tensors.items():
@@ -99,9 +118,11 @@ class Merged(WeightSource):
                 self._layers.setdefault(layer, {}).setdefault(matrix, {})[part] = tensor.float()
             elif self._files is None:
                 self._whole[key] = tensor
-        table = {parameter.name: parameter for parameter in self.table}
+        self._named = {parameter.name: parameter for parameter in self.table}
         for layer, matrices in self._layers.items():
-            self._check(layer, matrices, table.get(f"{layer}.weight"))
+            self._check(layer, matrices, self._named.get(f"{layer}.weight"))
+            if "bias" in matrices and f"{layer}.bias" not in self._named:
+                raise CheckpointError(f"{adapter}: {layer} has no bias that lora_bias could change")
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """The base model's."""
@@ -131,7 +152,19 @@ class Merged(WeightSource):
             if "magnitude" in self._layers[layer]:
                 merged = _with_lengths(merged, self._lengths(layer, parameter))
             weight = merged.to(weight.dtype)
+        biased = self._layers.get(parameter.name.removesuffix(".bias"), {})
+        if parameter.name.endswith(".bias") and "bias" in biased:
+            more = self._bias(parameter.name.removesuffix(".bias"))
+            weight = (weight.float() + self._config.scale * more).to(weight.dtype)
         return weight
+
+    def _bias(self, layer: str) -> torch.Tensor:
+        """Biases of B of a layer, ``[rows]``, for the scale of the adapter."""
+        parts = whole_parts(layer, self._named[f"{layer}.weight"], self.shape)
+        order = order_of(parts, self.shape["head"])
+        found = self._scaled(layer, "bias")
+        whole = torch.cat([found.get(n, torch.zeros(rows)) for n, rows in parts.items()])
+        return whole if order is None else whole[order]
 
     def _original(self, parameter: Parameter) -> Parameter:
         """The base model's; the embedding where it has none: of a tied output layer, of a head."""
@@ -170,19 +203,19 @@ class Merged(WeightSource):
     def _matrices(self, layer: str, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         parts = whole_parts(layer, parameter, self.shape)
         order = order_of(parts, self.shape["head"])
-        a, b = as_one(self._layers[layer]["A"], self._scaled(layer), parts, order)
-        if parameter.name.startswith(_OUTPUT):  # the base may be padded otherwise
+        a, b = as_one(self._layers[layer]["A"], self._scaled(layer, "B"), parts, order)
+        if is_end(parameter.name):  # the base may be padded otherwise
             real = b[: self.shape["vocab"]]
             b = torch.cat((real, real.new_zeros(parameter.shape[0] - real.shape[0], b.shape[1])))
         return a, b
 
-    def _scaled(self, layer: str) -> dict[str, torch.Tensor]:
-        """B of each part, for the scale of the adapter."""
+    def _scaled(self, layer: str, kind: str) -> dict[str, torch.Tensor]:
+        """B of each part, or its bias, for the scale of the adapter."""
         shared = WHOLE in self._layers[layer]["A"]
-        names = {name: f"{layer}.{WHOLE if shared else name}" for name in self._layers[layer]["B"]}
+        names = {name: f"{layer}.{WHOLE if shared else name}" for name in self._layers[layer][kind]}
         config = self._config
         scales = {n: config.scale_of(*config.of_module(full)) for n, full in names.items()}
-        pairs = self._layers[layer]["B"].items()
+        pairs = self._layers[layer][kind].items()
         return {name: b * (scales[name] / config.scale) for name, b in pairs}
 
     def _check(

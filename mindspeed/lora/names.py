@@ -17,9 +17,9 @@ _EXPERTS = ".experts."
 _EXPERT = re.compile(r"\.local_experts\.(\d+)(?=\.)")
 # Grouped experts are one module; their matrices have the names that those of single experts have.
 _GROUPED = re.compile(r"\.experts\.(\w+)\.(lora_(?:initial_)?[AB])\.(\d+)\.")
-_MATRIX = re.compile(r"\.lora_(A|B|initial_A|initial_B|magnitude)\.")
+_MATRIX = re.compile(r"\.lora_(A|B|bias|initial_A|initial_B|magnitude)\.")
 # Ends of the model rather than layers of it.
-_ENDS = ("output_layer", "word_embeddings")
+EMBEDDING, OUTPUT = "embedding.word_embeddings", "output_layer"
 
 
 def named_modules(chunk: Any) -> Iterator[tuple[str, Any]]:
@@ -69,7 +69,7 @@ def is_adapter_weight(name: str) -> bool:
 
 def is_end(name: str) -> bool:
     """Whether a module or parameter has the vocabulary's rows, padding included."""
-    return name.startswith(tuple(f"{end}." for end in _ENDS))
+    return name.startswith((f"{EMBEDDING}.", f"{OUTPUT}."))
 
 
 def short_name(name: str) -> str:
@@ -85,7 +85,7 @@ def targeted(name: str, parts: dict[str, int], targets: tuple[str, ...]) -> set[
             continue
         target = target.removeprefix("mlp.").removeprefix("experts.")
         if target == ALL_LINEAR:
-            asked |= set() if name in _ENDS else set(parts)
+            asked |= set() if name in (EMBEDDING, OUTPUT) else set(parts)
         for module, part in MEANINGS.get(target, ((target, WHOLE),)):
             if name == module or name.endswith(f".{module}"):
                 # An MLP without a gate is only the part that others call up.

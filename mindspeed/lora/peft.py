@@ -29,12 +29,15 @@ from mindspeed.lora.hf_names import (
     family_with,
     part_of,
     rows_in_layer,
+    saved_modules,
+    untied,
     whole_parts,
 )
 from mindspeed.lora.peft_blocks import Block, divided, unfused
 from mindspeed.lora.peft_fields import check_fields
 from mindspeed.models.shape import Shape
-from mindspeed.models.table import Parameter
+from mindspeed.models.table import Parameter, parameters
+from mindspeed.models.weight_shards import with_tensors
 from mindspeed.models.weight_source import check_finite
 from mindspeed.parsing import read_json
 
@@ -61,7 +64,6 @@ class PeftFiles:
         magnitudes: Hugging Face module -> length of each row of its weight, ``[rows]`` (DoRA).
         tied: An embedding that is saved whole is the tied output layer, too.
         uniform: All modules that ``config`` names have an adapter of its rank and scale.
-        not_attached: Why it can only be merged; None if a model can have it attached.
     """
 
     folder: Path
@@ -72,7 +74,6 @@ class PeftFiles:
     magnitudes: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tied: bool = False
     uniform: bool = True
-    not_attached: str | None = None
 
     @property
     def ends(self) -> dict[str, torch.Tensor]:
@@ -89,14 +90,18 @@ class PeftFiles:
         Raises:
             CheckpointError: It cannot; names the reason and the command that merges it.
         """
-        reason = self.not_attached
-        if reason is None and tied_model and self.ends and not self.tied:
-            reason = f"modules_to_save = {sorted(self.ends)} unties the embedding"
-        if reason is not None:
+        if tied_model and self.ends and not self.tied:
             raise CheckpointError(
-                f"{self.folder}: {reason}; such an adapter is merged before it is used: "
+                f"{self.folder}: modules_to_save = {sorted(self.ends)} unties the embedding; such "
+                "an adapter is merged before it is used: "
                 f"mindspeed merge-lora --load BASE --lora-load {self.folder} --save MERGED"
             )
+
+    @property
+    def unties(self) -> bool:
+        """Whether the model with the adapter merged has an output layer of its own."""
+        adapted = any(end_of(f"{name}.weight") for name in self.pairs)
+        return bool(self.ends or adapted) and not self.tied
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -123,13 +128,16 @@ def read(folder: str | Path) -> PeftFiles:
     values = read_config(folder)
     found = _sorted(_tensors_of(folder), folder)
     if values.get("ensure_weight_tying"):
-        _drop_copy(found.whole, folder)
+        _drop_copies(found, folder)
     pairs: dict[str, tuple[Block, ...]] = {}
     experts: dict[tuple[int, str], list[tuple[Block, ...]]] = {}
     try:
         for module, pair in found.halves.items():
-            if set(pair) != {"A", "B"}:
+            biased = bool(values.get("lora_bias")) and not FUSED.fullmatch(module)
+            if pair.keys() - {"bias"} != {"A", "B"}:
                 raise CheckpointError(f"{module} has no A and B of rank {values['r']}")
+            if ("bias" in pair) != biased:
+                raise CheckpointError("lora_B.bias and lora_bias belong together")
             if match := FUSED.fullmatch(module):
                 name = _fused_parameter(match, f"{match[1]}.base_layer" in found.halves, values)
                 experts[int(match[2]), name] = unfused(
@@ -137,7 +145,7 @@ def read(folder: str | Path) -> PeftFiles:
                 )
             else:
                 _check_named(module, values)
-                pairs[module] = divided(module, pair["A"], pair["B"], values)
+                pairs[module] = divided(module, pair["A"], pair["B"], values, pair.get("bias"))
         if bool(values.get("use_dora")) != bool(found.magnitudes):
             raise CheckpointError("lora_magnitude_vector and use_dora belong together")
         if missing := pairs.keys() ^ found.magnitudes.keys() if found.magnitudes else ():
@@ -164,8 +172,9 @@ def read(folder: str | Path) -> PeftFiles:
         modules_to_save=tuple(sorted({end_of(name) for name in ends})),
         use_rslora=bool(values.get("use_rslora")),
         use_dora=bool(values.get("use_dora")),
+        use_bias=bool(values.get("lora_bias")),
+        ensure_weight_tying=bool(values.get("ensure_weight_tying")),
     )
-    others = sorted(found.whole.keys() - ends)
     same = len(ranks) < 2 and all(_same(one, scale) for one in scales)
     return PeftFiles(
         folder,
@@ -176,7 +185,6 @@ def read(folder: str | Path) -> PeftFiles:
         found.magnitudes,
         bool(values.get("ensure_weight_tying")),
         same and not _some_layers(values),
-        f"modules_to_save has {others[0]}" if others else None,
     )
 
 
@@ -205,7 +213,7 @@ def _sorted(tensors: Mapping[str, torch.Tensor], folder: Path) -> _Sorted:
     for key, tensor in tensors.items():
         name = key.removeprefix(PREFIX)
         module, _, half = name.removesuffix(".weight").rpartition(".lora_")
-        vector = half == "magnitude_vector" or (not module and tensor.dim() == 1)
+        vector = half in ("magnitude_vector", "B.bias") or (not module and tensor.dim() == 1)
         if not (tensor.dim() == 2 or vector) or not tensor.is_floating_point():
             raise CheckpointError(
                 f"{folder}/{WEIGHTS}: {key} is {tensor.dtype} {list(tensor.shape)}; weights of an "
@@ -216,11 +224,11 @@ def _sorted(tensors: Mapping[str, torch.Tensor], folder: Path) -> _Sorted:
             found.halves.setdefault(module, {})[half] = tensor.float()
         elif half == "magnitude_vector":
             found.magnitudes[module] = tensor.float()
-        elif half.startswith("embedding_"):
-            raise CheckpointError(
-                f"{folder}/{WEIGHTS}: {module} has an adapter of embeddings, which is not "
-                "supported; merge it with peft, or train them whole (modules_to_save)"
-            )
+        elif half == "B.bias":
+            found.halves.setdefault(module, {})["bias"] = tensor.float()
+        elif half in ("embedding_A", "embedding_B"):  # of one-hot inputs
+            ours = "A" if half == "embedding_B" else "B"
+            found.halves.setdefault(module, {})[ours] = tensor.float().t().contiguous()
         elif module:
             raise CheckpointError(f"{folder}/{WEIGHTS}: cannot use the tensor {key}")
         elif not name.endswith(".base_layer.weight"):  # the base model's, next to its adapter
@@ -228,13 +236,19 @@ def _sorted(tensors: Mapping[str, torch.Tensor], folder: Path) -> _Sorted:
     return found
 
 
-def _drop_copy(whole: dict[str, torch.Tensor], folder: Path) -> None:
+def _drop_copies(found: _Sorted, folder: Path) -> None:
     """Leave out the output layer of a tied model, which peft saves a second time."""
-    ends = {end_of(name): name for name in whole}
-    if {"embed_tokens", "lm_head"} <= ends.keys():
-        copy = whole.pop(ends["lm_head"])
-        if not torch.equal(copy, whole[ends["embed_tokens"]]):
-            raise CheckpointError(f"{folder}: ensure_weight_tying = true, but the weights differ")
+    pairs = {f"{name}.weight": list(pair.values()) for name, pair in found.halves.items()}
+    for tensors in ({name: [one] for name, one in found.whole.items()}, pairs):
+        ends = {end_of(name): name for name in tensors if end_of(name)}
+        if {"embed_tokens", "lm_head"} <= ends.keys():
+            one, copy = (tensors[ends[end]] for end in ("embed_tokens", "lm_head"))
+            if not all(any(torch.equal(a, b) for b in copy) for a in one):
+                raise CheckpointError(
+                    f"{folder}: ensure_weight_tying = true, but the weights differ"
+                )
+            found.whole.pop(ends["lm_head"], None)
+            found.halves.pop(ends["lm_head"].removesuffix(".weight"), None)
 
 
 def _divisor(values: Mapping[str, Any], rank: int) -> float:
@@ -338,17 +352,45 @@ def whole_tensors(
             own = block.scale
             scale = own if own_scales or _same(own, files.config.scale) else files.config.scale
             tensors |= _layer_tensors(layer, block.a, block.b * (own / scale), rows, parts)
+            if block.bias is not None:
+                bias = block.bias * (own / scale)
+                tensors |= _row_tensors(f"{layer}.lora_bias", bias, rows, parts, 0.0)
         for layer, parameter in table.items():
             parts = whole_parts(layer, parameter, shape)
             for module, rows in rows_in_layer(parameter, parts, shape["head"]).items():
                 if module in files.magnitudes:
                     lengths = files.magnitudes[module]
-                    tensors |= _magnitude_tensors(layer, lengths, rows, parts)
+                    name = f"{layer}.lora_magnitude"
+                    tensors |= _row_tensors(name, lengths, rows, parts, float("nan"))
                 if module in files.ends:
                     tensors[f"{layer}.weight"] = files.ends[module]
+        tensors |= _saved_tensors(files, shape)
     except CheckpointError as error:
         raise CheckpointError(f"{files.folder} is of another model: {error}") from None
     return tensors
+
+
+def _saved_tensors(files: PeftFiles, shape: Shape) -> dict[str, torch.Tensor]:
+    """The modules between the ends that are saved whole, by the names of Megatron's parameters."""
+    others = {name: one for name, one in files.whole.items() if not end_of(name)}
+    if not others:
+        return {}
+    family, _ = family_with(_names(files), (), _shape_for(files, shape))
+    found = {}
+    for parameter in parameters(family.rules, shape):
+        if set(parameter.sources) <= others.keys():
+            empty = next(iter(others.values())).new_empty(parameter.shape)
+            found[parameter.name] = with_tensors(empty, others, parameter.segments)
+    return found
+
+
+def _names(files: PeftFiles) -> list[str]:
+    return [*(f"{module}.weight" for module in files.pairs), *files.whole]
+
+
+def _shape_for(files: PeftFiles, shape: Shape) -> Shape:
+    """The sizes of a model that has the output layer that is adapted."""
+    return untied(shape) if any(end_of(f"{m}.weight") == "lm_head" for m in files.pairs) else shape
 
 
 def attached_config(files: PeftFiles, shape: Shape) -> LoraConfig:
@@ -361,10 +403,15 @@ def attached_config(files: PeftFiles, shape: Shape) -> LoraConfig:
     Raises:
         CheckpointError: It belongs to another model; names the layer.
     """
-    if files.uniform:
-        return files.config
-    modules = {}
+    config, modules = files.config, {}
     try:
+        others = {name.rpartition(".")[0] for name in files.whole if not end_of(name)}
+        if others:
+            family, _ = family_with(_names(files), (), _shape_for(files, shape))
+            saved = saved_modules(others, family, shape)
+            config = replace(config, modules_to_save=(*config.modules_to_save, *saved))
+        if files.uniform:
+            return config
         _, placed = _placed(files, shape)
     except CheckpointError as error:
         raise CheckpointError(f"{files.folder} is of another model: {error}") from None
@@ -372,7 +419,7 @@ def attached_config(files: PeftFiles, shape: Shape) -> LoraConfig:
         r = block.a.shape[0]
         alpha = block.scale * (r**0.5 if files.config.use_rslora else r)
         modules[f"{layer}.{part_of(rows, parts)}"] = (r, alpha)
-    return replace(files.config, modules=modules)
+    return replace(config, modules=modules)
 
 
 _Placed = tuple[str, Mapping[str, int], torch.Tensor, Block]
@@ -385,7 +432,8 @@ def _placed(files: PeftFiles, shape: Shape) -> tuple[dict[str, Parameter], list[
         for (number, name), experts in files.experts.items()
         for expert, blocks in enumerate(experts)
     }
-    _, table = family_with([*files.pairs, *files.ends], layers, shape)
+    shape = _shape_for(files, shape)
+    _, table = family_with(_names(files), layers, shape)
     found = list[_Placed]()
     for layer, parameter in table.items():
         parts = whole_parts(layer, parameter, shape)
@@ -430,14 +478,12 @@ def _layer_tensors(
     return {f"{layer}.lora_A.{part}": a, **found}
 
 
-def _magnitude_tensors(
-    layer: str, lengths: torch.Tensor, rows: torch.Tensor, parts: Mapping[str, int]
+def _row_tensors(
+    name: str, vector: torch.Tensor, rows: torch.Tensor, parts: Mapping[str, int], other: float
 ) -> dict[str, torch.Tensor]:
-    """Lengths of the rows of one Hugging Face module by part; NaN where it has none."""
+    """Numbers of the rows of one Hugging Face module by part; ``other`` where it has none."""
     part = part_of(rows, parts)
-    stacked = lengths.new_full((sum(parts.values()),), float("nan"))
-    stacked[rows[: len(lengths)]] = lengths
+    stacked = vector.new_full((sum(parts.values()),), other)
+    stacked[rows[: len(vector)]] = vector
     slices = zip(parts, stacked.split(tuple(parts.values())), strict=True)
-    return {
-        f"{layer}.lora_magnitude.{name}": rows for name, rows in slices if part in (name, WHOLE)
-    }
+    return {f"{name}.{own}": rows for own, rows in slices if part in (own, WHOLE)}

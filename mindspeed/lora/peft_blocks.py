@@ -36,6 +36,7 @@ class Block(NamedTuple):
         name: Of the part; None for all rows of the module.
         of: Number of parts of the module.
         scale: What B A is multiplied by.
+        bias: ``[rows]``, of B; None without.
     """
 
     a: torch.Tensor
@@ -44,6 +45,7 @@ class Block(NamedTuple):
     name: str | None = None
     of: int = 1
     scale: float = 1.0
+    bias: torch.Tensor | None = None
 
 
 class Scaled(NamedTuple):
@@ -75,7 +77,11 @@ def scaled(module: str, values: Mapping[str, Any]) -> Scaled:
 
 
 def divided(
-    module: str, a: torch.Tensor, b: torch.Tensor, values: Mapping[str, Any]
+    module: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    values: Mapping[str, Any],
+    bias: torch.Tensor | None = None,
 ) -> tuple[Block, ...]:
     """The blocks of a module's matrices: one, unless its parts have an A each.
 
@@ -84,6 +90,7 @@ def divided(
         a: ``[n r, in]`` for n parts with an A each, else ``[r, in]``.
         b: ``[rows, n r]`` or ``[rows, r]``, dtype of a.
         values: Contents of ``adapter_config.json``.
+        bias: ``[rows]``, of B; such matrices are not divided.
 
     Raises:
         CheckpointError: The matrices do not have the rank that the configuration says.
@@ -92,7 +99,8 @@ def divided(
     if (a.shape[0], b.shape[1]) != (rank, rank):
         raise CheckpointError(f"{module} has no A and B of rank {rank}")
     scale = alpha / (rank**0.5 if values.get("use_rslora") else rank)
-    return _parts(module, a, b, values["r"], scale) or (Block(a, b, scale=scale),)
+    parts = _parts(module, a, b, values["r"], scale) if bias is None else ()
+    return parts or (Block(a, b, scale=scale, bias=bias),)
 
 
 def _parts(

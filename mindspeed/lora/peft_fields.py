@@ -77,7 +77,7 @@ FIELDS: Fields = {
     "init_lora_weights": fixed(*_DRAWN),
     "bias": fixed("none"),
     "fan_in_fan_out": fixed(False),
-    "lora_bias": fixed(False),
+    "lora_bias": used(BOOL),
     "use_qalora": fixed(False),
     **dict.fromkeys(
         (

@@ -27,6 +27,7 @@ from mindspeed.files import check_path
 from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.names import in_whole_model, is_adapter_weight, is_end, is_expert
+from mindspeed.models.naming import plain_name
 from mindspeed.parsing import decode_json
 
 _SAMPLES = 8
@@ -58,9 +59,9 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
     state: dict[str, Any] = {}
     parameters = dict(chunk.named_parameters())
     for name, parameter in parameters.items():
-        if not is_adapter_weight(name):
+        key = plain_name(in_whole_model(chunk, name))
+        if not is_adapter_weight(name) and (not parameter.requires_grad or _is_end(key)):
             continue
-        key = in_whole_model(chunk, name)
         tp, replicas = experts if is_expert(key) else dense
         sharded = getattr(parameter, "tensor_model_parallel", False)
         state[name] = ShardedTensor.from_rank_offsets(
@@ -77,6 +78,11 @@ def sharded_state(chunk: Any, metadata: dict[str, Any] | None = None) -> dict[st
             if id(getattr(value, "data", None)) in whole:
                 state[name] = value
     return state
+
+
+def _is_end(key: str) -> bool:
+    """Whether Megatron stores a parameter itself: of the vocabulary, or the head of a reward."""
+    return not key.startswith(("decoder.", "mtp."))
 
 
 def description(chunks: Iterable[Any], config: LoraConfig) -> str:

@@ -64,6 +64,13 @@ def module_name(parameter: Parameter, scheme: Scheme, *, grouped: bool = False) 
     return name
 
 
+def plain_name(name: str) -> str:
+    """Name with the local layer spec of a parameter of either spec."""
+    for plain, engine in (_INPUT, _LINEAR, _MLP, *_LATENT):
+        name = name.replace(engine, plain)
+    return name
+
+
 def local_name(
     parameter: Parameter,
     scheme: Scheme,

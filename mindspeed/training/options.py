@@ -389,6 +389,10 @@ class LoraOptions:
     )
     lora_use_rslora: bool = flag(False, "multiply by alpha / sqrt(r)")
     lora_use_dora: bool = flag(False, "train the length of every row of the adapted weights (DoRA)")
+    lora_use_bias: bool = flag(False, "train a bias of B, of layers that have a bias")
+    lora_ensure_weight_tying: bool = flag(
+        False, "of a tied model: the output layer has the adapter of the embedding"
+    )
     lora_plus_lr_ratio: float = flag(
         1.0, "learning rate of B, and of DoRA's lengths, over that of A (LoRA+)", range=ABOVE_ZERO
     )

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed.errors import ConfigError
 from mindspeed.job import Parallel
-from mindspeed.lora import LoraConfig
 from mindspeed.lora.attach import meant, unknown
+from mindspeed.lora.load import config_by_flags
 from mindspeed.training.fake_job import build_chunks, fake_job
 
 
@@ -77,7 +77,7 @@ def count(args: argparse.Namespace) -> list[RankParameters]:
     """
     args = with_fewest_replicas(args)
     stages = [_of_rank(args, stage) for stage in range(Parallel.of(args).pipeline)]
-    if adapters := LoraConfig.from_args(args):
+    if adapters := config_by_flags(args):
         matched = set[str]().union(*(one.names[0] for one in stages))
         there = set[str]().union(*(one.names[1] for one in stages))
         if problems := unknown(adapters, matched, there):
@@ -141,7 +141,7 @@ def _of_rank(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> Rank
     with fake_job(args, stage, tensor_rank), FakeTensorMode(allow_non_fake_inputs=True):
         chunks = build_chunks(args, transformer_config(args))
         found = {id(one): _parameter(one) for chunk in chunks for one in chunk.parameters()}
-        adapters = LoraConfig.from_args(args)
+        adapters = config_by_flags(args)
         matched, there = meant(chunks, adapters) if adapters else (set(), set())
         return RankParameters(tuple(found.values()), (frozenset(matched), frozenset(there)))
 

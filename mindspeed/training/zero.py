@@ -95,6 +95,8 @@ def _sharded(args: argparse.Namespace, flag: str) -> Iterator[str]:
         )
     if importlib.util.find_spec("einops") is None:
         yield f"{flag} needs the package einops: pip install einops"
+    if args.lora_ensure_weight_tying:
+        yield f"{flag} shards an adapter once, and --lora-ensure-weight-tying uses it at both ends"
     if args.lora_use_dora or args.lora_init.startswith(("pissa", "olora")):
         yield (
             f"{flag} cannot be combined with --lora-use-dora, nor with --lora-init pissa or olora: "

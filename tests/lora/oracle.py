@@ -67,6 +67,7 @@ def truth(model: Any, dtype: torch.dtype = torch.float64) -> tuple[float, dict[s
     loss.backward()
     gradients = {
         name.replace(".default.", ".")
+        .removesuffix(".default")
         .replace(".modules_to_save", "")
         .replace("_vector.weight", "_vector"): p.grad.double()
         for name, p in model.named_parameters()

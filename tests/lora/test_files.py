@@ -101,6 +101,53 @@ def test_resumed_adapter_training_is_exact(trained, tmp_path, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags, sizes",
+    [
+        pytest.param(
+            ("embed_tokens", "q_proj", "--lora-modules-to-save", "norm", "input_layernorm"),
+            {},
+            id="embedding-norms",
+        ),
+        pytest.param(
+            ("q_proj", "o_proj", "--lora-use-bias"), {"attention_bias": True}, id="biases"
+        ),
+        pytest.param(
+            ("embed_tokens", "q_proj", "--lora-ensure-weight-tying"),
+            {"tie_word_embeddings": True},
+            id="tied",
+        ),
+    ],
+)
+def test_what_flags_train_is_stored_written_merged_and_resumed(
+    flags, sizes, tmp_path, ranks, rank_pool
+):
+    base, saved = oracle.save_base(tmp_path / "base", num_hidden_layers=2, **sizes), tmp_path / "a"
+    flags = [
+        "--lora-target-modules",
+        *flags,
+        "--lora-r=4",
+        *TRAIN,
+        "--tensor-model-parallel-size=2",
+    ]
+    run = [*flags, f"--save={saved}"]
+    rank_pool.run(2, lora_ranks.train, str(base), run, setup=SETUP, timeout=120)
+    expected = peft_logits(base, saved / "peft")
+    assert (expected - peft_base_logits(base)).abs().max() > 0.1
+    for source in (saved, saved / "peft"):
+        found = ranks(1, lora_ranks.logits, str(base), str(source), setup=SETUP)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+        out = tmp_path / f"merged-{source.name}"
+        words = ["merge-lora", "--load", f"hf:{base}", "--lora-load", str(source)]
+        assert command(ranks, *words, "--save", str(out), "--format", "hf")[0] == 0
+        torch.testing.assert_close(peft_base_logits(out), expected, rtol=0, atol=5e-5)
+    again = [*flags, f"--save={tmp_path / 'again'}", f"--lora-load={saved / 'iter_0000002'}"]
+    rank_pool.run(2, lora_ranks.train, str(base), again, setup=SETUP, timeout=120)
+    known, found = losses(saved), losses(tmp_path / "again")
+    assert found == {iteration: known[iteration] for iteration in (3, 4)}
+
+
+@pytest.mark.slow
 def test_an_adapter_loads_into_a_differently_padded_vocabulary(tmp_path, ranks):
     """99 rows of an output layer's adapter and one of padding, then 29."""
     base, saved = oracle.save_base(tmp_path / "base"), tmp_path / "saved"

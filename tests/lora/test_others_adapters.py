@@ -16,11 +16,18 @@ from mindspeed.storage.global_tensors import GlobalTensors
 from tests.lora import lora_ranks, oracle
 from tests.lora.test_files import TRAIN, losses, peft_base_logits, peft_logits
 from tests.lora.test_layouts import LOCAL, PP2, SETUP, SP, TP2, compare
-from tests.lora.test_peft_fields import MERGED, PATTERNS, formats, hf, made, real_peft
+from tests.lora.test_peft_fields import (
+    MERGED,
+    PATTERNS,
+    TIED_ADAPTERS,
+    formats,
+    hf,
+    made,
+    real_peft,
+)
 
 loraplus = Lazy("peft.optimizers")
-DORA = {name: MERGED[name] for name in ("dora", "dora-ranks", "dora-output-layer")}
-KINDS = PATTERNS | DORA
+KINDS = PATTERNS | MERGED | TIED_ADAPTERS
 
 
 def described(adapter, base):
@@ -40,13 +47,42 @@ def described(adapter, base):
         (2, (TP2, SP), "dora-output-layer"),
         (2, (PP2,), "layers"),
         (2, (TP2, SP), "ranks-rslora"),
+        (2, (TP2,), "embedding-ranks"),
+        (2, (TP2, SP), "embedding"),
+        (2, (TP2, SP, LOCAL), "embedding"),
+        (2, (TP2,), "both-adapted-as-one"),
+        (2, (TP2, SP), "both-adapted-as-one"),
+        (2, (PP2,), "both-adapted-apart"),
+        (2, (TP2, SP), "biases"),
+        (2, (TP2, LOCAL), "biases-of-some"),
+        (2, (TP2, SP), "whole-layers"),
+        (2, (TP2, SP, LOCAL), "whole-qkv"),
+        (2, (PP2,), "whole-norms"),
     ],
 )
 def test_gradients_of_others_adapters_equal_pefts(size, flags, case, ranks, tmp_path):
     base, adapter, model = made(tmp_path, *KINDS[case])
     _, config, _ = described(adapter, base)
-    truth = (base, adapter, *oracle.truth(model))
+    loss, gradients = oracle.truth(model)
+    if config.ensure_weight_tying:
+        _add_copies(gradients)
+    truth = (base, adapter, loss, gradients)
     compare(ranks, size, [f"--lora-load={adapter}", *flags], truth, config, tmp_path / "out")
+
+
+def _add_copies(gradients):
+    """Of the output layer, which has the embedding's matrices, transposed, in peft's model."""
+    ours, theirs = "model.embed_tokens.lora_embedding_{}", "lm_head.lora_{}.weight"
+    for one, other in ("AB", "BA"):
+        names = peft.PREFIX + ours.format(one), peft.PREFIX + theirs.format(other)
+        total = gradients[names[0]] + gradients[names[1]].t()
+        gradients[names[0]], gradients[names[1]] = total, total.t()
+
+
+def test_ends_on_two_stages_have_no_common_adapter(ranks, tmp_path):
+    base, adapter, _ = made(tmp_path, *KINDS["both-adapted-as-one"])
+    with pytest.raises(Exception, match="on different pipeline stages, and have one adapter"):
+        ranks(2, lora_ranks.built, str(base), [f"--lora-load={adapter}", PP2], setup=SETUP)
 
 
 @pytest.mark.quick_cases(2)
@@ -116,26 +152,46 @@ def compare_merges(one, other):
         torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
 
 
-def test_lora_plus_steps_equal_those_of_pefts_optimizer(ranks, tmp_path):
-    base, adapter, model = made(tmp_path, *PATTERNS["ranks"])
-    rates = {"lr": 0.003, "betas": (0.9, 0.95), "eps": 1e-8}
-    optimizer = loraplus.create_loraplus_optimizer(
-        model, torch.optim.AdamW, loraplus_lr_ratio=16.0, **rates
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["embedding", "biases", "whole-norms"])
+def test_steps_equal_those_of_peft(case, ranks, tmp_path):
+    """Three of AdamW on two ranks; what is trained of the base model, too."""
+    base, adapter, model = made(tmp_path, *KINDS[case])
+    trained = [one for one in model.parameters() if one.requires_grad]
+    steps_equal(
+        ranks, base, adapter, model, torch.optim.AdamW(trained, weight_decay=0, **RATES), tmp_path
     )
+
+
+RATES = {"lr": 0.003, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def steps_equal(ranks, base, adapter, model, optimizer, folder, more=(), ratio=1):
+    """Train peft's model and ours, and compare; B moves by ``ratio`` times the rate."""
     for _ in range(3):
         optimizer.zero_grad()
         oracle.truth(model, torch.float32)
         optimizer.step()
-    model.save_pretrained(tmp_path / "trained")
-    flags = [f"--lora-load={adapter}", "--lora-plus-lr-ratio=16", "--lr=0.003", "--clip-grad=0"]
+    model.save_pretrained(folder / "trained")
+    flags = [f"--lora-load={adapter}", "--lr=0.003", "--clip-grad=0", *more]
     flags += ["--weight-decay=0", "--adam-beta2=0.95", "--lr-decay-style=constant", TP2]
     found = ranks(2, lora_ranks.adapter_after_steps, str(base), str(adapter), flags, setup=SETUP)
     trained = lora_ranks.assembled([(None, one) for one in found])
-    files, _, shape = described(tmp_path / "trained", base)
+    files, _, shape = described(folder / "trained", base)
     expected = peft.whole_tensors(files, shape, own_scales=True)
     before = peft.whole_tensors(peft.read(adapter), shape, own_scales=True)
     assert trained.keys() == expected.keys()
     for name, tensor in expected.items():
         moved = (tensor - before[name]).abs().max().item()
-        assert 0.5 < moved / (0.009 * (16 if ".lora_B." in name else 1)) < 1.1
-        torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-3 * moved, msg=name)
+        assert 0.5 < moved / (0.009 * (ratio if ".lora_B." in name else 1)) < 1.1
+        own = trained[name][: len(tensor)]  # without padding
+        torch.testing.assert_close(own, tensor, rtol=0, atol=2e-3 * moved, msg=name)
+
+
+def test_lora_plus_steps_equal_those_of_pefts_optimizer(ranks, tmp_path):
+    base, adapter, model = made(tmp_path, *PATTERNS["ranks"])
+    optimizer = loraplus.create_loraplus_optimizer(
+        model, torch.optim.AdamW, loraplus_lr_ratio=16.0, **RATES
+    )
+    more = ["--lora-plus-lr-ratio=16"]
+    steps_equal(ranks, base, adapter, model, optimizer, tmp_path, more, ratio=16)

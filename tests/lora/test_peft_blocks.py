@@ -12,7 +12,6 @@ from tests.support.lazy import Lazy, needs
 
 needs("megatron.core")
 
-from mindspeed.errors import CheckpointError
 from mindspeed.lora import LoraConfig, export, peft
 from mindspeed.lora.hf_names import table_of, whole_parts
 from mindspeed.models import transformers_versions
@@ -141,13 +140,6 @@ def test_expert_adapters_become_one_tensor_of_transformers_5(tmp_path, names):
             torch.testing.assert_close(
                 after[key] - before[key], torch.stack(deltas), atol=1e-4, rtol=1e-4
             )
-
-
-def test_adapters_of_embeddings_are_refused(tmp_path):
-    base = oracle.save_base(tmp_path / "base", num_hidden_layers=2)
-    oracle.adapted(base, target_modules=["embed_tokens"]).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"model\.embed_tokens has an adapter of embeddings"):
-        peft.read(tmp_path / "adapter")
 
 
 def test_base_weights_in_an_adapter_file_are_left_out(tmp_path):

@@ -48,6 +48,37 @@ PATTERNS = {
     "names": ({}, {"target_modules": r".*\.1\.(self_attn|mlp)\.\w+_proj", "r": 2}),
     "excluded": ({}, {"exclude_modules": ["o_proj"]}),
     "drawn": ({}, {"init_lora_weights": "orthogonal"}),
+    "gaussian-rslora": ({}, {"init_lora_weights": "gaussian", "use_rslora": True, "r": 5}),
+    "all-linear": ({}, {"target_modules": "all-linear"}),
+    "output-layer": ({}, {"target_modules": ["q_proj", "lm_head"]}),
+    "embedding": ({}, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embedding-ranks": (
+        {},
+        {
+            "target_modules": ["embed_tokens", "lm_head", "v_proj"],
+            "rank_pattern": {"embed_tokens": 7},
+            "alpha_pattern": {"lm_head": 3},
+            "use_rslora": True,
+        },
+    ),
+    "biases": (
+        {"attention_bias": True},
+        {"lora_bias": True, "alpha_pattern": {"k_proj": 3}, "target_modules": [*QKV, "o_proj"]},
+    ),
+    "biases-of-some": (
+        {"attention_bias": True},
+        {"lora_bias": True, "target_modules": ["k_proj", "o_proj"], "layers_to_transform": [1]},
+    ),
+    "whole-layers": (
+        {"attention_bias": True},
+        {"modules_to_save": ["o_proj", "input_layernorm"], "target_modules": QKV},
+    ),
+    "whole-norms": (
+        {},
+        {"modules_to_save": ["norm", "down_proj"], "target_modules": [*QKV, "up_proj"]},
+    ),
+    "whole-qkv": ({}, {"modules_to_save": QKV, "target_modules": ["o_proj"]}),
+    "whole-ends": ({}, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": QKV}),
 }
 MERGED = {
     "dora": ({}, {"use_dora": True, "target_modules": [*QKV, "down_proj"]}),
@@ -56,17 +87,25 @@ MERGED = {
         {"use_dora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"k_proj": 7}},
     ),
     "dora-output-layer": ({}, {"use_dora": True, "target_modules": ["q_proj", "lm_head"]}),
-    "whole-layers": (
-        {"attention_bias": True},
-        {"modules_to_save": ["o_proj", "input_layernorm"], "target_modules": QKV},
-    ),
-    "whole-ends": ({}, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": QKV}),
 }
+ONE, Q = {"tie_word_embeddings": True}, {"target_modules": ["q_proj"]}
 TIED = {
-    "embedding-alone": {"modules_to_save": ["embed_tokens"]},
-    "output-layer-alone": {"modules_to_save": ["lm_head"]},
-    "both-apart": {"modules_to_save": ["embed_tokens", "lm_head"]},
-    "both-as-one": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "embedding-alone": (ONE, {**Q, "modules_to_save": ["embed_tokens"]}),
+    "output-layer-alone": (ONE, {**Q, "modules_to_save": ["lm_head"]}),
+    "both-apart": (ONE, {**Q, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "both-as-one": (
+        ONE,
+        {**Q, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}
+TIED_ADAPTERS = {
+    "embedding-adapted": (ONE, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "output-layer-adapted": (ONE, {"target_modules": ["lm_head", "q_proj"]}),
+    "both-adapted-apart": (ONE, {"target_modules": ["embed_tokens", "lm_head"], "r": 3}),
+    "both-adapted-as-one": (
+        ONE,
+        {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+    ),
 }
 
 
@@ -99,13 +138,44 @@ def compare(merged, truth):
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_every_field_of_the_class_is_accounted_for():
+ELSEWHERE = {
+    "lora_alpha": "oracle.adapted",
+    "lora_dropout": "tests/lora/test_options.py",
+    "target_parameters": "tests/lora/test_peft_blocks.py",
+}
+
+
+def test_every_field_of_the_class_is_used_or_refused(tmp_path):
     known = {field.name: field for field in dataclasses.fields(real_peft.LoraConfig)}
     assert FIELDS.keys() == known.keys()
+    assert len({*PATTERNS, *MERGED, *TIED, *TIED_ADAPTERS}) >= 20
     plain = json.loads(json.dumps(real_peft.LoraConfig().to_dict(), default=list))
+    kinds = (PATTERNS | MERGED | TIED | TIED_ADAPTERS).values()
+    compared = {option for _, options in kinds for option in options} | ELSEWHERE.keys()
+    described = written(tmp_path / "plain")
     for name, field in FIELDS.items():
-        if field.role == "fixed" and name != "peft_type":
-            assert field.allowed.problem(plain[name]) is None, name
+        if field.role == "used":
+            assert name in compared, f"no kind of adapter is compared that has {name}"
+        elif field.role == "fixed":
+            assert name == "peft_type" or field.allowed.problem(plain[name]) is None, name
+            with pytest.raises(CheckpointError, match=rf"{name} = .* is not supported"):
+                written(tmp_path / name, **{name: OTHER_VALUES.get(name, True)})
+        else:
+            other = written(tmp_path / name, **{name: OTHER_VALUES.get(name, {"a": 1})})
+            assert other.config == described.config and other.pairs.keys() == described.pairs.keys()
+
+
+def written(folder, **values):
+    """What is read of an adapter of one layer, by these keys of its configuration."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "old_key": None, **values}
+    (folder / peft.CONFIG).write_text(json.dumps(config))
+    name = peft.PREFIX + "model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(4, 8), name.format("B"): torch.zeros(8, 4)}
+    save_file(tensors, folder / peft.WEIGHTS)
+    return peft.read(folder)
 
 
 @pytest.mark.quick_cases(4)
@@ -118,10 +188,9 @@ def test_merges_equal_pefts(case, tmp_path):
     compare(merged, model.merge_and_unload())
 
 
-@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize("case", [*TIED, *TIED_ADAPTERS])
 def test_a_tied_model_is_tied_no_more_where_peft_unties_it(case, tmp_path):
-    options = {"target_modules": ["q_proj"], **TIED[case]}
-    base, adapter, model = made(tmp_path, {"tie_word_embeddings": True}, options)
+    base, adapter, model = made(tmp_path, *(TIED | TIED_ADAPTERS)[case])
     merged = merge.Merged(formats.open_weights(base), adapter)
     out = tmp_path / "merged"
     formats.convert(merged, out, formats.Target("hf", like=str(base)))
@@ -130,27 +199,27 @@ def test_a_tied_model_is_tied_no_more_where_peft_unties_it(case, tmp_path):
         expected = model.eval()(tokens).logits
         found = hf.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
         torch.testing.assert_close(found(tokens).logits, expected, rtol=0, atol=2e-5)
-    assert found.config.tie_word_embeddings == (case == "both-as-one")
+    assert found.config.tie_word_embeddings == case.endswith("as-one")
 
 
 @pytest.mark.slow
 def test_adapters_on_the_fly_equal_pefts_or_are_merged_first(tmp_path, ranks):
     """generate, chat, serve and evaluate; training: test_others_adapters."""
-    for case in ("ranks", "scales", "layers", "dora"):
-        base, adapter, model = made(tmp_path / case, *(PATTERNS | MERGED)[case])
+    cases = ("ranks", "layers", "dora", "embedding", "biases", "whole-layers")
+    for case in (*cases, "both-adapted-as-one", "embedding-adapted"):
+        base, adapter, model = made(tmp_path / case, *(PATTERNS | MERGED | TIED_ADAPTERS)[case])
         for merge_it in (False, True):
             run = lora_ranks.merged_logits if merge_it else lora_ranks.logits
+            if merge_it and case == "embedding-adapted":
+                with pytest.raises(Exception, match="as mindspeed merge-lora writes them"):
+                    ranks(1, run, str(base), str(adapter), setup=SETUP)
+                continue
             found = ranks(1, run, str(base), str(adapter), setup=SETUP)[0]
             with torch.no_grad():
                 expected = model.eval()(lora_ranks.batch()[0]).logits
             torch.testing.assert_close(found, expected, rtol=0, atol=3e-5)
-    base, adapter, _ = made(tmp_path / "whole", *MERGED["whole-layers"])
-    with pytest.raises(Exception, match="modules_to_save has") as refused:
-        ranks(1, lora_ranks.logits, str(base), str(adapter), setup=SETUP)
-    assert "mindspeed merge-lora" in str(refused.value)
-    options = {"target_modules": ["q_proj"], **TIED["embedding-alone"]}
-    base, adapter, _ = made(tmp_path / "tied", {"tie_word_embeddings": True}, options)
-    with pytest.raises(Exception, match="unties the embedding"):
+    base, adapter, _ = made(tmp_path / "tied", *TIED["embedding-alone"])
+    with pytest.raises(Exception, match=r"unties the embedding.*mindspeed merge-lora"):
         ranks(1, lora_ranks.logits, str(base), str(adapter), setup=SETUP)
 
 
@@ -168,11 +237,6 @@ OTHER_VALUES = {
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        *(
-            ({name: OTHER_VALUES.get(name, True)}, f"{name} = .* is not supported")
-            for name, field in FIELDS.items()
-            if field.role == "fixed"
-        ),
         *(({"init_lora_weights": how}, how) for how in ("olora", "pissa_niter_4", "loftq")),
         ({"a_new_kind": {"x": 1}}, "a_new_kind = .* is not known"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj|rank_pattern"),
@@ -183,18 +247,12 @@ OTHER_VALUES = {
         ({"layers_to_transform": [1]}, "layers_to_transform .* does not name"),
         ({"target_modules": ["v_proj"]}, "target_modules .* does not name"),
         ({"exclude_modules": ["q_proj"]}, "exclude_modules .* names"),
+        ({"lora_bias": True}, "lora_B.bias and lora_bias belong together"),
     ],
 )
 def test_what_changes_an_adapter_and_is_not_read_is_refused(values, message, tmp_path):
-    from safetensors.torch import save_file
-
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "old_key": None, **values}
-    (tmp_path / peft.CONFIG).write_text(json.dumps(config))
-    name = peft.PREFIX + "model.layers.0.self_attn.q_proj.lora_{}.weight"
-    tensors = {name.format("A"): torch.ones(4, 8), name.format("B"): torch.zeros(8, 4)}
-    save_file(tensors, tmp_path / peft.WEIGHTS)
     with pytest.raises(CheckpointError, match=message):
-        peft.read(tmp_path)
+        written(tmp_path, **values)
 
 
 def test_pissa_written_as_a_plain_adapter_merges_like_pefts(tmp_path):
@@ -222,11 +280,7 @@ def test_pissa_written_as_a_plain_adapter_merges_like_pefts(tmp_path):
 
 def test_a_tied_embedding_that_is_trained_whole_is_written_tied(tmp_path):
     """Ours is one parameter at both ends; peft's would be trained apart without the key."""
-    base, adapter, _ = made(
-        tmp_path,
-        {"tie_word_embeddings": True},
-        {"target_modules": ["q_proj"], **TIED["both-as-one"]},
-    )
+    base, adapter, _ = made(tmp_path, *TIED["both-as-one"])
     files, shape = peft.read(adapter), formats.open_weights(base).shape
     family = FAMILIES["llama"]
     tensors = peft.whole_tensors(files, shape)
