@@ -5,7 +5,7 @@
     mindspeed plan --cluster h100 --devices 64 --model llama3-8b --bf16 --seq-length 8192 \\
         --global-batch-size 256 --out plan
     mindspeed plan --check --cluster ascend-910b --config my.yaml --nproc 64
-    mindspeed plan --check --memory-limit 60GiB -- --model llama3-8b --bf16 --nproc 8
+    mindspeed plan --check --memory-limit 60GiB -- --model llama3-8b --bf16 --seq-length 8192
 
 With a model first - a name of ``mindspeed models``, or a folder with a config.json - it answers for
 pretraining, full fine-tuning and LoRA: does it fit, how fast, with which flags. What is not said is
