@@ -19,6 +19,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.inference.sampling import Constraint
+from mindspeed.parsing import parse_json
 
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -63,7 +64,7 @@ class Grammars:
         else:
             schema = {"type": "object"}
             if constraint.kind == "json_schema":
-                schema = _closed(json.loads(constraint.text))
+                schema = _closed(parse_json(constraint.text, constraint.kind))
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_LAYOUT)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
