@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     variables = parse_object(args.chat_template_kwargs, "--chat-template-kwargs")
 
     def body(generator: TextGenerator) -> None:
+        from mindspeed.inference.answers.call_formats import format_of
         from mindspeed.inference.load import sampling_defaults
-        from mindspeed.inference.server.call_formats import format_of
         from mindspeed.inference.server.connections import ConnectionLimits
         from mindspeed.inference.server.middleware import RequestLimits
         from mindspeed.inference.server.run import Address, ServeOptions, serve

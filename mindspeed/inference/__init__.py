@@ -8,6 +8,7 @@ sampling, beam_search next tokens from logits
 text_stream           tokens -> text, incrementally, with stop strings
 continuous_batching   requests that enter and leave a running batch
 loglikelihood         log-probabilities of given continuations
+answers               prompts of conversations; reasoning, content and calls of the answers
 chat, conversation    chat on a terminal
 server                OpenAI-compatible HTTP server
 parallel_groups       communication between the ranks

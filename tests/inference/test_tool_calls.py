@@ -15,8 +15,9 @@ needs("megatron.core", "fastapi", "openai")
 
 from mindspeed.data import hf_template
 from mindspeed.errors import DataError
-from mindspeed.inference.server.answer_parser import AnswerParser, parser_of
-from mindspeed.inference.server.call_formats import FORMATS, REASONING, format_of, reasoning_of
+from mindspeed.inference.answers.call_formats import FORMATS, REASONING, format_of, reasoning_of
+from mindspeed.inference.answers.parser import AnswerParser
+from mindspeed.inference.answers.question import Question
 from tests.inference import tiny_chat, tool_ranks
 
 load = Lazy("mindspeed.inference.load")
@@ -206,9 +207,9 @@ def test_what_a_published_template_writes_is_read(name, why):
         text = text[shared:]
         for stop in ("<|im_end|>", "<|call|>", "<|return|>"):
             text = text.partition(stop)[0]
-        thinking = prompt[:shared].rstrip().endswith("<think>")
+        question = Question(prompt[:shared], False, form, reasoning_of(source), tools, ())
         for size in (1, 2, 7, 1000):
-            choice = responses.Choice(parser=parser_of(form, reasoning_of(source), thinking, tools))
+            choice = responses.Choice(parser=question.parser())
             for at in range(0, len(text), size):
                 choice.read(text[at : at + size], None)
             choice.read("", "stop")
@@ -225,9 +226,8 @@ def test_what_a_published_template_writes_is_read(name, why):
 
 
 def read_channels(text, size, offered=True):
-    choice = responses.Choice(
-        parser=parser_of(format_of("", "gpt_oss"), None, False, [1][:offered])
-    )
+    question = Question("", False, format_of("", "gpt_oss"), None, [1][:offered], ())
+    choice = responses.Choice(parser=question.parser())
     for at in range(0, len(text), size):
         choice.read(text[at : at + size], None)
     choice.read("", "stop")

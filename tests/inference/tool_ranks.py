@@ -24,11 +24,11 @@ def talk(
     from starlette.testclient import TestClient
 
     from mindspeed.data import hf_template
+    from mindspeed.inference.answers.call_formats import format_of
     from mindspeed.inference.conversation import template_of
     from mindspeed.inference.load import Source, load_model, sampling_defaults
     from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.server.app import Service, create_app
-    from mindspeed.inference.server.call_formats import format_of
     from mindspeed.inference.server.engine import Engine
     from mindspeed.inference.server.middleware import RequestLimits
     from mindspeed.inference.text_generator import TextGenerator

@@ -19,16 +19,11 @@ from starlette.exceptions import HTTPException
 
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.inference.answers.call_formats import CallFormat
+from mindspeed.inference.answers.parts import Part
+from mindspeed.inference.answers.question import question_of
 from mindspeed.inference.continuous_batching import CachedPrompt, PromptScores
 from mindspeed.inference.generate import TokenScores, check_prompts
-from mindspeed.inference.server.answer_parser import parser_of
-from mindspeed.inference.server.answer_parts import Part
-from mindspeed.inference.server.call_formats import (
-    JSON_LIST,
-    CallFormat,
-    ChannelFormat,
-    reasoning_of,
-)
 from mindspeed.inference.server.engine import (
     Engine,
     EngineFailed,
@@ -155,28 +150,22 @@ def _chat_job(service: Service, body: ChatRequest) -> tuple[GenerationJob, list[
         template = service.template.with_variables(body.template_variables)
     except ConfigError as error:
         raise ApiError(400, str(error), param="chat_template_kwargs") from error
-    text, calls = template.prompt(messages, tools), service.calls
-    channels = isinstance(calls, ChannelFormat)
-    reasoning = None if channels else reasoning_of(template.source)
-    if body.constraint is not None:  # the answer is what the grammar says from its first token on
-        text += calls.answer_header if calls else ""
-        calls, reasoning = JSON_LIST if body.demands_call else None, None
-    elif not tools and not channels:
-        calls = None
-    prompt = service.generator.encode(text, start=template.plain)
+    question = question_of(
+        template,
+        messages,
+        service.calls,
+        tools,
+        constrained=body.constraint is not None,
+        demands_call=body.demands_call,
+    )
+    prompt = service.generator.encode(question.text, start=question.plain)
     available = service.generator.context_length - len(prompt)
     tokens = body.max_completion_tokens or body.max_tokens
     tokens = tokens or max(1, min(service.max_tokens, available))
     logprobs = body.top_logprobs if body.logprobs else None
-    shown = (*(calls.shown if calls else ()), *(reasoning or ()))
-    stop = (*template.stop, *(calls.stops if calls else ()))
-    job = _job(service, body, [prompt], tokens, logprobs, stop, shown)
-    thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
+    job = _job(service, body, [prompt], tokens, logprobs, question.stop, question.shown)
     limit = None if body.parallel_tool_calls else 1
-    return job, [
-        Choice(parser=parser_of(calls, reasoning, thinking, tools), calls=limit)
-        for _ in range(body.n)
-    ]
+    return job, [Choice(parser=question.parser(), calls=limit) for _ in range(body.n)]
 
 
 def _check(service: Service, body: ModelRequest) -> None:

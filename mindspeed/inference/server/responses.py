@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed.inference.answers.harmony import ChannelReader
+from mindspeed.inference.answers.parser import AnswerParser
+from mindspeed.inference.answers.parts import Part, call_of, message_of
 from mindspeed.inference.generate import TokenScores
-from mindspeed.inference.server.answer_parser import AnswerParser
-from mindspeed.inference.server.answer_parts import Part
-from mindspeed.inference.server.harmony import ChannelReader
 from mindspeed.inference.text_generator import TextGenerator
 from mindspeed.inference.text_stream import TextStream
 
@@ -48,27 +48,8 @@ class Choice:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer. A call that was cut off, or is not valid, is content."""
-        content = reasoning = ""
-        calls: dict[int, dict[str, Any]] = {}
-        for part in self.parts:
-            if part.kind == "name":
-                calls[part.call] = call_of(part)
-            elif part.kind == "arguments":
-                calls[part.call]["function"]["arguments"] += part.text
-            elif part.kind == "reasoning":
-                reasoning += part.text
-            else:
-                calls.pop(part.call if part.kind == "rejected" else -1, None)
-                content += part.text
-        found: dict[str, Any] = {"role": "assistant", "content": content}
-        if reasoning:
-            found["reasoning_content"] = reasoning
-        if calls:
-            found["tool_calls"] = list(calls.values())
-        if not content and (reasoning or calls):
-            found["content"] = None
-        return found
+        """The answer."""
+        return message_of(self.parts)
 
     def delta(self, part: Part) -> dict[str, Any] | None:
         """A part in a stream. What has been sent of a call that is not valid stays sent."""
@@ -81,11 +62,6 @@ class Choice:
             return {"reasoning_content": part.text}
         begun = ("name", part.call) in [(other.kind, other.call) for other in self.parts]
         return None if part.kind == "rejected" and begun else {"content": part.text}
-
-
-def call_of(part: Part) -> dict[str, Any]:
-    """A call that begins."""
-    return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
 
 
 class Writer:

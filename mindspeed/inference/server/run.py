@@ -12,10 +12,10 @@ from typing import Any
 import uvicorn
 
 from mindspeed.data.chat_template import ChatTemplate
+from mindspeed.inference.answers.call_formats import CallFormat
 from mindspeed.inference.parallel_groups import Rank0Broadcast
 from mindspeed.inference.prefix_cache import why_not_shared
 from mindspeed.inference.server.app import Service, create_app
-from mindspeed.inference.server.call_formats import CallFormat
 from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
 from mindspeed.inference.server.engine import Engine, follow
 from mindspeed.inference.server.middleware import RequestLimits

@@ -1,13 +1,14 @@
-"""The parts of an answer, and what all readers of calls have in common."""
+"""The parts of an answer, their message, and what all readers of calls have in common."""
 
 from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mindspeed.inference.server.call_formats import CallFormat
+from mindspeed.inference.answers.call_formats import CallFormat
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,35 @@ class Part:
     text: str
     call: int = 0
     id: str = ""
+
+
+def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """The message of a whole answer. A call that was cut off, or is not valid, is content."""
+    content = reasoning = ""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.kind == "name":
+            calls[part.call] = call_of(part)
+        elif part.kind == "arguments":
+            calls[part.call]["function"]["arguments"] += part.text
+        elif part.kind == "reasoning":
+            reasoning += part.text
+        else:
+            calls.pop(part.call if part.kind == "rejected" else -1, None)
+            content += part.text
+    found: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        found["reasoning_content"] = reasoning
+    if calls:
+        found["tool_calls"] = list(calls.values())
+    if not content and (reasoning or calls):
+        found["content"] = None
+    return found
+
+
+def call_of(part: Part) -> dict[str, Any]:
+    """A call that begins."""
+    return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
 
 
 class CallReader(ABC):

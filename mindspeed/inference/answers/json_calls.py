@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed.inference.server.answer_parts import CallReader, Part
-from mindspeed.inference.server.call_formats import JsonFormat
+from mindspeed.inference.answers.call_formats import JsonFormat
+from mindspeed.inference.answers.parts import CallReader, Part
 from mindspeed.parsing import decode_json
 
 _WITH_NAME = re.compile(

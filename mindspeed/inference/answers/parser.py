@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed.inference.server.answer_parts import CallReader, Part
-from mindspeed.inference.server.call_formats import (
+from mindspeed.inference.answers.call_formats import (
     CallFormat,
-    ChannelFormat,
     JsonFormat,
     TaggedFormat,
 )
-from mindspeed.inference.server.harmony import ChannelReader
-from mindspeed.inference.server.json_calls import JsonCalls
-from mindspeed.inference.server.tagged_calls import TaggedCalls
+from mindspeed.inference.answers.json_calls import JsonCalls
+from mindspeed.inference.answers.parts import CallReader, Part
+from mindspeed.inference.answers.tagged_calls import TaggedCalls
 from mindspeed.inference.text_stream import partial_stop_length
 
 
@@ -146,15 +144,3 @@ def _reader(form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> CallReader:
         return TaggedCalls(form, tools)
     assert isinstance(form, JsonFormat)
     return JsonCalls(form)
-
-
-def parser_of(
-    form: CallFormat | None,
-    reasoning: tuple[str, str] | None,
-    thinking: bool,
-    tools: Sequence[Mapping[str, Any]],
-) -> AnswerParser | ChannelReader:
-    """What reads an answer of a chat; arguments as those of :class:`AnswerParser`."""
-    if isinstance(form, ChannelFormat):
-        return ChannelReader(form, bool(tools))
-    return AnswerParser(form if tools else None, reasoning, thinking, tools)

@@ -19,8 +19,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed.inference.server.answer_parts import CallReader, Part
-from mindspeed.inference.server.call_formats import TaggedFormat
+from mindspeed.inference.answers.call_formats import TaggedFormat
+from mindspeed.inference.answers.parts import CallReader, Part
 from mindspeed.inference.text_stream import partial_stop_length
 from mindspeed.parsing import decode_json
 

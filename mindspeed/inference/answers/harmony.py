@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mindspeed.inference.server.answer_parts import CallReader, Part
-from mindspeed.inference.server.call_formats import ChannelFormat
+from mindspeed.inference.answers.call_formats import ChannelFormat
+from mindspeed.inference.answers.parts import CallReader, Part
 from mindspeed.inference.text_stream import partial_stop_length
 from mindspeed.parsing import decode_json
 
