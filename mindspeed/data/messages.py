@@ -8,7 +8,8 @@ or a message of the role ``function_call``) with their results (role ``tool``, `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from mindspeed.data import tools
@@ -143,3 +144,18 @@ def _joined(content: Any, where: str) -> str:
     if content is None:
         raise ValueError(f"{where!r} has no content (null); an empty text is ''")
     return text_of(content, where)
+
+
+def remarks_on(messages: Conversation) -> Iterator[str]:
+    """Yield what is unusual in a conversation that is trained as it stands."""
+    roles = [message["role"] for message in messages if message["role"] != "system"]
+    if roles and roles[0] == "assistant":
+        yield "conversations begin with an answer"
+    if any(one == other and one != "tool" for one, other in pairwise(roles)):
+        yield "conversations have two questions, or two answers, in a row"
+    if any(message["role"] == "system" for message in messages[1:]):
+        yield "conversations have a system message that is not the first one"
+    for message in messages:
+        said = ("content", "reasoning_content", "tool_calls")
+        if message["role"] == "assistant" and not any(message.get(name) for name in said):
+            yield "answers are empty: their end alone is trained"

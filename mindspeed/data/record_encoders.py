@@ -21,6 +21,7 @@ from mindspeed.data import handlers, templates
 from mindspeed.data.chat_template import ChangedAnswerError, ChatTemplate, Rendered, Tools
 from mindspeed.data.file_formats import Block
 from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
+from mindspeed.data.messages import remarks_on
 from mindspeed.data.preprocess_options import PreprocessOptions
 from mindspeed.data.record_fields import Fields, unused_column, unused_columns
 from mindspeed.data.sentence_splitting import sentences
@@ -199,6 +200,7 @@ class ConversationEncoder:
                 raise ValueError("the conversation has no message of the assistant")
             for message in messages:
                 _unicode(message["content"], message["role"])
+            remarks.update(remarks_on(messages))
             try:
                 self._template.check(messages, fields.tools)
                 found += self._render_parts(messages, fields.tools, remarks)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mindspeed.data import handlers, templates
+from mindspeed.data.messages import remarks_on
 from mindspeed.errors import ConfigError
 
 MOSS = {
@@ -309,3 +310,30 @@ def test_columns_that_no_handler_reads_are_refused_by_name(record):
         else "the first record has nothing",
     ):
         handlers.of_record(record)
+
+
+ORDERS = {
+    "user assistant": [],
+    "system user assistant user assistant": [],
+    "user call tool tool assistant": [],
+    "assistant user assistant": ["conversations begin with an answer"],
+    "user user assistant": ["conversations have two questions, or two answers, in a row"],
+    "user assistant assistant": ["conversations have two questions, or two answers, in a row"],
+    "user system assistant": ["conversations have a system message that is not the first one"],
+    "user empty": ["answers are empty: their end alone is trained"],
+    "user empty user empty": ["answers are empty: their end alone is trained"] * 2,
+    "user thought": [],
+    "system": [],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_unusual_conversations_are_counted(order):
+    kinds = {
+        "call": {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+        "empty": {"role": "assistant", "content": ""},
+        "thought": {"role": "assistant", "content": "", "reasoning_content": "so"},
+    }
+    messages = [kinds.get(kind, {"role": kind, "content": "x"}) for kind in order.split()]
+    assert list(remarks_on(messages)) == ORDERS[order]
