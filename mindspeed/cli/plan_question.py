@@ -13,8 +13,8 @@ from rich.console import Console
 
 from mindspeed.cli import plan_run
 from mindspeed.cli.plan_output import bytes_unit, new_table, print_whole
-from mindspeed.cli.plan_run import command, interruptible, launch_words, progress
-from mindspeed.cli.plan_search import NOTHING_FITS, print_plan, write_page, write_plans
+from mindspeed.cli.plan_run import command, interruptible, launch_words
+from mindspeed.cli.plan_search import NOTHING_FITS, print_plan, search, write_page, write_plans
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
 
@@ -71,8 +71,7 @@ def run_question(own: argparse.Namespace, model: str, flags: Sequence[str]) -> i
     with interruptible() as stop:
         for purpose in (PURPOSES[one] for one in purposes):
             assumed, words = job_words(purpose, name, model_flags, flags, devices)
-            with progress(f"{purpose.title}: measuring signatures") as tell:
-                plan = _plan(own, words, devices, tell)
+            plan = search(own, words, devices, f"{purpose.title}: ")
             answers.append(Answer(purpose, tuple(words), tuple(assumed), plan))
             if plan.interrupted:
                 break
@@ -101,23 +100,6 @@ def _line(model: str, answer: Answer, launch: str | None, layout: Layout) -> str
     """The command line that trains in a layout."""
     flags = plan_run.job_of(answer.flags).flags(layout.overrides())
     return command((), answer.purpose.to_type(model, flags), launch, answer.purpose.command)
-
-
-def _plan(own: argparse.Namespace, words: Sequence[str], devices: int, tell: Any) -> SearchResult:
-    from mindspeed.planner.search.plan import plan
-
-    return plan(
-        words,
-        own.cluster,
-        devices=devices,
-        top=own.top or 5,
-        fix=own.fix or {},
-        search=own.search,
-        memory_limit=own.memory_limit,
-        jobs=own.jobs,
-        cache=own.cache,
-        progress=tell,
-    )
 
 
 def _print(own: argparse.Namespace, model: str, answers: Sequence[Answer]) -> None:

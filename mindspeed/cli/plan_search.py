@@ -68,7 +68,7 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
     plans: list[SearchResult] = []
     with interruptible() as stop:
         for devices in own.devices or (None,):
-            plans.append(_search(own, flags, devices))
+            plans.append(search(own, flags, devices))
             if plans[-1].interrupted:
                 break
     measured = None
@@ -109,11 +109,21 @@ def _data(plans: Sequence[SearchResult], measured: Measurements | None, several:
     return found if several else found[0]
 
 
-def _search(own: argparse.Namespace, flags: Sequence[str], devices: int | None) -> SearchResult:
+def search(
+    own: argparse.Namespace, flags: Sequence[str], devices: int | None, title: str = ""
+) -> SearchResult:
+    """Search once, with a progress bar.
+
+    Args:
+        own: flags of the command.
+        flags: of the job.
+        devices: number of ranks; None: that of the job.
+        title: begins the bar.
+    """
     plan_run.install_adaptor()
     from mindspeed.planner.search.plan import plan
 
-    with progress("measuring signatures") as tell:
+    with progress(f"{title}measuring signatures") as tell:
         return plan(
             flags,
             own.cluster,

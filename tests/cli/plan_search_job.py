@@ -30,6 +30,7 @@ class Priced:
     mfu: float = 0.4321
     tokens_per_second_per_device: float = 1234.4
     limit: str = "matrix products"
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 FLAGS = ("--model", "llama2-7b", "--bf16", "--tensor-model-parallel-size", "2",

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -17,33 +17,15 @@ from mindspeed.planner.interval import JobKind, interval_of
 from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.search.page import html_of
 from mindspeed.planner.search.result import Candidate, Closest, SearchResult
+from tests.cli.plan_search_job import GIB, Priced, Rank
 
-GIB = 2**30
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@dataclass(frozen=True)
-class Rank:
-    static: dict[str, int]
-    activations: int
-
-
-@dataclass(frozen=True)
-class Priced:
-    seconds: float
-    peak_bytes: int
-    ranks: tuple[Rank, ...]
-    bubble: float = 0.125
-    mfu: float = 0.25
-    tokens_per_second_per_device: float = 1234.4
-    limit: str = "compute"
-    parts: dict[str, float] = field(default_factory=dict)
 
 
 def priced(layout: Layout, seconds: float, gib: int) -> tuple[Layout, Priced]:
     ranks = tuple(Rank({"weights": GIB}, (gib - 1) * GIB) for _ in range(layout.pp))
     parts = {"computation": 0.75 * seconds, "bubble of the pipeline": 0.25 * seconds}
-    return layout, Priced(seconds, gib * GIB, ranks, parts=parts)
+    return layout, Priced(seconds, gib * GIB, ranks=ranks, parts=parts)
 
 
 BASE = Layout(16, 16, recompute=Recompute())
