@@ -30,7 +30,7 @@ HELP = "chat with a model"
 
 
 def add_template_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the chat template, shared with ``serve``."""
+    """Add the flags of the chat template, shared with ``generate`` and ``serve``."""
     add = parser.add_argument_group("conversation").add_argument
     add(
         "--prompt-type",
@@ -48,6 +48,13 @@ def add_template_arguments(parser: argparse.ArgumentParser) -> None:
         default="{}",
         metavar="JSON",
         help="variables of the tokenizer's template, such as '{\"enable_thinking\": false}'",
+    )
+    add(
+        "--tool-call-parser",
+        default="auto",
+        metavar="NAME",
+        help="how the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3, "
+        "deepseek_v31, qwen3_coder, glm45, gpt_oss (default: auto, by its chat template)",
     )
 
 
@@ -73,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum number of earlier turns in the prompt (default: all that fit)",
     )
+    add("--hide-reasoning", action="store_true", help="print answers without their reasoning")
     add_sampling_arguments(parser)
 
 
@@ -83,11 +91,15 @@ def run(args: argparse.Namespace) -> int:
     variables = parse_object(args.chat_template_kwargs, "--chat-template-kwargs")
 
     def body(generator: TextGenerator) -> None:
+        from mindspeed.inference.answers.call_formats import format_of
         from mindspeed.inference.chat import run_chat
-        from mindspeed.inference.conversation import Conversation, template_of, with_stops
+        from mindspeed.inference.conversation import Conversation, template_of
 
         template = template_of(generator, name).with_variables(variables)
-        conversation = Conversation(generator, template, args.system or "", args.history_turns)
-        run_chat(generator, conversation, with_stops(options, template))
+        calls = format_of(template.source, args.tool_call_parser)
+        conversation = Conversation(
+            generator, template, args.system or "", args.history_turns, calls
+        )
+        run_chat(generator, conversation, options, not args.hide_reasoning)
 
     return run_model("chat", args, body)

@@ -2,6 +2,7 @@
 
     mindspeed generate --load runs/quickstart/checkpoints --prompt "The import statement"
     mindspeed generate --load hf:models/llama2-7b --tp 2 --pp 2 --greedy --prompt-file prompts.txt
+    mindspeed generate --load hf:models/qwen3-8b --messages chat.jsonl --json
     mindspeed generate --load DIR --num-beams 4 --num-return-sequences 2 --prompt "Once upon a"
 
 The tokenizer and the shape of the model come from the checkpoint, whatever layout it was trained
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mindspeed.cli.chat import add_template_arguments, template_name
 from mindspeed.cli.inference_flags import (
     add_model_arguments,
     add_sampling_arguments,
@@ -24,7 +28,7 @@ from mindspeed.cli.inference_flags import (
 )
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.inference.sampling import Constraint, SamplingOptions
-from mindspeed.parsing import read_json
+from mindspeed.parsing import parse_object, read_json
 from mindspeed.ranges import number, whole
 
 if TYPE_CHECKING:
@@ -38,7 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be repeated")
     add("--prompt-file", type=Path, metavar="FILE", help="one prompt a line, instead of --prompt")
+    add(
+        "--messages",
+        type=Path,
+        metavar="FILE",
+        help="answer conversations instead: .json or .jsonl, each with messages, and perhaps tools "
+        "and chat_template_kwargs",
+    )
+    add("--json", action="store_true", help="print a JSON object a line for every text or answer")
     add("--batch-size", type=whole(1), default=16, help="prompts in one pass")
+    add_template_arguments(parser)
     add_sampling_arguments(parser)
     add("--num-beams", type=whole(1), default=1, help="sequences a beam search follows")
     add("--num-return-sequences", type=whole(1), default=1, help="texts for each prompt")
@@ -58,10 +71,63 @@ def run(args: argparse.Namespace) -> int:
         recompute=args.recompute,
         constraint=_constraint(args),
     )
+    if args.messages is not None:
+        return _answer(args, options)
+    if unused := [flag for flag, used in _template_flags(args).items() if used]:
+        raise ConfigError(f"{unused[0]} is for conversations: give them with --messages FILE")
     texts = _prompts(args)
     return run_model(
-        "generate", args, lambda generator: _print_all(generator, texts, options, args.batch_size)
+        "generate", args, lambda generator: _print_all(generator, texts, options, args)
     )
+
+
+def _template_flags(args: argparse.Namespace) -> dict[str, bool]:
+    """The flags of conversations, and whether they are given."""
+    return {
+        "--prompt-type": args.prompt_type is not None,
+        "--hf-chat-template": args.hf_chat_template,
+        "--chat-template-kwargs": args.chat_template_kwargs != "{}",
+        "--tool-call-parser": args.tool_call_parser != "auto",
+    }
+
+
+def _answer(args: argparse.Namespace, options: SamplingOptions) -> int:
+    """Answer the conversations of ``--messages``."""
+    if args.prompt or args.prompt_file:
+        raise ConfigError("give either --messages or prompts")
+    from mindspeed.inference.messages import read_conversations
+
+    conversations, name = read_conversations(args.messages), template_name(args)
+    variables = parse_object(args.chat_template_kwargs, "--chat-template-kwargs")
+
+    def body(generator: TextGenerator) -> None:
+        import torch.distributed as dist
+
+        from mindspeed.inference.answers.call_formats import format_of
+        from mindspeed.inference.conversation import template_of
+        from mindspeed.inference.messages import answer_all, remarks_of
+
+        template = template_of(generator, name).with_variables(variables)
+        calls = format_of(template.source, args.tool_call_parser)
+        found = answer_all(generator, template, conversations, options, args.batch_size, calls)
+        if dist.get_rank() == 0:
+            for remark in remarks_of(conversations):
+                print(remark, file=sys.stderr)
+            for answer in chain(*found):
+                print(_line(answer) if args.json else _readable(answer))
+
+    return run_model("generate", args, body)
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _readable(answer: Mapping[str, Any]) -> str:
+    """An answer for a reader: its reasoning, its content, its calls; a line below."""
+    calls = [_line(call["function"]) for call in answer.get("tool_calls", ())]
+    parts = (answer.get("reasoning_content"), answer["content"], "\n".join(calls))
+    return "\n\n".join(part for part in parts if part) + "\n" + "-" * 40
 
 
 def _constraint(args: argparse.Namespace) -> Constraint | None:
@@ -76,7 +142,7 @@ def _constraint(args: argparse.Namespace) -> Constraint | None:
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     if bool(args.prompt) == bool(args.prompt_file):
-        raise ConfigError("give --prompt TEXT (may be repeated) or --prompt-file FILE")
+        raise ConfigError("give --prompt TEXT (may be repeated), --prompt-file or --messages FILE")
     if args.prompt:
         return list(args.prompt)
     if not args.prompt_file.is_file():
@@ -86,13 +152,16 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _print_all(
-    generator: TextGenerator, texts: Sequence[str], options: SamplingOptions, batch_size: int
+    generator: TextGenerator,
+    texts: Sequence[str],
+    options: SamplingOptions,
+    args: argparse.Namespace,
 ) -> None:
     """Print every prompt with its continuations on rank 0. Collective."""
     import torch.distributed as dist
 
     prints = dist.get_rank() == 0
-    if len(texts) == options.num_return_sequences == options.num_beams == 1:
+    if len(texts) == options.num_return_sequences == options.num_beams == 1 and not args.json:
         if prints:
             print(texts[0], end="", flush=True)
         for chunk in generator.stream(texts, options):
@@ -101,9 +170,12 @@ def _print_all(
         if prints:
             print()
         return
-    results = generator.generate(texts, options, batch_size, share=True)
+    results = generator.generate(texts, options, args.batch_size, share=True)
     for text, completions in zip(texts, results, strict=True):
         for completion in completions:
-            if prints:
+            if prints and args.json:
+                content = {"prompt": text, "text": completion.text}
+                print(_line({**content, "finish_reason": completion.finish}))
+            elif prints:
                 print(text + completion.text)
                 print("-" * 40)

@@ -44,13 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--port", type=whole(0, 65535), default=8000, help="port")
     add(
-        "--tool-call-parser",
-        default="auto",
-        metavar="NAME",
-        help="how the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3, "
-        "deepseek_v31, qwen3_coder, glm45, gpt_oss (default: auto, by its chat template)",
-    )
-    add(
         "--generation-config",
         choices=("auto", "none"),
         default="auto",

@@ -93,14 +93,15 @@ def _continue(generator: TextGenerator, number: int, args: argparse.Namespace) -
 
 def _talk(generator: TextGenerator, args: argparse.Namespace) -> None:
     """Task 6: chat."""
+    from mindspeed.inference.answers.call_formats import format_of
     from mindspeed.inference.chat import run_chat
-    from mindspeed.inference.conversation import Conversation, template_of, with_stops
+    from mindspeed.inference.conversation import Conversation, template_of
 
     template = template_of(generator, args.prompt_type)
     run_chat(
         generator,
-        Conversation(generator, template, "", None),
-        with_stops(sampling_options(args), template),
+        Conversation(generator, template, calls=format_of(template.source)),
+        sampling_options(args),
     )
 
 

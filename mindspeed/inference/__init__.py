@@ -10,6 +10,7 @@ continuous_batching   requests that enter and leave a running batch
 loglikelihood         log-probabilities of given continuations
 answers               prompts of conversations; reasoning, content and calls of the answers
 chat, conversation    chat on a terminal
+messages              answers to a file of conversations
 server                OpenAI-compatible HTTP server
 parallel_groups       communication between the ranks
 """

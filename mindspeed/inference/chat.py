@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.files import atomic_write_text
+from mindspeed.inference.answers.parts import Part, message_of
+from mindspeed.inference.answers.question import with_ends
 from mindspeed.inference.conversation import Conversation
 from mindspeed.inference.parallel_groups import Rank0Broadcast
 from mindspeed.inference.sampling import SamplingOptions
@@ -28,9 +30,40 @@ clear, new          start a new conversation
 /params NAME=VALUE  change them, for example: /params temperature=0.5 top_p=0.9
 /help               show this text"""
 
+_DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 _QUIT = ("q", "quit", "exit", "/quit", "/exit")
 _CLEAR = ("clear", "new", "/clear", "/new")
 _SHOWN = ("greedy", "temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens", "seed")
+
+
+class _Page:
+    """Prints one answer: its reasoning, an empty line, its content.
+
+    Args:
+        write: Prints a text.
+        dims: Reasoning is dimmed, on a terminal.
+        reasoning: It is printed.
+    """
+
+    def __init__(self, write: Callable[[str], None], dims: bool, reasoning: bool) -> None:
+        self._write, self._dims, self._reasoning = write, dims, reasoning
+        self._kind = ""
+
+    def show(self, part: Part) -> None:
+        """Print a part."""
+        thought = part.kind == "reasoning"
+        if thought and not self._reasoning:
+            return
+        if part.kind != self._kind:
+            self.end()
+            self._write("\n\n" if self._kind else "")
+            self._write(_DIM if thought and self._dims else "")
+            self._kind = part.kind
+        self._write(part.text)
+
+    def end(self) -> None:
+        """The answer, or its part of this kind, has ended."""
+        self._write(_BRIGHT if self._kind == "reasoning" and self._dims else "")
 
 
 class Chat:
@@ -39,11 +72,12 @@ class Chat:
     Args:
         generator: The model.
         conversation: The history.
-        options: Sampling options, including the template's stop strings.
+        options: Sampling options.
         control: Broadcasts lines from rank 0.
         lines: User input, on rank 0.
         out: Output, on rank 0.
-        interactive: Print ``You >>`` and ``Model >>``.
+        interactive: Print ``You >>`` and ``Model >>``, and reasoning dimmed.
+        reasoning: Print reasoning.
     """
 
     def __init__(
@@ -55,10 +89,12 @@ class Chat:
         lines: Iterator[str],
         out: TextIO,
         interactive: bool = False,
+        reasoning: bool = True,
     ) -> None:
         self._generator, self._conversation = generator, conversation
         self._options, self._control = options, control
         self._lines, self._out, self._interactive = lines, out, interactive
+        self._reasoning = reasoning
 
     def run(self) -> None:
         """Chat until the user quits or the input ends. Collective."""
@@ -96,15 +132,19 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         options = replace(self._options, seed=self._options.seed + len(self._conversation.history))
-        tokens = self._conversation.add_user_message(question, options)
+        tokens, asked = self._conversation.add_user_message(question, options)
         if self._interactive:
             self._print("Model >> ")
-        text = ""
-        for chunk in self._generator.stream([tokens], options):
-            self._print(chunk.text)
-            text += chunk.text
+        parser, parts = asked.parser(), list[Part]()
+        page = _Page(self._print, self._interactive, self._reasoning)
+        for chunk in self._generator.stream([tokens], with_ends(options, [asked])):
+            found = parser.push(chunk.text) + (parser.finish() if chunk.finish else [])
+            for part in found:
+                page.show(part)
+            parts += found
+        page.end()
         self._print("\n")
-        self._conversation.add_assistant_message(text.strip())
+        self._conversation.add_answer(message_of(parts))
 
     def _save(self, path: str) -> None:
         if not path:
@@ -158,9 +198,12 @@ def lines_of(stream: TextIO) -> Iterator[str]:
 
 
 def run_chat(
-    generator: TextGenerator, conversation: Conversation, options: SamplingOptions
+    generator: TextGenerator,
+    conversation: Conversation,
+    options: SamplingOptions,
+    reasoning: bool = True,
 ) -> None:
-    """Chat on standard input and output. Collective."""
+    """Chat on standard input and output; ``reasoning``: print it. Collective."""
     Chat(
         generator,
         conversation,
@@ -169,4 +212,5 @@ def run_chat(
         lines_of(sys.stdin),
         sys.stdout,
         interactive=sys.stdin.isatty() and sys.stdout.isatty(),
+        reasoning=reasoning,
     ).run()

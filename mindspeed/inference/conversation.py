@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed.data import templates
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import DataError
+from mindspeed.inference.answers.call_formats import CallFormat
+from mindspeed.inference.answers.question import Question, question_of
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.inference.text_generator import TextGenerator
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 class Conversation:
@@ -23,6 +24,7 @@ class Conversation:
         template: Chat template.
         system: System message; empty for the template's default.
         turns: Maximum number of question-answer turns in the prompt; None for all that fit.
+        calls: How the model writes calls of tools, and perhaps reasoning; None: in no known way.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class Conversation:
         template: ChatTemplate,
         system: str = "",
         turns: int | None = None,
+        calls: CallFormat | None = None,
     ) -> None:
         self._generator, self._template, self._turns = generator, template, turns
+        self._calls = calls
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.history: list[Message] = []
 
@@ -41,24 +45,26 @@ class Conversation:
         """All messages, the system message first."""
         return [*self._system, *self.history]
 
-    def add_user_message(self, question: str, options: SamplingOptions) -> list[int]:
+    def add_user_message(self, text: str, options: SamplingOptions) -> tuple[list[int], Question]:
         """Add a user message; drop the oldest turns until prompt and answer fit.
 
         Returns:
-            The prompt's ids.
+            The prompt's ids, and what reads its answer.
 
         Raises:
             DataError: The message alone is too long; it is not added.
         """
-        history = [*self.history, {"role": "user", "content": question}]
+        history = [*self.history, {"role": "user", "content": text}]
         keep = len(history) // 2 if self._turns is None else min(self._turns, len(history) // 2)
         while True:
             kept = history[len(history) - 1 - 2 * keep :]
-            tokens = prompt_of(self._generator, self._template, [*self._system, *kept])
+            messages = [*self._system, *map(self._rendered, kept)]
+            question = question_of(self._template, messages, self._calls)
+            tokens = self._generator.encode(question.text, start=question.plain)
             room = self._generator.context_length - options.max_new_tokens
             if len(tokens) <= room:
                 self.history = kept
-                return tokens
+                return tokens, question
             if keep == 0:
                 raise DataError(
                     f"the message is {len(tokens):,} tokens long, {max(room, 0):,} fit: the model "
@@ -67,24 +73,20 @@ class Conversation:
                 )
             keep -= 1
 
-    def add_assistant_message(self, text: str) -> None:
-        """Add the model's answer."""
-        self.history.append({"role": "assistant", "content": text})
+    def _rendered(self, message: Message) -> Message:
+        """A message without reasoning that the template has no place for."""
+        if self._template.not_rendered(message) == "reasoning_content":
+            return {name: message[name] for name in message if name != "reasoning_content"}
+        return message
+
+    def add_answer(self, message: Message) -> None:
+        """Add the model's answer: its content, and its reasoning if there is any."""
+        content = (message["content"] or "").strip()
+        self.history.append({**message, "content": content})
 
     def clear(self) -> None:
         """Drop all messages but the system message."""
         self.history = []
-
-
-def prompt_of(
-    generator: TextGenerator, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
-) -> list[int]:
-    """Token ids of a conversation, ending with the start of the assistant's message.
-
-    Raises:
-        DataError: The template cannot render a message.
-    """
-    return generator.encode(template.prompt(messages), start=template.plain)
 
 
 def template_of(generator: TextGenerator, name: str | None) -> ChatTemplate:
@@ -96,8 +98,3 @@ def template_of(generator: TextGenerator, name: str | None) -> ChatTemplate:
     """
     tokenizer = generator.tokenizer if hasattr(generator.tokenizer, "directory") else None
     return templates.load(name or "hf", tokenizer)
-
-
-def with_stops(options: SamplingOptions, template: ChatTemplate) -> SamplingOptions:
-    """``options`` with the template's stop strings added."""
-    return replace(options, stop=tuple(dict.fromkeys((*options.stop, *template.stop))))

@@ -266,12 +266,14 @@ class TextGenerator:
     def _beam_search(
         self, prompts: Sequence[list[int]], options: SamplingOptions, indices: Sequence[int]
     ) -> list[list[Completion]]:
+        detokenize = self.detokenizer(options.shown)
+
         def text(index: int, tokens: Sequence[int]) -> str:
-            stream = TextStream(self.detokenize, prompts[index], options.stop)
+            stream = TextStream(detokenize, prompts[index], options.stop)
             return "".join(stream.push(token) for token in tokens) + stream.finish()
 
         def should_stop(index: int, tokens: Sequence[int]) -> bool:
-            whole = self.detokenize(tokens)
+            whole = detokenize(tokens)
             return truncate_at_stop(whole, options.stop) != whole
 
         def completion(index: int, hypothesis: Hypothesis) -> Completion:

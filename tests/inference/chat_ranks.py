@@ -13,7 +13,7 @@ def talk(
 ) -> Any:
     """Printed text, messages, and the prompts given to the model."""
     from mindspeed.inference.chat import Chat
-    from mindspeed.inference.conversation import Conversation, template_of, with_stops
+    from mindspeed.inference.conversation import Conversation, template_of
     from mindspeed.inference.load import Source, load_model
     from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.text_generator import TextGenerator
@@ -25,14 +25,14 @@ def talk(
     prompts: list[str] = []
     add_user_message = conversation.add_user_message
 
-    def recorded(*arguments: Any) -> list[int]:
-        tokens = add_user_message(*arguments)
+    def recorded(*arguments: Any) -> Any:
+        tokens, question = add_user_message(*arguments)
         prompts.append(generator.tokenizer.detokenize(tokens))
-        return tokens
+        return tokens, question
 
     conversation.add_user_message = recorded  # type: ignore[method-assign]
     out = io.StringIO()
-    options = with_stops(SamplingOptions(max_new_tokens=new, greedy=True), template)
+    options = SamplingOptions(max_new_tokens=new, greedy=True)
     control = Rank0Broadcast()
     given = iter(lines if control.is_source else ["other ranks read nothing"])
     Chat(generator, conversation, options, control, given, out).run()

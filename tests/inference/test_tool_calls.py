@@ -23,6 +23,7 @@ from tests.inference import tiny_chat, tool_ranks
 load = Lazy("mindspeed.inference.load")
 responses = Lazy("mindspeed.inference.server.responses")
 
+SETUP = "tests.support.warm"
 ARGUMENTS = '{"a": "x}\\"{ é", "b": [1, {"c": null}]}'
 F, G = f'{{"name": "f", "arguments": {ARGUMENTS}}}', '{"name": "g", "parameters": {}}'
 BEGIN, CALL, SEP, END, ALL = FORMATS[3].shown
@@ -280,7 +281,7 @@ def test_openais_client_gets_calls_of_each_models_own_template(ranks, tiny, name
     body = {"messages": [USER], "tools": [tool("f", string), tool("g")]}
     requests = [(answer, body), (answer, {**body, "stream": True})]
     args = (tool_ranks.talk, tiny, template, requests, "auto")
-    ((whole, prompt), (stream, _)) = ranks(1, *args, setup="tests.support.warm")[0]
+    ((whole, prompt), (stream, _)) = ranks(1, *args, setup=SETUP)[0]
     (choice,) = whole["choices"]
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls" and message["reasoning_content"] == "why"
@@ -390,9 +391,7 @@ def test_openais_client_gets_calls_whole_and_streamed(ranks, tiny):
         ("", {"messages": [USER], "tools": [{"type": "function", "function": {}}]}),
         ("<tool_call>{", TOOLS),
     ]
-    (found,) = ranks(
-        1, tool_ranks.talk, tiny, template, requests, "auto", setup="tests.support.warm"
-    )
+    (found,) = ranks(1, tool_ranks.talk, tiny, template, requests, "auto", setup=SETUP)
     whole, stream, one, none, after, still, *refused, broken = found
     (choice,) = whole[0]["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -441,19 +440,15 @@ MISTRAL = (
 def test_special_tokens_of_a_format_are_read_and_unknown_formats_refused(ranks, tiny):
     text = f"[TOOL_CALLS]f{ARGUMENTS}"
     requests = [(text, TOOLS), (text, {"messages": [USER]})]
-    (found,) = ranks(
-        1, tool_ranks.talk, tiny, MISTRAL, requests, "auto", setup="tests.support.warm"
-    )
+    (found,) = ranks(1, tool_ranks.talk, tiny, MISTRAL, requests, "auto", setup=SETUP)
     assert called(found[0][0]["choices"][0]["message"]) == BOTH[:1]
     assert found[1][0]["choices"][0]["message"]["content"] == text.removeprefix("[TOOL_CALLS]")
 
     unknown = MISTRAL.replace("[TOOL_CALLS]", "")
     requests = [("", TOOLS)]
-    (found,) = ranks(
-        1, tool_ranks.talk, tiny, unknown, requests, "auto", setup="tests.support.warm"
-    )
+    (found,) = ranks(1, tool_ranks.talk, tiny, unknown, requests, "auto", setup=SETUP)
     assert "start the server with --tool-call-parser" in found[0][0]
-    (found,) = ranks(1, tool_ranks.talk, tiny, None, requests, "hermes", setup="tests.support.warm")
+    (found,) = ranks(1, tool_ranks.talk, tiny, None, requests, "hermes", setup=SETUP)
     assert "does not render tools" in found[0][0]
 
 
@@ -467,10 +462,68 @@ def test_fields_that_a_request_leaves_out_are_those_of_generation_config(ranks, 
     requests = [("", {**user, "seed": seed, "temperature": None}) for seed in (1, 2)]
     requests += [("", user), ("", {**requests[0][1], "extra_body": {"top_k": 0}})]
     args = (tool_ranks.talk, str(folder), None, requests, "auto")
-    (found,) = ranks(1, *args, setup="tests.support.warm")
+    (found,) = ranks(1, *args, setup=SETUP)
     one, two, greedy, wide = (answer["choices"][0]["message"]["content"] for answer, _ in found)
     assert one == two == greedy != wide  # top_k 1 leaves one token; a request's own value wins
     path.write_text(json.dumps({**given, "top_p": 1.5}))
     with pytest.raises(DataError, match=r"top_p is 1\.5"):
         load.sampling_defaults(folder)
     assert load.sampling_defaults(tmp_path) == {}
+
+
+def thought_and_said(name, why, text):
+    if name == "gptoss":
+        start = "<|start|>assistant<|channel|>final<|message|>"
+        return f"<|channel|>analysis<|message|>{why}<|end|>{start}{text}<|return|>"
+    return f"<think>\n{why}\n</think>\n\n{text}"
+
+
+@pytest.mark.parametrize("name", ["gptoss", "qwen3"])
+def test_a_chat_prints_and_remembers_reasoning_as_such(ranks, tiny, name):
+    template = (trl_templates() / f"{name}.jinja").read_text("utf-8")
+    answers = [thought_and_said(name, "the cat", "on the mat"), thought_and_said(name, "b", "c")]
+    args = (tool_ranks.chat, tiny, template)
+    out, messages, prompts = ranks(1, *args, answers, True, False, setup=SETUP)[0]
+    assert out == "the cat\n\non the mat\nb\n\nc\n"
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "on the mat",
+        "reasoning_content": "the cat",
+    }
+    assert "on the mat" in prompts[1] and "the cat" not in prompts[1]  # as both templates want
+    out = ranks(1, *args, answers[:1], True, True, setup=SETUP)[0][0]
+    assert out == "You >> Model >> \x1b[2mthe cat\x1b[22m\n\non the mat\nYou >> "
+    out, messages, _ = ranks(1, *args, answers[:1], False, False, setup=SETUP)[0]
+    assert out == "on the mat\n" and messages[1]["reasoning_content"] == "the cat"
+
+
+def test_reasoning_that_a_template_does_not_know_is_left_out(ranks, tiny):
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
+    )
+    args = (tool_ranks.chat, tiny, template, ["why\n</think>\n\nso", "x"], True, False)
+    out, messages, prompts = ranks(1, *args, setup=SETUP)[0]
+    assert out == "why\n\nso\nx\n" and messages[1]["reasoning_content"] == "why"
+    assert prompts[1].startswith("user: hello\nassistant: so\nuser: hello\nassistant: ")
+
+
+def test_conversations_of_a_file_are_answered(ranks, tiny, tmp_path):
+    template = (trl_templates() / "qwen3.jinja").read_text("utf-8")
+    answer = f"<think>\nwhy\n</think>\n\nSure.\n<tool_call>\n{F}\n</tool_call>"
+    lines = [{**TOOLS, "id": 7}, {"messages": [USER], "chat_template_kwargs": QUIET}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    args = (tool_ranks.answers_of, tiny, template, str(file), answer)
+    (((first,), (second,)), prompts) = ranks(1, *args, setup=SETUP)[0]
+    assert first["reasoning_content"] == second["reasoning_content"] == "why"
+    assert first["content"] == "Sure." and first["finish_reason"] == "tool_calls"
+    assert called(first) == BOTH[:1]
+    assert second["content"].startswith("Sure.") and "tool_calls" not in second  # none are offered
+    assert second["finish_reason"] == "stop"
+    asked = sorted(prompts, key=len)
+    assert asked[0].endswith("</think>\n\n") and not asked[1].endswith("</think>\n\n")
+    assert "of a test" in asked[1] and "of a test" not in asked[0]
+
+
+QUIET = {"enable_thinking": False}

@@ -17,6 +17,7 @@ from mindspeed.inference.answers.call_formats import (
 )
 from mindspeed.inference.answers.harmony import ChannelReader
 from mindspeed.inference.answers.parser import AnswerParser
+from mindspeed.inference.answers.parts import message_of
 from mindspeed.inference.sampling import SamplingOptions
 
 
@@ -52,6 +53,18 @@ class Question:
         thinking = self.reasoning is not None and self.text.rstrip().endswith(self.reasoning[0])
         assert self.calls is None or isinstance(self.calls, JsonFormat | TaggedFormat)
         return AnswerParser(self.calls, self.reasoning, thinking, self.tools)
+
+    def answer(self, text: str, finish: str) -> dict[str, Any]:
+        """The message of a whole answer, and ``finish_reason``.
+
+        Args:
+            text: The answer.
+            finish: Why it ended, as in :class:`~mindspeed.inference.text_generator.Completion`.
+        """
+        parser = self.parser()
+        message = message_of(parser.push(text) + parser.finish())
+        called = finish == "stop" and "tool_calls" in message
+        return {**message, "finish_reason": "tool_calls" if called else finish}
 
 
 def question_of(
