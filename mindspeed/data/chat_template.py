@@ -16,12 +16,23 @@ CHANGED = (
     "answers are trained as the chat template renders them, without a part (such as reasoning)"
 )
 BEGUN = (
-    "answers begin with text of the chat template (such as an empty block of reasoning); it is "
+    "answers begin with text of the chat template (such as its channel); it is "
     "trained, because the prompt of `mindspeed chat` ends before it"
 )
 OTHER_PROMPT = (
     "answers follow another prompt than the one that the chat template writes to generate"
 )
+
+
+def switched(name: str, on: bool) -> str:
+    """The remark on answers that follow a prompt other than the chat template's default."""
+    what = "with" if on else "without"
+    value = str(on).lower()
+    return (
+        f"conversations {what} reasoning follow the prompt of {name} = {value}: generate so with "
+        f"`mindspeed chat --chat-template-kwargs '{{\"{name}\": {value}}}'`"
+    )
+
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -86,6 +97,23 @@ class ChatTemplate(ABC):
             DataError: the format does not support a role, a content, or what :meth:`check` refuses.
             ChangedAnswerError: an answer to train cannot be trained together with later ones.
         """
+
+    def sample(
+        self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None
+    ) -> Rendered:
+        """Render a conversation to train on: each answer follows the prompt that generates it.
+
+        Args:
+            messages: as of :meth:`render`.
+            tools: as of :meth:`render`.
+            thinking: of which value of the template's switch the prompt is; by default whether the
+                answers to train have reasoning.
+
+        Raises:
+            DataError: as :meth:`render`, or the reasoning of an answer would not be in the text.
+            ChangedAnswerError: an answer to train cannot be trained together with later ones.
+        """
+        return self.render(messages, tools=tools)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         """The text of a conversation up to the start of the assistant's next message.

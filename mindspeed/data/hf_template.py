@@ -6,9 +6,14 @@ transformers, in Jinja's sandbox and in a child process with time and memory lim
 so the template runs twice: once with the answers, once with marks in their place. The text around
 the marks is the format; removing it from the first rendering leaves the answers, even if a template
 strips them or drops the reasoning of earlier turns. What a template writes between the prompt that
-it generates from and an answer (Qwen3: an empty block of reasoning) belongs to the answer: at
-inference the model has to write it. In a template with ``{% generation %}`` tags
-exactly the text between the tags is trained.
+it generates from and an answer (gpt-oss: the channel) belongs to the answer: at inference the model
+has to write it. In a template with ``{% generation %}`` tags exactly the text between the tags is
+trained.
+
+:meth:`JinjaTemplate.render` gives the text of transformers. Samples come from
+:meth:`JinjaTemplate.sample`: each answer to train follows the prompt from which the model generates
+it, with thinking switched on where it has reasoning and off where it has none, if the template has
+such a switch (:mod:`mindspeed.data.reasoning`).
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mindspeed.data import reasoning
 from mindspeed.data.chat_template import (
     BEGUN,
     CHANGED,
@@ -31,6 +38,7 @@ from mindspeed.data.chat_template import (
     Rendered,
     Span,
     Tools,
+    switched,
 )
 from mindspeed.data.hf_tokenizer import check_config, read_config
 from mindspeed.data.jinja_process import JinjaProcess
@@ -44,6 +52,8 @@ _GENERATION_MARKS = (
     "\N{OBJECT REPLACEMENT CHARACTER}end\N{OBJECT REPLACEMENT CHARACTER}",
 )
 _PARTS_OF_ANSWERS = ("tool_calls", "reasoning_content")
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables with which templates switch reasoning on and off."""
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _OURS = ("messages", "tools", "documents", "add_generation_prompt", *_TOKEN_NAMES)
 
@@ -91,8 +101,7 @@ class JinjaTemplate(ChatTemplate):
         known = self._knows("reasoning_content")
         self._reasoning = others[0] if others and not known else ""
         self.special = ()
-        self._header = self._generation_header()
-        self.stop = self._stop()
+        self._examine()
 
     def with_variables(self, variables: Mapping[str, Any]) -> JinjaTemplate:
         if not variables:
@@ -102,9 +111,33 @@ class JinjaTemplate(ChatTemplate):
                 raise ConfigError(f"the chat template {self.name} has no variable {name!r} to set")
         found = copy.copy(self)
         found._variables = {**self._variables, **variables}
-        found._header = found._generation_header()
-        found.stop = found._stop()
+        found._examine()
         return found
+
+    def _examine(self) -> None:
+        """Find out what the template does with examples."""
+        self._example_prompt, self._header = self._generation_prompt()
+        self.stop = self._stop()
+        self._renders_reasoning = self._shows({"content": "a", "reasoning_content": _mark(0)})
+        inline = {"content": f"<think>\n{_mark(0)}\n</think>\n\na"}
+        self._drops_reasoning = not self._renders_reasoning and (
+            reasoning.has_marks(self._header) or not self._shows(inline)
+        )
+        self._thinking: dict[bool, JinjaTemplate] = {}
+        for name in _SWITCHES:
+            if self._knows(name) and name not in self._variables and not self._thinking:
+                ways = {on: self.with_variables({name: on}) for on in (True, False)}
+                if ways[True]._example_prompt != ways[False]._example_prompt:
+                    self._thinking, self._switch = ways, name
+
+    def _shows(self, answer: Message) -> bool:
+        """Whether the first mark is in the text of an answer; so if the example is refused."""
+        question = {"role": "user", "content": "a"}
+        try:
+            (text,) = self._run(False, (), [question, {"role": "assistant", **answer}])
+        except DataError:
+            return True
+        return _mark(0) in text
 
     @property
     def source(self) -> str:
@@ -148,6 +181,107 @@ class JinjaTemplate(ChatTemplate):
         spans = [(a, b + self._stop_length(text[b:])) for a, b in spans]
         return Rendered(text, tuple(spans), remarks=tuple(remarks))
 
+    def sample(
+        self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None
+    ) -> Rendered:
+        if self._renders_reasoning or self._drops_reasoning:
+            messages = [reasoning.with_field(message) for message in messages]
+        if self._marks_answers:
+            return self._sample_marked(messages, tools)
+        kinds = {bool(messages[index].get("reasoning_content")) for index in _trained(messages)}
+        if not self._thinking or not kinds:
+            return self._sample_turns(messages, tools)
+        if len(kinds) > 1 and thinking is None:
+            raise ChangedAnswerError(
+                f"the chat template {self.name} switches thinking on or off for all answers, and "
+                "some of the conversation's have no reasoning"
+            )
+        on = True in kinds if thinking is None else thinking
+        found = self._thinking[on]._sample_turns(messages, tools)
+        if self._thinking[on]._example_prompt == self._example_prompt:
+            return found
+        return replace(found, remarks=(*found.remarks, switched(self._switch, on)))
+
+    def _sample_turns(self, messages: Sequence[Message], tools: Tools) -> Rendered:
+        """A sample in which answers to train follow the prompts that generate them."""
+        if not (
+            reasoning.has_marks(self._header)
+            or any(message.get(name) for message in messages for name in _PARTS_OF_ANSWERS)
+        ):
+            return self.render(messages, tools=tools)
+        found = self._generated(messages, tools) or self._render_turns(messages, tools)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        remarks = list(found.remarks)
+        for index, (start, end) in zip(answers, found.spans, strict=True):
+            if messages[index].get("weight") != 0:
+                remarks += self._check_answer(messages[index], index, found.text[start:end])
+        return replace(found, remarks=tuple(remarks))
+
+    def _generated(self, messages: Sequence[Message], tools: Tools) -> Rendered | None:
+        """The prompt of the last answer and what the model writes after it.
+
+        None where the template's own text follows the prompts, or cannot be made to.
+        """
+        trained = _trained(messages)
+        prompts = self._run(True, tools, *(messages[:i] for i in trained))
+        wholes = self._run(False, tools, *(messages[: i + 1] for i in trained))
+        for index, prompt, whole in zip(trained, prompts, wholes, strict=True):
+            thought = str(messages[index].get("reasoning_content") or "")
+            if whole.startswith(prompt) and reasoning.contains(whole[len(prompt) :], thought):
+                continue
+            # Where the prompt of a question opens a block and this one does not (results of
+            # tools), the model's form of reasoning is not known.
+            opens = reasoning.has_marks(prompt) or not reasoning.has_marks(self._header)
+            if thought and not (self._drops_reasoning and opens):
+                continue
+            text = reasoning.as_generated(prompt, whole, thought)
+            if text is None:
+                continue
+            if trained != [len(messages) - 1]:
+                raise self._changed(index)
+            before = sum(message["role"] == "assistant" for message in messages[:-1])
+            spans = [(0, 0)] * before + [(len(prompt), self._end(text))]
+            return Rendered(text, tuple(spans))
+        return None
+
+    def _check_answer(self, message: Message, index: int, text: str) -> list[str]:
+        """Remarks on the trained text of an answer.
+
+        Raises:
+            DataError: it lacks the reasoning.
+        """
+        thought = str(message.get("reasoning_content") or "")
+        if not reasoning.contains(text, thought):
+            raise DataError(
+                f"message {index + 1}: the chat template {self.name} does not render the reasoning "
+                "of this answer: choose another --prompt-type, or remove the reasoning"
+            )
+        if message.get("tool_calls"):
+            return []
+        return [one for one in _remarks(text, message["content"]) if one != BEGUN or not thought]
+
+    def _sample_marked(self, messages: Sequence[Message], tools: Tools) -> Rendered:
+        """A sample of a template with ``{% generation %}`` tags, refused if it lacks reasoning."""
+        found = self._render_marked(messages, False, tools)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = found.spans
+        if len(spans) != len(answers):
+            spans = ((0, len(found.text)),) * len(answers)
+        for index, (start, end) in zip(answers, spans, strict=True):
+            thought = str(messages[index].get("reasoning_content") or "")
+            if messages[index].get("weight") == 0 or not thought:
+                continue
+            if index != answers[-1] and not reasoning.contains(found.text[start:end], thought):
+                raise self._changed(index)
+            self._check_answer(messages[index], index, found.text[start:end])
+        return found
+
+    def _changed(self, index: int) -> ChangedAnswerError:
+        return ChangedAnswerError(
+            f"the chat template {self.name} renders message {index + 1} otherwise when others "
+            "follow, such as without its reasoning"
+        )
+
     def _render_turns(self, messages: Sequence[Message], tools: Tools) -> Rendered:
         """Spans of answers that are more than their content, each as if it was the last message.
 
@@ -163,15 +297,14 @@ class JinjaTemplate(ChatTemplate):
             start = _equal_characters(prompt, whole)
             end = self._end(whole)
             if text[:end] == whole[:end] and start < end:
-                spans.append((start, end))
-                remarks += [OTHER_PROMPT] if start < len(prompt) else []
+                stopped = whole[:end].endswith(self._known or ("",))
+                spans.append((start, end + (0 if stopped else self._stop_length(text[end:]))))
+                if start < len(prompt) and messages[index].get("weight") != 0:
+                    remarks.append(OTHER_PROMPT)
             elif messages[index].get("weight") == 0:
                 spans.append(spans[-1][1:] * 2 if spans else (0, 0))
             else:
-                raise ChangedAnswerError(
-                    f"the chat template {self.name} renders message {index + 1} otherwise when "
-                    "others follow, such as without its reasoning"
-                )
+                raise self._changed(index)
         return Rendered(text, tuple(spans), remarks=tuple(remarks))
 
     def _end(self, text: str) -> int:
@@ -215,6 +348,8 @@ class JinjaTemplate(ChatTemplate):
         names = [name for name in self._plain(message) if name not in known]
         role = message.get("role")
         names += [str(role)] if role not in ROLES else []
+        if self._drops_reasoning and "reasoning_content" in names:
+            names.remove("reasoning_content")
         return next((name for name in names if not self._knows(name)), None)
 
     def _plain(self, message: Message) -> dict[str, Any]:
@@ -228,14 +363,17 @@ class JinjaTemplate(ChatTemplate):
         """Whether a name occurs in the Jinja program."""
         return bool(re.search(rf"\b{re.escape(name)}\b", self._source))
 
-    def _generation_header(self) -> str:
-        """The text with which an answer is generated; empty if the template writes none."""
+    def _generation_prompt(self) -> tuple[str, str]:
+        """The prompt of a question, and its end, with which an answer is generated.
+
+        Both are empty if the template writes none.
+        """
         example = [{"role": "user", "content": "a"}]
         try:
             [before], [prompt] = self._run(False, (), example), self._run(True, (), example)
         except DataError:  # the template does not accept this example
-            return ""
-        return prompt.removeprefix(before) if prompt.startswith(before) else ""
+            return "", ""
+        return prompt, prompt.removeprefix(before) if prompt.startswith(before) else ""
 
     def _run(
         self,
@@ -282,6 +420,15 @@ class JinjaTemplate(ChatTemplate):
         blanks = len(rest) - len(rest.lstrip())
         matching = [token for token in self._known if rest.startswith(token, blanks)]
         return blanks + max(map(len, matching)) if matching else 0
+
+
+def _trained(messages: Sequence[Message]) -> list[int]:
+    """Indices of the answers to train."""
+    return [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant" and message.get("weight") != 0
+    ]
 
 
 def _reads(source: str, name: str) -> bool:

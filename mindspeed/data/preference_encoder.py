@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed.data import handlers
 from mindspeed.data.chat_template import Rendered
 from mindspeed.data.file_formats import Block
 from mindspeed.data.loss_mask import IGNORED, Sample
 from mindspeed.data.preferences import Preference
+from mindspeed.data.reasoning import has_reasoning
 from mindspeed.data.record_encoders import (
     ConversationEncoder,
     Counts,
@@ -103,7 +103,7 @@ class PreferenceEncoder(ConversationEncoder):
         found = self._handler.preferences(fields)
         fields.check_rest()
         try:
-            texts = [[self._answer(one, answer) for answer in one.answers] for one in found]
+            texts = [self._texts(preference) for preference in found]
         except DataError as error:
             raise ValueError(str(error)) from error
         remarks.update(fields.remarks)
@@ -111,9 +111,16 @@ class PreferenceEncoder(ConversationEncoder):
             remarks.update(text.remarks)
         return [(one, preference.value) for one, preference in zip(texts, found, strict=True)]
 
-    def _answer(self, one: Preference, answer: handlers.Conversation) -> Rendered:
-        """A prompt and an answer, of which only the answer is trained."""
+    def _texts(self, one: Preference) -> list[Rendered]:
+        """A prompt with each of its answers, of which only the answer is trained.
+
+        Both answers follow one prompt: with thinking switched on if one of them has reasoning.
+        """
         before = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in one.prompt]
-        messages = [*before, *answer]
-        self._template.check(messages, one.tools)
-        return self._render(messages, one.tools)
+        thinking = any(has_reasoning(message) for answer in one.answers for message in answer)
+        texts = []
+        for answer in one.answers:
+            messages = [*before, *answer]
+            self._template.check(messages, one.tools)
+            texts.append(self._render(messages, one.tools, thinking))
+        return texts

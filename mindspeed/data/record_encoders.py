@@ -227,16 +227,22 @@ class ConversationEncoder:
         except ChangedAnswerError:
             if ends is None:
                 raise
+            options = self._options
+            only_last = _with_last_trained(messages)
+            if options.train_on == "last" and not options.train_on_inputs and only_last != messages:
+                return self._parts(only_last, tools, ends)
         finer = _ends_of_answers if ends is _ends_of_questions else None
         parts = _trained_in_turn(messages, ends(messages))
         return [one for part in parts for one in self._parts(part, tools, finer)]
 
-    def _render(self, messages: handlers.Conversation, tools: Tools) -> Rendered:
+    def _render(
+        self, messages: handlers.Conversation, tools: Tools, thinking: bool | None = None
+    ) -> Rendered:
         trained = [m.get("weight") != 0 for m in messages if m["role"] == "assistant"]
         options = self._options
         if options.label_boundary == "legacy" and not all(trained):
             raise DataError("weight 0 needs --label-boundary exact")
-        rendered = self._template.render(messages, tools=tools)
+        rendered = self._template.sample(messages, tools, thinking)
         last = options.train_on == "last"
         return select(rendered, trained, last=last, inputs=options.train_on_inputs)
 
@@ -378,6 +384,15 @@ def _trained_in_turn(
             ]
             parts.append([*before, *messages[start:end]])
     return parts
+
+
+def _with_last_trained(messages: handlers.Conversation) -> handlers.Conversation:
+    """The conversation with its last answer to train, if it is one, and no other."""
+    last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    return [
+        {**message, "weight": 0} if message["role"] == "assistant" and index != last else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def _without_oldest_turn(messages: handlers.Conversation) -> handlers.Conversation | None:

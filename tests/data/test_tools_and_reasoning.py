@@ -201,6 +201,62 @@ def test_reasoning_to_each_question_is_trained_as_the_model_will_write_it(folder
     assert trained == ["b<|im_end|><think>r2</think>\nd<|im_end|>"] and not remarks
 
 
+# In the manner of DeepSeek-R1: the prompt opens a block, answers are rendered without it.
+OPENED = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_inline_reasoning_that_the_template_drops_is_trained(folder):
+    """Each answer follows the prompt with an opened block, so each is a sample."""
+    (folder / "chat_template.jinja").write_text(OPENED)
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>r1</think>b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d", "reasoning_content": "r2"},
+    ]
+    trained, remarks = encoded(folder, {"messages": turns})
+    assert trained == ["r1\n</think>\n\nb<|im_end|>", "r2\n</think>\n\nd<|im_end|>"]
+    assert remarks == {SEVERAL_SAMPLES: 1}
+    assert encoded(folder, {"messages": turns}, train_on="last")[0] == trained[1:]
+
+
+def test_both_answers_of_a_pair_follow_the_prompt_of_thinking(folder):
+    """One of them has reasoning; the other one follows the same prompt with an empty block."""
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}"
+    source = OPENED.replace("<think>\n{%", f"{switch}<think>\n{{% endif %}}{{%")
+    (folder / "chat_template.jinja").write_text(source)
+    question = {"role": "user", "content": "a"}
+    thought = {"role": "assistant", "content": "<think>r</think>b"}
+    plain = {"role": "assistant", "content": "c"}
+    records = [
+        {"prompt": [question], "chosen": [thought], "rejected": [plain]},
+        {"prompt": [question], "chosen": [plain], "rejected": [{**plain, "content": "d"}]},
+    ]
+    tokenizer = TokenizerOptions(tokenizer_model=str(folder))
+    chosen = PreprocessOptions(
+        (), Path("x"), tokenizer, handler="PreferenceHandler", prompt_type="hf"
+    )
+    encoder = make_encoder(chosen)
+    found = encoder(Block("file", 1, records, 1))
+    assert not found.counts.broken
+    cuts = np.cumsum(found.lengths[2])[:-1]
+    prompts, said = [], []
+    samples = zip(*(np.split(found.tokens[at], cuts) for at in (0, 2)), strict=True)
+    for ids, labels in samples:
+        trained = labels != IGNORED
+        prompts.append(ids[: np.flatnonzero(trained)[0]].tolist())
+        said.append(encoder.tokenizer.detokenize(labels[trained].tolist()))
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    assert [text.replace("<|im_end|>", "") for text in said] == [
+        *("r\n</think>\n\nb", "\n</think>\n\nc"),
+        *("c", "d"),
+    ]
+
+
 def test_a_shortened_conversation_has_no_result_without_its_call(folder):
     turns = SHAREGPT["conversations"]
     whole = {**SHAREGPT, "conversations": [*turns, *turns]}
