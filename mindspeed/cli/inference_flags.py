@@ -29,8 +29,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora-load", metavar="DIR", help="LoRA adapter of mindspeed or PEFT")
     add(
         "--base-weights",
-        choices=("nf4", "int8", "fp8"),
-        help="store the weights of linear layers in 4 bits (nf4) or 8 (int8, fp8); hf:DIR only",
+        choices=("nf4", "int8", "fp8", "none"),
+        help="store the weights of linear layers in 4 bits (nf4) or 8 (int8, fp8), hf:DIR only; "
+        "none: as they are (default: as the adapter of --lora-load was trained)",
     )
     add(
         "--tp",

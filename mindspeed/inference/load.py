@@ -23,6 +23,7 @@ from mindspeed.data.tokenizer_types import PlainTokenizer, TextTokenizer, Tokeni
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.json_fields import Either, ListOf, Real, Whole, check, or_null, read_object
 from mindspeed.lora.flags import unquantizable
+from mindspeed.lora.load import config_of
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.storage import directory
 from mindspeed.training import setup
@@ -72,7 +73,8 @@ class Source:
         pp: Pipeline-parallel size.
         tokenizer: Directory of a tokenizer that replaces the checkpoint's.
         lora: Directory of a LoRA adapter, mindspeed's or PEFT's.
-        base_weights: Store weights of linear layers as ``nf4``, ``int8`` or ``fp8``.
+        base_weights: Store weights of linear layers as ``nf4``, ``int8`` or ``fp8``; ``none``: as
+            they are. None: as those that the adapter was trained on.
     """
 
     root: str
@@ -113,10 +115,26 @@ def resolve_source(source: Source, world_size: int) -> argparse.Namespace:
             f"--tensor-model-parallel-size {source.tp}"
         )
     args = resolve(args, world_size, training=False).args
-    args.base_weights = source.base_weights
-    if args.base_weights and (problem := next(unquantizable(args), None)):
-        raise ConfigError(problem)
+    _store_base(args, source)
     return args
+
+
+def _store_base(args: argparse.Namespace, source: Source) -> None:
+    """How the base model's weights are stored: as the user says, else as the adapter knew them.
+
+    Raises:
+        ConfigError: They cannot be stored in this way.
+    """
+    form, hint = source.base_weights, ""
+    described = config_of(source.lora) if source.lora is not None else None
+    if described is not None and described.base_weights:
+        args.double_quantization = described.double_quantization
+        if form is None:
+            form = described.base_weights
+            hint = f" (the adapter {source.lora} was trained on them; or give --base-weights none)"
+    args.base_weights = None if form == "none" else form
+    if args.base_weights and (problem := next(unquantizable(args), None)):
+        raise ConfigError(problem + hint)
 
 
 def load_model(source: Source, world_size: int, provider: ModelProvider = gpt_model) -> LoadedModel:

@@ -10,6 +10,7 @@ from tests.support.lazy import Lazy, needs
 needs("megatron.core", "peft")
 
 from mindspeed.errors import ConfigError
+from mindspeed.lora.config import LoraConfig
 from tests.inference import quantized_ranks
 from tests.lora import oracle
 
@@ -45,5 +46,11 @@ def test_logits_are_those_of_the_dequantised_model(form, adapted, tp, base, rank
 def test_weights_that_are_read_whole_are_refused(base, tmp_path, monkeypatch):
     saved = load.saved_args(f"hf:{base[0]}", None)
     monkeypatch.setattr("mindspeed.inference.load.saved_args", lambda root, step: saved)
-    with pytest.raises(ConfigError, match="mindspeed convert --format hf"):
+    with pytest.raises(ConfigError, match=r"mindspeed convert --format hf$"):
         load.resolve_source(load.Source(str(tmp_path), base_weights="nf4"), 1)
+    adapter = LoraConfig(("all-linear",), base_weights="int8")
+    monkeypatch.setattr("mindspeed.inference.load.config_of", lambda path: adapter)
+    with pytest.raises(ConfigError, match=r"adapter a was trained on them; .*--base-weights none"):
+        load.resolve_source(load.Source(str(tmp_path), lora="a"), 1)
+    source = load.Source(str(tmp_path), lora="a", base_weights="none")
+    assert load.resolve_source(source, 1).base_weights is None

@@ -61,3 +61,18 @@ def configured(folder: str, flags: Sequence[str], size: int) -> None:
     from mindspeed import session
 
     session.install().configure(lora_ranks.resolved(folder, flags, size))
+
+
+def inference_logits(folder: str, adapter: str, form: str | None = None) -> torch.Tensor:
+    """Logits ``[b, s, v]`` of a model loaded for inference, with an adapter."""
+    from mindspeed.inference.decoder import Decoder
+    from mindspeed.inference.load import Source, load_model
+    from mindspeed.inference.parallel_groups import ModelParallelGroups
+
+    stage = load_model(Source(f"hf:{folder}", lora=adapter, base_weights=form), 1).stage
+    tokens, _ = lora_ranks.batch()
+    decoder = Decoder(stage, ModelParallelGroups.of_megatron(), *tokens.shape)
+    with torch.inference_mode():
+        found = decoder.all_positions(tokens)
+    assert found is not None
+    return found[..., : lora_ranks.VOCAB]

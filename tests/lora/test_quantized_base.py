@@ -142,6 +142,11 @@ def test_training_goes_on_exactly_and_merges_into_the_dequantised_base(
     (attached,) = ranks(1, lora_ranks.logits, str(folder), str(first), flags, setup=SETUP)
     (inside,) = ranks(1, lora_ranks.merged_logits, str(folder), str(first), flags, setup=SETUP)
     torch.testing.assert_close(inside, attached, rtol=0, atol=2e-5)
+    args = (quantized_ranks.inference_logits, str(folder), str(first))
+    (found,) = ranks(1, *args, setup=SETUP)  # as the adapter was trained
+    torch.testing.assert_close(found, attached, rtol=0, atol=2e-5)
+    (found,) = ranks(1, *args, "none", setup=SETUP)
+    assert (found - attached).abs().max() > 1e-3
     formats.convert(merged, tmp_path / "hf", formats.Target("hf", like=str(folder)))
     outside = Lazy("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     with torch.no_grad():
