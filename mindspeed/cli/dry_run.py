@@ -69,26 +69,9 @@ def print_dry_run(settings: Settings, flags: Sequence[str], defaults: Mapping[st
         return
     print("# bytes of the tensors of a rank, counted")
     print_whole(memory_table(composed.check, flops=False))
-    for text in (composed.check.note, composed_within(composed.error), not_counted(args)):
+    for text in (composed.check.note, composed_within(composed.error)):
         if text:
             print(text)
-
-
-def not_counted(args: argparse.Namespace) -> str:
-    """What the reference model adds to the training of pairs of answers, which is counted."""
-    from mindspeed.job import Precision
-    from mindspeed.preference.losses import PreferenceLoss
-    from mindspeed.training.parameter_counts import count
-
-    if args.objective != "preference" or not PreferenceLoss.from_args(args).needs_reference:
-        return ""
-    adapters = args.lora_target_modules or args.lora_load
-    if args.precompute_reference or (adapters and not args.reference_load):
-        return "the reference model adds no weights"
-    weights = max(stage.entries() for stage in count(args)) * Precision.of(args).element
-    return (
-        f"not counted: the reference model's weights, {weights / 2**30:.2f} GiB on a rank at most"
-    )
 
 
 def figures(args: argparse.Namespace) -> str:

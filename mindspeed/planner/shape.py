@@ -64,6 +64,13 @@ def whole_only(args: argparse.Namespace) -> str:
     return ""
 
 
+def _pairs(args: argparse.Namespace) -> str:
+    """What training on pairs of answers has beside layers: a reference model, steps read ahead."""
+    if args.objective == "next_token":
+        return ""
+    return f"training on pairs of answers (--objective {args.objective})"
+
+
 def _names_layers(path: str) -> bool:
     """Whether an activation plan has rules for single layers."""
     from mindspeed.memory.layer_rules import largest, rules_of
@@ -196,7 +203,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         model_flops=training_flops(args, args.global_batch_size),
         tokens=args.global_batch_size * args.seq_length,
         dtype=precision.name,
-        whole_only=whole_only(args),
+        whole_only=whole_only(args) or _pairs(args),
     )
 
 

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -209,7 +209,7 @@ class MicroBatches(Iterator[MicroBatch]):
             batch.planned.result()
         if self._trained is not None:
             self._trained()
-        return self._on_this_rank(batch.read)
+        return self.on_this_rank(batch.read)
 
     def announce(self, count: int) -> None:
         """Announce that at least ``count`` micro-batches will be requested (bounds prefetch)."""
@@ -241,7 +241,8 @@ class MicroBatches(Iterator[MicroBatch]):
         )
         return _Ahead(read, planning)
 
-    def _on_this_rank(self, read: FullBatch) -> MicroBatch:
+    def on_this_rank(self, read: FullBatch) -> MicroBatch:
+        """This rank's part of a micro-batch."""
         batch: MicroBatch = {
             **read.tensors,
             "attention_mask": None,
@@ -259,6 +260,19 @@ class MicroBatches(Iterator[MicroBatch]):
         return {**part, "packed_seq_params": packed_seq_params}
 
 
+class ReadsAhead(Protocol):
+    """A reader whose micro-batches can be looked at before they are trained."""
+
+    def ahead(self, count: int) -> list[FullBatch]:
+        """The next ``count`` micro-batches, before context-parallel sharding."""
+
+    def lengths_ahead(self, count: int) -> list[int]:
+        """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""
+
+    def on_this_rank(self, read: FullBatch) -> MicroBatch:
+        """This rank's part of a micro-batch."""
+
+
 class Preview(Iterator[MicroBatch]):
     """Micro-batches for a pass before that of training, which reads the same ones.
 
@@ -267,12 +281,12 @@ class Preview(Iterator[MicroBatch]):
         count: of micro-batches.
     """
 
-    def __init__(self, reader: MicroBatches, count: int) -> None:
+    def __init__(self, reader: ReadsAhead, count: int) -> None:
         self._reader = reader
         self._rest = iter(reader.ahead(count))
 
     def __next__(self) -> MicroBatch:
-        return self._reader._on_this_rank(next(self._rest))
+        return self._reader.on_this_rank(next(self._rest))
 
     def lengths_ahead(self, count: int) -> list[int]:
         """Lengths of the next ``count`` micro-batches, summed over context-parallel ranks."""

@@ -32,9 +32,36 @@ from mindspeed.preference.losses import (
     loss_of,
     reward_loss,
 )
-from mindspeed.training.batches import MicroBatches
-from mindspeed.training.reference import Chunks, answers_in, forward, reference_step
+from mindspeed.training.model import ModelProvider
+from mindspeed.training.reference import (
+    Chunks,
+    answers_in,
+    forward,
+    reference_of,
+    reference_step,
+)
 from mindspeed.training.step import RunForward
+
+
+def step_of(
+    args: argparse.Namespace,
+    chunks: list[Any],
+    provider: ModelProvider,
+    *,
+    read_weights: bool = True,
+) -> PreferenceStep | RewardStep | None:
+    """The forward step of the pairs of a run; None for the next token. Collective.
+
+    Args:
+        args: final values.
+        chunks: of the model.
+        provider: of the model.
+        read_weights: of a second copy that is the reference model.
+    """
+    if args.objective == "preference":
+        reference = reference_of(args, chunks, provider, read_weights=read_weights)
+        return PreferenceStep(args, reference)
+    return RewardStep(args) if args.objective == "reward" else None
 
 
 class PreferenceStep:
@@ -55,16 +82,14 @@ class PreferenceStep:
 
     def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
         """Count the pairs of a step and run the reference model on them. Collective."""
-        last = [one for one in readers if isinstance(one, MicroBatches) and one.post_process]
+        last = [one for one in readers if one is not None and one.post_process]
         if last:
             ranks = parallel_state.get_data_parallel_group()
             self._totals = totals_of(last[0].ahead(count), ranks)
             self._scale = float(count * ranks.size())
         if self._reference is not None:
-            with self._reference() as chunks:
-                again = [
-                    one.preview(count) if isinstance(one, MicroBatches) else None for one in readers
-                ]
+            with torch.no_grad(), self._reference() as chunks:
+                again = [None if one is None else one.preview(count) for one in readers]
                 self._references.extend(run_forward(reference_step, again, chunks, count))
 
     def __call__(
@@ -113,7 +138,7 @@ class RewardStep:
 
     def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
         """Count the pairs of a step. Collective."""
-        last = [one for one in readers if isinstance(one, MicroBatches) and one.post_process]
+        last = [one for one in readers if one is not None and one.post_process]
         if last:
             ranks = parallel_state.get_data_parallel_group()
             self._pairs = totals_of(last[0].ahead(count), ranks).pairs

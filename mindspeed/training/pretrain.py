@@ -80,13 +80,8 @@ def _train(settings: Settings, provider: ModelProvider, forward_step: ForwardSte
         saver = Saver(args, model, settings.recipe, training_flops(args, 1))
         source = args.lora_load if adapted(model.chunks) else args.load
         saver.last_saved = state.iteration if source == args.save else None
-    if args.objective == "preference":
-        forward_step = preference.PreferenceStep(
-            args, reference.reference_of(args, model, provider)
-        )
-    elif args.objective == "reward":
-        forward_step = preference.RewardStep(args)
-    done = loop.train(args, model, readers, held_out, state, saver, counter, forward_step)
+    step = preference.step_of(args, model.chunks, provider) or forward_step
+    done = loop.train(args, model, readers, held_out, state, saver, counter, step)
     return done.iteration
 
 

@@ -29,7 +29,7 @@ from megatron.core.datasets.utils import Split, get_blend_from_list
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed import device
-from mindspeed.built_model import BuiltModel, TrainedModel
+from mindspeed.built_model import BuiltModel
 from mindspeed.checkpoint.contents import model_at
 from mindspeed.checkpoint.load import load
 from mindspeed.data.instruction_dataset import part_prefixes
@@ -88,29 +88,52 @@ def reference_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., A
     return output, sums
 
 
-def reference_of(
-    args: argparse.Namespace, model: TrainedModel, provider: ModelProvider
-) -> Chunks | None:
-    """Context manager of the chunks of a run's reference model; None where none runs in a step."""
-    if args.precompute_reference or not PreferenceLoss.from_args(args).needs_reference:
-        return None
-    if adapted(model.chunks) and args.reference_load is None:
-        return partial(_without_adapters, model.chunks)
-    return partial(_frozen, frozen_copy(args, provider))
+def unloaded_copy(args: argparse.Namespace, provider: ModelProvider) -> list[Any]:
+    """Stages of the reference model, without gradients; their weights are not read."""
+    modules = build_modules(args, transformer_config(args), provider)
+    for module in modules:
+        module.requires_grad_(False)
+        module.eval()
+    return modules
 
 
 def frozen_copy(args: argparse.Namespace, provider: ModelProvider) -> list[Any]:
     """Stages of the reference model, without gradients. Collective."""
-    config = transformer_config(args)
-    modules = build_modules(args, config, provider)
-    for module in modules:
-        module.requires_grad_(False)
-        module.eval()
+    modules = unloaded_copy(args, provider)
     source = argparse.Namespace(**vars(args))
     source.load = _source(args)
     source.finetune = source.exit_on_missing_checkpoint = True
-    load(source, BuiltModel(config, modules))
+    load(source, BuiltModel(modules[0].config, modules))
     return modules
+
+
+def runs_in_steps(args: argparse.Namespace) -> bool:
+    """Whether a reference model runs in each step of a job."""
+    preference = args.objective == "preference" and not args.precompute_reference
+    return preference and PreferenceLoss.from_args(args).needs_reference
+
+
+def reference_of(
+    args: argparse.Namespace,
+    chunks: list[Any],
+    provider: ModelProvider,
+    *,
+    read_weights: bool = True,
+) -> Chunks | None:
+    """Context manager of the chunks of a run's reference model; None where none runs in a step.
+
+    Args:
+        args: final values.
+        chunks: of the model that is trained.
+        provider: of the model.
+        read_weights: a second copy reads the weights of ``--reference-load``. Collective.
+    """
+    if not runs_in_steps(args):
+        return None
+    if adapted(chunks) and args.reference_load is None:
+        return partial(_without_adapters, chunks)
+    copy = frozen_copy if read_weights else unloaded_copy
+    return partial(_frozen, copy(args, provider))
 
 
 @contextmanager

@@ -141,16 +141,15 @@ class Trainer:
         config = self._model.config
         synchronize, config.param_sync_func = config.param_sync_func, None
         try:
-            with torch.no_grad():
-                return run_schedule(
-                    self._args,
-                    self._schedule,
-                    forward_step,
-                    readers,
-                    chunks,
-                    count,
-                    forward_only=True,
-                )
+            return run_schedule(
+                self._args,
+                self._schedule,
+                forward_step,
+                readers,
+                chunks,
+                count,
+                forward_only=True,
+            )
         finally:
             config.param_sync_func = synchronize
 

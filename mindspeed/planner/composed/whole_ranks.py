@@ -130,9 +130,13 @@ def predict_whole(
         MindSpeedError: the job cannot be timed, or the seconds of the actions of its schedule do
             not follow from whole ranks.
     """
+    from mindspeed.training.reference import runs_in_steps
+
     shape = shape_of(args)
     if shape.uncomposable != shape.whole_only:
         raise PlanError(shape.uncomposable)
+    if runs_in_steps(args):
+        raise PlanError("the reference model runs before the schedule: its pass has no time yet")
     ranks = range(shape.ranks)
     counts = [(2, 3)] if shape.ranks == 1 else [(enough_micro_batches(shape, r),) for r in ranks]
     asked = [

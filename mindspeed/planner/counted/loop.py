@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -37,6 +38,9 @@ from mindspeed.job import Batch, Parallel
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 from mindspeed.te.quantized_weight import QuantizedWeight
 
+if TYPE_CHECKING:
+    from mindspeed.adaptor.micro_batch import FullBatch
+
 DOCUMENTS = 4
 """Documents of a sample."""
 
@@ -50,13 +54,14 @@ def readers_of(args: argparse.Namespace, config: Any) -> list[InventedBatches | 
 
     seams = session.install().seams
     everywhere = args.variable_seq_lengths or bool(seams.documents.functions)
+    invented = InventedBatches if args.objective == "next_token" else InventedPairs
     readers: list[InventedBatches | None] = []
     for vp_stage in Parallel.of(args).vp_stages:
         ends = pipeline_ends(seams, vp_stage)
         if args.mtp_num_layers and predicts_tokens(config, vp_stage):
             ends = True, True
         needed = any(ends) or everywhere
-        readers.append(InventedBatches(args, *ends) if needed else None)
+        readers.append(invented(args, *ends) if needed else None)
     return readers
 
 
@@ -70,10 +75,11 @@ class InventedBatches(Iterator[MicroBatch]):
 
     Attributes:
         micro_batch_sizes: samples of the micro-batches of a step, if they differ.
+        post_process: the chunk computes the loss.
     """
 
     def __init__(self, args: argparse.Namespace, pre_process: bool, post_process: bool) -> None:
-        self._args, self._pre_process, self._post_process = args, pre_process, post_process
+        self._args, self._pre_process, self.post_process = args, pre_process, post_process
         self.micro_batch_sizes = sizes_of_arguments(vars(args))
         self._sizes = itertools.cycle(self.micro_batch_sizes or (args.micro_batch_size,))
 
@@ -82,14 +88,16 @@ class InventedBatches(Iterator[MicroBatch]):
         return [self._args.seq_length] * count
 
     def __next__(self) -> MicroBatch:
-        samples = next(self._sizes)
+        return self._batch(next(self._sizes))
+
+    def _batch(self, samples: int) -> MicroBatch:
         positions, packing = self._positions(samples)
         shape, where = (samples, positions.shape[1]), device.current().torch_device()
         batch: MicroBatch = dict.fromkeys(("tokens", "labels", "loss_mask", "attention_mask"))
         batch["position_ids"] = positions if self._pre_process or packing else None
         if self._pre_process:
             batch["tokens"] = torch.zeros(shape, dtype=torch.int64, device=where)
-        if self._post_process:
+        if self.post_process:
             batch["labels"] = torch.zeros(shape, dtype=torch.int64, device=where)
             batch["loss_mask"] = torch.ones(shape, device=where)
         return batch | packing
@@ -114,6 +122,56 @@ class InventedBatches(Iterator[MicroBatch]):
         assert packed_seq_params.packed is not None
         packed_seq_params.packed = replace(packed_seq_params.packed, positions=positions)
         return positions, {"packed_seq_params": packed_seq_params}
+
+
+class InventedPairs(InventedBatches):
+    """The same for pairs of answers: a step's micro-batches are there before it begins.
+
+    Each sequence is an answer, or each row of packed ones.
+    """
+
+    def __init__(self, args: argparse.Namespace, pre_process: bool, post_process: bool) -> None:
+        super().__init__(args, pre_process, post_process)
+        self._ahead: deque[FullBatch] = deque()
+
+    def ahead(self, count: int) -> list[FullBatch]:
+        """The next ``count`` micro-batches, before context-parallel sharding."""
+        while len(self._ahead) < count:
+            self._ahead.append(self._whole(next(self._sizes)))
+        return list(self._ahead)[:count]
+
+    def preview(self, count: int) -> Iterator[MicroBatch]:
+        """The next ``count`` micro-batches, which are read again later."""
+        from mindspeed.training.batches import Preview
+
+        return Preview(self, count)
+
+    def __next__(self) -> MicroBatch:
+        self.ahead(1)
+        return self.on_this_rank(self._ahead.popleft())
+
+    def on_this_rank(self, whole: FullBatch) -> MicroBatch:
+        """This rank's part of a micro-batch."""
+        batch = self._batch(whole.samples)
+        length = self._args.seq_length // self._args.context_parallel_size
+        return batch | {name: x[:, :length] for name, x in whole.tensors.items() if x is not None}
+
+    def _whole(self, samples: int) -> FullBatch:
+        from mindspeed.adaptor.micro_batch import FullBatch
+
+        length = self._args.seq_length
+        shape, where = (samples, length), device.current().torch_device()
+        tensors: dict[str, torch.Tensor | None] = {}
+        if self._pre_process:
+            tensors["tokens"] = torch.zeros(shape, dtype=torch.int64, device=where)
+        if self.post_process:
+            tensors["labels"] = torch.zeros(shape, dtype=torch.int64, device=where)
+            numbers = torch.arange(1, samples + 1, device=where)
+            tensors["answers"] = numbers.repeat_interleave(length).view(shape)
+            tensors["loss_mask"] = torch.ones(shape, device=where)
+            for name in ("values", "references"):
+                tensors[name] = torch.zeros(shape, device=where)
+        return FullBatch(tensors, None, None, samples, length)
 
 
 def documents_of(args: argparse.Namespace, samples: int) -> CuSeqlens:
@@ -161,9 +219,13 @@ class TrainerLoop:
     def step_of(self, args: argparse.Namespace, model: TrainedModel) -> Step:
         """Make a function that runs one step of the trainer."""
         from mindspeed.training.forward_step import checked, forward_step
+        from mindspeed.training.model import gpt_model
+        from mindspeed.training.preference import step_of
         from mindspeed.training.step import Trainer
 
-        trainer = Trainer(args, model, checked(forward_step, args, ()))
+        pairs = step_of(args, model.chunks, gpt_model, read_weights=False)
+        before = None if pairs is None else pairs.before
+        trainer = Trainer(args, model, checked(pairs or forward_step, args, ()), before)
         readers = readers_of(args, model.config)
 
         def step() -> None:
