@@ -7,7 +7,7 @@ python tools/frameworks.py --measure ms-swift    build the framework's environme
                                                  what comes out
 python tools/frameworks.py --measure verl --device npu --only actor-tensor
 
-Each job runs on two ranks and on one CPU rank, three steps of a tiny model that the framework's
+Each job runs on two ranks and on one CPU rank, a few steps of a tiny model that the framework's
 transformers has saved, and is ``equal`` when losses and gradient norms are, within the tolerances
 of the job. The two ranks are on CPUs, or on the emulated NPUs of tests/npu_emulator, where the
 framework's own start for Ascend imports this library. ms-swift's jobs are its own commands in fp32.
@@ -482,7 +482,7 @@ class McoreBridge(Updates):
 
 def _recipe(shown: str, command: str, layout: str) -> Job:
     """A job of a training loop whose log has four digits of norms."""
-    return Job(f"recipe by `{command}`, {shown}", command, layout, loss=2e-6, norm=1e-3)
+    return Job(f"recipe by `{command}`, {shown}", command, layout, loss=2e-6, norm=1e-3, plain=True)
 
 
 class MegatronBridge(Updates):
@@ -507,12 +507,20 @@ class MegatronBridge(Updates):
         """Run a script, or a recipe."""
         if job.command == "megatron-bridge":
             return super().train(job, ranks, layout, device)
+        return self._recipe(job, ["--layout", *layout.split()], ranks, device)
+
+    def plain(self, job: Job) -> Numbers:
+        """The same in plain torch; of a recipe on the batches that one rank has read."""
+        if job.command == "megatron-bridge":
+            return super().plain(job)
+        return self._recipe(job, ["--plain"], 0, "cpu")
+
+    def _recipe(self, job: Job, more: Sequence[str], ranks: int, device: str) -> Numbers:
         home, model = self.scratch / "recipes", str(self.scratch / job.model)
         program = str(FILES / "bridge_recipes.py")
         if not home.exists():
             self.run([program, "import", model], 1, HF_HOME=str(home))
-        arguments = [program, job.command, model, "--layout", *layout.split()]
-        log = self.run(arguments, ranks, device, HF_HOME=str(home))
+        log = self.run([program, job.command, model, *more], ranks, device, HF_HOME=str(home))
         found = re.findall(r" lm loss: (\S+) .* grad norm: (\S+)", log)
         if not found:
             raise TrainingError("no step in the log")

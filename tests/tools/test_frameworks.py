@@ -114,7 +114,8 @@ def commands(tmp_path, monkeypatch):
             if "--output" in arguments:
                 output = Path(arguments[arguments.index("--output") + 1])
                 output.with_suffix(".json").write_text('{"losses": [1.0], "norms": [1.0]}')
-            return "features reached in the first step: pipeline-schedule\n"
+            log = "features reached in the first step: pipeline-schedule\n"
+            return log + " lm loss: 5.0E+00 | grad norm: 2.000 |\n"
 
         monkeypatch.setattr(framework, "run", run)
         return framework(Path(sys.executable), tmp_path), ran
@@ -136,3 +137,10 @@ def test_plain_torch_runs_once_and_is_what_all_ranks_are_compared_with(commands)
     trained = [(ranks, line) for ranks, line in ran if "--layout" in line]
     assert [ranks for ranks, _ in trained] == [1, 2, 2]
     assert all("--equal-to" in line and "--adapters adapters" in line for _, line in trained)
+
+
+def test_recipes_are_compared_with_plain_torch_on_the_batches_of_one_rank(commands):
+    bridge, ran = commands(frameworks.MegatronBridge)
+    assert bridge.verdict(bridge.jobs["pretrain-tensor"]) == EQUAL
+    trained = [(ranks, "--plain" in line) for ranks, line in ran if " pretrain " in line]
+    assert trained == [(1, False), (2, False), (0, True)]
