@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.data.messages import OPENAI, tagged
@@ -21,8 +21,10 @@ from mindspeed.errors import DataError, MindSpeedError
 from mindspeed.inference.answers.call_formats import CallFormat
 from mindspeed.inference.answers.question import Question, question_of, with_ends
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.inference.text_generator import TextGenerator
 from mindspeed.parsing import parse_json, read_text
+
+if TYPE_CHECKING:  # a command reads conversations before anything of Megatron is loaded
+    from mindspeed.inference.text_generator import TextGenerator
 
 _VARIABLES = "chat_template_kwargs"
 

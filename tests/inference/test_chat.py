@@ -106,3 +106,23 @@ def test_the_command_reads_a_pipe(folder):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "max_new_tokens=6" in done.stdout
     assert ">>" not in done.stdout  # prompts are for people
+
+
+@pytest.mark.slow
+def test_the_command_answers_conversations(folder, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    talk = [{"role": "user", "content": "hello"}]
+    file.write_text(f"{json.dumps(talk)}\n{json.dumps({'messages': talk, 'id': 1})}\n")
+    env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
+    words = ["generate", f"--load=hf:{folder}", f"--messages={file}", "--json", "--tp=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed", *words, "--greedy", "--max-new-tokens=6"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first == second and first["role"] == "assistant" and first["finish_reason"] == "length"
+    assert "1 records have a column 'id' that is not used" in done.stderr
