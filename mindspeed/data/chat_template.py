@@ -19,6 +19,7 @@ BEGUN = (
     "answers begin with text of the chat template (such as its channel); it is "
     "trained, because the prompt of `mindspeed chat` ends before it"
 )
+NO_PROMPT = "answers before the first question follow no prompt and are not trained"
 OTHER_PROMPT = (
     "answers follow another prompt than the one that the chat template writes to generate"
 )

@@ -30,6 +30,7 @@ from mindspeed.data import reasoning
 from mindspeed.data.chat_template import (
     BEGUN,
     CHANGED,
+    NO_PROMPT,
     OTHER_PROMPT,
     ROLES,
     ChangedAnswerError,
@@ -210,10 +211,9 @@ class JinjaTemplate(ChatTemplate):
         ):
             return self.render(messages, tools=tools)
         found = self._generated(messages, tools) or self._render_turns(messages, tools)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        remarks = list(found.remarks)
-        for index, (start, end) in zip(answers, found.spans, strict=True):
-            if messages[index].get("weight") != 0:
+        remarks, trained = list(found.remarks), _trained(messages)
+        for index, (start, end) in zip(_answers(messages), found.spans, strict=True):
+            if index in trained:
                 remarks += self._check_answer(messages[index], index, found.text[start:end])
         return replace(found, remarks=tuple(remarks))
 
@@ -239,9 +239,8 @@ class JinjaTemplate(ChatTemplate):
                 continue
             if trained != [len(messages) - 1]:
                 raise self._changed(index)
-            before = sum(message["role"] == "assistant" for message in messages[:-1])
-            spans = [(0, 0)] * before + [(len(prompt), self._end(text))]
-            return Rendered(text, tuple(spans))
+            spans = [(0, 0)] * (len(_answers(messages)) - 1) + [(len(prompt), self._end(text))]
+            return Rendered(text, tuple(spans), remarks=tuple(_without_prompt(messages)))
         return None
 
     def _check_answer(self, message: Message, index: int, text: str) -> list[str]:
@@ -263,7 +262,7 @@ class JinjaTemplate(ChatTemplate):
     def _sample_marked(self, messages: Sequence[Message], tools: Tools) -> Rendered:
         """A sample of a template with ``{% generation %}`` tags, refused if it lacks reasoning."""
         found = self._render_marked(messages, False, tools)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = _answers(messages)
         spans = found.spans
         if len(spans) != len(answers):
             spans = ((0, len(found.text)),) * len(answers)
@@ -288,20 +287,21 @@ class JinjaTemplate(ChatTemplate):
         A span begins where the prompt of the answer ends, and ends with the stop token. What the
         template writes after it is not trained.
         """
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompts = self._run(True, tools, *(messages[:i] for i in answers))
-        text, *wholes = self._run(False, tools, messages, *(messages[: i + 1] for i in answers))
-        spans: list[Span] = []
-        remarks = []
-        for index, prompt, whole in zip(answers, prompts, wholes, strict=True):
+        trained = _trained(messages)
+        known = _prompted(messages)
+        prompts = self._run(True, tools, *(messages[:i] for i in known))
+        text, *wholes = self._run(False, tools, messages, *(messages[: i + 1] for i in known))
+        spans: list[Span] = [(0, 0)] * (len(_answers(messages)) - len(known))
+        remarks = _without_prompt(messages)
+        for index, prompt, whole in zip(known, prompts, wholes, strict=True):
             start = _equal_characters(prompt, whole)
             end = self._end(whole)
-            if text[:end] == whole[:end] and start < end:
+            if text[:end] == whole[:end] and start <= end:
                 stopped = whole[:end].endswith(self._known or ("",))
                 spans.append((start, end + (0 if stopped else self._stop_length(text[end:]))))
-                if start < len(prompt) and messages[index].get("weight") != 0:
+                if start < len(prompt) and index in trained:
                     remarks.append(OTHER_PROMPT)
-            elif messages[index].get("weight") == 0:
+            elif index not in trained:
                 spans.append(spans[-1][1:] * 2 if spans else (0, 0))
             else:
                 raise self._changed(index)
@@ -422,13 +422,27 @@ class JinjaTemplate(ChatTemplate):
         return blanks + max(map(len, matching)) if matching else 0
 
 
+def _answers(messages: Sequence[Message]) -> list[int]:
+    """Indices of the answers."""
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _prompted(messages: Sequence[Message]) -> list[int]:
+    """Indices of the answers behind the first question: the others have no prompt."""
+    found = (i for i, message in enumerate(messages) if message["role"] in ("user", "tool"))
+    first = next(found, len(messages))
+    return [index for index in _answers(messages) if index > first]
+
+
 def _trained(messages: Sequence[Message]) -> list[int]:
-    """Indices of the answers to train."""
-    return [
-        index
-        for index, message in enumerate(messages)
-        if message["role"] == "assistant" and message.get("weight") != 0
-    ]
+    """Indices of the answers to train that have a prompt."""
+    return [index for index in _prompted(messages) if messages[index].get("weight") != 0]
+
+
+def _without_prompt(messages: Sequence[Message]) -> list[str]:
+    """Remarks on answers to train that have none."""
+    trained = [i for i in _answers(messages) if messages[i].get("weight") != 0]
+    return [NO_PROMPT] * (len(trained) - len(_trained(messages)))
 
 
 def _reads(source: str, name: str) -> bool:

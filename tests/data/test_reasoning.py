@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed.data.chat_template import BEGUN, OTHER_PROMPT, ChangedAnswerError
+from mindspeed.data.chat_template import BEGUN, NO_PROMPT, OTHER_PROMPT, ChangedAnswerError
 from mindspeed.errors import DataError
 from tests.data.test_trl_templates import FOLDER, TOKENS, answer, loaded, user
 from tests.support.lazy import needs
@@ -122,6 +122,22 @@ def test_an_answer_that_follows_another_prompt_is_a_sample_of_its_own(name, tmp_
     ):
         with pytest.raises(ChangedAnswerError):
             template.sample(conversation)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_6", "nemotron_3_nano", "deepseek_r1_distill"])
+@pytest.mark.parametrize("weight", [{}, {"weight": 0}])
+def test_an_answer_before_the_first_question_is_not_trained(name, weight, tmp_path):
+    """A greeting: templates refuse to write a prompt for it, and so does inference."""
+    template = loaded(source_of(name), tmp_path)
+    found = template.sample([answer("yo", **weight), user("hi"), answer("hello")])
+    assert found.spans[0] == (0, 0) and "yo" in found.text
+    assert found.text[slice(*found.spans[1])] == GENERATED[name][1]
+    assert (NO_PROMPT in found.remarks) is (not weight)
+
+
+def test_an_empty_answer_of_a_template_without_an_end_is_a_sample(tmp_path):
+    template = loaded(source_of("glm4moe"), tmp_path)
+    assert template.sample([user("hi"), answer("")]).spans[0][1] > 0
 
 
 def test_the_answers_of_a_pair_follow_one_prompt(tmp_path):
