@@ -71,13 +71,16 @@ class PreferenceStep:
         args: final values.
         reference: context manager that yields the chunks of the reference model; None without one,
             and where the data have its log-probabilities.
+
+    Attributes:
+        totals: numbers by which the sums of a step are divided; on the last stage.
     """
 
     def __init__(self, args: argparse.Namespace, reference: Chunks | None) -> None:
         self._loss = PreferenceLoss.from_args(args)
         self._reference = reference
         self._references: deque[torch.Tensor] = deque()
-        self._totals: Totals | None = None
+        self.totals: Totals | None = None
         self._scale = 1.0
 
     def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
@@ -85,7 +88,7 @@ class PreferenceStep:
         last = [one for one in readers if one is not None and one.post_process]
         if last:
             ranks = parallel_state.get_data_parallel_group()
-            self._totals = totals_of(last[0].ahead(count), ranks)
+            self.totals = totals_of(last[0].ahead(count), ranks)
             self._scale = float(count * ranks.size())
         if self._reference is not None:
             with torch.no_grad(), self._reference() as chunks:
@@ -106,13 +109,13 @@ class PreferenceStep:
         answers = answers_in(batch, losses)
         if self._reference is not None:
             answers = with_references(answers, self._references.popleft())
-        assert self._totals is not None
+        assert self.totals is not None
         kl = None
         if self._loss.unpaired:
             ratios = kl_term(answers)
             dist.all_reduce(ratios, group=parallel_state.get_data_parallel_group())
             kl = (ratios[0] / ratios[1].clamp(min=1)).clamp(min=0)
-        part, reports = loss_of(self._loss, answers, self._totals, kl)
+        part, reports = loss_of(self._loss, answers, self.totals, kl)
         loss = part * self._scale  # Megatron takes the mean over micro-batches and replicas
         return loss, {"loss": loss.detach(), **reports}
 
@@ -129,11 +132,14 @@ class RewardStep:
 
     Args:
         args: final values.
+
+    Attributes:
+        totals: numbers by which the sums of a step are divided; on the last stage.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._center = args.center_rewards_coefficient
-        self._pairs: torch.Tensor | None = None
+        self.totals: Totals | None = None
         self._scale = 1.0
 
     def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
@@ -141,7 +147,7 @@ class RewardStep:
         last = [one for one in readers if one is not None and one.post_process]
         if last:
             ranks = parallel_state.get_data_parallel_group()
-            self._pairs = totals_of(last[0].ahead(count), ranks).pairs
+            self.totals = totals_of(last[0].ahead(count), ranks)
             self._scale = float(count * ranks.size())
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -153,9 +159,9 @@ class RewardStep:
         self, batch: dict[str, Any], scores: torch.Tensor
     ) -> tuple[torch.Tensor, Reports]:
         answers = answers_in(batch, -scores.squeeze(-1))
-        assert self._pairs is not None
+        assert self.totals is not None
         part, reports = reward_loss(
-            answers.logps, answers.values, answers.real, self._pairs, self._center
+            answers.logps, answers.values, answers.real, self.totals.pairs, self._center
         )
         loss = part * self._scale
         return loss, {"loss": loss.detach(), **reports}

@@ -188,14 +188,22 @@ def as_term(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return give(loss.clone(), types_of(loss) | dict.fromkeys(mesh.context, P))
 
 
-def check_loss(loss: torch.Tensor, mesh: Mesh) -> None:
+def check_loss(loss: torch.Tensor, mesh: Mesh, *, whole: bool = False) -> None:
     """Check what a backward starts from.
+
+    Args:
+        loss: of a micro-batch, a scalar.
+        whole: it is no sum over tokens: the ranks that share a sequence must have the same one.
 
     Raises:
         WrongType: tensor-parallel ranks have different ones, or another rank has the same.
     """
     for axis, found in types_of(loss).items():
-        needed = (I, P) if axis in mesh.tensor else (V, P)  # elsewhere ranks have other tokens
+        needed: tuple[Type, ...] = (
+            (I, P) if axis in mesh.tensor else (V, P)
+        )  # elsewhere ranks have other tokens
+        if whole and axis in mesh.context:
+            needed = (I,)
         if found not in needed:
             raise WrongType("the loss", axis, found, needed)
 

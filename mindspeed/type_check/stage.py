@@ -184,6 +184,7 @@ def check_stage(
         try:
             with building():
                 model = build_model(args)
+                pairs = pairs_of(args, model)
         except ImportError as error:
             reason, _, _ = str(error).partition(" when instantiating ")
             raise ConfigError(f"the check builds the model, which it cannot: {reason}") from error
@@ -192,7 +193,7 @@ def check_stage(
         mesh = mesh_of_job(_grid_of(model))
         try:
             with spmd_types.set_current_mesh(mesh.axes):
-                return _check(args, model, mesh, stage, chunks)
+                return _check(args, model, pairs, mesh, stage, chunks)
         finally:
             journal.undo()
 
@@ -216,6 +217,16 @@ def build_model(args: argparse.Namespace) -> BuiltModel:
     return BuiltModel(config, modules)
 
 
+def pairs_of(args: argparse.Namespace, model: BuiltModel) -> Any:
+    """The forward step of a job that trains on pairs of answers; None for the next token."""
+    if type(loop_of(args)) is not TrainerLoop or args.objective == "next_token":
+        return None
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.preference import step_of
+
+    return step_of(args, model.modules, gpt_model, read_weights=False)
+
+
 def _grid_of(model: Any) -> list[Any]:
     """The groups of 2D tensor parallelism; empty without."""
     modules = (module for chunk in model.modules for module in chunk.modules())
@@ -224,55 +235,108 @@ def _grid_of(model: Any) -> list[Any]:
 
 
 def _check(
-    args: argparse.Namespace, model: Any, mesh: Mesh, stage: int, chunks: Sequence[int]
+    args: argparse.Namespace, model: Any, pairs: Any, mesh: Mesh, stage: int, chunks: Sequence[int]
 ) -> StageResult:
     found = []
     ran: set[Hashable] = set()
     for logits in _routing(args):
         give(logits, mesh.types(R, R))
-    readers = readers_of(args, model.config)
+    readers: list[Any] = list(readers_of(args, model.config))
     for number in chunks:
         chunk, reader = model.modules[number], readers[number]
+        if pairs is not None and reader is not None:
+            reader = _TypedPairs(reader, mesh)
         frozen = [one for one in chunk.parameters() if not one.requires_grad]
         found.append(give_types(chunk, model.config, mesh))
         try:
-            _run(args, chunk, reader, mesh, ran)
+            _run(args, chunk, reader, mesh, ran, pairs)
             if frozen:  # the checker exempts them: what they would be if they were trained
                 for parameter in frozen:
                     parameter.requires_grad_(True)
                 give_types(chunk, model.config, mesh)
-                _run(args, chunk, reader, mesh, ran)
+                _run(args, chunk, reader, mesh, ran, pairs)
         except SpmdTypeError as error:
             return StageResult(stage, tuple(found), wrong_use(stage, mesh, error))
     return StageResult(stage, tuple(found), None)
 
 
-def _run(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh, ran: set[Hashable]) -> None:
+def _run(
+    args: argparse.Namespace,
+    chunk: Any,
+    reader: Any,
+    mesh: Mesh,
+    ran: set[Hashable],
+    pairs: Any,
+) -> None:
     """Forward and loss of one micro-batch.
 
     Raises:
         SpmdTypeError: at the first wrong use.
     """
     hidden = mesh.types(V if args.sequence_parallel else I, V)
+    strict = typecheck(strict_mode="strict", local=True)
+    if pairs is not None:
+        _before(args, chunk, reader, mesh, pairs)
     if not chunk.pre_process:
         chunk.set_input_tensor(_received(args, chunk, hidden))
-    strict = typecheck(strict_mode="strict", local=True)
     with equal_layers_run_once(args, chunk, ran), strict:
-        _forward(args, chunk, reader, mesh, hidden)
+        _forward(args, chunk, reader, mesh, hidden, pairs)
+
+
+def _before(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh, pairs: Any) -> None:
+    """What a step of pairs does before its schedule: their number, and the reference model.
+
+    Raises:
+        SpmdTypeError: a number of some ranks, or a reference that is trained.
+    """
+    hidden = mesh.types(V if args.sequence_parallel else I, V)
+
+    def run_forward(step: Any, readers: Any, references: Any, count: int) -> list[Any]:
+        [reference] = [one for one in references if _place_of(one) == _place_of(chunk)]
+        give_types(reference, reference.config, mesh)
+        if not reference.pre_process:
+            reference.set_input_tensor(_received(args, reference, hidden))
+        # Of its own: a layer that ran without gradients is not checked.
+        with equal_layers_run_once(args, reference, set()):
+            output, sums = step(readers[0], reference)
+            found = [sums(output)[1]] if reference.post_process else []
+        if any(one.requires_grad for one in found):
+            what = "the reference's log-probabilities carry a gradient: run it under no_grad"
+            raise _at(step, SpmdTypeError(what))
+        return found
+
+    with rules.equal_where_reduced(), typecheck(strict_mode="strict", local=True):
+        pairs.before([reader], 1, run_forward)
+    if chunk.post_process:
+        for axis, found in types_of(pairs.totals.pairs).items():
+            if found is V:
+                what = "the loss: the pairs by which it is divided"
+                raise _at(pairs.before, WrongType(what, axis, found, (R,)))
+
+
+def _place_of(chunk: Any) -> Any:
+    """Which of the chunks of its rank it is."""
+    return getattr(chunk, "vp_stage", None)
 
 
 def _forward(
-    args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh, hidden: dict[MeshAxis, Type]
+    args: argparse.Namespace,
+    chunk: Any,
+    reader: Any,
+    mesh: Mesh,
+    hidden: dict[MeshAxis, Type],
+    pairs: Any,
 ) -> None:
     from mindspeed.training.forward_step import forward_step
 
-    output, loss_function = forward_step(_typed(reader, mesh), chunk)
+    batches = _typed(reader, mesh) if pairs is None else reader
+    output, loss_function = (pairs or forward_step)(batches, chunk)
     if not chunk.post_process:
         _expect("what the stage sends", output, hidden, chunk.forward)
         return
     loss = _normalised(args, chunk, output, loss_function, mesh)
     try:
-        check_loss(loss, mesh)
+        check_loss(loss, mesh, whole=pairs is not None)
     except WrongType as error:
         raise _at(loss_function, error) from None
 
@@ -292,7 +356,7 @@ def _normalised(
         return megatron.divided_loss(chunk, output, summed)
 
 
-def _at(function: Any, error: WrongType) -> WrongType:
+def _at(function: Any, error: SpmdTypeError) -> SpmdTypeError:
     """The error of what a function has returned, which no line of it uses any more."""
     function = inspect.unwrap(getattr(function, "func", function))
     code = function.__code__
@@ -313,10 +377,43 @@ def _typed(reader: Any, mesh: Mesh) -> Any:
         return None
     with spmd_types.no_typecheck():
         batch = next(reader)
+    return iter([_with_types(batch, mesh)])
+
+
+_OF_LOSSES = {"loss_mask", "answers", "values", "references"}
+
+
+def _with_types(batch: dict[str, Any], mesh: Mesh, on_context: Type = V) -> dict[str, Any]:
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
-            give(value, mesh.types(I if name == "loss_mask" else R, V))
-    return iter([batch])
+            types = mesh.types(I if name in _OF_LOSSES else R, V)
+            give(value, types | dict.fromkeys(mesh.context, on_context))
+    return batch
+
+
+class _TypedPairs:
+    """A reader of pairs with types: context ranks have the same ones before they share them."""
+
+    def __init__(self, reader: Any, mesh: Mesh) -> None:
+        self._reader, self._mesh = reader, mesh
+        self.post_process = reader.post_process
+
+    def ahead(self, count: int) -> Any:
+        with spmd_types.no_typecheck():
+            batches = self._reader.ahead(count)
+        for batch in batches:
+            _with_types(batch.tensors, self._mesh, R)
+        return batches
+
+    def preview(self, count: int) -> Any:
+        with spmd_types.no_typecheck():
+            batches = list(self._reader.preview(count))
+        return iter([_with_types(batch, self._mesh) for batch in batches])
+
+    def __next__(self) -> dict[str, Any]:
+        with spmd_types.no_typecheck():
+            batch = next(self._reader)
+        return _with_types(batch, self._mesh)
 
 
 def _expect(what: str, tensor: torch.Tensor, types: dict[MeshAxis, Type], function: Any) -> None:

@@ -54,6 +54,13 @@ def test_what_finetune_sets_by_itself_is_checked(started):
     assert words[7:] == ["--", "--bf16", "--finetune", "--is-instruction-dataset"]
 
 
+def test_what_dpo_and_reward_set_by_themselves_is_checked(started):
+    job = {"objective": "reward", "world_size": 1}
+    TypeCheck(types=True).check({**job, "command_words": ("--bf16",)})
+    [(words, _)] = started
+    assert words[7:] == ["--", "--bf16", "--objective", "reward"]
+
+
 @pytest.mark.parametrize("status", [1, 3])
 def test_a_job_that_is_not_accepted_ends_with_the_status(monkeypatch, started, status):
     monkeypatch.setattr(type_check, "run_with_signals", lambda *words: (status, b""))

@@ -37,6 +37,8 @@ OWN_EXPERTS = f"{EXPERTS} {SPREAD} --moe-grouped-gemm"
 LATENT = f"{TP} --multi-latent-attention --q-lora-rank 16"
 LORA = "--lora-target-modules linear_qkv linear_proj linear_fc1 linear_fc2"
 MTP = "--mtp-num-layers 1"
+PAIRS = "--is-instruction-dataset --micro-batch-size 2 --objective preference"
+SCORES = PAIRS.replace("preference", "reward")
 GRID = "--tensor-model-parallel-size 4 --tp-2d --tp-x 2 --tp-y 2"
 BIAS = "--add-bias-linear"
 
@@ -77,6 +79,7 @@ class Halved(torch.autograd.Function):
         return x / 2
 
 
+PREFERENCE = "mindspeed.training.preference"
 LAYERS = "megatron.core.tensor_parallel.layers"
 ROUTER = "megatron.core.transformer.moe.router"
 ROUTING = "megatron.core.transformer.moe.moe_utils"
@@ -189,6 +192,23 @@ FAULTS = (
     Fault("adapters not summed", f"{TP} {LORA}", "mindspeed.lora.linear",
           'group = getattr(whole_parameter, "partial_over_tp", None)', "group = None",
           ADAPTER),
+    # Pairs of answers
+    Fault("answers not summed over the ranks of a sequence", f"{PAIRS} {CONTEXT} {TP}",
+          "mindspeed.preference.answers", "return _SumOverRanks.apply(x, group)", "return x",
+          ("training/preference.py", "def _loss_function(")),
+    Fault("rewards not summed over the ranks of a sequence", f"{SCORES} {CONTEXT} {TP}",
+          "mindspeed.preference.answers", "return _SumOverRanks.apply(x, group)", "return x",
+          ("training/preference.py", "def _loss_function(")),
+    Fault("pairs not counted over the data ranks", PAIRS, PREFERENCE,
+          "    dist.all_reduce(sums, group=ranks)", "    pass",
+          ("training/preference.py", "def before(")),
+    Fault("gradient of the reference model", f"{PAIRS} {TP} {LORA}", PREFERENCE,
+          "with torch.no_grad(), self._reference()", "with self._reference()",
+          ("training/preference.py", "run_forward(reference_step")),
+    Fault("head of rewards unmarked", f"{SCORES} {SP}", "mindspeed.preference.megatron_head",
+          "self.weight.sequence_parallel = config.sequence_parallel",
+          "self.weight.sequence_parallel = False",
+          ("preference/megatron_head.py", "F.linear(x, self.weight)")),
     # Embedding and output layer
     Fault("embedding not summed", TP, LAYERS,
           "            output = reduce_from_tensor_model_parallel_region("

@@ -28,6 +28,8 @@ from tests.type_check.faults import (
     GRID,
     LORA,
     PACKED,
+    PAIRS,
+    SCORES,
     SEQUENCE_LOSS,
     SLICED,
     SP,
@@ -133,6 +135,16 @@ RIGHT = {
     "packed-multi-token-prediction": f"{TP} {PACKED} --nproc 4 --mtp-num-layers 1",
     "packed-experts": f"{SP} {PACKED} --nproc 4 {EXPERTS}",
     "packed-pipeline": f"{SP} {PACKED} --nproc 8 --pipeline-model-parallel-size 2",
+    "pairs": f"{SP} --nproc 8 {PAIRS} --pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8",
+    "pairs-adapters": f"{TP} {CONTEXT} --nproc 8 {PAIRS} {LORA}",
+    "pairs-unpaired": f"{SP} {CONTEXT} --nproc 8 {PAIRS} --loss-type kto",
+    "pairs-packed": f"{TP} {CONTEXT} --nproc 8 {PAIRS} --loss-type orpo --pack-sequences "
+    "--fix-sub-seq-length 8",
+    "pairs-known-reference": f"{SP} --nproc 4 {PAIRS} --precompute-reference",
+    "pairs-experts": f"{SP} --nproc 4 {PAIRS} {EXPERTS} {SPREAD}",
+    "rewards": f"{SP} --nproc 4 {SCORES}",
+    "rewards-adapters": f"{TP} {CONTEXT} --nproc 8 {SCORES} {LORA}",
     "cross-entropy": f"{SP} --nproc 2 --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
 }
 
@@ -294,6 +306,7 @@ def _cases() -> dict[str, tuple]:
     *("experts-overlapped", "experts-gathered", "experts-loss-per-sequence", "slices"),
     *("slices-sequential", "slices-spread", "slices-gathered", "slices-gathered-sequential"),
     *("slices-overlapped", "packed-pipeline", "packed-multi-token-prediction", "sp"),
+    *("pairs-unpaired", "pairs-known-reference", "pairs-experts", "rewards"),
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RIGHT)

@@ -60,6 +60,9 @@ class TypeCheck(Feature, level=0, planning=("no part",)):
         job = without_options(words_of_job(megatron), type(self))
         if not job[:1] or job[0].startswith("-"):  # not a script
             job += [one for name, one in _OF_FINETUNE if megatron.get(name) and one not in job]
+            objective = megatron.get("objective", "next_token")
+            if objective != "next_token" and "--objective" not in job:  # mindspeed dpo, reward
+                job += ["--objective", objective]
         words = [sys.executable, "-m", "mindspeed", "check", "--types", "--devices", ranks]
         status, _ = run_with_signals([*words, "--", *job], {**outside_of_job(), _CHECKED: "1"})
         if status:
