@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 from mindspeed.errors import ConfigError
 from mindspeed.models.hf_load import PREFIX, folder_of
 from mindspeed.models.presets import model_flags, presets
