@@ -185,10 +185,6 @@ def _workload_backward(hidden: int, dtype: torch.dtype, device: str) -> tuple[An
     return x, x, *rest
 
 
-def _flops(x: Any, weight: Any, *rest: Any, **more: Any) -> int:
-    return int(2 * x[0] * x[1] * weight[1])
-
-
 CAUSAL_CONV1D = Operator(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, SymInt[] ends, bool silu) -> Tensor",
     reference=_forward,
@@ -196,7 +192,6 @@ CAUSAL_CONV1D = Operator(
     cuda=[triton("causal_conv1d:forward")],
     npu=[plain_torch(_forward)],
     autograd=(_save, _backward),
-    flops=_flops,
     samples=_samples,
     workload=_workload,
     public="mindspeed.ops.causal_conv1d.causal_conv1d",
@@ -209,7 +204,6 @@ CAUSAL_CONV1D_BACKWARD = Operator(
     fake=_fake_backward,
     cuda=[triton("causal_conv1d:backward")],
     npu=[plain_torch(_backward_formula)],
-    flops=lambda dy, *rest, **more: 2 * _flops(*rest),
     samples=_samples_backward,
     workload=_workload_backward,
 )

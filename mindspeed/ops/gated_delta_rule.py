@@ -380,18 +380,28 @@ def _backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ..
     return (*grads[:-1], dstate, None, None, None, None, None)
 
 
-def _flops(q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
-    """The products of a token of a value head, chunk by chunk; padding is not counted."""
-    tokens, _, channels = q
-    heads, values = v[-2:]
-    chunk = rest[-2]
-    pairs = chunk * (5 * channels + 3 * values)
-    memory = 2 * channels * (3 * values + channels)
-    return int(tokens * heads * (pairs + memory + 2 * channels**2 * values // chunk))
+def _flops(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any,
+    ends: Any, scale: Any, normalised: Any, chunk: int, *rest: Any, **more: Any,
+) -> int:  # fmt: skip
+    """The matrix products of all chunks; the triangular systems are not counted."""
+    d, d_v = q[-1], v[-1]
+    pairs, memory = chunk**2 * (2 * d + d_v), chunk * d * (d + 3 * d_v)
+    return 2 * _chunks_of(ends, chunk) * v[-2] * (pairs + memory + d**2 * d_v)
 
 
-def _flops_backward(dout: Any, dfinal: Any, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
-    return 3 * _flops(q, k, v, *rest, None)
+def _flops_backward(
+    dout: Any, dfinal: Any, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any,
+    ends: Any, scale: Any, normalised: Any, chunk: int, **more: Any,
+) -> int:  # fmt: skip
+    d, d_v = q[-1], v[-1]
+    pairs, memory = chunk**2 * (7 * d + 3 * d_v), chunk * d * (2 * d + 8 * d_v)
+    return 2 * _chunks_of(ends, chunk) * v[-2] * (pairs + memory + 2 * d**2 * d_v)
+
+
+def _chunks_of(ends: Sequence[int], chunk: int) -> int:
+    """Number of chunks of all documents."""
+    return sum(-(-(b - a) // chunk) for a, b in itertools.pairwise(ends))
 
 
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:

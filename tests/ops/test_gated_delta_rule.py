@@ -6,10 +6,9 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from mindspeed.ops import OperatorError
-from mindspeed.ops.gated_delta_rule import GATED_DELTA_RULE, chunk_gated_delta_rule
+from mindspeed.ops.gated_delta_rule import chunk_gated_delta_rule
 
 
 def definition(q, k, v, g, beta, scale, state):
@@ -119,18 +118,6 @@ def test_the_backward_keeps_the_arguments_only():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True)
     assert sum(x.nbytes for x in kept) == sum(x.nbytes for x in inputs)
-
-
-def test_counted_operations_are_those_of_the_products():
-    """torch counts no triangular system: C (d + d_v) a token and head."""
-    q, k, v, g, beta = (x.detach()[0] for x in drawn(1, 128, 2, 4))
-    arguments = q, k, v, g, beta, None, [0, 128], 1.0, True, 32, False
-    counts = []
-    for function in (GATED_DELTA_RULE, GATED_DELTA_RULE.reference):
-        with FlopCounterMode(display=False) as counter:
-            function(*arguments)
-        counts.append(counter.get_total_flops())
-    assert counts[0] - counts[1] == 128 * 4 * 32 * (4 + 6)
 
 
 def test_heads_may_come_first_and_results_keep_the_dtype():
