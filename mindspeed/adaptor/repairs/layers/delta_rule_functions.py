@@ -19,8 +19,6 @@ import torch
 from mindspeed.adaptor.patch import repair
 from mindspeed.device import Device
 from mindspeed.errors import ConfigError
-from mindspeed.ops.causal_conv1d import causal_conv1d
-from mindspeed.ops.gated_delta_rule import chunk_gated_delta_rule
 
 
 def needed_on(device: Device, te: str) -> bool:
@@ -41,6 +39,8 @@ def causal_conv1d_fn(
     activation: str | None = None,
 ) -> torch.Tensor:
     """The function of the package ``causal_conv1d``: ``[b, c, t]`` to the same."""
+    from mindspeed.ops.causal_conv1d import causal_conv1d
+
     out = causal_conv1d(x.transpose(1, 2), weight, bias, silu=activation is not None)
     return out.transpose(1, 2)
 
@@ -64,8 +64,17 @@ def fla_causal_conv1d(
             "a gated delta net keeps no state between calls without the package fla; install "
             "flash-linear-attention, or generate from the whole sequence"
         )
+    from mindspeed.ops.causal_conv1d import causal_conv1d
+
     silu = activation is not None
     return causal_conv1d(x, weight, bias, silu=silu, cu_seqlens=cu_seqlens), None
+
+
+def chunk_gated_delta_rule(*args: Any, **options: Any) -> Any:
+    """The function of ``fla``, by the operator of this library."""
+    from mindspeed.ops.gated_delta_rule import chunk_gated_delta_rule as rule
+
+    return rule(*args, **options)
 
 
 _NET = "megatron.core.ssm.gated_delta_net"
