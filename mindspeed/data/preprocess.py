@@ -262,6 +262,10 @@ def _count(totals: Progress, encoded: Encoded, strict: bool) -> None:
     totals.first_broken += counts.broken[:room]
 
 
+RENDERING = 2
+"""To be raised when the same record gives other tokens: what is cached is then made again."""
+
+
 def digest_of(options: PreprocessOptions) -> str:
     """Digest of the input files, the tokenizer and the options, but of the output's name."""
     return _fingerprint(options, _source(options))
@@ -280,7 +284,7 @@ def _fingerprint(options: PreprocessOptions, source: Files | HubDataset) -> str:
     if options.tokenizer.tokenizer_model is not None:
         files += sorted(p for p in model.iterdir() if p.is_file()) if model.is_dir() else [model]
     values["tokenizer"] = dataclasses.asdict(options.tokenizer)
-    values["version"] = __version__
+    values["version"] = __version__, RENDERING
     values["files"] = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()
 
