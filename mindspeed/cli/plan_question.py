@@ -13,12 +13,13 @@ from rich.console import Console
 
 from mindspeed.cli import plan_run
 from mindspeed.cli.plan_output import bytes_unit, new_table, print_whole
-from mindspeed.cli.plan_run import command, interruptible, launch_words
+from mindspeed.cli.plan_run import command, interruptible, job_of, launch_words
 from mindspeed.cli.plan_search import NOTHING_FITS, print_plan, search, write_page, write_plans
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
 
 if TYPE_CHECKING:
+    from mindspeed.planner.job import Job
     from mindspeed.planner.layout import Layout
     from mindspeed.planner.question import Purpose
     from mindspeed.planner.search.result import SearchResult
@@ -75,17 +76,22 @@ def run_question(own: argparse.Namespace, model: str, flags: Sequence[str]) -> i
             answers.append(Answer(purpose, tuple(words), tuple(assumed), plan))
             if plan.interrupted:
                 break
+    launch = launch_words(own.launch, own.cluster, devices)
     if own.json:
         data = {"model": name, "answers": [one.to_json() for one in answers]}
         print(json.dumps(data | {"assumed": ASSUMED}, indent=2))
     else:
-        _print(own, name, answers)
-    launch = launch_words(own.launch, own.cluster, devices)
+        _print(name, answers, launch)
     if own.html is not None:
-        write_page(
-            [(one.purpose.title, one.plan, partial(_line, name, one, launch)) for one in answers],
-            own.html,
-        )
+        pages = [
+            (
+                one.purpose.title,
+                one.plan,
+                partial(_line, name, one.purpose, job_of(one.flags), launch),
+            )
+            for one in answers
+        ]
+        write_page(pages, own.html)
     if own.out is not None:
         for one in answers:
             out = own.out / one.purpose.name
@@ -96,13 +102,13 @@ def run_question(own: argparse.Namespace, model: str, flags: Sequence[str]) -> i
     return 0 if all(one.plan.candidates for one in answers) else NOTHING_FITS
 
 
-def _line(model: str, answer: Answer, launch: str | None, layout: Layout) -> str:
+def _line(model: str, purpose: Purpose, job: Job, launch: str | None, layout: Layout) -> str:
     """The command line that trains in a layout."""
-    flags = plan_run.job_of(answer.flags).flags(layout.overrides())
-    return command((), answer.purpose.to_type(model, flags), launch, answer.purpose.command)
+    words = purpose.to_type(model, job.flags(layout.overrides()))
+    return command((), words, launch, purpose.command)
 
 
-def _print(own: argparse.Namespace, model: str, answers: Sequence[Answer]) -> None:
+def _print(model: str, answers: Sequence[Answer], launch: str | None) -> None:
     console = Console(soft_wrap=True)
 
     def line(text: str) -> None:
@@ -122,7 +128,6 @@ def _print(own: argparse.Namespace, model: str, answers: Sequence[Answer]) -> No
     if first.interval is not None:
         line(first.interval.sentence)
     line(f"assumed: {ASSUMED}")
-    launch = launch_words(own.launch, own.cluster, first.devices)
     for one in answers:
         line(f"\n{one.purpose.title}; not said, so assumed: {' '.join(one.assumed)}")
         if not one.plan.candidates:

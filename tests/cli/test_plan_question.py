@@ -77,6 +77,21 @@ def test_json_and_files(ask, tmp_path):
         assert (tmp_path / "plan" / name / "candidate-1.sh").exists()
 
 
+def test_the_page_has_a_plan_of_each_purpose(ask, tmp_path):
+    status, printed, _ = ask("--on", "16xh100", "--html", tmp_path / "plan.html")
+    assert status == 0 and "wrote" in printed.err
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    found = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
+    assert [one["title"] for one in found] == ["pretraining", "full fine-tuning", "LoRA, rank 16"]
+    commands = ("pretrain --model", "finetune --load", "finetune --load")
+    for one, starts in zip(found, commands, strict=True):
+        assert len(one["layouts"]) == len(CANDIDATES)
+        for layout in one["layouts"]:
+            assert f"-m mindspeed {starts}" in layout["command"]
+            tp = dict(word.split("=") for word in layout["name"].split()[:1])["tp"]
+            assert f"--tensor-model-parallel-size={tp}" in layout["command"]
+
+
 def test_what_does_not_fit_says_why(ask):
     closest = Closest(BEST, Priced(1.5, 80 * GIB), 3 * GIB)
     found = replace(ANSWER, candidates=(), front=(), closest=closest, fitting=0)
