@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.planner.cluster import Cluster, Device, Level, Measured
-from mindspeed.planner.cluster.rates import DeviceRates
+from mindspeed.planner.cluster.operations import Operation
+from mindspeed.planner.cluster.program import Experts, Program
+from mindspeed.planner.cluster.rates import GROUP, PLAIN, DeviceRates
 
 # Round figures: 1e12 FLOP/s, of which 10 cores compute tiles of 16 x 16; 1e9 bytes per second.
 DEVICE = Device(
@@ -28,10 +30,10 @@ DEVICE = Device(
 )
 
 
-def rates(fused: bool = False, **changes: object) -> DeviceRates:
+def rates(program: Program = PLAIN, **changes: object) -> DeviceRates:
     device = dataclasses.replace(DEVICE, **changes)
     levels = (Level("node", None, 1, 0),)
-    return DeviceRates(Cluster("test", device, levels, fused_chains=fused))
+    return DeviceRates(Cluster("test", device, levels), program)
 
 
 def test_whole_waves_attain_the_peak() -> None:
@@ -129,22 +131,86 @@ def test_causal_attention_computes_half_of_the_scores() -> None:
     assert seconds[1] == pytest.approx(flops / 0.5e12 * 65 / 128)
 
 
-def test_a_fused_chain_moves_its_ends_alone() -> None:
-    """x -> a -> b -> c, and the product that reads c ends the chain."""
-    x = torch.ones(64, 64)
-    once = x.numel() * 4 / 1e9
-    found = {}
-    for fused in (False, True):
-        with VirtualClock.of(rates(fused, memory_gbs=1.0, launch_us=100.0)) as clock:
-            a = x.exp()
-            b = a * x  # x from the memory again: nothing but what the chain makes is remembered
-            c = b.sqrt().neg()
-            product = c @ c
-            product.exp()
-        times = [one.seconds for one in clock.select("compute") if one.name != "aten::mm"]
-        found[fused] = sum(times)
-    launch = 100e-6
-    # reads: exp 1, mul 2, sqrt 1, neg 1, exp 1; writes: one each
-    assert found[False] == pytest.approx(11 * once + 5 * launch)
-    # read x twice, write c; then read the product, write its exponential
-    assert found[True] == pytest.approx(5 * once + 2 * launch)
+def test_sustained_peaks_slow_products_and_attention() -> None:
+    attention = Operation("attention", 10**12, 0, dtype="fp32", keys=64, head=32)
+    for part in (1.0, 0.5):
+        held = rates(sustained=part)
+        assert held.product_seconds(160, 112, 64, "fp32") == pytest.approx(
+            rates().product_seconds(160, 112, 64, "fp32") / part
+        )
+        assert held.seconds(attention) == pytest.approx(2.0 / part)
+
+
+def test_attention_follows_its_curves() -> None:
+    curved = rates(attention_keys=((64, 0.5), (256, 1.0)), attention_heads=((64, 0.5), (128, 1.0)))
+    for keys, factor in ((1, 0.5), (64, 0.5), (128, 0.75), (256, 1.0), (9999, 1.0)):
+        one = Operation("attention", 10**12, 0, dtype="fp32", keys=keys, head=128)
+        assert curved.seconds(one) == pytest.approx(2.0 / factor)
+    small = Operation("attention", 10**12, 0, dtype="fp32", keys=256, head=64)
+    assert curved.seconds(small) == pytest.approx(4.0)
+    back = Operation("attention_backward", 10**12, 0, dtype="fp32", keys=256, head=128)
+    assert rates(attention_backward=0.8).seconds(back) == pytest.approx(2.5)
+
+
+def test_rows_that_are_not_aligned_are_slower() -> None:
+    model = rates(misaligned=1.25)
+    for n, k, slower in ((192, 256, 1.0), (200, 256, 1.25), (192, 250, 1.25)):
+        plain = rates().product_seconds(160, n, k, "fp32")
+        assert model.product_seconds(160, n, k, "fp32") == pytest.approx(slower * plain)
+
+
+LINEAR = Operation("aten::mm", 1, 2 * 3 * 160 * 160, (160, 160, 160, "bf16"), 1, "bf16")
+
+
+def test_a_job_in_fp8_multiplies_in_fp8_and_pays_for_its_casts() -> None:
+    peaks = {"fp32": 1.0, "bf16": 2.0, "fp8": 4.0}
+    low = rates(Program("bf16", "mxfp8", frozenset({7})), peak_tflops=peaks, memory_gbs=1e3)
+    plain = rates(peak_tflops=peaks, memory_gbs=1e3)
+    cast = 160 * 160 * (4 + 2) / 1e12  # read twice in bf16, written twice in fp8
+    product = low.product_seconds(160, 160, 160, "fp8")
+    assert product == pytest.approx(plain.product_seconds(160, 160, 160, "bf16") / 2)
+    assert low.seconds(LINEAR) == pytest.approx(product + cast)
+    weights = dataclasses.replace(LINEAR, name="mindspeed::matmul_add")
+    assert low.seconds(weights) == pytest.approx(product)  # its operands were cast before
+    emulated = dataclasses.replace(
+        LINEAR, product=(160, 160, 160, "fp32"), dtype="fp32", stands_for="product"
+    )
+    assert low.seconds(emulated) == low.seconds(LINEAR)
+    kept = dataclasses.replace(LINEAR, product=(160, 7, 160, "bf16"))
+    assert low.seconds(kept) == plain.seconds(kept)  # the router, and the output layer
+
+
+def test_what_a_cpu_emulates_takes_no_time() -> None:
+    inside = Operation("aten::mul", 0, 10**9, stands_for="attention")
+    cast = Operation("aten::mul", 0, 10**9, stands_for="product")
+    assert rates().seconds(inside) == 0.0
+    assert rates().seconds(cast) > 0.0
+    assert rates(Program("bf16", "fp8")).seconds(cast) == 0.0
+
+
+def test_products_of_experts_share_the_last_wave() -> None:
+    alone = Operation("aten::mm", 1, 0, (16, 32, 64, "fp32"), 1, "fp32")
+    many = dataclasses.replace(alone, grouped=True)
+    together = rates().product_seconds(16, 32, 64, "fp32", GROUP)
+    assert rates().seconds(many) == pytest.approx(together / GROUP)
+    assert rates().seconds(many) < rates().seconds(alone)
+    late = rates(launch_us=3.0)
+    following = dataclasses.replace(many, starts=False)
+    assert late.seconds(many) - late.seconds(following) == pytest.approx(3e-6)
+
+
+def test_a_device_waits_for_its_host_when_its_queue_is_empty() -> None:
+    long, short = (Operation("aten::mul", 0, size) for size in (10_000, 1_000))
+    model = rates(memory_gbs=1.0, host_us=4.0)
+    taken = [model.queued(one, model.seconds(one)) for one in (long, short, short, short, short)]
+    # 10 us of work are queued after the first, and each short one takes 3 of them
+    assert taken == pytest.approx([14e-6, 1e-6, 1e-6, 1e-6, 4e-6])
+    inside = dataclasses.replace(short, starts=False)
+    assert model.queued(inside, 1e-6) == 1e-6
+
+
+def test_a_token_reaches_fewer_ranks_than_experts() -> None:
+    experts = Experts(8, 2)
+    assert experts.reached(1) == 1.0
+    assert experts.reached(8) == pytest.approx(2.0)  # each rank has one expert
+    assert experts.reached(2) == pytest.approx(2 * (1 - 6 / 28))

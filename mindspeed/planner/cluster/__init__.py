@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from itertools import pairwise
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from mindspeed.errors import ConfigError
 from mindspeed.instruments.ledger import Communication
 from mindspeed.json_fields import (
     ANYTHING,
-    BOOL,
     TEXT,
     Allowed,
     Kind,
@@ -79,8 +79,15 @@ class Device:
         tile: rows and columns of a tile.
         gemm_efficiency: fraction of the peak that large matrix products attain.
         gemm_efficiencies: the same by dtype, where it differs.
-        attention_efficiency: fraction of the peak that fused attention attains.
+        sustained: fraction of its peak that a device holds in training, for power and heat.
+        attention_efficiency: fraction of the peak that fused attention attains with heads of 128
+            entries, forward, over many keys.
+        attention_backward: the same of its backward, relative to forward.
+        attention_keys: factors of it by the keys that a query sees: ``[[keys, factor], ...]``.
+        attention_heads: the same by the entries of a head.
         memory_efficiency: fraction of ``memory_gbs`` that large copies attain.
+        misaligned: slowdown of products whose rows are no multiples of 128 bytes.
+        host_us: microseconds in which the host starts a kernel.
         host_gbs: bandwidth of a copy to or from host memory in GB/s.
         products: measured products, which correct the formula for products of similar size.
         source: sources of the figures, by field.
@@ -95,7 +102,13 @@ class Device:
     cores: int = 128
     tile: tuple[int, int] = (128, 256)
     gemm_efficiency: float = 0.8
+    sustained: float = 1.0
     attention_efficiency: float = 0.5
+    attention_backward: float = 1.0
+    attention_keys: tuple[tuple[float, float], ...] = ()
+    attention_heads: tuple[tuple[float, float], ...] = ()
+    misaligned: float = 1.0
+    host_us: float = 0.0
     memory_efficiency: float = 0.9
     host_gbs: float = 25.0
     gemm_efficiencies: Mapping[str, float] = field(default_factory=dict)
@@ -110,6 +123,18 @@ class Device:
         """FLOP/s of dense products of a dtype; an unknown dtype has the rate of fp32."""
         return 1e12 * self.peak_tflops.get(dtype, self.peak_tflops["fp32"])
 
+    def attention(self, keys: float, head: float, backward: bool) -> float:
+        """Fraction of the peak that fused attention attains.
+
+        Args:
+            keys: that a query sees on average.
+            head: entries of a head.
+            backward: whether it computes gradients.
+        """
+        part = self.attention_backward if backward else 1.0
+        part *= between(self.attention_keys, keys) * between(self.attention_heads, head)
+        return self.attention_efficiency * part
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -119,7 +144,6 @@ class Cluster:
         levels: links from inside out; consecutive ranks share a domain.
         overlap_slowdown: slowdown of computation while communication runs.
         collective_us: fixed microseconds of each communication.
-        fused_chains: whether memory-bound operators between two matrix products run as one kernel.
         source: sources of the figures, by field.
         note: additional remarks.
     """
@@ -129,7 +153,6 @@ class Cluster:
     levels: tuple[Level, ...]
     overlap_slowdown: float = 1.0
     collective_us: float = 0.0
-    fused_chains: bool = False
     source: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
 
@@ -162,6 +185,18 @@ class Cluster:
         return decode_json(json.dumps(dataclasses.asdict(self)))
 
 
+def between(curve: Sequence[tuple[float, float]], at: float) -> float:
+    """The value of a curve, interpolated over the logarithm of its places; 1 without any."""
+    if not curve:
+        return 1.0
+    if at <= curve[0][0]:
+        return curve[0][1]
+    for (left, low), (right, high) in pairwise(curve):
+        if at <= right:
+            return low + (high - low) * log(at / left) / log(right / left)
+    return curve[-1][1]
+
+
 _POSITIVE, _NOT_NEGATIVE, _PART, _LIST = Real(1e-12), Real(0), Real(0.001, 1), ListOf(ANYTHING)
 _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
     Measured: {
@@ -183,7 +218,13 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "tile": ListOf(Whole(1)),
         "gemm_efficiency": _PART,
         "gemm_efficiencies": MapOf(_PART),
+        "sustained": _PART,
         "attention_efficiency": _PART,
+        "attention_backward": _POSITIVE,
+        "attention_keys": _LIST,
+        "attention_heads": _LIST,
+        "misaligned": Real(1, 10),
+        "host_us": _NOT_NEGATIVE,
         "memory_efficiency": _PART,
         "host_gbs": _POSITIVE,
         "products": _LIST,
@@ -203,7 +244,6 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "levels": _LIST,
         "overlap_slowdown": Real(1, 10),
         "collective_us": _NOT_NEGATIVE,
-        "fused_chains": BOOL,
         "source": MapOf(TEXT),
         "note": TEXT,
     },
@@ -279,7 +319,8 @@ def _device(values: Mapping[str, Any], where: str) -> Device:
     tile = tuple(values.get("tile", Device.tile))
     if len(tile) != 2:
         raise ConfigError(f"{where}.tile is {list(tile)}; allowed are two: rows and columns")
-    device = Device(**{**values, "products": tuple(products), "tile": tile})
+    curves = {name: _curve(values.get(name, ()), f"{where}.{name}") for name in _CURVES}
+    device = Device(**{**values, **curves, "products": tuple(products), "tile": tile})
     if "fp32" not in device.peak_tflops:
         raise ConfigError(f"{where}.peak_tflops: fp32 is missing, the rate of other dtypes")
     reserved, whole = device.reserved_gib, device.memory_gib
@@ -288,6 +329,20 @@ def _device(values: Mapping[str, Any], where: str) -> Device:
             f"{where}: reserved_gib {reserved:g} leaves nothing of memory_gib {whole:g}"
         )
     return device
+
+
+_CURVES = ("attention_keys", "attention_heads")
+
+
+def _curve(values: Sequence[Any], where: str) -> tuple[tuple[float, float], ...]:
+    for one in values:
+        check({"pair": one}, {"pair": ListOf(_POSITIVE)}, where, ConfigError)
+        if len(one) != 2:
+            raise ConfigError(f"{where} has {one}; allowed are pairs of a place and a factor")
+    curve = tuple((float(place), float(factor)) for place, factor in values)
+    if any(left >= right for (left, _), (right, _) in pairwise(curve)):
+        raise ConfigError(f"{where}: its places must grow")
+    return curve
 
 
 def _check_levels(levels: Sequence[Level], where: str) -> None:

@@ -34,7 +34,7 @@ from mindspeed.planner.cluster.measured_links import (
 
 _MEDIANS = (
     "memory_gbs",
-    "launch_us",
+    "host_us",
     "gemm_efficiency",
     "attention_efficiency",
     "memory_efficiency",

@@ -19,7 +19,7 @@ import torch
 from mindspeed.device.base import Device as Hardware
 from mindspeed.errors import ConfigError
 from mindspeed.planner.cluster import GIB, Device, Measured
-from mindspeed.planner.cluster.rates import DTYPES
+from mindspeed.planner.cluster.operations import DTYPES
 
 WARM_UP, MOST_LOOPS = 2, 1000
 
@@ -139,7 +139,7 @@ def measure_host_copy(hardware: Hardware, watch: Stopwatch, nbytes: int) -> Timi
 
 
 def measure_launch(hardware: Hardware, watch: Stopwatch) -> Timing:
-    """Time of an operator on a few elements, in a queue of many."""
+    """Time of the host for an operator on a few elements, which a device ends sooner."""
     x = torch.ones(8, device=hardware.torch_device())
 
     def run() -> None:
@@ -215,7 +215,7 @@ def measured_device(
         products=f"measured: {len(products)} products, spread at most {spread:.0%}",
         gemm_efficiency=f"measured: {best[main]:.4g} TFLOP/s of {main}",
         memory_efficiency=f"measured: a copy of {nbytes:,} bytes, spread {copy.spread:.0%}",
-        launch_us=f"measured: {TINY_CALLS} small operators, spread {launch.spread:.0%}",
+        host_us=f"measured: {TINY_CALLS} small operators, spread {launch.spread:.0%}",
         attention_efficiency=f"measured: {largest} tokens, spread {attention.spread:.0%}",
         memory_gib="of the device",
         cores="of the device",
@@ -231,10 +231,12 @@ def measured_device(
         memory_gib=properties.total_memory / GIB,
         memory_gbs=memory_gbs,
         reserved_gib=min(base.reserved_gib, properties.total_memory / GIB / 2),
-        launch_us=launch.seconds * 1e6,
+        launch_us=min(base.launch_us, launch.seconds * 1e6),
+        host_us=launch.seconds * 1e6,
         cores=max(1, properties.cores),
         gemm_efficiency=_part(best[main] / peak),
-        gemm_efficiencies={
+        gemm_efficiencies=(dict(base.gemm_efficiencies) if keep_peak else {})
+        | {
             dtype: _part(rate / peaks[dtype])
             for dtype, rate in best.items()
             if dtype != main and dtype in peaks

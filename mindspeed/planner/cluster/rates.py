@@ -4,8 +4,7 @@
     rates.product_seconds(4096, 4096, 4096, "bf16")
     with VirtualClock.of(rates) as clock: ...
 
-An :class:`Operation` describes a call independently of the device, so a step that was executed once
-can be timed for any device. It takes ``launch + max(computation, bytes / memory bandwidth)``.
+An operation takes ``launch + max(computation, bytes / memory bandwidth)``.
 
 * **Matrix products** ``[m, k] @ [k, n]`` are computed in tiles, one per core at a time. The last
   wave of tiles takes as long as a full one, so t tiles on c cores take
@@ -18,9 +17,13 @@ can be timed for any device. It takes ``launch + max(computation, bytes / memory
   counted as equal products: the planner assumes balanced experts.
 * **Measured products** of the cluster correct this formula: a product is scaled by the ratios of
   measured to computed time, weighted by the distance of its sizes on a logarithmic scale.
-* **Attention** takes FLOPs / (peak * attention_efficiency), without FLOPs of masked pairs.
-* **All others** are bound by the bytes that they read and write once; views take no time. With
-  ``fused_chains`` a :class:`Chain` of them runs as one kernel.
+* **Attention** takes FLOPs / (peak * efficiency), without FLOPs of masked pairs; the efficiency
+  depends on the number of keys and the size of heads.
+* **All others** are bound by the bytes that they read and write once; views take no time. Those
+  that a device runs as one kernel are one (:mod:`mindspeed.planner.cluster.operations`).
+* **The host** starts a kernel every ``host_us``; the device waits for it where its queue is empty.
+  Where experts exchange tokens the host waits for the device, so their queue is never long.
+* Devices hold a part of their peak, ``sustained``, for power and heat.
 
 Sources: Williams, Waterman, Patterson, "Roofline" (2009); NVIDIA, "Matrix Multiplication Background
 User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301.03598).
@@ -29,172 +32,27 @@ User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil, log2
-from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
-from mindspeed.instruments.clock import Call, extent, storage_of
+from mindspeed.instruments.clock import Call
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster, Measured
+from mindspeed.planner.cluster.operations import ATTENTION, Kernels, Operation, Product
+from mindspeed.planner.cluster.program import Experts, Program
 
-Product = tuple[int, int, int, str]
-"""Rows m, columns n, summed entries k, dtype of ``[m, k] @ [k, n]``."""
-DTYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
-}
-_Sizes = tuple[int, int, int, int]  # m, n, k, batch
-
-
-def product_of(call: Call) -> tuple[Product, int] | None:
-    """The matrix product of an operator and its batch size; None: it is no plain product."""
-    sizes_of = _SIZES.get(call.func._schema.name)
-    if sizes_of is None:
-        return None
-    m, n, k, batch = sizes_of(*call.args)
-    return (m, n, k, dtype_of(call)), batch
-
-
-def dtype_of(call: Call) -> str:
-    """Name of the dtype that an operator multiplies: that of its narrowest tensor argument."""
-    found = [
-        tensor.dtype
-        for value in call.args
-        for tensor in (value if isinstance(value, list | tuple) else (value,))
-        if isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES and tensor.numel() > 1
-    ]
-    return DTYPES[min(found, key=lambda dtype: dtype.itemsize)] if found else "fp32"
-
-
-def _plain(left: Any, right: Any, *_: Any) -> _Sizes:
-    rows, columns = left.shape[-2], right.shape[-1]
-    return rows, columns, left.shape[-1], left.shape[0] if left.dim() == 3 else 1
-
-
-def _added(_: Any, left: Any, right: Any, *__: Any) -> _Sizes:
-    return _plain(left, right)
-
-
-def _weight_gradient(x: Any, dy: Any, *_: Any) -> _Sizes:
-    return dy.shape[1], x.shape[1], x.shape[0], 1
-
-
-def _grouped(x: Any, weight: Any, *_: Any) -> _Sizes:
-    groups = weight.shape[0]
-    return -(-x.shape[0] // groups), weight.shape[2], weight.shape[1], groups
-
-
-def _grouped_outer(x: Any, dy: Any, ends: Any, *_: Any) -> _Sizes:
-    groups = ends.shape[0]
-    return x.shape[1], dy.shape[1], -(-x.shape[0] // groups), groups
-
-
-_SIZES: dict[str, Callable[..., _Sizes]] = {
-    "aten::mm": _plain,
-    "aten::bmm": _plain,
-    "aten::_scaled_mm": _plain,
-    "aten::addmm": _added,
-    "aten::addmm_": _added,
-    "aten::baddbmm": _added,
-    "aten::baddbmm_": _added,
-    "mindspeed::matmul_add": _weight_gradient,
-    "mindspeed::grouped_matmul": _grouped,
-    "mindspeed::grouped_outer": _grouped_outer,
-    "mindspeed::groupmatmul_add": _grouped_outer,
-}
-
-
-class Chain:
-    """Bytes that a chain of memory-bound operators moves if it runs as one kernel.
-
-    Fused kernels and compilers keep intermediate results in registers. A chain is all operators
-    between two matrix products, attentions or communications. A tensor that is written and read
-    inside it is not moved at all, and the chain is launched once. This is a lower bound: a residual
-    that a later layer reads has to be written.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, int] = {}  # storage -> bytes written and not read yet
-        self._credit = 0
-        self._started = False
-
-    def end(self) -> None:
-        """End the chain at a product, an attention or a communication."""
-        self._made.clear()
-        self._credit, self._started = 0, False
-
-    def moved(self, call: Call) -> tuple[int, bool]:
-        """Add an operator; bytes that it moves, and whether it is the first one."""
-        nbytes = call.nbytes - self._credit
-        for tensor in _tensors((call.args, call.kwargs)):
-            key = storage_of(tensor)
-            if key in self._made:  # neither read nor written by a fused kernel
-                nbytes -= extent(tensor) + self._made[key]
-                self._made[key] = 0
-        for tensor in _tensors(call.result):
-            self._made[storage_of(tensor)] = extent(tensor)
-        self._credit = max(0, -nbytes)
-        first, self._started = not self._started, True
-        return max(0, nbytes), first
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One call of an operator.
-
-    Attributes:
-        name: name of the operator.
-        flops: executed FLOPs.
-        nbytes: bytes that are read and written once.
-        product: its matrix product, if any.
-        batch: number of these products.
-        dtype: dtype of the multiplication, for operators with FLOPs.
-        attention: whether it is a fused attention.
-        chain_bytes: bytes that a memory-bound operator moves if its :class:`Chain` is one kernel.
-        starts_chain: whether it is the first operator of its chain.
-    """
-
-    name: str
-    flops: int
-    nbytes: int
-    product: Product | None = None
-    batch: int = 1
-    dtype: str = ""
-    attention: bool = False
-    chain_bytes: int = 0
-    starts_chain: bool = False
-
-
-def operation_of(call: Call, chain: Chain) -> Operation:
-    """Describe an executed call, which ends or continues the chain of operators before it."""
-    name = call.func._schema.name
-    if not call.flops:
-        moved, first = chain.moved(call)
-        return Operation(name, 0, call.nbytes, chain_bytes=moved, starts_chain=first)
-    chain.end()
-    dtype = dtype_of(call)
-    if (found := product_of(call)) is not None:
-        product, batch = found
-        return Operation(name, call.flops, call.nbytes, product, batch, dtype)
-    attention = "attention" in name
-    return Operation(name, call.flops, call.nbytes, dtype=dtype, attention=attention)
-
-
+PLAIN = Program()
+"""A job in bf16."""
+WEIGHT_GRADIENTS = (
+    "mindspeed::matmul_add",
+    "mindspeed::grouped_outer",
+    "mindspeed::groupmatmul_add",
+)
 TILES = ((1, 1, 1.0), (1, 2, 0.9), (2, 2, 0.75))
 """Divisors of a tile's rows and columns, and the efficiency relative to that of whole tiles."""
+GROUP = 16
+"""Equal products that fill the device, if those of experts run in one kernel."""
+ALIGNED = 64
+"""Entries of which leading dimensions of large operands are multiples, else loads are slower."""
 SPLITS = (1, 2, 4, 8)
 """Numbers of parts into which the summed dimension may be split."""
 
@@ -204,21 +62,25 @@ class DeviceRates:
 
     Args:
         cluster: the machine.
+        program: the job.
 
     Attributes:
+        program: the job.
         products: executions of each matrix product.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, program: Program = PLAIN) -> None:
         self._cluster, self._device = cluster, cluster.device
+        self.program = program
         self.products: Counter[Product] = Counter()
-        self._chain = Chain()
+        self._kernels = Kernels()
+        self._ahead = 0.0  # seconds of work in the queue of the device
         self._known: dict[tuple[Product, int], float] = {}
         self._corrections: dict[str, list[tuple[Measured, float]]] = {}
         for measured in self._device.products:
-            ratio = measured.seconds / self._formula(
-                (measured.m, measured.n, measured.k, measured.dtype), 1
-            )
+            product = (measured.m, measured.n, measured.k, measured.dtype)
+            seconds = max(measured.seconds - self._launch, 0.1 * measured.seconds)
+            ratio = seconds / (self._formula(product, 1) * self._device.sustained)
             self._corrections.setdefault(measured.dtype, []).append((measured, ratio))
 
     @property
@@ -228,8 +90,28 @@ class DeviceRates:
 
     def communication(self, communication: Communication) -> float:
         """Seconds of a communication over the cluster's links."""
-        self._chain.end()
+        self._kernels.end()
+        experts = self.program.once
+        described = "EXPERT_MODEL_PARALLEL" in communication.description
+        if communication.op == "all_to_all" and described:
+            if self.program.waits:
+                self._ahead = 0.0
+            if experts is not None:
+                return self._exchanged_once(communication, experts)
         return self._cluster.communication_seconds(communication)
+
+    def _exchanged_once(self, communication: Communication, experts: Experts) -> float:
+        """Seconds of an exchange in which a token goes once to each node, then to its ranks."""
+        ranks, cluster = communication.ranks, self._cluster
+        once = communication.payload / experts.taken
+        node, network = cluster.levels[0], cluster.levels[-1]
+        nodes = len({node.domain(rank) for rank in ranks})
+        reached = experts.reached(len(ranks)) * (1 - 1 / len(ranks))
+        seconds = node.latency + once * reached / node.bytes_per_second
+        if nodes > 1:
+            sent = once * experts.reached(nodes) * (1 - 1 / nodes)
+            seconds = max(seconds, network.latency + sent / network.bytes_per_second)
+        return cluster.collective_us * 1e-6 + seconds
 
     def stream(self, communication: Communication) -> str:
         """The stream of a communication: one per process group, and per direction of messages."""
@@ -238,33 +120,57 @@ class DeviceRates:
         return communication.group
 
     def operator(self, call: Call) -> float:
-        """Seconds of an executed operator."""
-        return self.seconds(operation_of(call, self._chain))
+        """Seconds of an executed operator, with those in which the device waits for the host."""
+        operation = self._kernels.operation(call)
+        return self.queued(operation, self.seconds(operation))
+
+    def queued(self, operation: Operation, seconds: float) -> float:
+        """Add the seconds in which the device waits for the host, which starts a kernel."""
+        if not operation.starts or not seconds:
+            return seconds
+        ahead = self._ahead - self._device.host_us * 1e-6
+        self._ahead = max(0.0, ahead) + seconds
+        return seconds + max(0.0, -ahead)
 
     def seconds(self, operation: Operation) -> float:
-        """Seconds of a described operator."""
+        """Seconds of a described operator on the device."""
         if not operation.flops:
-            return self._memory_bound(operation)
+            if operation.stands_for == ATTENTION or (operation.stands_for and self.program.low):
+                return 0.0  # inside of what it stands for
+            starting = self._launch if operation.starts else 0.0
+            return starting + self._moving(operation.nbytes)
         if operation.product is not None:
-            product, batch = operation.product, operation.batch
-            self.products[product] += batch
-            return max(self._product(product, batch), self.moving_seconds(operation.nbytes))
-        peak = self._device.peak(operation.dtype)
+            return self._of_product(operation, operation.product)
+        dtype = self.program.dtype if operation.stands_for else operation.dtype
         if operation.attention:
-            computing = operation.flops / (peak * self._device.attention_efficiency)
+            attained = self._device.attention(operation.keys, operation.head, operation.backward)
         else:
-            computing = operation.flops / (peak * self._device.efficiency(operation.dtype))
-        return self._launch + max(computing, self._moving(operation.nbytes))
+            attained = self._device.efficiency(dtype)
+        rate = self._device.peak(dtype) * self._device.sustained * attained
+        return self._launch + max(operation.flops / rate, self._moving(operation.nbytes))
 
-    def _memory_bound(self, operation: Operation) -> float:
-        if not self._cluster.fused_chains:
-            return self.moving_seconds(operation.nbytes)
-        starting = self._launch if operation.starts_chain else 0.0
-        return self._moving(operation.chain_bytes) + starting
+    def _of_product(self, operation: Operation, product: Product) -> float:
+        """Seconds of a product, in the precision of the job and with the casts of its operands."""
+        (m, n, k, dtype), batch, low = product, operation.batch, self.program.low
+        if operation.stands_for:
+            dtype = self.program.dtype
+        together = GROUP if operation.grouped else 1  # one kernel computes them all
+        starting = self._launch if operation.starts else 0.0
+        kept = low is None or dtype != self.program.dtype or bool(self.program.kept & {m, n, k})
+        if low is None or kept:
+            self.products[m, n, k, dtype] += batch
+            computing = self._product((m, n, k, dtype), together * batch) / together
+            return starting + max(computing, self._moving(operation.nbytes))
+        self.products[m, n, k, low.dtype] += batch
+        seconds = starting + self._product((m, n, k, low.dtype), together * batch) / together
+        if operation.name in WEIGHT_GRADIENTS:  # its operands were quantised before
+            return seconds
+        quantised = batch * m * k * (2 * low.passes + 2 * low.width)
+        return seconds + starting + self._moving(quantised)
 
     def product_seconds(self, m: int, n: int, k: int, dtype: str, batch: int = 1) -> float:
         """Seconds of ``batch`` products ``[m, k] @ [k, n]`` in one operator."""
-        return self._product((m, n, k, dtype), batch)
+        return self._launch + self._product((m, n, k, dtype), batch)
 
     def moving_seconds(self, nbytes: float) -> float:
         """Seconds of an operator that reads and writes ``nbytes`` and computes little."""
@@ -287,11 +193,14 @@ class DeviceRates:
         m, n, k, dtype = product
         itemsize = {"fp8": 1, "int8": 1, "fp32": 4, "fp64": 8}.get(dtype, 2)
         moving = self._moving(batch * itemsize * (m * k + k * n + m * n))
-        return self._launch + max(self._computing(product, batch), moving)
+        return max(self._computing(product, batch), moving)
 
     def _computing(self, product: Product, batch: int) -> float:
         m, n, k, dtype = product
-        rate = self._device.peak(dtype) * self._device.efficiency(dtype) / self._device.cores
+        attained = self._device.sustained * self._device.efficiency(dtype)
+        rate = self._device.peak(dtype) * attained / self._device.cores
+        if (n % ALIGNED or k % ALIGNED) and min(m, n, k) > ALIGNED:
+            rate /= self._device.misaligned
         rows, columns = self._device.tile
         fastest = float("inf")
         for high, wide, attained in TILES:

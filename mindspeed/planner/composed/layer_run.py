@@ -14,6 +14,7 @@ from typing import Any
 from mindspeed.errors import PlanError
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.cluster.program import program_of
 from mindspeed.planner.cluster.rates import DeviceRates
 from mindspeed.planner.composed.tiny_run import Point
 from mindspeed.planner.job import Job
@@ -53,7 +54,7 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
     from mindspeed.planner.counted.step_counter import StepCounter, claim
 
     args = job.settings(point.overrides, point.devices).args
-    clock = VirtualClock.of(DeviceRates(cluster))
+    clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
     with planned_rank(args, 0) as own, StepCounter() as counter:
         step = StepOfRank(own, counter, 1)
         claim(counter, step.model)

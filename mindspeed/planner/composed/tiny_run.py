@@ -18,6 +18,7 @@ from mindspeed.features.registry import planned_as
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.cluster.program import program_of
 from mindspeed.planner.cluster.rates import DeviceRates
 from mindspeed.planner.composed.figures import END, TRAFFIC, Figure, Quantity
 from mindspeed.planner.composed.segments import BETWEEN, Clock, Segment, Segments
@@ -122,12 +123,17 @@ def run(job: Job, point: Point, cluster: Cluster | None) -> TinyRun:
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
     """
-    clock = None if cluster is None else VirtualClock.of(DeviceRates(cluster))
-    return figures(observe(job, point, clock), clock)
+    rates = None if cluster is None else DeviceRates(cluster)
+    clock = None if rates is None else VirtualClock.of(rates)
+    return figures(observe(job, point, clock, rates=rates), clock)
 
 
 def observe(
-    job: Job, point: Point, clock: VirtualClock | None, times: Clock | None = None
+    job: Job,
+    point: Point,
+    clock: VirtualClock | None,
+    times: Clock | None = None,
+    rates: DeviceRates | None = None,
 ) -> Observation:
     """Execute the step of a run; changes the state of this process.
 
@@ -136,6 +142,7 @@ def observe(
         point: the run.
         clock: clock that times the step.
         times: clock of the segments' boundaries; default: ``clock``.
+        rates: of the clock, which get the program of the job.
 
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
@@ -144,6 +151,8 @@ def observe(
     from mindspeed.training.fake_job import rank_in_stage
 
     args = job.settings(point.overrides, point.devices).args
+    if rates is not None:
+        rates.program = program_of(args)
     segments = Segments(times or clock)
     stages = _stages(args, point.stage)
 

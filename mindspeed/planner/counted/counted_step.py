@@ -23,7 +23,7 @@ from typing import Any
 from mindspeed.instruments import Communication
 from mindspeed.instruments.flops import FlopCount
 from mindspeed.instruments.live_memory import LiveMemory
-from mindspeed.planner.cluster.rates import Product
+from mindspeed.planner.cluster.operations import Product
 
 Watch = Callable[[LiveMemory], AbstractContextManager[Any]]
 """Makes a context, from the counter, in which the step is counted."""

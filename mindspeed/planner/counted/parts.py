@@ -96,6 +96,7 @@ def _parts_here(
     args: argparse.Namespace, cluster: Cluster, offsets: Sequence[int]
 ) -> tuple[Part, ...]:
     from mindspeed.instruments.clock import VirtualClock
+    from mindspeed.planner.cluster.program import program_of
     from mindspeed.planner.cluster.rates import DeviceRates
     from mindspeed.planner.counted.loop import StepOfRank
     from mindspeed.planner.counted.timed_step import scopes_set
@@ -105,7 +106,7 @@ def _parts_here(
         step = StepOfRank(args, memory, fewest_micro_batches(args))
         step.run()  # a second step is like all later ones
         kept: dict[Scope, int] = {}
-        clock = VirtualClock.of(DeviceRates(cluster))
+        clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
         with scopes_set(clock, step.model), record_kept(memory, step.model, kept), clock:
             step.run()
     parameters = _parameters(step.model)

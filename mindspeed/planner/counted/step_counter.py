@@ -40,7 +40,7 @@ from mindspeed.instruments.clock import Call, moved_bytes
 from mindspeed.instruments.flops import FlopCount, repeated_in
 from mindspeed.instruments.ledger import Communication, CommunicationMode, OperatorTraits
 from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
-from mindspeed.planner.cluster.rates import Product, product_of
+from mindspeed.planner.cluster.operations import Product, product_of
 from mindspeed.te.quantized_weight import stored
 
 WEIGHTS, GRADIENTS, MAIN_WEIGHTS, OPTIMIZER = "weights", "gradients", "main weights", "optimizer"

@@ -9,8 +9,8 @@ order. Operators and communications take the seconds of
 exposed; computation is slower while communication runs. Counts are exact, times are a model.
 
 The rank never waits for a slower one, so there is no pipeline bubble: the simulator of
-:mod:`mindspeed.pipeline.schedule` adds it. Kernels are those of the CPU path: operators that are
-fused on devices only are timed one by one.
+:mod:`mindspeed.pipeline.schedule` adds it. Operators are timed as the kernels of a device
+(:mod:`mindspeed.planner.cluster.operations`).
 
 While :func:`scopes_set` is active, ``clock.scope`` is the part of the step that runs: ``START``
 before the first chunk runs, a layer in forward, recomputation or backward, the rest of a chunk,
@@ -35,7 +35,9 @@ from mindspeed.instruments.clock import TimedCall, VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.journal import Journal
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.cluster.rates import DeviceRates, Product
+from mindspeed.planner.cluster.operations import Product
+from mindspeed.planner.cluster.program import program_of
+from mindspeed.planner.cluster.rates import DeviceRates
 from mindspeed.planner.counted.layer_costs import GRADIENTS, OPTIMIZER, START, Scope
 
 
@@ -230,7 +232,7 @@ def time_here(
 
     step = StepOfRank(args, LiveMemory(), micro_batches)
     step.run()  # creates optimizer states, as later steps find them
-    rates = DeviceRates(cluster)
+    rates = DeviceRates(cluster, program_of(args))
     clock = VirtualClock.of(rates)
     with scopes_set(clock, step.model), clock, watch(clock):
         step.run()
