@@ -1,21 +1,20 @@
-"""The planner's times against published ones: Megatron-Bridge's performance tables, blind.
+"""The planner's times against published ones: all rows, one command.
 
-    python benchmarks/planner.py [--systems h100 b200] [--models llama3-70b] [--recordings DIR]
+    python benchmarks/planner.py [--systems megatron-bridge-h100] [--recordings DIR] [--jobs 2]
 
-Every pre-training row of tests/planner/data/megatron_bridge_performance.csv has a layout and its
-measured throughput. The row's flags are planned with the preset of its system; nothing is fitted to
-the rows. Reported are the mean absolute percentage error of tokens per second and device, its mean
-(positive: predicted too fast, the step takes longer than planned), and the rank correlation of
-prediction and measurement (Spearman): for all rows, each model, device and precision, and each
-model on each device.
+Every row of tests/planner/data/published_rows.csv that has enough fields is planned with the preset
+of its device (:mod:`planner_rows`, :mod:`planner_stacks`). Errors are of tokens per second and
+device: **positive means predicted too fast**, the step takes longer than planned. Reported are the
+mean absolute error, its mean (bias), the rank correlation (Spearman), and how many rows are inside
+the interval that a plan prints, for which the row's own layout does not count.
 
-Tiny runs are executed once and timed for every device and precision (planner_recordings.py); what
-the published programs do and the planned job does not is priced as planner_published_rates.py says.
-What a row does not say is taken from Megatron-Bridge's recipes as far as they are the same for all
-systems: fused kernels, gradients reduced in bf16, distributed optimizer with overlap, DeepSeek's
-up-projections recomputed. Layers are spread evenly with embedding and head counted as a layer each.
-Rows with FSDP or dropped tokens, and models that the trainer does not have, are left out and
-counted.
+Rates may be chosen on the rows whose ``half`` is ``tune``; :func:`tuning_rows` is the only door to
+them for whoever chooses. The level of a stack is what its tuning rows took beside their
+predictions on a kind of device, the median; it is reported beside the figures without it, and never
+applied in a plan.
+
+Small runs are executed once and timed for every device and precision (planner_recordings.py), so
+that all rows are priced again in a minute after a change of rates.
 """
 
 from __future__ import annotations
@@ -23,60 +22,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
-ROWS = Path(__file__).parent.parent / "tests/planner/data/megatron_bridge_performance.csv"
-RESULTS = Path(__file__).parent / "results" / "planner-published.json"
+from planner_rows import PublishedRow, published_rows
 
-COMMON = (
-    "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb "
-    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --grad-reduce-in-bf16"
-)
-EXPERTS = (
-    " --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-router-force-load-balancing "
-    "--moe-permute-fusion"
-)
-MODELS = {
-    "llama3-8b": ("--model llama3-8b", 32),
-    "llama3-70b": ("--model llama3-70b", 80),
-    "llama3.1-405b": (
-        "--model llama3.1-70b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 "
-        "--num-attention-heads 128",
-        126,
-    ),
-    "qwen3-30b-a3b": ("--model qwen3-30b-a3b" + EXPERTS, 48),
-    "qwen3-235b-a22b": ("--model qwen3-235b-a22b" + EXPERTS, 94),
-    "deepseek-v3": (
-        "--model deepseek-v3 --recompute-granularity selective --recompute-modules mla_up_proj"
-        + EXPERTS,
-        61,
-    ),
-    "kimi-k2": (
-        "--model deepseek-v3 --num-attention-heads 64 --num-experts 384 --moe-layer-freq "
-        "[0]*1+[1]*60 --vocab-size 163840 --moe-router-num-groups 1 --moe-router-group-topk 1 "
-        "--recompute-granularity selective --recompute-modules mla_up_proj" + EXPERTS,
-        61,
-    ),
-}
-"""Flags and number of layers of the models that the trainer has."""
-LATENT_ATTENTION = ("deepseek-v3", "kimi-k2")
-"""Models whose rotary embedding is their own."""
-EXPERTS_OF = {
-    "qwen3-30b-a3b": (128, 8),
-    "qwen3-235b-a22b": (128, 8),
-    "deepseek-v3": (256, 8),
-    "kimi-k2": (384, 8),
-}
-"""Number of experts, and how many a token takes."""
-CLUSTERS = {name: name for name in ("h100", "b200", "b300", "gb200", "gb300")}
-"""Presets of the systems."""
+RESULTS = Path(__file__).parent / "results" / "planner-published.json"
 
 
 @dataclass(frozen=True)
@@ -84,6 +42,10 @@ class Row:
     """A published row with what is predicted.
 
     Attributes:
+        number: of the row in the file.
+        kind: ``dense`` or ``experts``.
+        half: ``tune`` or ``test``.
+        check: whether the row wants a look at its source.
         published: tokens per second and device.
         predicted: the same.
         seconds: predicted, of a step.
@@ -92,11 +54,15 @@ class Row:
         limit: predicted.
     """
 
-    release: str
-    model: str
+    number: int
     system: str
+    stack: str
+    half: str
+    check: bool
+    model: str
+    device: str
     precision: str
-    devices: int
+    kind: str
     layout: str
     published: float
     predicted: float
@@ -106,91 +72,69 @@ class Row:
     limit: str
 
     @property
+    def place(self) -> str:
+        """Stack, kind of device and of model, which share a level."""
+        from planner_stacks import family
+
+        return f"{self.stack} {family(self.device)} {self.kind}"
+
+    @property
     def error(self) -> float:
         """Relative, of tokens per second: positive if the prediction is too fast."""
         return self.predicted / self.published - 1
 
 
-def published() -> list[dict[str, str]]:
-    """The rows of the file."""
-    with ROWS.open(encoding="utf-8") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+def planned_rows() -> list[PublishedRow]:
+    """The rows that are planned."""
+    return [row for row in published_rows() if not row.left_out]
 
 
-def left_out(row: dict[str, str]) -> str | None:
-    """Why a row is not planned."""
-    if row["model"] not in MODELS:
-        return "a model that the trainer does not have"
-    if row["fsdp"] != "0":
-        return "FSDP"
-    if row["variant"] == "tokendrop":
-        return "tokens are dropped"
-    return None
+def tuning_rows() -> list[PublishedRow]:
+    """The rows on which rates may be chosen."""
+    return [row for row in planned_rows() if row.half == "tune"]
 
 
-def layout_of(row: dict[str, str]) -> Any:
-    """The layout of a row."""
-    from mindspeed.planner.layout import Layout
-
-    number = {name: int(value) for name, value in row.items() if value.isdigit()}
-    stages = number["pp"] * number["vpp"]
-    layers = MODELS[row["model"]][1]
-    spread = None
-    if layers % stages:
-        slots = layers + 2
-        counts = [slots // stages + (i < slots % stages) for i in range(stages)]
-        counts[0] -= 1
-        counts[-1] -= 1
-        spread = tuple(counts)
-    return Layout(
-        devices=number["devices"],
-        global_batch_size=number["global_batch_size"],
-        tp=number["tp"],
-        cp=number["cp"],
-        ep=number["ep"],
-        etp=1 if number["ep"] > 1 else None,
-        pp=number["pp"],
-        vpp=number["vpp"],
-        stage_layers=spread,
-        mbs=number["micro_batch_size"],
-    )
-
-
-def job_of(row: dict[str, str]) -> Any:
-    """The job of a row."""
-    from mindspeed.planner.job import Job
-
-    words = f"{MODELS[row['model']][0]} {COMMON} --seq-length {row['seq_length']}".split()
-    if row["model"] in LATENT_ATTENTION:
-        words.remove("--use-fused-rotary-pos-emb")
-    return Job(words)
+def levels(rows: Iterable[Row]) -> dict[str, float]:
+    """Published over predicted tokens of each stack on each kind of device, by its tuning rows."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row.half == "tune":
+            found.setdefault(row.place, []).append(1 / (1 + row.error))
+    return {place: median(values) for place, values in found.items()}
 
 
 def predict_all(
-    rows: Iterable[dict[str, str]], recordings: Path, only_recorded: bool = False
+    rows: Iterable[PublishedRow],
+    recordings: Path,
+    only_recorded: bool = False,
+    change: Callable[[PublishedRow, Any], Any] = lambda row, cluster: cluster,
 ) -> Iterator[Row | str]:
-    """Plan the rows. Yields why a row could not be planned."""
-    known: dict[Any, Any] = {}
+    """Plan the rows. Yields why a row could not be planned.
+
+    Args:
+        rows: the rows.
+        recordings: directory of tiny runs.
+        only_recorded: a tiny run that is not there is an error.
+        change: of the cluster of a row.
+    """
     for row in rows:
-        layout = layout_of(row)
-        key = row["model"], row["seq_length"], layout, row["system"], row["precision"]
-        if key not in known:
-            try:
-                known[key] = price_of(row, recordings, only_recorded)
-            except Exception as error:
-                known[key] = f"{row['model']} {layout}: {error}".splitlines()[0]
-        found = known[key]
-        if isinstance(found, str):
-            yield found
+        try:
+            found = price_of(row, recordings, only_recorded, change)
+        except Exception as error:
+            yield f"row {row.number}: {row.system} {row.model}: {error}".splitlines()[0]
             continue
         yield Row(
-            row["release"],
-            row["model"],
-            row["system"],
-            row["precision"],
-            layout.devices,
-            str(replace(layout, stage_layers=None)),
-            float(row["tokens_per_second_per_device"]),
+            row.number,
+            row.system,
+            row.stack,
+            row.half,
+            row.check == "1",
+            row.model,
+            row.device,
+            row.precision,
+            "experts" if row.routed else "dense",
+            f"{row.layout.devices}: {row.layout} seq={row.seq}",
+            row.tokens_per_second,
             found.tokens_per_second_per_device,
             found.seconds,
             found.bubble,
@@ -199,64 +143,137 @@ def predict_all(
         )
 
 
-def price_of(row: dict[str, str], recordings: Path, only_recorded: bool = False) -> Any:
-    """What the planner says about a row.
+def price_of(
+    row: PublishedRow,
+    recordings: Path,
+    only_recorded: bool = False,
+    change: Callable[[PublishedRow, Any], Any] = lambda row, cluster: cluster,
+) -> Any:
+    """What the planner says about a row; arguments as of :func:`predict_all`."""
+    from planner_recordings import RecordedRuns, ReplayedRuns
+    from planner_stacks import cluster_of, rates_of
 
-    Args:
-        row: of :func:`published`.
-        recordings: directory of tiny runs.
-        only_recorded: a tiny run that is not there is an error.
-    """
-    from planner_published_rates import Experts, PublishedRates, with_grouped_products
-    from planner_recordings import RecordedRuns
-
-    from mindspeed.planner import isolated
-    from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed.measurement import measure
+    from mindspeed.planner.composed.measurement import signature_of
     from mindspeed.planner.composed.price import predict
+    from mindspeed.planner.job import Job
 
-    job, layout = job_of(row), layout_of(row)
-    cluster = load_cluster(CLUSTERS[row["system"]])
-    experts = Experts(*EXPERTS_OF[row["model"]]) if row["model"] in EXPERTS_OF else None
-    shape, vocabulary = isolated.call(_shape, job, layout)
-    kept = {vocabulary, *([experts.number] if experts else [])}
-
-    def rates() -> PublishedRates:
-        return PublishedRates(cluster, row["precision"], kept, experts)
-
-    runs = RecordedRuns(recordings, job, rates, with_grouped_products, only_recorded)
-    signature = measure(job, layout, cluster, runs=runs)
-    return predict(signature, shape, cluster, layout)
+    job, cluster = Job(row.words), change(row, cluster_of(row))
+    shape, vocabulary = _shape(job, row, recordings)
+    kept = frozenset({vocabulary, *([row.routed[0]] if row.routed else [])})
+    runs = RecordedRuns(recordings, job, only_recorded)
+    replayed = ReplayedRuns(runs, lambda: rates_of(row, kept, cluster))
+    return predict(signature_of(shape, row.layout, replayed.get), shape, cluster, row.layout)
 
 
-def _shape(job: Any, layout: Any) -> Any:
-    """The shape, and rows of the output layer on a rank."""
+def _shape(job: Any, row: PublishedRow, recordings: Path) -> tuple[Any, int]:
+    """The shape, and rows of the output layer on a rank; kept beside the recordings."""
+    from planner_recordings import digest
+
+    from mindspeed.files import atomic_write_bytes
+    from mindspeed.planner import isolated
+
+    recordings.mkdir(parents=True, exist_ok=True)
+    path = recordings / f"{digest(repr((row.words, row.layout)))}.shape"
+    if not path.exists():
+        atomic_write_bytes(path, pickle.dumps(isolated.call(_shape_here, job, row.layout)))
+    found: tuple[Any, int] = pickle.loads(path.read_bytes())
+    return found
+
+
+def _shape_here(job: Any, layout: Any) -> tuple[Any, int]:
     from mindspeed.planner.shape import shape_of
 
     args = job.settings(layout.overrides(), layout.devices).args
     return shape_of(args), args.padded_vocab_size // layout.tp
 
 
+FOREIGN = ("fsdp",)
+"""Stacks that are planned as Megatron jobs although they are none."""
+
+
+def ratio(row: Row, level: Mapping[str, float]) -> float:
+    """Measured over predicted seconds of a row, with the level of its stack if that is foreign."""
+    return (1 + row.error) * (level.get(row.place, 1.0) if row.stack in FOREIGN else 1.0)
+
+
 def summary(rows: Sequence[Row]) -> dict[str, dict[str, float | int | None]]:
-    """Errors of all rows, of each model, system and precision, and of models on systems."""
+    """Errors of all rows, of both halves, of each system, stack, device, precision and kind."""
+    from mindspeed.planner.interval import JobKind, interval_of
+
+    level = levels(rows)
+    inside = {}
+    for row in rows:
+        kind = JobKind(row.kind == "experts", row.precision)
+        found = interval_of(kind, row.device, partial(_same_layout, row))
+        inside[row.number] = found.low <= ratio(row, level) <= found.high
     groups: dict[str, list[Row]] = {"all": list(rows)}
-    for name in ("model", "system", "precision"):
-        for row in sorted(rows, key=lambda row: getattr(row, name)):
-            groups.setdefault(getattr(row, name), []).append(row)
-    for row in sorted(rows, key=lambda row: (row.model, row.system)):
-        groups.setdefault(f"{row.model} {row.system}", []).append(row)
+    for name in ("half", "system", "stack", "device", "precision", "kind"):
+        for row in sorted(rows, key=lambda row: str(getattr(row, name))):
+            groups.setdefault(f"{name} {getattr(row, name)}", []).append(row)
+    for row in sorted(rows, key=lambda row: (row.stack, row.kind, row.half)):
+        groups.setdefault(f"{row.stack} {row.kind} {row.half}", []).append(row)
     return {
         name: {
             "rows": len(group),
             "mape": round(mean(abs(row.error) for row in group), 4),
-            "tokens_per_second_bias": round(mean(row.error for row in group), 4),
-            "step_time_bias": round(mean(1 / (1 + row.error) - 1 for row in group), 4),
+            "bias": round(mean(row.error for row in group), 4),
+            "mape_with_level": round(
+                mean(abs((1 + row.error) * level.get(row.place, 1.0) - 1) for row in group), 4
+            ),
+            "bias_with_level": round(
+                mean((1 + row.error) * level.get(row.place, 1.0) - 1 for row in group), 4
+            ),
             "predicted_too_fast": sum(row.error > 0 for row in group),
+            "inside_the_interval": round(mean(inside[row.number] for row in group), 4),
             "spearman": spearman([r.published for r in group], [r.predicted for r in group]),
         }
         for name, group in groups.items()
-        if group
     }
+
+
+def _same_layout(row: Row, run: Any) -> bool:
+    return bool(run.layout == row.layout)
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "planner.md"
+BEGIN, END = "<!-- figures of benchmarks/planner.py -->\n", "<!-- end of figures -->\n"
+SHOWN = (
+    *("all", "half tune", "half test"),
+    *("nemo dense tune", "nemo dense test", "nemo experts tune", "nemo experts test"),
+    *("megatron-2022 dense tune", "megatron-2022 dense test", "mindspeed dense test"),
+    *("fsdp dense tune", "fsdp dense test"),
+    *("device a100", "device h100", "device b200", "device b300", "device gb200"),
+    *("device gb300", "device ascend-910b"),
+    *("precision bf16", "precision fp16", "precision fp8", "precision mxfp8", "precision nvfp4"),
+    *("kind dense", "kind experts"),
+)
+"""Groups of :func:`summary` that the page shows."""
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The table of the documentation."""
+    lines = [
+        "| rows | number | mean error | bias | with the stack's level | bias | inside | rank |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in SHOWN:
+        if (one := result["summary"].get(name)) is None:
+            continue
+        rank = "" if one["spearman"] is None else f"{one['spearman']:.2f}"
+        lines.append(
+            f"| {name} | {one['rows']} | {one['mape']:.1%} | {one['bias']:+.1%} | "
+            f"{one['mape_with_level']:.1%} | {one['bias_with_level']:+.1%} | "
+            f"{one['inside_the_interval']:.0%} | {rank} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write_page(result: Mapping[str, Any]) -> None:
+    """Put the table into the documentation."""
+    text = DOCS.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOCS.write_text(f"{before}{BEGIN}\n{page(result)}\n{END}{after}", encoding="utf-8")
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -278,70 +295,75 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def write(rows: Sequence[Row], refused: Sequence[str], path: Path) -> None:
     """The figures as JSON, and the rows as CSV beside it."""
-    reasons = Counter(reason for row in published() if (reason := left_out(row)) is not None)
+    if path == RESULTS:  # of all rows
+        write_ratios(rows)
+    reasons = Counter(row.left_out for row in published_rows() if row.left_out)
     result = {
-        "rows": len(published()),
-        "left_out": dict(reasons),
+        "rows": len(list(published_rows())),
+        "left_out": dict(sorted(reasons.items())),
         "refused": list(refused),
+        "levels": {place: round(level, 4) for place, level in levels(rows).items()},
         "summary": summary(rows),
-        "predictions": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if path == RESULTS:
+        write_page(result)
     with path.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, [*(item.name for item in fields(Row)), "error"])
         table.writeheader()
         for row in rows:
-            shown = {
-                name: round(value, 4) if isinstance(value, float) else value
-                for name, value in asdict(row).items()
-            }
-            table.writerow({**shown, "error": round(row.error, 4)})
-    if path == RESULTS:  # of all rows
-        write_ratios(rows)
+            table.writerow({**asdict(row), "error": round(row.error, 4)})
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV that :func:`write` wrote."""
+    kinds: dict[str, Callable[[str], Any]]
+    kinds = {"int": int, "float": float, "bool": lambda text: text == "True", "str": str}
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            Row(**{one.name: kinds[str(one.type)](values[one.name]) for one in fields(Row)})
+            for values in csv.DictReader(file)
+        ]
 
 
 def write_ratios(rows: Sequence[Row]) -> None:
-    """Measured over predicted seconds, from which the planner's intervals follow."""
-    from mindspeed.planner.interval import RATIOS
+    """Measured over predicted seconds of Megatron's jobs, from which intervals follow."""
+    from mindspeed.planner import interval
 
-    with RATIOS.open("w", encoding="utf-8", newline="") as file:
+    with interval.RATIOS.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["model", "device", "experts", "precision", "layout", "ratio"])
+        table.writerow(["stack", "model", "device", "experts", "precision", "layout", "ratio"])
         for row in rows:
-            experts, layout = int(row.model in EXPERTS_OF), f"{row.devices}: {row.layout}"
-            ratio = round(1 + row.error, 4)
-            table.writerow([row.model, row.system, experts, row.precision, layout, ratio])
+            if row.stack not in FOREIGN:
+                kind = [int(row.kind == "experts"), row.precision]
+                values = [row.stack, row.model, row.device, *kind, row.layout]
+                table.writerow([*values, round(1 + row.error, 4)])
+    interval.published_runs.cache_clear()
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Predicted over published throughput, a colour for each model and a marker for each system."""
+    """Predicted over published throughput, a colour for each stack and a marker for each half."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 6), layout="constrained")
-    markers = dict(zip(CLUSTERS, "osD^v", strict=True))
-    colours = {name: f"C{index}" for index, name in enumerate(MODELS)}
+    colours = {name: f"C{i}" for i, name in enumerate(sorted({row.stack for row in rows}))}
     for row in rows:
-        axes.plot(
-            row.published, row.predicted, markers[row.system], color=colours[row.model], alpha=0.6
-        )
-    for name in sorted({row.model for row in rows}):
-        axes.plot([], [], "o", color=colours[name], label=name)
-    for name in sorted({row.system for row in rows}):
-        axes.plot([], [], markers[name], color="grey", label=name)
+        marker = "o" if row.half == "tune" else "^"
+        axes.plot(row.published, row.predicted, marker, color=colours[row.stack], alpha=0.5)
+    for name, colour in colours.items():
+        axes.plot([], [], "o", color=colour, label=name)
+    for half, marker in (("tune", "o"), ("test", "^")):
+        axes.plot([], [], marker, color="grey", label=half)
     ends = [min(row.published for row in rows) / 1.3, max(row.published for row in rows) * 1.3]
     axes.plot(ends, ends, "-", color="black", linewidth=1)
     for part in (0.85, 1.15):
         axes.plot(ends, [part * end for end in ends], ":", color="black", linewidth=1)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     axes.set(xlabel="published tokens/s/device", ylabel="predicted tokens/s/device")
-    all_rows = summary(rows)["all"]
-    axes.set_title(
-        f"{len(rows)} rows, MAPE {all_rows['mape']:.1%}, {all_rows['predicted_too_fast']} too fast "
-        "(above the line), dotted: 15 %"
-    )
+    axes.set_title(f"{len(rows)} rows; above the line: predicted too fast; dotted: 15 %")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
@@ -349,8 +371,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--systems", nargs="*", default=list(CLUSTERS))
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--systems", nargs="*")
     parser.add_argument("--recordings", type=Path, default=Path("run/planner-recordings"))
     parser.add_argument("--only-recorded", action="store_true", help="make no new tiny runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -359,13 +380,10 @@ def main() -> None:
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()
-    chosen = [
-        row
-        for row in published()
-        if left_out(row) is None
-        and row["system"] in options.systems
-        and row["model"] in options.models
-    ]
+    from mindspeed.planner.composed.measurement import import_ahead
+
+    import_ahead()
+    chosen = [row for row in planned_rows() if row.system in (options.systems or [row.system])]
     found: list[Row] = []
     refused: list[str] = []
     for one in predict_all(chosen, options.recordings, options.only_recorded):
@@ -375,8 +393,8 @@ def main() -> None:
             continue
         found.append(one)
         print(
-            f"{one.model:16} {one.system:6} {one.precision:6} {one.layout:44} {one.published:8.0f} "
-            f"{one.predicted:8.0f} {100 * one.error:+6.1f} % {one.limit}",
+            f"{one.system:22} {one.model:16} {one.precision:6} {one.layout:50} "
+            f"{one.published:8.0f} {one.predicted:8.0f} {100 * one.error:+6.1f} % {one.limit}",
             flush=True,
         )
     write(found, refused, options.json)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,6 @@ CASES = (
 )
 
 
-def of_model(name: str) -> Callable[[dict[str, str]], bool]:
-    """Whether a row is one of the model that is planned."""
-    from planner import left_out
-
-    return lambda row: row["model"] == name and left_out(row) is None
-
-
 def compare(case: Case, devices: int, recordings: Path, only_recorded: bool) -> dict[str, Any]:
     """Plan a case on some devices.
 
@@ -66,26 +59,24 @@ def compare(case: Case, devices: int, recordings: Path, only_recorded: bool) -> 
         recordings: directory of tiny runs.
         only_recorded: layouts whose tiny runs are not there are no candidates.
     """
-    from planner import job_of, layout_of, published
-    from planner_recordings import RecordedRuns
+    from planner import planned_rows
+    from planner_recordings import RecordedRuns, ReplayedRuns
 
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.cluster.rates import DeviceRates
+    from mindspeed.planner.job import Job
     from mindspeed.planner.search.bounded_search import search
     from mindspeed.planner.search.evaluator import JobEvaluator
     from mindspeed.planner.search.space import Sizes, Space
 
-    [row] = [
-        row
-        for row in published()
-        if (row["model"], row["system"], row["release"]) == (case.model, "h100", case.release)
-    ]
-    job, cluster = job_of(row), load_cluster("h100")
-    expert = layout_of(row)
+    of_model = [row for row in planned_rows() if row.bridge and row.model == case.model]
+    [row] = [row for row in of_model if (row.device, row.release) == ("h100", case.release)]
+    job, cluster, expert = Job(row.words), load_cluster("h100"), row.layout
     batch = expert.global_batch_size * devices // expert.devices
     expert = replace(expert, devices=devices, global_batch_size=batch)
     args = job.settings(expert.overrides(), devices).args
-    runs = RecordedRuns(recordings, job, lambda: DeviceRates(cluster), only_recorded=only_recorded)
+    recorded = RecordedRuns(recordings, job, only_recorded)
+    runs = ReplayedRuns(recorded, lambda: DeviceRates(cluster))
     evaluator = JobEvaluator(job, args, cluster, runs)  # type: ignore[arg-type]
     evaluator.measure(expert)
     theirs = evaluator.price(expert)
@@ -94,7 +85,7 @@ def compare(case: Case, devices: int, recordings: Path, only_recorded: bool) -> 
     space = Space.of(sizes, 8).only(DIMENSIONS, expert)
     tried = {
         (one.signature(), one.pp > 1, several)
-        for one in map(layout_of, filter(of_model(case.model), published()))
+        for one in (row.layout for row in of_model)
         for several in {False, one.vpp > 1}
     }
     candidates = (replace(one, etp=expert.etp) for one in space.layouts(sizes, Counter()))

@@ -1,6 +1,6 @@
 """Tiny runs that are executed once and timed for any device, precision and network.
 
-    runs = RecordedRuns("run/recordings", job, rates)
+    runs = ReplayedRuns(RecordedRuns("run/recordings", job), rates)
     signature = measure(job, layout, cluster, runs=runs)
 
 What the planner executes does not depend on the cluster. A recording has the operators, messages
@@ -15,6 +15,7 @@ import hashlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from mindspeed.files import atomic_write_bytes
 from mindspeed.instruments.clock import Call, TimedCall, VirtualClock
 from mindspeed.instruments.ledger import Communication
 from mindspeed.planner import isolated
-from mindspeed.planner.cluster.rates import Chain, DeviceRates, Operation, operation_of
+from mindspeed.planner.cluster.operations import Kernels, Operation
+from mindspeed.planner.cluster.rates import DeviceRates
 from mindspeed.planner.composed.tiny_run import Observation, Point, TinyRun, figures, observe
 from mindspeed.planner.job import Job
 
@@ -54,14 +56,14 @@ class _NoTime:
     slowdown = 1.0
 
     def __init__(self, note: Callable[[Any], None]) -> None:
-        self._note, self._chain = note, Chain()
+        self._note, self._kernels = note, Kernels()
 
     def operator(self, call: Call) -> float:
-        self._note(operation_of(call, self._chain))
+        self._note(self._kernels.operation(call))
         return 0.0
 
     def communication(self, communication: Communication) -> float:
-        self._chain.end()
+        self._kernels.end()
         return 1.0  # so that every wait is seen
 
     def stream(self, communication: Communication) -> str:
@@ -130,7 +132,7 @@ def replay(recording: Recording, rates: DeviceRates) -> TinyRun:
         if isinstance(thing, Operation):
             if number not in seconds:
                 seconds[number] = rates.seconds(thing)
-            clock.now = clock._end(seconds[number])
+            clock.now = clock._end(rates.queued(thing, seconds[number]))
         elif isinstance(thing, int):
             clock._wait(started[thing])
         else:
@@ -144,38 +146,54 @@ def replay(recording: Recording, rates: DeviceRates) -> TinyRun:
 
 
 class RecordedRuns:
-    """Known runs that are replayed; those that are not known are recorded.
+    """Known runs of a job; those that are not known are recorded.
 
     Args:
         directory: of recordings.
         job: whose runs they are.
-        rates: makes the rates of a replay.
-        change: what is done to a recording before.
         only_recorded: a run without a recording is an error.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        job: Job,
-        rates: Callable[[], DeviceRates],
-        change: Callable[[Recording], Recording] = lambda recording: recording,
-        only_recorded: bool = False,
-    ) -> None:
-        self._directory, self._job, self._rates = Path(directory), job, rates
-        self._change, self._only_recorded = change, only_recorded
+    def __init__(self, directory: str | Path, job: Job, only_recorded: bool = False) -> None:
+        self._directory, self._job, self._only_recorded = Path(directory), job, only_recorded
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    def get(self, point: Point) -> TinyRun:
-        """The run of a point."""
+    def recording(self, point: Point) -> Recording:
+        """The recording of a point."""
         what = repr([self._job.argv, sorted(point.overrides.items()), point.devices, point.stage])
-        path = self._directory / f"{hashlib.sha256(what.encode()).hexdigest()[:40]}.pickle"
+        path = self._directory / f"{digest(what)}.pickle"
         if not path.exists():
             if self._only_recorded:
                 raise PlanError("not recorded")
-            found = isolated.call(record, self._job, point)
-            atomic_write_bytes(path, pickle.dumps(found))
-        return replay(self._change(pickle.loads(path.read_bytes())), self._rates())
+            atomic_write_bytes(path, pickle.dumps(isolated.call(record, self._job, point)))
+        return _load(path)
+
+
+def digest(text: str) -> str:
+    """A name for a file of what a text describes."""
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+@cache
+def _load(path: Path) -> Recording:
+    found: Recording = pickle.loads(path.read_bytes())
+    return found
+
+
+class ReplayedRuns:
+    """Recorded runs with the times of rates, as a cache of :func:`measure`.
+
+    Args:
+        runs: recordings.
+        rates: makes the rates of a replay.
+    """
+
+    def __init__(self, runs: RecordedRuns, rates: Callable[[], DeviceRates]) -> None:
+        self._runs, self._rates = runs, rates
+
+    def get(self, point: Point) -> TinyRun:
+        """The run of a point."""
+        return replay(self._runs.recording(point), self._rates())
 
     def put(self, point: Point, run: TinyRun) -> None:
         """Nothing is to keep."""

@@ -47,6 +47,7 @@ class Run:
     """A published run.
 
     Attributes:
+        stack: the software that ran.
         model: its model.
         device: name of its cluster.
         kind: of its job.
@@ -54,6 +55,7 @@ class Run:
         ratio: measured over predicted seconds of a step.
     """
 
+    stack: str
     model: str
     device: str
     kind: JobKind
@@ -111,6 +113,7 @@ def published_runs() -> tuple[Run, ...]:
     with RATIOS.open(encoding="utf-8", newline="") as file:
         return tuple(
             Run(
+                row["stack"],
                 row["model"],
                 row["device"],
                 JobKind(row["experts"] == "1", row["precision"]),

@@ -37,12 +37,12 @@ def test_more_than_90_percent_of_the_published_runs_are_inside(same: str) -> Non
 
 def test_the_ratios_are_those_of_the_committed_benchmark() -> None:
     with RESULTS.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = [row for row in csv.DictReader(file) if row["stack"] != "fsdp"]
     assert [run.ratio for run in published_runs()] == [
         round(1 + float(row["error"]), 4) for row in rows
     ]
     assert [(run.model, run.device, run.kind.precision) for run in published_runs()] == [
-        (row["model"], row["system"], row["precision"]) for row in rows
+        (row["model"], row["device"], row["precision"]) for row in rows
     ]
 
 
@@ -50,7 +50,7 @@ def test_runs_of_the_same_kind_count_most() -> None:
     """fp8 on H100 is predicted nearly right, experts on B200 are not."""
     right = interval_of(JobKind(experts=False, precision="fp8"), "h100")
     wrong = interval_of(JobKind(experts=True, precision="bf16"), "b200")
-    assert right.alike == 11 and right.high / right.low < wrong.high / wrong.low
+    assert right.alike == 4 and right.high / right.low < wrong.high / wrong.low
     unknown = interval_of(JobKind(experts=False, precision="bf16"), "mine")
     assert unknown.alike == 0 and unknown.runs == len(published_runs())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mindspeed.adaptor.versions import at_least, megatron_version
@@ -83,6 +83,19 @@ def measure(
     wanted = points.all(check, chunks)
     found = _run_all(job, wanted.values(), cluster, jobs, runs)
     return _signature(points, dict(zip(wanted, found, strict=True)))
+
+
+def signature_of(shape: Shape, layout: Layout, run_of: Callable[[Point], TinyRun]) -> Signature:
+    """The signature of a layout from runs that are known, without those that check it.
+
+    Args:
+        shape: of the job in the layout.
+        layout: the layout.
+        run_of: the run of a point.
+    """
+    points = SignaturePoints(layout, shape.kinds or (DENSE,))
+    wanted = points.all(check=False, chunks=False)
+    return _signature(points, {key: run_of(point) for key, point in wanted.items()})
 
 
 def layer_point(layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
