@@ -13,8 +13,19 @@ from tests.support import wheels
 @pytest.fixture(scope="session")
 def triton() -> dict[str, str]:
     """Environment of a process that finds Triton."""
+    return environment(jobs.TRITON)
+
+
+@pytest.fixture(scope="session")
+def old_triton() -> dict[str, str]:
+    """The same with the oldest Triton whose compiler has refused a kernel."""
+    return environment(jobs.OLD_TRITON)
+
+
+def environment(version: str) -> dict[str, str]:
+    """The variable that names the directory of a Triton."""
     try:
-        directory = wheels.ensure_wheel("triton", jobs.TRITON)
+        directory = wheels.ensure_wheel("triton", version)
     except wheels.WheelUnavailable as reason:
         pytest.skip(f"Triton: {reason}")
     for tool in (directory / "triton" / "backends" / "nvidia" / "bin").iterdir():

@@ -70,6 +70,15 @@ def test_binary_for_hopper_spills_nothing_and_loads_vectors(name, hidden, ranks,
         assert one["vector_loads"] > 0, one
 
 
+@pytest.mark.weekly_cases("[a-l]*", "moe_permute", "r*", "s*")
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", WITH_KERNEL, ids=lambda one: one.name)
+def test_an_older_triton_compiles_every_sample(operator, ranks, old_triton):
+    """3.6 cannot compile a loop whose condition alone reads what it carries."""
+    (count,) = ranks(1, jobs.compile_samples, operator.name, env=old_triton, timeout=240)
+    assert count
+
+
 NARROW = [
     *(
         (name, hidden)

@@ -18,6 +18,7 @@ from mindspeed.ops.registry import Kernel, Operator
 from mindspeed.ops.verify import compare, outputs
 
 TRITON = "3.9.0"
+OLD_TRITON = "3.6.0"  # comes with torch 2.10 and 2.11
 SITE_PACKAGES = "TRITON_SITE_PACKAGES"
 REGISTERS_PER_BLOCK = 65536
 H100 = ("cuda", 90, 32)
@@ -80,6 +81,31 @@ def dropout_masks(rows: int, columns: int) -> tuple[float, bool, bool]:
     )
     same = torch.equal(pre != 0, mask) and torch.equal(dx0 != 0, mask & (dresidual != 0))
     return float(mask.float().mean()), same, repeated
+
+
+def compile_samples(name: str) -> int:
+    """Compile what every sample launches to sm_90 binaries; returns how many there are."""
+    operator, kernel = launcher(name)
+    from mindspeed.ops.triton import _launch
+
+    compiled = set()
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, int):
+            return value == 1, value % 16 == 0
+        return value if value is None else value.dtype
+
+    def compile_only(function: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        variant = function.__name__, *map(kind, args), *meta.items()
+        if variant not in compiled:
+            _compile(function, args, meta, sass=False)
+            compiled.add(variant)
+
+    _launch.launch = compile_only
+    for dtype in operator.dtypes:
+        for sample in operator.samples(dtype):
+            kernel(*sample)
+    return len(compiled)
 
 
 def compile_for_hopper(

@@ -155,7 +155,7 @@ def _unpermute(
         for copy in tl.static_range(COPIES):
             here = exists & (slot + copy < width)
             at = token * width + slot + copy
-            row = tl.load(rows_ptr + at, mask=here, other=-1)
+            row = first if copy == 0 else tl.load(rows_ptr + at, mask=here, other=-1)
             kept = (row >= 0) & (row < num_rows)
             source = row.to(tl.int64)[:, None] * columns + column[None, :]
             x = tl.load(permuted_ptr + source, mask=kept[:, None] & inside[None, :], other=0.0)
@@ -180,10 +180,9 @@ def _unpermute_backward(
     exists = token < count
     at = token.to(tl.int64)[:, None] * columns
     slot = tl.zeros([BLOCK], tl.int32)
-    first = tl.load(rows_ptr + token * width, mask=exists, other=-1)
-    while tl.max(first, 0) >= 0:
+    row = tl.load(rows_ptr + token * width, mask=exists, other=-1)
+    while tl.max(row, 0) >= 0:
         place = token * width + slot
-        row = tl.load(rows_ptr + place, mask=exists & (slot < width), other=-1)
         kept, products, weight = _copy(row, probs_ptr, place, num_rows, BLOCK, COLUMNS)
         to = row.to(tl.int64)[:, None] * columns
         if COPIES > 1:
@@ -209,7 +208,7 @@ def _unpermute_backward(
         if COPIES > 1:
             tl.store(dprobs_ptr + place + 1, tl.sum(products2, 1), mask=kept2)
         slot += COPIES
-        first = tl.load(rows_ptr + token * width + slot, mask=exists & (slot < width), other=-1)
+        row = tl.load(rows_ptr + token * width + slot, mask=exists & (slot < width), other=-1)
     if PADDED:
         for empty in range(tl.load(filled_ptr) + tl.program_id(0), num_rows, tl.num_programs(0)):
             for start in range(0, columns, COLUMNS):
