@@ -1,10 +1,11 @@
-"""Attention on CUDA: torch's flash kernels for rules in 16 bit, the rest tile by tile.
+"""Attention on CUDA: cuDNN's or torch's flash kernels for rules in 16 bit, the rest in tiles.
 
-``aten._flash_attention_forward`` aligns causal masks and windows at the bottom right and takes a
-window of -1 for no bound; ``[b, s, n, d]`` or, for packed sequences, ``[t, n, d]``. It knows
-neither masks nor biases; those, fp32, and windows whose edge lies beyond the diagonal (there -1
-would mean something else) go through ``aten._efficient_attention_forward`` with the bias of one
-tile at a time, or through the formula where something is dropped.
+:mod:`._attention_cudnn` has the plain squares. ``aten._flash_attention_forward`` aligns causal
+masks and windows at the bottom right and takes a window of -1 for no bound; ``[b, s, n, d]`` or,
+for packed sequences, ``[t, n, d]``. It knows neither masks nor biases; those, fp32, and windows
+whose edge lies beyond the diagonal (there -1 would mean something else) go through
+``aten._efficient_attention_forward`` with the bias of one tile at a time, or through the formula
+where something is dropped.
 
 Consecutive sequences of a pack that have the same window run as one call.
 """
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mindspeed.ops import _attention_cudnn as cudnn
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
 from mindspeed.ops.attention_problem import Piece, Problem, bnsd
@@ -30,7 +32,6 @@ _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _BIAS_ALIGNMENT = 16
 _LSE_ALIGNMENT = 32
-_LOAD_BYTES = 16
 _OFFSETS_PER_HEAD = 32  # what a flash kernel takes of the generator for a sequence and head
 
 Window = tuple[int, int]
@@ -43,6 +44,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     ``[t, n]``). See :func:`mindspeed.ops.attention.attention`.
     """
     problem = Problem(*options)
+    if cudnn.takes(problem, q, k, v):
+        return cudnn.forward(q, k, v, problem)
     out, lse = tiles.empty_outputs(problem, q, v)
     out.zero_()
     lse.fill_(float("-inf"))
@@ -76,6 +79,8 @@ def backward(
     """
     *fields, pse_grad = options
     problem = Problem(*fields)
+    if cudnn.takes(problem, q, k, v):
+        return (*cudnn.backward(dout, q, k, v, out, lse, problem), q.new_empty(0))
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dpse = tiles.empty_bias_gradient(problem, q, pse_grad)
     views = [bnsd(x, problem.layout) for x in (dout, q, k, v, out, dq, dk, dv)]
@@ -179,25 +184,13 @@ class _Flash:
         widest = max(x.shape[-1] for x in views)
         widest = -(-widest // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         padded = [F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in views]
-        ordered = [_aligned_vectors(x.transpose(1, 2)) for x in padded]
+        ordered = [tiles.aligned_vectors(x.transpose(1, 2)) for x in padded]
         return [x[0] for x in ordered] if self.packed else ordered
 
     def back(self, x: Tensor, size: int) -> Tensor:
         """The bnsd view of a result without the padding."""
         x = x[..., :size]
         return (x.unsqueeze(0) if self.packed else x).transpose(1, 2)
-
-
-def _aligned_vectors(x: Tensor) -> Tensor:
-    """``x [..., d]``, or a dense copy of it unless every ``x[...]`` starts at 16 bytes.
-
-    The kernels load that many at a time; an address that is no multiple is an illegal access. The
-    allocator's blocks are aligned, so the offset within one tells.
-    """
-    unit = _LOAD_BYTES // x.itemsize
-    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    aligned = not any(at % unit for at in (x.storage_offset(), *steps))
-    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _running_sums(lengths: list[int], device: torch.device) -> Tensor:
@@ -231,8 +224,9 @@ def _efficient_backward(
     unused = torch.zeros((), dtype=torch.int64, device="cpu" if q.is_cpu else q.device)
     dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
         dout.transpose(1, 2), q.transpose(1, 2), _repeated(k, groups), _repeated(v, groups),
-        _aligned(bias, q, k), out.transpose(1, 2), None, None, q.shape[2], k.shape[2],
-        _padded(lse), 0.0, unused, unused,
+        # Of ``out`` the kernel takes the step between rows from its shape, not from its strides.
+        _aligned(bias, q, k), out.transpose(1, 2).contiguous(), None, None,
+        q.shape[2], k.shape[2], _padded(lse), 0.0, unused, unused,
         int(causal), False, scale=scale,
     )  # fmt: skip
     dk, dv = (x.unflatten(2, (-1, groups)).sum(3).transpose(1, 2) for x in (dk, dv))
@@ -266,5 +260,5 @@ EFFICIENT = Fused(
     backward=_efficient_backward,
     takes=lambda q, v: q.shape[-1] % _HEAD_MULTIPLE == 0 and v.shape[-1] % _HEAD_MULTIPLE == 0,
     bias_dtype=lambda q: q.dtype,
-    readable=_aligned_vectors,
+    readable=tiles.aligned_vectors,
 )

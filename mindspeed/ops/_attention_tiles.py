@@ -26,6 +26,9 @@ from mindspeed.ops.visibility import tile_of
 ROWS = 256
 """Queries of a tile."""
 
+LOAD_BYTES = 16
+"""What CUDA's attention kernels load at a time."""
+
 Operands = Callable[[Tensor], torch.dtype]
 Rows = tuple[Tensor, float]
 
@@ -54,6 +57,18 @@ class Fused:
 def vectors(x: Tensor) -> Tensor:
     """``x [..., d]`` of any dtype, or a dense copy unless its last dimension has stride 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned_vectors(x: Tensor) -> Tensor:
+    """``x [..., d]``, or a dense copy of it unless every ``x[...]`` starts at 16 bytes.
+
+    The kernels load that many at a time; an address that is no multiple is an illegal access. The
+    allocator's blocks are aligned, so the offset within one tells.
+    """
+    unit = LOAD_BYTES // x.itemsize
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    aligned = not any(at % unit for at in (x.storage_offset(), *steps))
+    return x if aligned and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def forward(

@@ -15,7 +15,7 @@ import itertools
 import pytest
 import torch
 
-from mindspeed.ops import _attention_cuda, _attention_tiles
+from mindspeed.ops import _attention_cuda, _attention_cudnn, _attention_tiles
 from mindspeed.ops.attention import attention
 from mindspeed.ops.attention_problem import Problem
 from tests.ops import exact_attention, strided
@@ -156,10 +156,38 @@ def efficient_backward(
     assert (q.shape[1], k.shape[1], lse.shape[-1] % 32) == (max_q, max_k, 0)
     assert_loadable(dout, v, out)
     assert lse.is_contiguous()
+    assert out.is_contiguous()  # its rows are taken to be that far apart
     allowed = efficient_allowed(max_q, max_k, mask_type)
     log_sum = lse[..., :max_q]
     grads = gradients(dout, q, k, v, out, log_sum, scale, allowed, checked(bias, q, k))
     return *grads, q.new_empty(0)
+
+
+def cudnn_forward(q, k, v, bias, with_lse, p=0, causal=False, debug=False, *, scale=None):
+    assert bias is None
+    assert with_lse
+    assert p == 0
+    assert q.dtype in (torch.float16, torch.bfloat16)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 128
+    assert not causal or q.shape[2] == k.shape[2]
+    assert_loadable(q, k, v)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = attend(q, k, v, scale, efficient_allowed(q.shape[1], k.shape[1], int(causal)))
+    number = torch.zeros((), dtype=torch.int64)
+    empty = q.new_empty(0)
+    return out.transpose(1, 2), lse[..., None], empty, empty, 0, 0, number, number, empty
+
+
+def cudnn_backward(
+    dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, p, causal, *, scale=None
+):
+    assert_loadable(dout, q, k, v, out)
+    assert lse.shape == (*q.shape[:3], 1)
+    assert lse.is_contiguous()
+    allowed = efficient_allowed(max_q, max_k, int(causal))
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    grads = gradients(dout, q, k, v, out, lse[..., 0], scale, allowed)
+    return tuple(x.transpose(1, 2) for x in grads)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,6 +198,8 @@ def restated():
         ("_flash_attention_backward", flash_backward),
         ("_efficient_attention_forward", efficient_forward),
         ("_efficient_attention_backward", efficient_backward),
+        ("_scaled_dot_product_cudnn_attention", cudnn_forward),
+        ("_scaled_dot_product_cudnn_attention_backward", cudnn_backward),
     ):
         library.impl(name, kernel, "CPU")
     yield
@@ -253,11 +283,68 @@ def test_calls_match_the_emulated_kernels(name, dtype, monkeypatch):
     assert_is_exact((out, lse, *grads), expected, dtype)
 
 
+SQUARES = {
+    # rules, queries, keys, whether cuDNN computes it
+    "full": ({}, 9, 12, True),
+    "causal": ({"mode": 3}, 12, 12, True),
+    "top-left": ({"mode": 2}, 12, 12, True),
+    "mask without effect": ({"mode": 0}, 9, 9, True),
+    "causal rectangle": ({"mode": 3}, 9, 12, False),
+    "window": ({"mode": 4, "pre": 3, "next": 0}, 12, 12, False),
+    "mask": ({"mask": torch.arange(12)[:, None] < torch.arange(12)}, 12, 12, False),
+    "bias": ({"pse": torch.randn(1, 4, 12, 12), "pse_type": 0}, 12, 12, False),
+    "one query": ({}, 1, 12, False),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A device that cuDNN's kernels are for."""
+    monkeypatch.setattr(_attention_cudnn, "_is_there", lambda device: True)
+
+
+@pytest.mark.parametrize("layout", ["SBND", "BSND", "BNSD"])
+@pytest.mark.parametrize("name", SQUARES)
+def test_squares_are_cudnns(name, layout, hopper, monkeypatch):
+    rules, sq, sk, expected = SQUARES[name]
+    rules = {key: x.to(torch.bfloat16) if key == "pse" else x for key, x in rules.items()}
+    rules = {"scale": 0.3, "layout": layout, **rules}
+    forward, calls = _attention_cudnn.forward, []
+    monkeypatch.setattr(_attention_cudnn, "forward", lambda *x: calls.append(1) or forward(*x))
+    problem = Problem(**rules)
+    # Slices of a projection, and tensors whose rows start anywhere.
+    for q, k, v in zip(*map(places, tensors(layout, sq, sk, torch.bfloat16)), strict=True):
+        out, lse = _attention_cuda.forward(q, k, v, *problem.options())
+        dout = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+        grads = _attention_cuda.backward(dout, q, k, v, out, lse, *problem.options(), False)
+        assert all(x.is_contiguous() for x in (out, lse, *grads))
+        wanted = exact_attention.with_gradients(q, k, v, dout, **rules)
+        assert_is_exact((out, lse, *grads[:3]), wanted, torch.bfloat16)
+    assert bool(calls) == expected
+
+
+def test_cudnn_is_left_out_where_it_would_round_or_drop_otherwise(hopper):
+    q, k, v = tensors("BNSD", 12, 12, torch.bfloat16)
+    takes = _attention_cudnn.takes
+    assert takes(Problem(), q, k, v)
+    assert not takes(Problem(), *(x.float() for x in (q, k, v)))
+    assert not takes(Problem(dropout=0.1, rng=torch.tensor([1, 2])), q, k, v)
+    assert not takes(Problem(), q, k, v[..., :8])
+    assert not takes(Problem(), *(x.repeat(1, 1, 1, 16) for x in (q, k, v)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not takes(Problem(), q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 GPU_CASES = {
     **{name: (CASES[name][0], *CASES[name][1:3]) for name in CASES},
     "alibi": ({"mode": 3, "pse": torch.tensor([1.0, 0.5, 0.2, 0.1]), "pse_type": 2}, 40, 40),
     "sink": ({"mode": 3, "sink": torch.tensor([0.5, -1.0, 2.0, 0.0])}, 9, 12),
     "long": ({"mode": 3}, 300, 333),
+    "long-square": ({"mode": 3}, 300, 300),
+    "long-full": ({}, 300, 333),
     "long-window": ({"mode": 4, "pre": 100, "next": 0}, 300, 333),
     "long-prefix": ({"mode": 6, "prefix": [5, 330]}, 300, 333),
 }
@@ -312,7 +399,7 @@ def test_kernel_inputs_are_16_byte_aligned(name, dtype):
 def test_slices_of_a_projection_are_not_copied():
     """The common case, one projection that is split into q, k and v, costs nothing."""
     q, k, v = torch.zeros(2, 9, 4, 3 * 16, dtype=torch.bfloat16).chunk(3, -1)
-    assert all(_attention_cuda._aligned_vectors(x) is x for x in (q, k, v))
+    assert all(_attention_tiles.aligned_vectors(x) is x for x in (q, k, v))
     assert all(_attention_tiles.vectors(x) is x for x in (q, k, v))
 
 
