@@ -124,6 +124,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "muon_fp32_matmul_prec": ("medium", "high", "highest"),
 }
 
+# Switch of earlier releases -> name and value that replace it.
+OLD_SWITCHES: dict[str, tuple[str, str]] = {
+    "enable_cuda_graph": ("cuda_graph_impl", "local"),
+    "external_cuda_graph": ("cuda_graph_impl", "transformer_engine"),
+}
+
 # Set from other values (mindspeed.training.configs), so they are no flags.
 DERIVED = {
     "virtual_pipeline_model_parallel_size",
@@ -230,7 +236,25 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
         raise ConfigError(_unknown_flags(parser, unknown))
     if problems := list(_out_of_range(parser, args)):
         raise ConfigError("\n".join(problems))
+    _resolve_old_switches(args, parser)
     return args
+
+
+def _resolve_old_switches(args: argparse.Namespace, parser: Parser) -> None:
+    """Put the value that a switch of earlier releases stands for under its present name."""
+    for switch, (name, value) in OLD_SWITCHES.items():
+        if getattr(args, switch, False) and _spelling(name) in parser._option_string_actions:
+            if getattr(args, name) not in (parser.get_default(name), value):
+                raise ConfigError(
+                    f"{_spelling(switch)} is {_spelling(name)} {value}, and "
+                    f"{_spelling(name)} {getattr(args, name)} is given, too: remove one of them"
+                )
+            setattr(args, name, value)
+            setattr(args, switch, False)
+
+
+def _spelling(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def add_names_of_the_trainer(args: argparse.Namespace) -> None:

@@ -22,6 +22,11 @@ training: {train_iters: 10, micro_batch_size: 2}
 """
 
 WRONG = {
+    "two ways to capture graphs": (
+        [*TINY, "--enable-cuda-graph", "--cuda-graph-impl", "transformer_engine"],
+        "--enable-cuda-graph is --cuda-graph-impl local, and --cuda-graph-impl transformer_engine "
+        "is given, too: remove one of them",
+    ),
     "unknown flag": (
         [*TINY, "--num-layer", "2"],
         "unknown flag --num-layer; did you mean --num-layers",
@@ -133,6 +138,7 @@ GOOD = {
     "old names": (
         [*TINY, "--layernorm-epsilon", "1e-6", "--DDP-impl", "local", "--checkpoint-activations"],
     ),
+    "old switch": ([*TINY, "--enable-cuda-graph"],),
     "big numbers": ([*TINY, "--rotary-base", "1e6"],),
     "longest warm-up": ([*TINY, "--lr-warmup-iters", "5"],),
     "warm-up, stable, decay": (
@@ -232,6 +238,8 @@ def test_old_names_mean_what_they_meant(results):
     assert values["layernorm_epsilon"] == 1e-6
     assert (values["recompute_granularity"], values["recompute_num_layers"]) == ("full", 1)
     assert values["ignored_flags"] == ["--DDP-impl"]
+    switched = results["old switch"]["values"]
+    assert (switched["cuda_graph_impl"], switched["enable_cuda_graph"]) == ("local", False)
 
 
 def test_names_of_the_original_suite_are_accepted(results):
