@@ -19,7 +19,7 @@ import argparse
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +40,7 @@ from megatron.core.transformer import TransformerConfig
 from mindspeed import device, session
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.adaptor.repairs.data.dataset_helpers import ensure_helper
+from mindspeed.adaptor.versions.tokenizers import null_vocab_size
 from mindspeed.adaptor.versions.trainer import known_options, predicts_tokens, surplus_option
 from mindspeed.data.instruction_dataset import InstructionConfig, InstructionDataset, part_prefixes
 from mindspeed.data.megatron import (
@@ -86,7 +87,11 @@ def load_tokenizer(args: argparse.Namespace) -> TextTokenizer:
 
     A model of a family has as many entries as its ``config.json`` says, which may be more.
     """
-    tokenizer = build_tokenizer(TokenizerOptions.from_args(args))
+    options = TokenizerOptions.from_args(args)
+    if args.tokenizer_type == "NullTokenizer" and args.mask_padded_vocab and args.vocab_size:
+        # The model's entries are all that there are: one of them ends a document.
+        options = replace(options, vocab_size=null_vocab_size(args.vocab_size))
+    tokenizer = build_tokenizer(options)
     if args.vocab_size is None:
         args.vocab_size = tokenizer.vocab_size
     entries = tokenizer.vocab_size

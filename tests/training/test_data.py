@@ -75,6 +75,17 @@ def load_a_tokenizer_of(entries: int) -> str:
     return f"{args.padded_vocab_size} rows"
 
 
+def numbers_of_a_model() -> tuple[int, int, int]:
+    """The end of a document, the entries and the rows, without a tokenizer for a family's model."""
+    from mindspeed.training import data
+    from mindspeed.training.arguments import parse
+
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1024", "--mask-padded-vocab"]
+    args = parse([*flags, "--make-vocab-size-divisible-by", "128"])
+    tokenizer = data.load_tokenizer(args)
+    return tokenizer.eod, tokenizer.vocab_size, args.padded_vocab_size
+
+
 def on_files(prefix: str) -> list[str]:
     return [*(word for word in TINY if word != "--mock-data"), "--data-path", prefix]
 
@@ -205,3 +216,8 @@ def test_a_missing_data_set_is_named_before_anything_starts(prefix, message, ran
 def test_a_tokenizer_with_more_entries_than_the_model_is_refused(ranks, entries, said):
     (answer,) = ranks(1, load_a_tokenizer_of, entries, setup=SETUP, backend=None)
     assert answer.startswith(said)
+
+
+def test_a_models_last_entry_ends_documents_where_words_are_numbers(ranks):
+    """One more would lie outside of the embedding: an illegal address on a GPU."""
+    assert ranks(1, numbers_of_a_model, setup=SETUP, backend=None) == [(1023, 1024, 1024)]

@@ -45,3 +45,8 @@ def null_tokenizer(vocab_size: int) -> Any:
 def null_eod(vocab_size: int) -> int:
     """The id that ends a document, the last one, with ``--vocab-size``."""
     return vocab_size - 1 if at_least("0.18") else vocab_size
+
+
+def null_vocab_size(entries: int) -> int:
+    """The ``--vocab-size`` of a vocabulary of that many entries, the end of documents included."""
+    return entries if at_least("0.18") else entries - 1
