@@ -112,8 +112,9 @@ def _gather_module(module: Any) -> None:
     for name, shard in module._shards.items():
         parameter = module._parameters[name]
         _describe(parameter, shard.parameter)
-        flat = shard.flat.new_empty(shard.flat.numel() * shard.group.size())
-        dist.all_gather_into_tensor(flat, shard.flat, group=shard.group)
+        own = shard.flat.to(parameter.device)  # the group's backend may know no other device
+        flat = own.new_empty(own.numel() * shard.group.size())
+        dist.all_gather_into_tensor(flat, own, group=shard.group)
         parameter.copy_(flat[: parameter.numel()].view(parameter.shape))
     module._buffers.update(module._kept_buffers)
     for name in ("_shards", "_kept_buffers", "reset_parameters"):
