@@ -37,7 +37,7 @@ OTHER_PROCESSOR := tests/ops/test_quant_gmm.py tests/training/test_parity.py \
 	tests/moe/test_deepspeed_figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-weekly test-avx2 fresh corners frameworks mutants \
+.PHONY: help install quickstart test test-fast test-weekly test-avx2 test-cuda fresh corners frameworks mutants \
 	lint docs clean
 
 help:
@@ -61,6 +61,10 @@ test-weekly: $(VENV)/.test
 test-avx2: $(VENV)/.test
 	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 		$(PYTEST) -m "not slow" $(OTHER_PROCESSOR)
+
+# What needs an NVIDIA GPU; all other tests hide it.
+test-cuda: $(VENV)/.test
+	$(PYTEST) -m cuda -n 1 $(ARGS)
 
 fresh: $(VENV)/.torch
 	$(BIN)/python tools/fresh_environment.py --torch-index "$(TORCH_INDEX)"

@@ -35,6 +35,12 @@ def pytest_collection_finish() -> None:
         )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, except from ``-m cuda``: what all other tests state holds on the CPU."""
+    if config.option.markexpr != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--weekly``: the tests of this mark instead of all others."""
     parser.addoption("--weekly", action="store_true", help="the tests that are marked weekly")
