@@ -69,7 +69,7 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
         one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
         return StepPlan(plan, count * one, 0.0, ({(op, 0): float(count) for op in "FB"},))
     request = replace(shape.request, costs=costs)
-    group = (request.group_size or ranks) if chunks > 1 else 1
+    group = (request.group_size or ranks) if chunks > 1 else ranks  # messages have a latency
     enough = 2 * ranks + 2 * group
     long = 2 * ranks * chunks * count > MOST_ACTIONS and count > enough + group
     if not long or request.sizes is not None or request.plan is not None:
