@@ -9,6 +9,7 @@ Everything else is priced as ``mindspeed plan`` prices it. Not planned are:
   more. A job of ours has fused attention on every device.
 * Experts that send a token once to each rank (HybridEP, as Megatron-Bridge's recipes): in a plan
   this is ``--moe-token-dispatcher-type flex``.
+  The host waits for the sizes of an exchange, but not with HybridEP on GB200 and GB300.
 * Precision: rows are executed in bf16 and priced in fp8 or fp4, as a plan prices ``--fp8-format``.
 """
 
@@ -87,6 +88,6 @@ def rates_of(
     precision = row.precision if row.precision in PRECISIONS else ""
     experts = Experts(*row.routed) if row.routed else None
     dtype = "fp16" if row.precision == "fp16" else "bf16"
-    program = Program(dtype, precision, kept, experts, waits=row.release < "26.04")
+    program = Program(dtype, precision, kept, experts, waits=not row.device.startswith("gb"))
     kind = UnfusedAttention if row.unfused_attention else DeviceRates
     return kind(cluster or cluster_of(row), program)

@@ -16,7 +16,7 @@ MEASURED = {
     "nemo dense test": 0.12,
     "megatron-2022 dense test": 0.08,
     "mindspeed dense test": 0.14,
-    "nemo experts test": 0.32,
+    "nemo experts test": 0.22,
     "nemo dense tune": 0.07,
     "megatron-2022 dense tune": 0.15,
 }

@@ -88,6 +88,7 @@ class Device:
         memory_efficiency: fraction of ``memory_gbs`` that large copies attain.
         misaligned: slowdown of products whose rows are no multiples of 128 bytes.
         host_us: microseconds in which the host starts a kernel.
+        exchange_us: microseconds that the host needs where it waits for the sizes of an exchange.
         host_gbs: bandwidth of a copy to or from host memory in GB/s.
         products: measured products, which correct the formula for products of similar size.
         source: sources of the figures, by field.
@@ -109,6 +110,7 @@ class Device:
     attention_heads: tuple[tuple[float, float], ...] = ()
     misaligned: float = 1.0
     host_us: float = 0.0
+    exchange_us: float = 0.0
     memory_efficiency: float = 0.9
     host_gbs: float = 25.0
     gemm_efficiencies: Mapping[str, float] = field(default_factory=dict)
@@ -225,6 +227,7 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "attention_heads": _LIST,
         "misaligned": Real(1, 10),
         "host_us": _NOT_NEGATIVE,
+        "exchange_us": _NOT_NEGATIVE,
         "memory_efficiency": _PART,
         "host_gbs": _POSITIVE,
         "products": _LIST,

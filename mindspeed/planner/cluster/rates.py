@@ -95,7 +95,7 @@ class DeviceRates:
         described = "EXPERT_MODEL_PARALLEL" in communication.description
         if communication.op == "all_to_all" and described:
             if self.program.waits:
-                self._ahead = 0.0
+                self._ahead = -self._device.exchange_us * 1e-6
             if experts is not None:
                 return self._exchanged_once(communication, experts)
         return self._cluster.communication_seconds(communication)
