@@ -35,6 +35,10 @@ NETWORKS = {"bigscience": 6.25}
 """GB/s of a device out of its node, where a system has another network than the preset: Jean Zay
 has four Omni-Path links of 100 Gb/s for eight devices (model card of BLOOM)."""
 
+ATTENTION = {"fsdp": {"a100": 0.7, "h100": 0.5}}
+"""Fused attention of a stack beside that of a preset, chosen on the tuning half: kernels in Triton
+and FlashAttention-2, which on Hopper reach half of FlashAttention-3."""
+
 
 def family(device: str) -> str:
     """The preset of a row's device."""
@@ -43,17 +47,20 @@ def family(device: str) -> str:
 
 def cluster_of(row: PublishedRow) -> Cluster:
     """The cluster of a row."""
-    return _cluster(row.device, NETWORKS.get(row.system))
+    attention = ATTENTION.get(row.stack, {}).get(family(row.device), 1.0)
+    return _cluster(row.device, NETWORKS.get(row.system), attention)
 
 
 @cache
-def _cluster(device: str, network: float | None) -> Cluster:
-    name, changes = VARIANTS.get(device, (device, {}))
-    cluster = load_cluster(name)
+def _cluster(name: str, network: float | None, attention: float) -> Cluster:
+    preset, changes = VARIANTS.get(name, (name, {}))
+    cluster = load_cluster(preset)
     levels = list(cluster.levels)
     if network is not None:
         levels[-1] = replace(levels[-1], gbs=network)
-    return replace(cluster, device=replace(cluster.device, **changes), levels=tuple(levels))
+    attained = attention * cluster.device.attention_efficiency
+    device = replace(cluster.device, **changes, attention_efficiency=attained)
+    return replace(cluster, device=device, levels=tuple(levels))
 
 
 class UnfusedAttention(DeviceRates):
