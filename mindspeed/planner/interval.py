@@ -3,9 +3,8 @@
     spread = interval_of(job_kind(args), "h100")
     spread.low * seconds, spread.high * seconds
 
-``published_ratios.csv`` has measured over predicted seconds of published runs, to which no rate is
-fitted; ``python benchmarks/planner.py`` writes it. A layout that was published with several
-releases counts once. A run that differs from a job in its device, in its precision or in having
+``published_ratios.csv`` has measured over predicted seconds of published runs of Megatron jobs;
+``python benchmarks/planner.py`` writes it. A layout of a model counts once. A run that differs from a job in its device, in its precision or in having
 experts counts half for each of these. The interval is from the 3rd to the 97th percentile of these
 weighted ratios: it contains more than 90 % of the published runs, also if all runs of their model
 are left out (``tests/planner/test_interval.py``).
@@ -83,7 +82,7 @@ class Interval:
     def sentence(self) -> str:
         """What the interval says, for people."""
         return (
-            "likely: more than 90 % of the published runs that were predicted without fitting took "
+            "likely: more than 90 % of the published runs of Megatron jobs took "
             f"{self.text(1)} times what was predicted"
         )
 
