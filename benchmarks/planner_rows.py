@@ -147,7 +147,7 @@ class PublishedRow:
         words = (
             f"--hidden-size {self.hidden} --ffn-hidden-size {self.ffn} --num-attention-heads "
             f"{heads} --num-layers {self.layers} --seq-length {self.seq} "
-            f"--max-position-embeddings {self.seq} --vocab-size {self.vocab} "
+            f"--max-position-embeddings {self.seq} --vocab-size {self.size('vocab') - 1} "
             "--make-vocab-size-divisible-by 1"
         ).split()
         if self.kv_heads and self.kv_heads != heads:

@@ -4,10 +4,11 @@
     spread.low * seconds, spread.high * seconds
 
 ``published_ratios.csv`` has measured over predicted seconds of published runs of Megatron jobs;
-``python benchmarks/planner.py`` writes it. A layout of a model counts once. A run that differs from a job in its device, in its precision or in having
-experts counts half for each of these. The interval is from the 3rd to the 97th percentile of these
-weighted ratios: it contains more than 90 % of the published runs, also if all runs of their model
-are left out (``tests/planner/test_interval.py``).
+``python benchmarks/planner.py`` writes it. A layout of a model counts once. A run that differs from
+a job in its device, in its precision or in having experts counts half for each of these. The
+interval is from the 3rd to the 97th percentile of these weighted ratios: it contains more than 90 %
+of the published runs, also if all runs of their model are left out
+(``tests/planner/test_interval.py``).
 """
 
 from __future__ import annotations

@@ -149,7 +149,6 @@ def test_published_layouts_are_candidates_of_a_search(benchmark, model):
 SAMPLE = (
     ("megatron-2022", "gpt-22B", "selective"),
     ("megatron-bridge-gb200", "llama3-8b", ""),
-    ("mosaicml", "mpt-125m", "none"),
     ("mindspeed-llm", "qwen15_0point5b_ptd", "none"),
 )
 """System, model and recomputation of rows that are planned here."""
@@ -196,6 +195,41 @@ def test_a_recorded_run_is_timed_as_an_executed_one(benchmark):
     executed = isolated.call(run, Job(flags.split()), point, cluster)
     recorded = isolated.call(recordings.record, Job(flags.split()), point)
     assert recordings.replay(recorded, DeviceRates(cluster)) == executed
+
+
+@pytest.mark.slow
+def test_a_job_in_fp8_is_timed_as_rows_in_fp8_are_priced(benchmark):
+    """A plan executes emulated casts and products; a row is executed in bf16."""
+    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
+    from mindspeed.planner import isolated
+    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.cluster.program import Program
+    from mindspeed.planner.cluster.rates import DeviceRates
+    from mindspeed.planner.composed.tiny_run import Point, run
+    from mindspeed.planner.job import Job
+    from mindspeed.planner.layout import Layout
+
+    recordings = importlib.import_module("planner_recordings")
+    flags = (
+        "--num-layers 1 --hidden-size 4096 --ffn-hidden-size 8192 --num-attention-heads 32 "
+        "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+        "--vocab-size 32000 --seq-length 4096 --max-position-embeddings 4096 --bf16 "
+        "--make-vocab-size-divisible-by 1 --use-flash-attn --attention-dropout 0 "
+        "--hidden-dropout 0"
+    )
+    layout = Layout(devices=1, global_batch_size=2, tp=1, pp=1, mbs=1)
+    point, cluster = Point(layout.overrides(), 1, 0), load_cluster("h100")
+    device = dataclasses.replace(cluster.device, host_us=0.0)  # of a host that emulates
+    cluster = dataclasses.replace(cluster, device=device)
+    recorded = isolated.call(recordings.record, Job(flags.split()), point)
+    plain = recordings.replay(recorded, DeviceRates(cluster))
+    program = Program("bf16", "fp8", frozenset({32001}))
+    priced = recordings.replay(recorded, DeviceRates(cluster, program))
+    words = [*flags.split(), "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+    planned = isolated.call(run, Job(words), point, cluster)
+    for one, other, bf16 in zip(planned.actions, priced.actions, plain.actions, strict=True):
+        assert one.seconds == pytest.approx(other.seconds, rel=0.02)
+        assert one.seconds < 0.95 * bf16.seconds
 
 
 @pytest.mark.parametrize(
