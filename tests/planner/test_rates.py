@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed.instruments.clock import VirtualClock
+from mindspeed.instruments.ledger import Communication
 from mindspeed.planner.cluster import Cluster, Device, Level, Measured
 from mindspeed.planner.cluster.operations import Operation
 from mindspeed.planner.cluster.program import Experts, Program
@@ -207,6 +208,18 @@ def test_a_device_waits_for_its_host_when_its_queue_is_empty() -> None:
     assert taken == pytest.approx([14e-6, 1e-6, 1e-6, 1e-6, 4e-6])
     inside = dataclasses.replace(short, starts=False)
     assert model.queued(inside, 1e-6) == 1e-6
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_host_that_waits_for_the_sizes_of_an_exchange_is_late(waits: bool) -> None:
+    model = rates(Program(waits=waits), memory_gbs=1.0, host_us=4.0, exchange_us=100.0)
+    long, short = (Operation("aten::mul", 0, size) for size in (10_000, 1_000))
+    model.queued(long, model.seconds(long))
+    exchange = ("all_to_all", "", "EXPERT_MODEL_PARALLEL_GROUP", (0, 1), "forward", 8, 4)
+    model.communication(Communication(*exchange))
+    late = 104e-6 if waits else 0.0
+    assert model.queued(short, model.seconds(short)) == pytest.approx(1e-6 + late)
+    assert model.queued(short, model.seconds(short)) == pytest.approx(4e-6 if waits else 1e-6)
 
 
 def test_a_token_reaches_fewer_ranks_than_experts() -> None:
