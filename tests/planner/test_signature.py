@@ -148,12 +148,13 @@ def figures(found: Any) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_composed_seconds_are_those_of_the_whole_job(runs):
+    """Within 3 %: in a job this small the device waits for its host, and less behind the head."""
     job, devices = job_of("uneven stages")
     signature, shape = signature_of("uneven stages", runs)
     forward, backward = isolated.call(seconds, job, devices, 3)
     chunk = signature.chunk("last", shape.stages[3])
     names = [keys.Figure(keys.Quantity.SECONDS, op) for op in "FB"]
-    assert [chunk[name] for name in names] == pytest.approx([forward, backward], rel=0.01)
+    assert [chunk[name] for name in names] == pytest.approx([forward, backward], rel=0.03)
 
 
 @pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved")
