@@ -102,7 +102,7 @@ def count_here(
     from mindspeed.planner.counted.loop import StepOfRank
     from mindspeed.planner.counted.step_counter import StepCounter, claim
 
-    with _no_collections(), StepCounter() as counter:
+    with no_collections(), StepCounter() as counter:
         step = StepOfRank(args, counter, micro_batches)
         claim(counter, step.model)
         (step.run_shortest if short else step.run)()  # a later step finds optimizer states
@@ -136,7 +136,7 @@ def _found(counts: Counter[str]) -> Counter[str]:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Disable garbage collection, whose time would decide what is alive at the peak."""
     enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()

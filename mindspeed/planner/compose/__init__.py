@@ -1,0 +1,1 @@
+"""Figures of jobs of any size, spliced from recordings of small ones."""

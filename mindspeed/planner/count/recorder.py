@@ -1,0 +1,217 @@
+"""Record the lifetimes of the storages of one step of one rank.
+
+    found = record(job, point, cluster)     # a Recording; changes the state of this process
+
+The rank runs the real program on FakeTensors, as :mod:`mindspeed.planner.counted.counted_step`
+counts it. The recorded step is the second one: optimizer states and caches exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from mindspeed.features.registry import planned_as
+from mindspeed.instruments.clock import VirtualClock
+from mindspeed.instruments.live_memory import HOST
+from mindspeed.planner.count.marks import Marks
+from mindspeed.planner.count.recording import (
+    Block,
+    Message,
+    Part,
+    Place,
+    Point,
+    Recording,
+    Traffic,
+    add,
+)
+from mindspeed.planner.counted.step_counter import StepCounter, claim
+from mindspeed.planner.job import Job
+
+if TYPE_CHECKING:
+    from mindspeed.planner.cluster import Cluster
+
+
+class Recorder(StepCounter):
+    """Appends every change of the bytes of the device to the block that runs.
+
+    Args:
+        clock: clock of the step, if any.
+
+    Attributes:
+        blocks: blocks so far.
+    """
+
+    def __init__(self, clock: VirtualClock | None = None) -> None:
+        super().__init__()
+        self.blocks: list[Block] = []
+        self.starts: list[float] = []
+        self._clock = clock
+        self._before = 0, 0, 0
+
+    def enter(self, action: int, part: Part, layer: int) -> None:
+        """Begin a block; a block that goes on is not divided."""
+        if self.blocks:
+            last = self.blocks[-1]
+            if (last.action, last.part, last.layer) == (action, part, layer):
+                return  # the input of a recomputed layer has two gradients
+        self.close()
+        self.blocks.append(Block(action, part, layer))
+        self.starts.append(self._clock.now if self._clock is not None else 0.0)
+
+    def close(self) -> None:
+        """Complete the figures of the block that runs."""
+        now = self.flops.total, self.flops.recompute, len(self.communications)
+        if self.blocks:
+            last, (flops, recomputed, sent) = self.blocks[-1], self._before
+            last.flops += now[0] - flops
+            last.recomputed += now[1] - recomputed
+            if self._clock is None:
+                add(last.sent, _traffic(self.communications[sent:]))
+            else:
+                last.seconds = self._clock.now - self.starts[-1]
+        self._before = now
+
+    def _change(self, key: int, nbytes: int) -> None:
+        before, kind = self._storages[key]
+        super()._change(key, nbytes)
+        self._note(kind, nbytes - before)
+
+    def _freed(self, key: int) -> None:
+        nbytes, kind = self._storages[key]
+        super()._freed(key)
+        self._note(kind, -nbytes)
+
+    def _note(self, kind: str, delta: int) -> None:
+        if self.blocks and delta and kind != HOST:
+            self.blocks[-1].deltas.append(delta)
+            self.blocks[-1].kinds.append(kind)
+
+
+def record(job: Job, point: Point, cluster: Cluster | None = None) -> Recording:
+    """Record a rank of a small job; changes the state of this process.
+
+    Args:
+        job: the job whose flags ``point`` overrides.
+        point: the rank.
+        cluster: rates of the clock; None: no times.
+
+    Raises:
+        MindSpeedError: the job cannot start, or cannot be counted.
+        PlanError: the executed actions are not those of the schedule's plan.
+    """
+    from mindspeed.planner.cluster.rates import DeviceRates
+
+    args = job.settings(point.overrides, point.devices).args
+    clock = None if cluster is None else VirtualClock.of(DeviceRates(cluster))
+    return record_args(args, point.stage, clock)
+
+
+def record_args(
+    args: argparse.Namespace,
+    stage: int,
+    clock: VirtualClock | None = None,
+    micro_batches: int | None = None,
+) -> Recording:
+    """Record a pipeline rank of a job with final values ``args``; see :func:`record`."""
+    from mindspeed.planner.counted.balanced_routing import planned_rank
+    from mindspeed.planner.counted.counted_step import no_collections
+    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.training.fake_job import rank_in_stage
+
+    planned = planned_row(args, stage)
+    with planned_rank(args, rank_in_stage(args, stage)) as own, no_collections():
+        with Recorder(clock) as recorder:
+            step = StepOfRank(own, recorder, micro_batches)
+            claim(recorder, step.model)
+            (step.run_shortest if first_may_be_short(own) else step.run)()
+            claim(recorder, step.model)
+            gc.collect()
+            static, host = Counter({k: n for k, n in recorder.now.items() if n}), recorder.host
+            static.pop(HOST, None)
+            recorder.restart()
+            marks = Marks(recorder.enter, planned)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(recorder.counting())
+                if clock is not None:
+                    stack.enter_context(clock)
+                stack.enter_context(marks.watching(step.model))
+                step.run()
+            recorder.close()
+            marks.check()
+            if clock is not None:
+                _assign(clock, recorder)
+            blocks, recorder.blocks = tuple(recorder.blocks), []  # what is freed now is no event
+            return Recording(
+                planned,
+                blocks,
+                marks.layers,
+                static,
+                step.parameters,
+                host,
+                recorder.peak,
+                Counter({kind: n for kind, n in recorder.at_peak.items() if n}),
+            )
+
+
+def planned_row(args: argparse.Namespace, stage: int) -> tuple[Place, ...]:
+    """The row that the schedule's plan has for a pipeline rank."""
+    from mindspeed.pipeline.schedule.schedules import build_plan
+    from mindspeed.training.pipeline_figures import micro_batches, request_of
+
+    ranks, count = args.pipeline_model_parallel_size, micro_batches(args)
+    if ranks == 1:
+        return tuple(Place(op, 0, number) for number in range(count) for op in "FB")
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    plan = build_plan(request_of(args), ranks, chunks, count)
+    return tuple(
+        Place(a.op, plan.placement.chunk(a.stage), a.microbatch)
+        for a in plan.rows[stage]
+        if a.op not in "GOL" and a.microbatch is not None
+    )
+
+
+def first_may_be_short(args: argparse.Namespace) -> bool:
+    """Whether a first step of one micro-batch creates all states that a whole one does."""
+    values = vars(args)
+    if values.get("planned_loop") is not None or any(map(values.get, _WHOLE_FIRST)):
+        return False
+    return not planned_as("needs steps", values)
+
+
+_WHOLE_FIRST = (
+    "virtual_pipeline_model_parallel_size",
+    "optimizer_cpu_offload",
+    "cpu_offloading",
+    "overlap_moe_expert_parallel_comm",
+    "rampup_batch_size",
+)
+"""Megatron's arguments that require a whole first step."""
+
+
+def _traffic(communications: Iterable[Any]) -> dict[Message, Traffic]:
+    found: dict[Message, Traffic] = {}
+    for one in communications:
+        if len(one.ranks) > 1:
+            key = Message(one.description, len(one.ranks), one.op)
+            add(found, {key: Traffic(1, one.payload, one.wire)})
+    return found
+
+
+def _assign(clock: VirtualClock, recorder: Recorder) -> None:
+    """Assign communications and waits to the blocks in which they begin."""
+    for interval in clock.intervals:
+        one = interval.communication
+        if one is None or len(one.ranks) < 2 or interval.kind not in ("communication", "wait"):
+            continue
+        block = recorder.blocks[max(0, bisect_right(recorder.starts, interval.start) - 1)]
+        if interval.kind == "wait":
+            key = Message(one.description, len(one.ranks), "")
+            add(block.sent, {key: Traffic(waited=interval.seconds)})
+        else:
+            add(block.sent, _traffic([one]))

@@ -1,0 +1,163 @@
+"""What a recording of one step of one rank holds; plain data, for caches and other processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from mindspeed.planner.job import Overrides
+
+
+class Part(Enum):
+    """A stretch of a step between two marks."""
+
+    HEAD = "head"  # before the first action
+    PRE = "pre"  # a forward, before its first layer
+    LAYER = "layer"  # forward of a layer
+    POST = "post"  # a forward, after its last layer
+    BACK_POST = "back post"  # a backward, before the gradient of the last layer is known
+    AGAIN = "again"  # a layer is computed once more
+    BACK = "back"  # backward of a layer
+    BACK_PRE = "back pre"  # a backward, after the first layer; or all of W and R
+    GAP = "gap"  # between two actions
+    END = "end"  # after the last action
+
+
+PER_LAYER = (Part.LAYER, Part.AGAIN, Part.BACK)
+PER_STEP = (Part.HEAD, Part.END)
+
+
+class Place(NamedTuple):
+    """An action of the row of a rank.
+
+    Attributes:
+        op: as in :mod:`mindspeed.pipeline.schedule.actions`.
+        chunk: model chunk of the rank.
+        micro_batch: number of the micro-batch.
+    """
+
+    op: str
+    chunk: int
+    micro_batch: int
+
+
+class Message(NamedTuple):
+    """What is alike in communications that are summed; waits have no ``op``.
+
+    Attributes:
+        group: Megatron's description of the process group.
+        size: its ranks.
+        op: such as ``all_gather``, see :mod:`mindspeed.instruments.ledger`.
+    """
+
+    group: str
+    size: int
+    op: str
+
+
+class Traffic(NamedTuple):
+    """Sums of communications, and seconds of waiting for them."""
+
+    calls: int = 0
+    payload: int = 0
+    wire: int = 0
+    waited: float = 0.0
+
+
+Sent = dict[Message, Traffic]
+
+
+def add(total: Sent, more: Sent, times: float = 1) -> None:
+    """Add ``times`` so many communications to a sum."""
+    for key, one in more.items():
+        known = total.get(key, Traffic())
+        total[key] = Traffic(*(a + times * b for a, b in zip(known, one, strict=True)))  # type: ignore[arg-type]
+
+
+@dataclass
+class Block:
+    """Storages that are born, freed or resized from one mark to the next.
+
+    Attributes:
+        action: index in the row; -1 before the first, the length of the row after the last.
+        part: which stretch it is.
+        layer: layer of the chunk, for parts of layers.
+        deltas: changes of the bytes alive, in order.
+        kinds: kind of memory of each (:mod:`mindspeed.planner.counted.step_counter`).
+        flops: FLOPs, recomputation included.
+        recomputed: FLOPs of recomputation.
+        seconds: duration by the clock; 0 without one.
+        sent: communications and waits.
+    """
+
+    action: int
+    part: Part
+    layer: int = 0
+    deltas: list[int] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    flops: int = 0
+    recomputed: int = 0
+    seconds: float = 0.0
+    sent: Sent = field(default_factory=dict)
+
+    @property
+    def net(self) -> int:
+        """Change of the bytes alive."""
+        return sum(self.deltas)
+
+    @property
+    def top(self) -> int:
+        """The most bytes alive beyond those at its start."""
+        return top_of(self.deltas)
+
+
+def top_of(deltas: Iterable[int]) -> int:
+    """Highest prefix sum, at least 0."""
+    now = most = 0
+    for delta in deltas:
+        now += delta
+        most = max(most, now)
+    return most
+
+
+@dataclass(frozen=True)
+class Point:
+    """A rank to record.
+
+    Attributes:
+        overrides: flags of the small job.
+        devices: number of its ranks.
+        stage: pipeline rank.
+    """
+
+    overrides: Overrides
+    devices: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step of one rank.
+
+    Attributes:
+        row: executed actions.
+        blocks: blocks, in order and without gaps.
+        layers: number of layers of each chunk.
+        static: bytes between steps, by kind.
+        parameters: parameters on the rank.
+        host: bytes of host memory between steps.
+        peak: most bytes alive.
+        at_peak: these, by kind.
+    """
+
+    row: tuple[Place, ...]
+    blocks: tuple[Block, ...]
+    layers: tuple[int, ...]
+    static: Counter[str]
+    parameters: int
+    host: int
+    peak: int
+    at_peak: Counter[str]
