@@ -109,6 +109,9 @@ class Shape:
         tokens: tokens of a step on all devices.
         dtype: dtype of parameters and activations; MFU is relative to its peak.
         whole_only: the part that cannot be composed (:func:`whole_only`), or empty.
+        recomputed_together: layers of a group of full recomputation; 0 without it.
+        recomputes_some: whether the first layers of each chunk are recomputed.
+        predictions: layers of multi-token prediction.
     """
 
     request: ScheduleRequest
@@ -132,6 +135,19 @@ class Shape:
     tokens: int
     dtype: str = "bf16"
     whole_only: str = ""
+    recomputed_together: int = 0
+    recomputes_some: bool = False
+    predictions: int = 0
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether every layer is recomputed as a whole."""
+        return self.recomputed_together > 0
+
+    @property
+    def layer_kinds(self) -> frozenset[str]:
+        """Kinds of the layers, recomputed or not."""
+        return frozenset(kind.removesuffix(RECOMPUTED) for stage in self.stages for kind in stage)
 
     @property
     def placement(self) -> Placement:
@@ -182,6 +198,8 @@ def shape_of(args: argparse.Namespace) -> Shape:
     if args.sequence_parallel:
         length //= parallel.tensor
     counts = layers_of_stages(args) if pp > 1 else (args.num_layers,)
+    full = args.recompute_granularity == "full"
+    uniform = full and args.recompute_method == "uniform"
     return Shape(
         request=request_of(args) if pp > 1 else ScheduleRequest(),
         ranks=pp,
@@ -204,6 +222,9 @@ def shape_of(args: argparse.Namespace) -> Shape:
         tokens=args.global_batch_size * args.seq_length,
         dtype=precision.name,
         whole_only=whole_only(args) or _pairs(args),
+        recomputed_together=args.recompute_num_layers or 1 if uniform else 0,
+        recomputes_some=full and args.recompute_method == "block",
+        predictions=args.mtp_num_layers or 0,
     )
 
 

@@ -1,7 +1,7 @@
 """Splice templates along the layers and the row of a rank, and sweep once for the peak.
 
 found = splice(templates, row, words)
-found.peak, found.net, found.flops          # bytes beyond those between steps; 0 in a whole step
+found.peak, found.flops                     # most bytes beyond those between steps
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mindspeed.planner.compose.templates import Key, NotSpliceable, Template, Templates
+from mindspeed.planner.compose.templates import Key, NotSpliceable, Templates, until_top
 from mindspeed.planner.compose.words import Word, blocks_of
 from mindspeed.planner.count.recording import Part, Place, Sent, add
 
@@ -20,13 +20,15 @@ class Spliced:
     """A step.
 
     Attributes:
-        net: bytes left at its end; 0 in a step that repeats.
+        net: bytes that micro-batches beyond those of the small run keep until its end.
         peak: most bytes alive beyond those between steps.
         at_peak: changes of the bytes of each kind until then, where they are known.
         flops: FLOPs, recomputation included.
         recomputed: FLOPs of recomputation.
-        sent: communications and waits.
-        seconds: seconds of each action, and of the end under -1.
+        sent: communications and waits until the last action ends.
+        closing: those after it.
+        seconds: seconds of an action by its op and chunk.
+        closing_seconds: seconds of computation after the last action.
     """
 
     net: int = 0
@@ -35,16 +37,24 @@ class Spliced:
     flops: int = 0
     recomputed: int = 0
     sent: Sent = field(default_factory=dict)
-    seconds: Counter[int] = field(default_factory=Counter)
+    closing: Sent = field(default_factory=dict)
+    seconds: dict[tuple[str, int], float] = field(default_factory=dict)
+    closing_seconds: float = 0.0
 
 
-def splice(templates: Templates, row: Sequence[Place], words: Sequence[Word]) -> Spliced:
+def splice(
+    templates: Templates, row: Sequence[Place], words: Sequence[Word], recorded: int
+) -> Spliced:
     """Repeat templates over a step.
+
+    A micro-batch may keep bytes until the end of the step, such as its loss for the log; each of
+    those that the small run had not then leaves as many.
 
     Args:
         templates: templates of the rank.
         row: its actions.
         words: layers of its chunks.
+        recorded: micro-batches of the small run.
 
     Raises:
         NotSpliceable: a block of the step was not recorded, or bytes are left at its end.
@@ -61,16 +71,26 @@ def splice(templates: Templates, row: Sequence[Place], words: Sequence[Word]) ->
         found.net += one.net
         uses[key] += 1
         order.append(key)
-        found.seconds[-1 if part is Part.END else action] += one.seconds  # type: ignore[assignment]
+        if part is not Part.END and part is not Part.HEAD and part is not Part.GAP:
+            found.seconds[row[action][:2]] = found.seconds.get(row[action][:2], 0.0) + one.seconds
     for key, count in uses.items():
         one = templates.found[key]
         found.flops += one.flops * count
         found.recomputed += one.recomputed * count
-        add(found.sent, one.sent or {}, count)
+        add(found.closing if key.part is Part.END else found.sent, one.sent or {}, count)
+    for name, count in Counter(place[:2] for place in row).items():
+        found.seconds[name] /= count
+    found.closing_seconds = templates.found[Key(Part.END)].seconds
     found.at_peak = _kinds(templates, order[: best + 1])
-    if found.net:
+    more = micro_batches(row) - recorded
+    if found.net and (more == 0 or found.net % more):
         raise NotSpliceable(f"{found.net:+d} bytes are left at the end of the step")
     return found
+
+
+def micro_batches(row: Sequence[Place]) -> int:
+    """Micro-batches of a step."""
+    return 1 + max(place.micro_batch for place in row)
 
 
 def _kinds(templates: Templates, keys: Sequence[Key]) -> Counter[str]:
@@ -80,18 +100,5 @@ def _kinds(templates: Templates, keys: Sequence[Key]) -> Counter[str]:
         one = templates.found[key]
         for kind, delta in zip(one.kinds, one.deltas, strict=True):
             total[kind] += delta * count
-    total.update(_until_top(templates.found[keys[-1]]))
+    total.update(until_top(templates.found[keys[-1]])[0])
     return total
-
-
-def _until_top(one: Template) -> Counter[str]:
-    now, total = 0, Counter[str]()
-    at_top: Counter[str] = Counter()
-    for kind, delta in zip(one.kinds, one.deltas, strict=True):
-        now += delta
-        total[kind] += delta
-        if now == one.top:
-            at_top = Counter(total)
-            if now:
-                break
-    return at_top

@@ -11,7 +11,8 @@ after. Other schedules keep messages for longer; there a block depends on its pl
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed.errors import PlanError
@@ -92,7 +93,8 @@ class Template:
         top: the highest sum on the way, at least 0.
         flops: FLOPs, recomputation included.
         recomputed: FLOPs of recomputation.
-        seconds: mean duration.
+        seconds: mean duration, without waits for data-parallel ranks; at the end of the step
+            without any waits.
         sent: mean communications and waits.
         seen: number of repetitions.
     """
@@ -136,12 +138,10 @@ class Templates:
         expected = list(blocks_of(recording.row, words))
         there = [(one.action, one.part, one.layer) for one in recording.blocks]
         if there != expected:
-            index = next(
-                (i for i, (a, b) in enumerate(zip(there, expected, strict=False)) if a != b),
-                min(len(there), len(expected)),
-            )
-            ran, wanted = (x[index : index + 1] or ["nothing"] for x in (there, expected))
-            raise NotSpliceable(f"the step runs {ran[0]} where its layers are {wanted[0]}")
+            pairs = enumerate(zip(there, expected, strict=False))
+            index = next((i for i, (a, b) in pairs if a != b), min(len(there), len(expected)))
+            ran, wanted = (_block(found[index : index + 1]) for found in (there, expected))
+            raise NotSpliceable(f"the step runs {ran} where its layers have {wanted}")
         found, groups = cls({}, surroundings), dict[Key, list[Block]]()
         for one in recording.blocks:
             key = found.key(recording.row, words, one.action, one.part, one.layer)
@@ -161,76 +161,132 @@ class Templates:
             return Key(part, op, chunk, window(words[chunk], layer))
         return Key(part, op, chunk, around=self.surroundings(row, action, part))
 
-    def grown(self, second: Templates, times: float, chunks: int) -> Templates:
-        """Templates of a rank whose chunks repeat a unit ``times`` more often.
-
-        Args:
-            second: templates of a rank with the unit once more in ``chunks`` of its chunks.
-            times: how often the unit is repeated more than here, in all chunks together.
-            chunks: number of chunks that repeat it.
+    def grown(self, longer: Sequence[Growth]) -> Templates:
+        """Templates of a rank whose chunks repeat units of layers more often.
 
         Raises:
             NotSpliceable: a block is there with one size only, or does not grow by repetition.
         """
-        if missing := self.found.keys() ^ second.found.keys():
-            raise NotSpliceable(f"{next(iter(missing))}: in one of two sizes only")
+        for growth in longer:
+            if missing := self.found.keys() ^ growth.templates.found.keys():
+                raise NotSpliceable(f"{next(iter(missing))}: in one of two sizes only")
         found = {}
         for key, one in self.found.items():
-            other = second.found[key]
+            others = [(other.templates.found[key], other.of(key)) for other in longer]
+            affine = _affine(key, one, others)
             if key.part in PER_STEP:
-                found[key] = _affine(one, other, times / chunks)
-            elif one.deltas == other.deltas:
-                found[key] = replace(one, flops=_line(one.flops, other.flops, times / chunks))
+                found[key] = affine
             else:
-                found[key] = _aligned(key, one, other, round(times / chunks))
+                found[key] = _repeated(key, one, others, affine)
         return Templates(found, self.surroundings)
 
 
-def _line(one: float, other: float, times: float) -> int:
-    return round(one + (other - one) * times)
+@dataclass(frozen=True)
+class Growth:
+    """Templates of a rank with a unit of layers once more.
+
+    Attributes:
+        templates: its templates.
+        times: how often each chunk of the large rank repeats the unit more than the small one.
+        chunks: chunks that have the unit once more.
+    """
+
+    templates: Templates
+    times: tuple[int, ...]
+    chunks: int
+
+    @property
+    def mean(self) -> float:
+        """How often figures of the whole rank grow."""
+        return sum(self.times) / self.chunks
+
+    def of(self, key: Key) -> float:
+        """How often a block grows."""
+        return self.mean if key.part in PER_STEP else self.times[key.chunk]
 
 
-def _affine(one: Template, other: Template, times: float) -> Template:
-    """What comes per parameter, at both ends of a step: its sums grow with the layers."""
+Others = Sequence[tuple[Template, float]]
+"""Templates of longer chunks, and how often what they have more is repeated."""
+
+
+def _affine(key: Key, one: Template, others: Others) -> Template:
+    """Sums that grow with the layers; for both ends of a step, whose work is per parameter."""
+
+    def line(name: str) -> float:
+        first = getattr(one, name)
+        return float(first + sum((getattr(x, name) - first) * times for x, times in others))
+
     sent: Sent = {}
-    add(sent, one.sent or {}, 1 - times)
-    add(sent, other.sent or {}, times)
+    add(sent, one.sent or {}, 1 - sum(times for _, times in others))
+    for other, times in others:
+        add(sent, other.sent or {}, times)
+    deltas, kinds = _summed(one, others) if key.part in PER_STEP else (one.deltas, one.kinds)
     return Template(
-        (),
-        (),
-        _line(one.net, other.net, times),
-        _line(one.top, other.top, times),
-        _line(one.flops, other.flops, times),
-        _line(one.recomputed, other.recomputed, times),
-        one.seconds + (other.seconds - one.seconds) * times,
+        deltas,
+        kinds,
+        round(line("net")),
+        round(line("top")),
+        round(line("flops")),
+        round(line("recomputed")),
+        line("seconds"),
         sent,
     )
 
 
-def _aligned(key: Key, one: Template, other: Template, times: int) -> Template:
-    """A block of the whole chunk: what the second has more is repeated."""
+def _summed(one: Template, others: Others) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Changes of each kind until the top, frees first, and after it."""
+    first = until_top(one)
+    total: list[Counter[str]] = [Counter(part) for part in first]
+    for other, times in others:
+        for part, base, more in zip(total, first, until_top(other), strict=True):
+            for kind in base.keys() | more.keys():
+                part[kind] += round((more[kind] - base[kind]) * times)
+    pairs = [pair for part in total for pair in sorted(part.items(), key=lambda pair: pair[1])]
+    return tuple(delta for _, delta in pairs), tuple(kind for kind, _ in pairs)
+
+
+def until_top(one: Template) -> tuple[Counter[str], Counter[str]]:
+    """Changes of each kind until the top, and after it."""
+    now, parts = 0, (Counter[str](), Counter[str]())
+    above = one.top > 0
+    for kind, delta in zip(one.kinds, one.deltas, strict=True):
+        parts[not above][kind] += delta
+        now += delta
+        above = above and now < one.top
+    return parts
+
+
+def _repeated(key: Key, one: Template, others: Others, affine: Template) -> Template:
+    """A block of the whole chunk: what a longer chunk has more is repeated.
+
+    Raises:
+        NotSpliceable: it is no insertion, and no bytes that grow.
+    """
+    insertions: dict[int, list[tuple[int, str]]] = {}
+    changes = [0] * len(one.deltas)
+    for other, times in others:
+        matcher = difflib.SequenceMatcher(None, one.deltas, other.deltas, autojunk=False)
+        for tag, i, j, k, n in matcher.get_opcodes():
+            if tag == "insert":
+                more = list(zip(other.deltas[k:n], other.kinds[k:n], strict=True))
+                insertions.setdefault(i, []).extend(more * round(times))
+            elif tag == "replace" and n - k == j - i:
+                for at in range(i, j):
+                    changes[at] += (other.deltas[k + at - i] - one.deltas[at]) * round(times)
+            elif tag != "equal":
+                raise NotSpliceable(
+                    f"{key}: {_short(one.deltas[i:j])} bytes become {_short(other.deltas[k:n])} "
+                    "in longer chunks"
+                )
     deltas: list[int] = []
     kinds: list[str] = []
-
-    def put(values: Sequence[int], of: Sequence[str]) -> None:
-        deltas.extend(values)
-        kinds.extend(of)
-
-    matcher = difflib.SequenceMatcher(None, one.deltas, other.deltas, autojunk=False)
-    for tag, i, j, k, n in matcher.get_opcodes():
-        if tag == "equal":
-            put(one.deltas[i:j], one.kinds[i:j])
-        elif tag == "insert":
-            put(other.deltas[k:n] * times, other.kinds[k:n] * times)
-        elif tag == "replace" and n - k == j - i:
-            pairs = zip(one.deltas[i:j], other.deltas[k:n], strict=True)
-            put([a + (b - a) * times for a, b in pairs], one.kinds[i:j])
-        else:
-            raise NotSpliceable(
-                f"{key}: {_short(one.deltas[i:j])} bytes become {_short(other.deltas[k:n])} with "
-                "one layer more"
-            )
-    affine = _affine(one, other, times)
+    for at in range(len(one.deltas) + 1):
+        for delta, kind in insertions.get(at, ()):
+            deltas.append(delta)
+            kinds.append(kind)
+        if at < len(one.deltas):
+            deltas.append(one.deltas[at] + changes[at])
+            kinds.append(one.kinds[at])
     return replace(
         affine, deltas=tuple(deltas), kinds=tuple(kinds), net=sum(deltas), top=top_of(deltas)
     )
@@ -248,7 +304,8 @@ def _template(key: Key, blocks: Sequence[Block]) -> Template:
             raise NotSpliceable(
                 f"{key}: {_difference(first, one)} in actions {first.action} and {one.action}"
             )
-        add(sent, one.sent, 1 / len(blocks))
+        own = {name: sums for name, sums in one.sent.items() if not name.shared}
+        add(sent, own, 1 / len(blocks))
     return Template(
         tuple(first.deltas),
         tuple(first.kinds),
@@ -256,10 +313,22 @@ def _template(key: Key, blocks: Sequence[Block]) -> Template:
         first.top,
         first.flops,
         first.recomputed,
-        sum(one.seconds for one in blocks) / len(blocks),
+        sum(_seconds(one) for one in blocks) / len(blocks),
         sent,
         len(blocks),
     )
+
+
+def _block(found: Sequence[tuple[int, Part, int]]) -> str:
+    if not found:
+        return "nothing more"
+    action, part, layer = found[0]
+    return f"{part.value} {layer} in action {action}"
+
+
+def _seconds(block: Block) -> float:
+    waits = [s.waited for name, s in block.sent.items() if name.shared or block.part is Part.END]
+    return block.seconds - sum(waits)
 
 
 def _difference(one: Block, other: Block) -> str:
@@ -272,8 +341,3 @@ def _difference(one: Block, other: Block) -> str:
 
 def _short(values: Sequence[int]) -> str:
     return " ".join(f"{value:+d}" for value in values[:4]) or "no"
-
-
-def sums(parts: Mapping[Key, Template]) -> int:
-    """Bytes that all templates together change, each as often as it was seen."""
-    return sum(one.net * one.seen for one in parts.values())

@@ -91,9 +91,9 @@ def _repeated(word: Word, reach: int) -> tuple[int, int] | None:
     for size in range(1, len(word) // 2 + 1):
         for start in range(len(word) - 2 * size + 1):
             middle, end = start + size, start + 2 * size
-            if word[start:middle] == word[middle:end]:
-                if windows(word[:start] + word[middle:], reach) == wanted:
-                    return start, size
+            shorter = word[:start] + word[middle:]
+            if word[start:middle] == word[middle:end] and windows(shorter, reach) == wanted:
+                return start, size
     return None
 
 

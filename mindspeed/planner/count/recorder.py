@@ -125,38 +125,41 @@ def record_args(
     from mindspeed.training.fake_job import rank_in_stage
 
     planned = planned_row(args, stage)
-    with planned_rank(args, rank_in_stage(args, stage)) as own, no_collections():
-        with Recorder(clock) as recorder:
-            step = StepOfRank(own, recorder, micro_batches)
-            claim(recorder, step.model)
-            (step.run_shortest if first_may_be_short(own) else step.run)()
-            claim(recorder, step.model)
-            gc.collect()
-            static, host = Counter({k: n for k, n in recorder.now.items() if n}), recorder.host
-            static.pop(HOST, None)
-            recorder.restart()
-            marks = Marks(recorder.enter, planned)
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(recorder.counting())
-                if clock is not None:
-                    stack.enter_context(clock)
-                stack.enter_context(marks.watching(step.model))
-                step.run()
-            recorder.close()
-            marks.check()
+    with (
+        planned_rank(args, rank_in_stage(args, stage)) as own,
+        no_collections(),
+        Recorder(clock) as recorder,
+    ):
+        step = StepOfRank(own, recorder, micro_batches)
+        claim(recorder, step.model)
+        (step.run_shortest if first_may_be_short(own) else step.run)()
+        claim(recorder, step.model)
+        gc.collect()
+        static, host = Counter({k: n for k, n in recorder.now.items() if n}), recorder.host
+        static.pop(HOST, None)
+        recorder.restart()
+        marks = Marks(recorder.enter, planned)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recorder.counting())
             if clock is not None:
-                _assign(clock, recorder)
-            blocks, recorder.blocks = tuple(recorder.blocks), []  # what is freed now is no event
-            return Recording(
-                planned,
-                blocks,
-                marks.layers,
-                static,
-                step.parameters,
-                host,
-                recorder.peak,
-                Counter({kind: n for kind, n in recorder.at_peak.items() if n}),
-            )
+                stack.enter_context(clock)
+            stack.enter_context(marks.watching(step.model))
+            step.run()
+        recorder.close()
+        marks.check()
+        if clock is not None:
+            _assign(clock, recorder)
+        blocks, recorder.blocks = tuple(recorder.blocks), []  # what is freed now is no event
+        return Recording(
+            planned,
+            blocks,
+            marks.layers,
+            static,
+            step.parameters,
+            host,
+            recorder.peak,
+            Counter({kind: n for kind, n in recorder.at_peak.items() if n}),
+        )
 
 
 def planned_row(args: argparse.Namespace, stage: int) -> tuple[Place, ...]:

@@ -57,6 +57,11 @@ class Message(NamedTuple):
     size: int
     op: str
 
+    @property
+    def shared(self) -> bool:
+        """Whether data-parallel ranks communicate: once in a step, not in each micro-batch."""
+        return "DATA_PARALLEL" in self.group
+
 
 class Traffic(NamedTuple):
     """Sums of communications, and seconds of waiting for them."""
@@ -161,3 +166,11 @@ class Recording:
     host: int
     peak: int
     at_peak: Counter[str]
+
+    @property
+    def shared(self) -> Sent:
+        """Communications of data-parallel ranks."""
+        total: Sent = {}
+        for block in self.blocks:
+            add(total, {name: sums for name, sums in block.sent.items() if name.shared})
+        return total

@@ -1,0 +1,266 @@
+"""Small jobs whose recordings stand for the ranks of a large one.
+
+    cover = covering(layout, shape, rank)
+    cover.point, cover.words            # the small rank to record, and its layers
+    cover.longer                        # the same with a repeated unit of layers once more
+
+The small job has the tensor, context, expert and data parallel sizes of the large one, its
+precision and its flags. It has fewer layers, with all neighbourhoods of the large one. In 1F1B it
+has fewer pipeline ranks and micro-batches, with all surroundings of an action that the large one
+has; other schedules have the same ranks, and as many micro-batches as repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from mindspeed.errors import MindSpeedError
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.planner.compose.templates import (
+    Around,
+    NotSpliceable,
+    Surroundings,
+    messages_near,
+    place_in_row,
+)
+from mindspeed.planner.compose.words import Layer, Word, shortened
+from mindspeed.planner.count.recording import Part, Place, Point
+from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.shape import DENSE, EXPERT, NOOP, RECOMPUTED, Shape
+
+PREDICTION = "prediction"
+"""Kind of a layer of multi-token prediction, which comes after those of the last stage."""
+MOST_RANKS, MOST_BATCHES = 10, 24
+"""Largest 1F1B pipeline that is tried to cover another."""
+
+Row = tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Longer:
+    """The small rank with a unit of layers once more.
+
+    Attributes:
+        unit: the unit.
+        point: rank to record.
+        words: layers of its chunks.
+        chunks: how many of its chunks have the unit once more.
+    """
+
+    unit: Word
+    point: Point
+    words: tuple[Word, ...]
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Recordings that stand for a rank.
+
+    Attributes:
+        point: the small rank.
+        words: layers of its chunks.
+        times: how often each unit was left out of each chunk.
+        longer: for each unit the rank with the unit once more.
+        row: actions of the large rank.
+        whole: layers of its chunks.
+        around_small: surroundings of actions of the small rank.
+        around_large: those of the large rank, in terms of the small one.
+    """
+
+    point: Point
+    words: tuple[Word, ...]
+    times: tuple[dict[Word, int], ...]
+    longer: tuple[Longer, ...]
+    row: Row
+    whole: tuple[Word, ...]
+    around_small: Surroundings
+    around_large: Surroundings
+
+
+def words_of(shape: Shape, stage: int) -> Word:
+    """The layers of a stage that compute anything."""
+    real = [kind for kind in shape.stages[stage] if kind != NOOP]
+    group, last = shape.recomputed_together, stage == len(shape.stages) - 1
+    word = []
+    for index, kind in enumerate(real):
+        if kind.endswith(RECOMPUTED):
+            word.append(Layer(kind.removesuffix(RECOMPUTED), 0, 1))
+        elif group:
+            first = index - index % group
+            word.append(Layer(kind, index % group, min(group, len(real) - first)))
+        else:
+            word.append(Layer(kind))
+    extra = Layer(PREDICTION, 0, 1 if shape.recomputes_all else 0)
+    return (*word, *[extra] * (shape.predictions if last else 0))
+
+
+def row_of(request: ScheduleRequest, ranks: int, chunks: int, count: int, rank: int) -> Row:
+    """Actions of a pipeline rank.
+
+    Raises:
+        ConfigError: the schedule does not exist for these sizes.
+    """
+    if ranks == 1:
+        return tuple(Place(op, 0, number) for number in range(count) for op in "FB")
+    return _rows(request, ranks, chunks, count)[rank]
+
+
+@lru_cache(maxsize=256)
+def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tuple[Row, ...]:
+    plan = build_plan(request, ranks, chunks, count)
+    return tuple(
+        tuple(
+            Place(a.op, plan.placement.chunk(a.stage), a.microbatch)
+            for a in row
+            if a.op not in "GOL" and a.microbatch is not None
+        )
+        for row in plan.rows
+    )
+
+
+def covering(layout: Layout, shape: Shape, rank: int) -> Cover:
+    """The recordings that stand for a rank of a job.
+
+    Raises:
+        NotSpliceable: none does.
+    """
+    stages = shape.placement.stages[rank]
+    whole = tuple(words_of(shape, stage) for stage in stages)
+    found = [shortened(word) for word in whole]
+    row = row_of(shape.request, shape.ranks, shape.chunks, shape.micro_batches, rank)
+    around_small: Surroundings = messages_near
+    around_large: Surroundings = messages_near
+    if shape.chunks == 1 and layout.schedule is None:
+        ranks, small, count = _fewest(shape, row, rank)
+    else:
+        ranks, small = shape.ranks, rank
+        count, around_large = _repeating(shape, row, rank)
+        around_small = place_in_row
+
+    def point(words: Sequence[Word]) -> Point:
+        return _point(layout, shape, ranks, count, small, words)
+
+    words = tuple(one.word for one in found)
+    if layout.schedule in V_SHAPES:  # their chunks have as many layers each
+        words = _equally_long(words, whole)
+    units = dict.fromkeys(unit for one in found for unit in one.units)
+    longer = []
+    for unit in units:
+        more = tuple(one.longer.get(unit, word) for one, word in zip(found, words, strict=True))
+        chunks = sum(unit in one.units for one in found)
+        longer.append(Longer(unit, point(more), more, chunks))
+    times = tuple(dict(one.units) for one in found)
+    return Cover(point(words), words, times, tuple(longer), row, whole, around_small, around_large)
+
+
+def _equally_long(words: tuple[Word, ...], whole: tuple[Word, ...]) -> tuple[Word, ...]:
+    if len({len(word) for word in words}) == 1:
+        return words
+    raise NotSpliceable("chunks of a V whose layers differ")
+
+
+def _seen(row: Row) -> set[tuple[Part, str, int, Around]]:
+    parts = {part for part in Part if part in (Part.GAP, Part.PRE)}
+    return {
+        (part, place.op, place.chunk, messages_near(row, action, part))
+        for action, place in enumerate(row)
+        for part in parts
+        if not (part is Part.GAP and action == len(row) - 1)
+        and not (part is Part.PRE and place.op != "F")
+    }
+
+
+def _fewest(shape: Shape, row: Row, rank: int) -> tuple[int, int, int]:
+    """Ranks, rank and micro-batches of the shortest 1F1B row with all surroundings of ``row``."""
+    wanted = _seen(row)
+    for count in range(1, MOST_BATCHES + 1):
+        for ranks, small in _candidates(shape, rank):
+            if wanted <= _seen(row_of(shape.request, ranks, 1, count, small)):
+                return ranks, small, count
+    return shape.ranks, rank, shape.micro_batches
+
+
+def _candidates(shape: Shape, rank: int) -> Iterator[tuple[int, int]]:
+    """Smaller pipelines and the ranks in them that have the same ends of the model."""
+    if shape.ranks == 1:
+        yield 1, 0
+        return
+    for ranks in range(2, min(shape.ranks, MOST_RANKS) + 1):
+        if rank == 0:
+            yield ranks, 0
+        elif rank == shape.ranks - 1:
+            yield ranks, ranks - 1
+        else:
+            yield from ((ranks, small) for small in range(1, ranks - 1))
+
+
+def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Surroundings]:
+    """Micro-batches of a step that is long enough, and the places of ``row`` in its row."""
+    ranks, chunks, count = shape.ranks, shape.chunks, shape.micro_batches
+    group = (shape.request.group_size or ranks) if chunks > 1 else 1
+    enough = 2 * ranks + 3 * group
+    for short in range(enough + (count - enough) % group, count, group):
+        try:
+            small, more = (
+                row_of(shape.request, ranks, chunks, n, rank) for n in (short, short + group)
+            )
+        except MindSpeedError:
+            continue
+        if (places := _places(small, row, len(more) - len(small))) is not None:
+            return short, lambda row, action, part, at=places: (at[action],)
+    return count, place_in_row
+
+
+def _places(small: Row, row: Row, period: int) -> list[int] | None:
+    """For each action of a row its place in a shorter one that repeats its middle less often."""
+    ahead = next(
+        (i for i, (a, b) in enumerate(zip(small, row, strict=False)) if a[:2] != b[:2]), len(small)
+    )
+    start = ahead - period
+    if start < 0:
+        return None
+    more = len(row) - len(small)
+    places = [
+        i if i < ahead else i - more if i >= ahead + more else start + (i - start) % period
+        for i in range(len(row))
+    ]
+    equal = all(row[i][:2] == small[at][:2] for i, at in enumerate(places))
+    return places if equal and more % period == 0 else None
+
+
+def _point(
+    layout: Layout, shape: Shape, ranks: int, count: int, rank: int, words: Sequence[Word]
+) -> Point:
+    """A rank of a small job with so many ranks and micro-batches, whose chunks have these layers.
+
+    Other stages have a layer each, which nobody builds.
+    """
+    own = shape.request.placement(ranks, shape.chunks).stages[rank] if ranks > 1 else (0,)
+    stages = [tuple(words[0][:1]) for _ in range(ranks * shape.chunks)]
+    if layout.schedule in V_SHAPES:
+        stages = [tuple(words[0])] * len(stages)
+    for stage, word in zip(own, words, strict=True):
+        stages[stage] = tuple(one for one in word if one.kind != PREDICTION)
+    split = ranks > 1 and layout.schedule not in V_SHAPES
+    small = replace(
+        layout,
+        pp=ranks,
+        devices=layout.devices // layout.pp * ranks,
+        global_batch_size=layout.mbs * layout.dp * count,
+        stage_layers=tuple(map(len, stages)) if split else None,
+    )
+    layers = [one for stage in stages for one in stage]
+    flags: dict[str, Any] = {"num_layers": len(layers), "noop_layers": None}
+    if EXPERT in shape.layer_kinds:
+        flags["moe_layer_freq"] = str([int(one.kind != DENSE) for one in layers]).replace(" ", "")
+    if shape.recomputes_some:
+        again = max(sum(one.group for one in word if one.kind != PREDICTION) for word in words)
+        flags["recompute_num_layers"] = again
+        if not again:
+            flags |= {"recompute_granularity": None, "recompute_method": None}
+            flags["recompute_num_layers"] = None
+    return Point(small.overrides() | flags, small.devices, rank)

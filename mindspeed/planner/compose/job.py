@@ -1,0 +1,93 @@
+"""Trace every rank of a job from recordings of small ones.
+
+traces = trace_job(job, layout, shape, cluster, jobs=2)
+traces[0].peak, traces[0].step.flops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from mindspeed.errors import MindSpeedError
+from mindspeed.planner import isolated
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.compose.covering import covering
+from mindspeed.planner.compose.rank import RankTrace, trace
+from mindspeed.planner.count.recorder import record
+from mindspeed.planner.count.recording import Point, Recording
+from mindspeed.planner.job import Job
+from mindspeed.planner.layout import Layout
+from mindspeed.planner.shape import Shape
+
+RUN_SECONDS = 300.0
+"""Timeout of a recording."""
+
+
+class Recordings(Protocol):
+    """A cache."""
+
+    def get(self, point: Point) -> Recording | None:
+        """The recording of a point; None if there is none."""
+
+    def put(self, point: Point, recording: Recording) -> None:
+        """Store a recording."""
+
+
+def trace_job(
+    job: Job,
+    layout: Layout,
+    shape: Shape,
+    cluster: Cluster | None = None,
+    jobs: int = 1,
+    cache: Recordings | None = None,
+    ranks: Sequence[int] | None = None,
+) -> list[RankTrace]:
+    """Trace ranks of a job.
+
+    Args:
+        job: the job.
+        layout: its layout.
+        shape: its shape in this layout.
+        cluster: rates of the clock; None: no times.
+        jobs: concurrent recordings.
+        cache: cache of recordings.
+        ranks: pipeline ranks; default: all.
+
+    Raises:
+        MindSpeedError: the job cannot start, or cannot be counted.
+        NotSpliceable: it can only be counted whole.
+    """
+    covers = [covering(layout, shape, r) for r in (range(shape.ranks) if ranks is None else ranks)]
+    points = [[cover.point, *(one.point for one in cover.longer)] for cover in covers]
+    found = _recorded(job, [one for of_rank in points for one in of_rank], cluster, jobs, cache)
+    taken = iter(found)
+    return [
+        trace(cover, [next(taken) for _ in of_rank])
+        for cover, of_rank in zip(covers, points, strict=True)
+    ]
+
+
+def _recorded(
+    job: Job,
+    points: Sequence[Point],
+    cluster: Cluster | None,
+    jobs: int,
+    cache: Recordings | None,
+) -> Iterable[Recording]:
+    """Make the recordings that the cache lacks; equal points once."""
+    known: dict[int, Recording] = {}
+    first = [points.index(point) for point in points]
+    for index in sorted(set(first)):
+        if cache is not None and (one := cache.get(points[index])) is not None:
+            known[index] = one
+    missing = [index for index in sorted(set(first)) if index not in known]
+    arguments = [(job, points[index], cluster) for index in missing]
+    results = isolated.map(record, arguments, jobs, RUN_SECONDS)
+    for index, result in zip(missing, results, strict=True):
+        if isinstance(result, MindSpeedError):
+            raise result
+        known[index] = result
+        if cache is not None:
+            cache.put(points[index], result)
+    return [known[index] for index in first]

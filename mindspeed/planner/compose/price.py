@@ -1,0 +1,133 @@
+"""The price of a layout: memory of every pipeline rank and seconds of a step, from its traces.
+
+prediction = predict(traces, shape, cluster)
+
+Memory is that of the traces. Time is simulated: the actions of all ranks with the seconds of their
+chunks, then data-parallel communication and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.compose.rank import RankTrace
+from mindspeed.planner.composed.price import Prediction, RankFigures, assembled, stage_costs
+from mindspeed.planner.composed.step_plan import (
+    DataParallel,
+    dense_ranks,
+    expert_ranks,
+    group_ranks,
+    step_plan,
+)
+from mindspeed.planner.count.recording import Message, Sent
+from mindspeed.planner.counted.check import RankCheck
+from mindspeed.planner.counted.check import Traffic as Row
+from mindspeed.planner.counted.timed_step import BETWEEN_CHUNKS
+from mindspeed.planner.shape import Shape
+
+
+def predict(
+    traces: Sequence[RankTrace], shape: Shape, cluster: Cluster, layout: Any = None
+) -> Prediction:
+    """Predict memory and time of a job.
+
+    Args:
+        traces: all its pipeline ranks, recorded with times of the cluster.
+        shape: the job.
+        cluster: the machine.
+        layout: passed through.
+
+    Raises:
+        ConfigError: the schedule does not exist for this shape.
+    """
+    chunks: list[dict[str, float]] = [{} for _ in shape.stages]
+    for one, stages in zip(traces, shape.placement.stages, strict=True):
+        for (op, chunk), seconds in one.step.seconds.items():
+            chunks[stages[chunk]][op] = seconds
+    plans = step_plan(shape, stage_costs(chunks, shape, cluster))
+    ranks = tuple(
+        RankFigures(rank, one.static, one.step.peak, one.peak, one.peak <= cluster.memory_limit)
+        for rank, one in enumerate(traces)
+    )
+    ends = [_end_of_step(one, shape, cluster) for one in traces]
+    waits = [_waits(one) for one in traces]
+    flops = sum(one.step.flops for one in traces) / shape.ranks
+    return assembled(shape, cluster, plans, ranks, ends, waits, flops, layout)
+
+
+def _waits(trace: RankTrace) -> dict[str, float]:
+    """Seconds that a rank waits within its actions, by process group."""
+    found: dict[str, float] = {}
+    for name, one in trace.step.sent.items():
+        if one.waited and not any(part in name.group for part in BETWEEN_CHUNKS):
+            found[name.group] = found.get(name.group, 0.0) + one.waited
+    return found
+
+
+def _end_of_step(trace: RankTrace, shape: Shape, cluster: Cluster) -> DataParallel:
+    """Seconds after the last action, and those of data-parallel collectives that nothing hides.
+
+    A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
+    forwards of the rank.
+    """
+    optimizer = trace.step.closing_seconds
+    for name, one in trace.step.closing.items():
+        ranks = group_ranks(name.group, name.size, shape)
+        if name.op and one.payload > 0 and len(ranks) > 1:
+            calls = max(1, round(one.calls))
+            optimizer += calls * cluster.collective_seconds(name.op, one.payload / calls, ranks)
+    reduce = _collectives(trace.shared, ("reduce_scatter", "all_reduce"), shape, cluster)
+    gather = _collectives(trace.shared, ("all_gather",), shape, cluster)
+    if shape.overlap_gradients:
+        reduce -= sum(t for (op, _), t in trace.step.seconds.items() if op == "B")
+    if shape.overlap_parameters:
+        gather -= sum(t for (op, _), t in trace.step.seconds.items() if op == "F")
+    return DataParallel(max(0.0, reduce) + max(0.0, gather), optimizer)
+
+
+def _collectives(sent: Sent, ops: Sequence[str], shape: Shape, cluster: Cluster) -> float:
+    total = 0.0
+    for name, one in sent.items():
+        ranks = _replicas(name, shape)
+        if name.op in ops and one.payload > 0 and len(ranks) > 1:
+            total += cluster.collective_seconds(name.op, one.payload, ranks)
+    return total
+
+
+def _replicas(name: Message, shape: Shape) -> tuple[int, ...]:
+    return expert_ranks(shape) if "EXPERT" in name.group else dense_ranks(shape)
+
+
+def rank_check(rank: int, trace: RankTrace, shape: Shape) -> RankCheck:
+    """Figures of a pipeline rank, as counting gives them."""
+    return RankCheck(
+        (rank,),
+        trace.parameters,
+        dict(trace.static),
+        trace.peak,
+        dict(trace.at_peak),
+        trace.step.flops,
+        trace.step.recomputed,
+        tuple(sorted(_rows(trace, shape), key=lambda row: (-row.wire, row.group, row.op))),
+        trace.host,
+    )
+
+
+def _rows(trace: RankTrace, shape: Shape) -> Iterator[Row]:
+    """Messages of a step by group and operation."""
+    sums: dict[tuple[str, int, str], list[float]] = {}
+    for sent in (trace.step.sent, trace.step.closing, trace.shared):
+        for name, one in sent.items():
+            if name.op and one.payload > 0:
+                size = name.size if name.shared else len(group_ranks(name.group, name.size, shape))
+                row = sums.setdefault((name.group, size, name.op), [0.0, 0.0, 0.0])
+                for index, value in enumerate((one.calls, one.payload, one.wire)):
+                    row[index] += value
+    for (group, size, op), found in sums.items():
+        calls, payload, wire = map(round, found)
+        if op == "all_reduce":
+            wire = round(2 * (size - 1) / size * payload)
+        if payload and size > 1:
+            yield Row(group, size, op, calls, payload, wire)

@@ -1,0 +1,91 @@
+"""Figures of a rank, spliced from the recordings that stand for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from mindspeed.planner.compose.covering import Cover
+from mindspeed.planner.compose.splice import Spliced, micro_batches, splice
+from mindspeed.planner.compose.templates import Growth, NotSpliceable, Templates
+from mindspeed.planner.count.recording import Recording, Sent, add
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """A rank.
+
+    Attributes:
+        static: bytes between steps, by kind.
+        parameters: parameters on the rank.
+        host: bytes of host memory between steps.
+        step: its step.
+        shared: communications of data-parallel ranks in a step.
+    """
+
+    static: Counter[str]
+    parameters: int
+    host: int
+    step: Spliced
+    shared: Sent
+
+    @property
+    def peak(self) -> int:
+        """Most bytes alive."""
+        return self.static.total() + self.step.peak
+
+    @property
+    def at_peak(self) -> Counter[str]:
+        """These, by kind."""
+        return Counter({k: n for k, n in (Counter(self.static) + self.step.at_peak).items() if n})
+
+
+def trace(cover: Cover, recordings: Sequence[Recording]) -> RankTrace:
+    """The figures of the rank for which a cover stands.
+
+    Args:
+        cover: the cover.
+        recordings: recordings of its point, then of the longer ones.
+
+    Raises:
+        NotSpliceable: blocks do not repeat.
+    """
+    first, *longer = recordings
+    for one, words in zip(recordings, (cover.words, *(x.words for x in cover.longer)), strict=True):
+        if one.layers != tuple(map(len, words)):
+            raise NotSpliceable(f"chunks of {one.layers} layers instead of {words}")
+    base = Templates.of(first, cover.words, cover.around_small)
+    growths = [
+        Growth(
+            Templates.of(one, cover_of.words, cover.around_small),
+            tuple(times.get(cover_of.unit, 0) for times in cover.times),
+            cover_of.chunks,
+        )
+        for one, cover_of in zip(longer, cover.longer, strict=True)
+    ]
+    grown = base.grown(growths)
+    grown.surroundings = cover.around_large
+
+    def line(of: Callable[[Recording], float]) -> int:
+        pairs = zip(longer, growths, strict=True)
+        return round(of(first) + sum((of(x) - of(first)) * growth.mean for x, growth in pairs))
+
+    shared: Sent = {}
+    add(shared, first.shared, 1 - sum(growth.mean for growth in growths))
+    for one, growth in zip(longer, growths, strict=True):
+        add(shared, one.shared, growth.mean)
+    kinds = {kind for one in recordings for kind in one.static}
+    static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
+    return RankTrace(
+        static,
+        line(lambda one: one.parameters),
+        line(lambda one: one.host),
+        splice(grown, cover.row, cover.whole, micro_batches(first.row)),
+        shared,
+    )
+
+
+def _static(kind: str, recording: Recording) -> int:
+    return recording.static[kind]
