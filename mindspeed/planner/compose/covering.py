@@ -23,6 +23,7 @@ from mindspeed.planner.compose.templates import (
     Around,
     NotSpliceable,
     Surroundings,
+    edges_of,
     messages_near,
     place_in_row,
 )
@@ -163,14 +164,13 @@ def _equally_long(words: tuple[Word, ...], whole: tuple[Word, ...]) -> tuple[Wor
     raise NotSpliceable("chunks of a V whose layers differ")
 
 
-def _seen(row: Row) -> set[tuple[Part, str, int, Around]]:
-    parts = {part for part in Part if part in (Part.GAP, Part.PRE)}
+def _seen(row: Row) -> set[tuple[Place | tuple[bool, bool] | Around, ...]]:
+    """What blocks of a row depend on, apart from layers."""
     return {
-        (part, place.op, place.chunk, messages_near(row, action, part))
-        for action, place in enumerate(row)
-        for part in parts
-        if not (part is Part.GAP and action == len(row) - 1)
-        and not (part is Part.PRE and place.op != "F")
+        (place._replace(micro_batch=0), edge, messages_near(row, action, part))
+        for part in (Part.PRE, Part.GAP)
+        for action, (place, edge) in enumerate(zip(row, edges_of(row), strict=True))
+        if part is Part.PRE or action < len(row) - 1
     }
 
 

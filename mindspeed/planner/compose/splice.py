@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mindspeed.planner.compose.templates import Key, NotSpliceable, Templates, until_top
-from mindspeed.planner.compose.words import Word, blocks_of
+from mindspeed.planner.compose.words import Word
 from mindspeed.planner.count.recording import Part, Place, Sent, add
 
 
@@ -61,8 +61,7 @@ def splice(
     """
     found, uses = Spliced(), Counter[Key]()
     best, order = -1, list[Key]()
-    for index, (action, part, layer) in enumerate(blocks_of(row, words)):
-        key = templates.key(row, words, action, part, layer)
+    for index, (action, key) in enumerate(templates.keys(row, words)):
         one = templates.found.get(key)
         if one is None:
             raise NotSpliceable(f"{key}: not in the small run")
@@ -71,7 +70,7 @@ def splice(
         found.net += one.net
         uses[key] += 1
         order.append(key)
-        if part is not Part.END and part is not Part.HEAD and part is not Part.GAP:
+        if key.part not in (Part.HEAD, Part.GAP, Part.END):
             found.seconds[row[action][:2]] = found.seconds.get(row[action][:2], 0.0) + one.seconds
     for key, count in uses.items():
         one = templates.found[key]

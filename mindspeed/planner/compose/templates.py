@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed.errors import PlanError
@@ -45,6 +45,8 @@ class Key:
         part: which stretch it is.
         op: op of the action; empty for parts of the step.
         chunk: model chunk.
+        edge: whether the action is the first of its op and chunk, and whether it is the last:
+            the first frees what the step before has left, the last may begin a reduction.
         layers: the layer and its neighbours, for parts of layers.
         around: actions around this one, for other parts.
     """
@@ -52,6 +54,7 @@ class Key:
     part: Part
     op: str = ""
     chunk: int = 0
+    edge: tuple[bool, bool] = (False, False)
     layers: Window = ()
     around: Around = ()
 
@@ -65,6 +68,14 @@ class Key:
 def _text(around: Around) -> str:
     cells = [f"{one[0]}{one[1]}" if isinstance(one, tuple) else str(one or "|") for one in around]
     return f"({' '.join(cells)})" if cells else ""
+
+
+def edges_of(row: Sequence[Place]) -> list[tuple[bool, bool]]:
+    """Of each action whether it is the first, and the last, of its op and chunk."""
+    names = [place[:2] for place in row]
+    first = {name: names.index(name) for name in names}
+    last = {name: index for index, name in enumerate(names)}
+    return [(first[name] == i, last[name] == i) for i, name in enumerate(names)]
 
 
 Surroundings = Callable[[Sequence[Place], int, Part], Around]
@@ -143,23 +154,26 @@ class Templates:
             ran, wanted = (_block(found[index : index + 1]) for found in (there, expected))
             raise NotSpliceable(f"the step runs {ran} where its layers have {wanted}")
         found, groups = cls({}, surroundings), dict[Key, list[Block]]()
-        for one in recording.blocks:
-            key = found.key(recording.row, words, one.action, one.part, one.layer)
+        for one, (_, key) in zip(recording.blocks, found.keys(recording.row, words), strict=True):
             groups.setdefault(key, []).append(one)
         for key, blocks in groups.items():
             found.found[key] = _template(key, blocks)
         return found
 
-    def key(
-        self, row: Sequence[Place], words: Sequence[Word], action: int, part: Part, layer: int
-    ) -> Key:
-        """Key of a block of a row."""
-        if part in PER_STEP:
-            return Key(part)
-        op, chunk, _ = row[action]
-        if part in PER_LAYER:
-            return Key(part, op, chunk, window(words[chunk], layer))
-        return Key(part, op, chunk, around=self.surroundings(row, action, part))
+    def keys(self, row: Sequence[Place], words: Sequence[Word]) -> Iterator[tuple[int, Key]]:
+        """Action and key of all blocks of a step."""
+        edges = edges_of(row)
+        for action, part, layer in blocks_of(row, words):
+            if part in PER_STEP:
+                yield action, Key(part)
+                continue
+            op, chunk, _ = row[action]
+            if part in PER_LAYER:
+                near = window(words[chunk], layer)
+                yield action, Key(part, op, chunk, edges[action], near)
+            else:
+                around = self.surroundings(row, action, part)
+                yield action, Key(part, op, chunk, edges[action], around=around)
 
     def grown(self, longer: Sequence[Growth]) -> Templates:
         """Templates of a rank whose chunks repeat units of layers more often.
