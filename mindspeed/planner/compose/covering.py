@@ -58,6 +58,25 @@ class Longer:
 
 
 @dataclass(frozen=True)
+class Middle:
+    """A part of a row that a longer row repeats.
+
+    Attributes:
+        places: for each action of the longer row its place in the shorter one.
+        start: first action of the part.
+        period: its actions.
+    """
+
+    places: list[int]
+    start: int
+    period: int
+
+    def around(self, row: Sequence[Place], action: int, part: Part) -> Around:
+        """Surroundings of an action of the longer row."""
+        return (self.places[action],)
+
+
+@dataclass(frozen=True)
 class Cover:
     """Recordings that stand for a rank.
 
@@ -70,6 +89,8 @@ class Cover:
         whole: layers of its chunks.
         around_small: surroundings of actions of the small rank.
         around_large: those of the large rank, in terms of the small one.
+        reach: neighbours of a layer on either side that matter.
+        middle: what the large row repeats more often than the small one.
     """
 
     point: Point
@@ -80,6 +101,8 @@ class Cover:
     whole: tuple[Word, ...]
     around_small: Surroundings
     around_large: Surroundings
+    reach: int
+    middle: Middle | None = None
 
 
 def words_of(shape: Shape, stage: int) -> Word:
@@ -123,24 +146,31 @@ def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tupl
     )
 
 
-def covering(layout: Layout, shape: Shape, rank: int) -> Cover:
+def covering(layout: Layout, shape: Shape, rank: int, reach: int = 1) -> Cover:
     """The recordings that stand for a rank of a job.
+
+    Args:
+        layout: layout of the job.
+        shape: its shape.
+        rank: the pipeline rank.
+        reach: neighbours of a layer on either side that matter.
 
     Raises:
         NotSpliceable: none does.
     """
     stages = shape.placement.stages[rank]
     whole = tuple(words_of(shape, stage) for stage in stages)
-    found = [shortened(word) for word in whole]
+    found = [shortened(word, reach) for word in whole]
     row = row_of(shape.request, shape.ranks, shape.chunks, shape.micro_batches, rank)
     around_small: Surroundings = messages_near
     around_large: Surroundings = messages_near
+    middle = None
     if shape.chunks == 1 and layout.schedule is None:
         ranks, small, count = _fewest(shape, row, rank)
     else:
         ranks, small = shape.ranks, rank
-        count, around_large = _repeating(shape, row, rank)
-        around_small = place_in_row
+        count, middle = _repeating(shape, row, rank)
+        around_small, around_large = place_in_row, middle.around if middle else place_in_row
 
     def point(words: Sequence[Word]) -> Point:
         return _point(layout, shape, ranks, count, small, words)
@@ -155,7 +185,9 @@ def covering(layout: Layout, shape: Shape, rank: int) -> Cover:
         chunks = sum(unit in one.units for one in found)
         longer.append(Longer(unit, point(more), more, chunks))
     times = tuple(dict(one.units) for one in found)
-    return Cover(point(words), words, times, tuple(longer), row, whole, around_small, around_large)
+    return Cover(
+        point(words), words, times, tuple(longer), row, whole, around_small, around_large, reach
+    )
 
 
 def _equally_long(words: tuple[Word, ...], whole: tuple[Word, ...]) -> tuple[Word, ...]:
@@ -198,8 +230,8 @@ def _candidates(shape: Shape, rank: int) -> Iterator[tuple[int, int]]:
             yield from ((ranks, small) for small in range(1, ranks - 1))
 
 
-def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Surroundings]:
-    """Micro-batches of a step that is long enough, and the places of ``row`` in its row."""
+def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Middle | None]:
+    """Micro-batches of a step that is long enough, and what ``row`` repeats more often."""
     ranks, chunks, count = shape.ranks, shape.chunks, shape.micro_batches
     group = (shape.request.group_size or ranks) if chunks > 1 else 1
     enough = 2 * ranks + 3 * group
@@ -210,26 +242,30 @@ def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Surroundings]:
             )
         except MindSpeedError:
             continue
-        if (places := _places(small, row, len(more) - len(small))) is not None:
-            return short, lambda row, action, part, at=places: (at[action],)
-    return count, place_in_row
+        if (middle := _middle(small, row, len(more) - len(small))) is not None:
+            return short, middle
+    return count, None
 
 
-def _places(small: Row, row: Row, period: int) -> list[int] | None:
-    """For each action of a row its place in a shorter one that repeats its middle less often."""
-    ahead = next(
-        (i for i, (a, b) in enumerate(zip(small, row, strict=False)) if a[:2] != b[:2]), len(small)
-    )
-    start = ahead - period
-    if start < 0:
-        return None
+def _middle(small: Row, row: Row, period: int) -> Middle | None:
+    """What a row repeats more often than a shorter one."""
     more = len(row) - len(small)
-    places = [
-        i if i < ahead else i - more if i >= ahead + more else start + (i - start) % period
-        for i in range(len(row))
-    ]
-    equal = all(row[i][:2] == small[at][:2] for i, at in enumerate(places))
-    return places if equal and more % period == 0 else None
+    one, other = (
+        list(zip((place[:2] for place in r), edges_of(r), strict=True)) for r in (small, row)
+    )
+    equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+    if more % period:
+        return None
+    found = []
+    for ahead in range(2 * period, equal + 1):
+        start = ahead - period
+        places = [
+            i if i < ahead else i - more if i >= ahead + more else start + (i - start) % period
+            for i in range(len(row))
+        ]
+        if all(other[i] == one[at] for i, at in enumerate(places)):
+            found.append(Middle(places, start, period))
+    return found[len(found) // 2] if found else None  # far from both ends of the step
 
 
 def _point(

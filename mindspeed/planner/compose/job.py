@@ -14,12 +14,15 @@ from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.covering import covering
 from mindspeed.planner.compose.rank import RankTrace, trace
+from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count.recorder import record
 from mindspeed.planner.count.recording import Point, Recording
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import Shape
 
+LARGEST_REACH = 2
+"""Most neighbours of a layer on either side that may matter."""
 RUN_SECONDS = 300.0
 """Timeout of a recording."""
 
@@ -58,14 +61,19 @@ def trace_job(
         MindSpeedError: the job cannot start, or cannot be counted.
         NotSpliceable: it can only be counted whole.
     """
-    covers = [covering(layout, shape, r) for r in (range(shape.ranks) if ranks is None else ranks)]
-    points = [[cover.point, *(one.point for one in cover.longer)] for cover in covers]
-    found = _recorded(job, [one for of_rank in points for one in of_rank], cluster, jobs, cache)
-    taken = iter(found)
-    return [
-        trace(cover, [next(taken) for _ in of_rank])
-        for cover, of_rank in zip(covers, points, strict=True)
-    ]
+    asked = range(shape.ranks) if ranks is None else ranks
+    for reach in range(1, LARGEST_REACH + 1):
+        covers = [covering(layout, shape, rank, reach) for rank in asked]
+        points = [[cover.point, *(one.point for one in cover.longer)] for cover in covers]
+        all_points = [one for of_rank in points for one in of_rank]
+        found = iter(_recorded(job, all_points, cluster, jobs, cache))
+        recordings = [[next(found) for _ in of_rank] for of_rank in points]
+        try:
+            return [trace(*pair) for pair in zip(covers, recordings, strict=True)]
+        except NotSpliceable:  # such as transfers that end two layers later
+            if reach == LARGEST_REACH:
+                raise
+    raise AssertionError("unreachable")
 
 
 def _recorded(

@@ -56,10 +56,12 @@ def trace(cover: Cover, recordings: Sequence[Recording]) -> RankTrace:
     for one, words in zip(recordings, (cover.words, *(x.words for x in cover.longer)), strict=True):
         if one.layers != tuple(map(len, words)):
             raise NotSpliceable(f"chunks of {one.layers} layers instead of {words}")
-    base = Templates.of(first, cover.words, cover.around_small)
+    base = Templates.of(first, cover.words, cover.around_small, cover.reach)
+    if cover.middle is not None:
+        base.check_repeats(cover.middle.start, cover.middle.period)
     growths = [
         Growth(
-            Templates.of(one, cover_of.words, cover.around_small),
+            Templates.of(one, cover_of.words, cover.around_small, cover.reach),
             tuple(times.get(cover_of.unit, 0) for times in cover.times),
             cover_of.chunks,
         )

@@ -127,14 +127,15 @@ class Templates:
     Attributes:
         found: the templates.
         surroundings: part of the keys of blocks that are not of layers.
+        reach: neighbours of a layer on either side that matter.
     """
 
-    def __init__(self, found: dict[Key, Template], surroundings: Surroundings) -> None:
-        self.found, self.surroundings = found, surroundings
+    def __init__(self, found: dict[Key, Template], surroundings: Surroundings, reach: int) -> None:
+        self.found, self.surroundings, self.reach = found, surroundings, reach
 
     @classmethod
     def of(
-        cls, recording: Recording, words: Sequence[Word], surroundings: Surroundings
+        cls, recording: Recording, words: Sequence[Word], surroundings: Surroundings, reach: int
     ) -> Templates:
         """Take the templates from a recording.
 
@@ -142,6 +143,7 @@ class Templates:
             recording: the recording.
             words: layers of its chunks.
             surroundings: what else blocks depend on.
+            reach: neighbours of a layer that matter.
 
         Raises:
             NotSpliceable: blocks are not those of the words, or repetitions differ.
@@ -153,7 +155,7 @@ class Templates:
             index = next((i for i, (a, b) in pairs if a != b), min(len(there), len(expected)))
             ran, wanted = (_block(found[index : index + 1]) for found in (there, expected))
             raise NotSpliceable(f"the step runs {ran} where its layers have {wanted}")
-        found, groups = cls({}, surroundings), dict[Key, list[Block]]()
+        found, groups = cls({}, surroundings, reach), dict[Key, list[Block]]()
         for one, (_, key) in zip(recording.blocks, found.keys(recording.row, words), strict=True):
             groups.setdefault(key, []).append(one)
         for key, blocks in groups.items():
@@ -169,11 +171,24 @@ class Templates:
                 continue
             op, chunk, _ = row[action]
             if part in PER_LAYER:
-                near = window(words[chunk], layer)
+                near = window(words[chunk], layer, self.reach)
                 yield action, Key(part, op, chunk, edges[action], near)
             else:
                 around = self.surroundings(row, action, part)
                 yield action, Key(part, op, chunk, edges[action], around=around)
+
+    def check_repeats(self, start: int, period: int) -> None:
+        """Compare a part of the row with the one before it.
+
+        Raises:
+            NotSpliceable: they differ.
+        """
+        for key, one in self.found.items():
+            at = key.around[0] if key.around else -1
+            if isinstance(at, int) and start <= at < start + period:
+                other = self.found.get(replace(key, around=(at - period,)))
+                if other is not None and other.deltas != one.deltas:
+                    raise NotSpliceable(f"{key}: differs from {period} actions before")
 
     def grown(self, longer: Sequence[Growth]) -> Templates:
         """Templates of a rank whose chunks repeat units of layers more often.
@@ -192,7 +207,7 @@ class Templates:
                 found[key] = affine
             else:
                 found[key] = _repeated(key, one, others, affine)
-        return Templates(found, self.surroundings)
+        return Templates(found, self.surroundings, self.reach)
 
 
 @dataclass(frozen=True)

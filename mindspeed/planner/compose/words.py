@@ -17,9 +17,6 @@ from typing import NamedTuple
 
 from mindspeed.planner.count.recording import Part, Place
 
-REACH = 1
-"""Neighbours on either side that matter."""
-
 
 class Layer(NamedTuple):
     """What distinguishes a layer from others of its chunk.
@@ -56,18 +53,18 @@ class Shortened:
     longer: dict[Word, Word]
 
 
-def window(word: Word, layer: int, reach: int = REACH) -> Window:
+def window(word: Word, layer: int, reach: int) -> Window:
     """A layer with its neighbours; None beyond the ends."""
     near = range(layer - reach, layer + reach + 1)
     return tuple(word[i] if 0 <= i < len(word) else None for i in near)
 
 
-def windows(word: Word, reach: int = REACH) -> set[Window]:
+def windows(word: Word, reach: int) -> set[Window]:
     """All layers of a word with their neighbours."""
     return {window(word, layer, reach) for layer in range(len(word))}
 
 
-def shortened(word: Word, reach: int = REACH) -> Shortened:
+def shortened(word: Word, reach: int) -> Shortened:
     """The shortest word with the same windows that leaving out repetitions gives."""
     units: dict[Word, int] = {}
     longer: dict[Word, Word] = {}
