@@ -273,7 +273,8 @@ def _point(
 ) -> Point:
     """A rank of a small job with so many ranks and micro-batches, whose chunks have these layers.
 
-    Other stages have a layer each, which nobody builds.
+    Other stages, which nobody builds, have the rest of the layers of the large job: some tensors
+    have an entry for every layer of the model.
     """
     own = shape.request.placement(ranks, shape.chunks).stages[rank] if ranks > 1 else (0,)
     stages = [tuple(words[0][:1]) for _ in range(ranks * shape.chunks)]
@@ -281,6 +282,10 @@ def _point(
         stages = [tuple(words[0])] * len(stages)
     for stage, word in zip(own, words, strict=True):
         stages[stage] = tuple(one for one in word if one.kind != PREDICTION)
+    others = [stage for stage in range(len(stages)) if stage not in own]
+    rest = sum(map(len, shape.stages)) - sum(map(len, stages))
+    if others and rest > 0 and layout.schedule not in V_SHAPES:
+        stages[others[0]] += words[0][:1] * rest
     split = ranks > 1 and layout.schedule not in V_SHAPES
     small = replace(
         layout,

@@ -15,8 +15,8 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.covering import covering
 from mindspeed.planner.compose.rank import RankTrace, trace
 from mindspeed.planner.compose.templates import NotSpliceable
-from mindspeed.planner.count.recorder import record
-from mindspeed.planner.count.recording import Point, Recording
+from mindspeed.planner.count.recorder import between_steps, record
+from mindspeed.planner.count.recording import Point, Recording, Static
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import Shape
@@ -61,7 +61,8 @@ def trace_job(
         MindSpeedError: the job cannot start, or cannot be counted.
         NotSpliceable: it can only be counted whole.
     """
-    asked = range(shape.ranks) if ranks is None else ranks
+    asked = list(range(shape.ranks) if ranks is None else ranks)
+    built = _built(job, layout, shape, asked, jobs)
     for reach in range(1, LARGEST_REACH + 1):
         covers = [covering(layout, shape, rank, reach) for rank in asked]
         points = [[cover.point, *(one.point for one in cover.longer)] for cover in covers]
@@ -69,11 +70,31 @@ def trace_job(
         found = iter(_recorded(job, all_points, cluster, jobs, cache))
         recordings = [[next(found) for _ in of_rank] for of_rank in points]
         try:
-            return [trace(*pair) for pair in zip(covers, recordings, strict=True)]
+            return [trace(*one) for one in zip(covers, recordings, built, strict=True)]
         except NotSpliceable:  # such as transfers that end two layers later
             if reach == LARGEST_REACH:
                 raise
     raise AssertionError("unreachable")
+
+
+def _built(
+    job: Job, layout: Layout, shape: Shape, ranks: Sequence[int], jobs: int
+) -> list[Static | None]:
+    """What ranks have between steps, if data-parallel ranks share it; equal ranks once."""
+    if not shape.distributed_optimizer or layout.dp * layout.cp == 1:
+        return [None] * len(ranks)
+    names = [tuple((role, word) for role, word in shape.chunks_of(rank)) for rank in ranks]
+    first = [names.index(name) for name in names]
+    chosen = sorted(set(first))
+    asked = [(job, layout.overrides(), layout.devices, ranks[index]) for index in chosen]
+    found: dict[int, Static] = {}
+    for index, one in zip(
+        chosen, isolated.map(between_steps, asked, jobs, RUN_SECONDS), strict=True
+    ):
+        if isinstance(one, Exception):
+            raise one
+        found[index] = one
+    return [found[index] for index in first]
 
 
 def _recorded(

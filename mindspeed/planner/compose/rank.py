@@ -10,7 +10,7 @@ from functools import partial
 from mindspeed.planner.compose.covering import Cover
 from mindspeed.planner.compose.splice import Spliced, micro_batches, splice
 from mindspeed.planner.compose.templates import Growth, NotSpliceable, Templates
-from mindspeed.planner.count.recording import Recording, Sent, add
+from mindspeed.planner.count.recording import BUILT, Recording, Sent, Static, add
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,13 @@ class RankTrace:
         return Counter({k: n for k, n in (Counter(self.static) + self.step.at_peak).items() if n})
 
 
-def trace(cover: Cover, recordings: Sequence[Recording]) -> RankTrace:
+def trace(cover: Cover, recordings: Sequence[Recording], built: Static | None = None) -> RankTrace:
     """The figures of the rank for which a cover stands.
 
     Args:
         cover: the cover.
         recordings: recordings of its point, then of the longer ones.
+        built: what the rank has between steps, where that does not grow with layers.
 
     Raises:
         NotSpliceable: blocks do not repeat.
@@ -80,6 +81,9 @@ def trace(cover: Cover, recordings: Sequence[Recording]) -> RankTrace:
         add(shared, one.shared, growth.mean)
     kinds = {kind for one in recordings for kind in one.static}
     static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
+    if built is not None:
+        kept = {kind: n for kind, n in static.items() if kind not in BUILT}
+        static = Counter(kept) + built.bytes
     return RankTrace(
         static,
         line(lambda one: one.parameters),

@@ -21,17 +21,19 @@ from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import HOST
 from mindspeed.planner.count.marks import Marks
 from mindspeed.planner.count.recording import (
+    BUILT,
     Block,
     Message,
     Part,
     Place,
     Point,
     Recording,
+    Static,
     Traffic,
     add,
 )
 from mindspeed.planner.counted.step_counter import StepCounter, claim
-from mindspeed.planner.job import Job
+from mindspeed.planner.job import Job, Overrides
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
@@ -160,6 +162,34 @@ def record_args(
             recorder.peak,
             Counter({kind: n for kind, n in recorder.at_peak.items() if n}),
         )
+
+
+def between_steps(job: Job, overrides: Overrides, devices: int, stage: int) -> Static:
+    """Bytes that a rank of any size has between steps, without a forward; changes this process.
+
+    Paddings of buffers that data-parallel ranks share do not grow with layers.
+
+    Raises:
+        MindSpeedError: the job cannot start, or cannot be counted.
+    """
+    from mindspeed.planner.counted.balanced_routing import planned_rank
+    from mindspeed.planner.counted.counted_step import no_collections
+    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.training.fake_job import rank_in_stage
+
+    args = job.settings(overrides, devices).args
+    with (
+        planned_rank(args, rank_in_stage(args, stage)) as own,
+        no_collections(),
+        Recorder() as recorder,
+    ):
+        step = StepOfRank(own, recorder, 1)
+        claim(recorder, step.model)
+        step.model.optimizer.step()  # makes its states
+        claim(recorder, step.model)
+        gc.collect()
+        found = {kind: recorder.now[kind] for kind in BUILT if recorder.now[kind]}
+        return Static(Counter(found), step.parameters)
 
 
 def planned_row(args: argparse.Namespace, stage: int) -> tuple[Place, ...]:

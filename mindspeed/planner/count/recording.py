@@ -26,6 +26,8 @@ class Part(Enum):
     END = "end"  # after the last action
 
 
+BUILT = ("weights", "gradients", "main weights", "optimizer")
+"""Kinds of memory that exist before the first forward, or that the optimizer makes."""
 PER_LAYER = (Part.LAYER, Part.AGAIN, Part.BACK)
 PER_STEP = (Part.HEAD, Part.END)
 
@@ -141,6 +143,19 @@ class Point:
     overrides: Overrides
     devices: int
     stage: int
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a rank has between steps.
+
+    Attributes:
+        bytes: bytes of what its model and its optimizer hold, by kind.
+        parameters: parameters on the rank.
+    """
+
+    bytes: Counter[str]
+    parameters: int
 
 
 @dataclass(frozen=True)
