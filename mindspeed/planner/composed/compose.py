@@ -1,54 +1,41 @@
-"""Compose the figures of a configuration of any size from small counted runs, within seconds.
+"""Compose the figures of a configuration of any size from small recorded runs, within seconds.
 
     found = compose(job, settings.args, cluster, jobs=2)
     found.prediction.seconds, found.check.ranks[0].peak
 
-:mod:`mindspeed.planner.composed.measurement` counts pipelines with one or two layers in a stage;
-:mod:`mindspeed.planner.composed.price` composes memory and time of the whole job. A job is
-composed if a :class:`~mindspeed.planner.layout.Layout` describes it and its compared runs agree
-within :data:`~mindspeed.planner.composed.signature.LARGEST_ERROR`. Other jobs are counted whole
-(:mod:`mindspeed.planner.counted.check`), and so is the memory of a job whose limit is within the
-error of composition: composed bytes never decide whether a job fits.
+A job is composed if a :class:`~mindspeed.planner.layout.Layout` describes it and the recordings of
+small jobs can be spliced to it (:mod:`mindspeed.planner.compose.job`). Other jobs are counted whole
+(:mod:`mindspeed.planner.counted.check`), and so is the memory of a job whose limit is within
+:data:`~mindspeed.planner.composed.signature.TOLERANCE` of composed bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.features.registry import flags_planned_as
-from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.planner import isolated
-from mindspeed.planner.cluster import Cluster, load_cluster
-from mindspeed.planner.composed.figures import END, TRAFFIC, Figure, Figures, Quantity
-from mindspeed.planner.composed.measurement import measure
-from mindspeed.planner.composed.price import Prediction, RankFigures, memory, messages, predict
+from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.compose.job import trace_job
+from mindspeed.planner.compose.price import predict, rank_check
+from mindspeed.planner.composed.price import Prediction
 from mindspeed.planner.composed.run_cache import RunCache
-from mindspeed.planner.composed.signature import LARGEST_ERROR, TOLERANCE, Signature
-from mindspeed.planner.composed.step_plan import (
-    Actions,
-    dense_ranks,
-    expert_ranks,
-    group_ranks,
-    step_plan,
-)
+from mindspeed.planner.composed.signature import TOLERANCE
 from mindspeed.planner.counted.check import (
     Check,
     Progress,
-    RankCheck,
-    Traffic,
     check,
     counted_rank,
     group_equal_ranks,
 )
 from mindspeed.planner.job import Job, not_planned
 from mindspeed.planner.layout import Layout, layout_of
-from mindspeed.planner.shape import Shape, shape_of
+from mindspeed.planner.shape import shape_of
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _LAUNCH = ("rank", "recipe", "planned_loop")
@@ -103,24 +90,21 @@ def compose(
         MindSpeedError: the job cannot start.
     """
     layout = layout_of(args)
-    rates = cluster or load_cluster("generic")  # messages are counted by the clock
     if not isolated.call(describes, job, layout, args):
         return None
     shape = shape_of(args)
     if shape.uncomposable:
         return None
+    cache = None if runs is None else runs.recordings
     try:
-        signature = measure(job, layout, rates, jobs, runs)
+        traces = trace_job(job, layout, shape, cluster, jobs, cache)
     except MindSpeedError:  # a small pipeline refuses what a large one may accept
         return None
-    ranks = ranks_of(signature, shape)
+    ranks = [rank_check(rank, one, shape) for rank, one in enumerate(traces)]
     equal = tuple(group_equal_ranks(ranks))
     found = Check(shape.micro_batches, equal, memory_limit, True, counted_rank(args))
-    error = signature.error_at(found.fullest.peak)
-    if error > LARGEST_ERROR:
-        return None
-    prediction = None if cluster is None else predict(signature, shape, cluster, layout)
-    return Composed(found, error, prediction)
+    prediction = None if cluster is None else predict(traces, shape, cluster, layout)
+    return Composed(found, 0.0, prediction)
 
 
 def count_where_needed(
@@ -178,62 +162,3 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
         return True
     a, b = one.get(name), other.get(name)
     return bool(a == b) or (a is not None and b is not None and repr(a) == repr(b))
-
-
-def ranks_of(signature: Signature, shape: Shape) -> list[RankCheck]:
-    """Compose the figures of every pipeline rank."""
-    plans = step_plan(shape, Costs())
-    bytes_of = memory(signature, shape, plan=plans.short)
-    return [_figures(signature, shape, *one) for one in zip(bytes_of, plans.actions, strict=True)]
-
-
-def _figures(signature: Signature, shape: Shape, found: RankFigures, actions: Actions) -> RankCheck:
-    """Figures of one pipeline rank."""
-    total = signature.rank(shape.chunks_of(found.rank), shape.data_parallel)
-    sent = messages(signature, shape, found.rank, actions)
-    static = {kind: round(value) for kind, value in found.static.items() if round(value)}
-    return RankCheck(
-        (found.rank,),
-        round(total[Figure(Quantity.PARAMETERS)]),
-        static,
-        round(found.peak),
-        {**static, "activations": static.get("activations", 0) + round(found.activations)},
-        round(total[Figure(Quantity.FLOPS)] * shape.micro_batches),
-        round(total[Figure(Quantity.RECOMPUTED)] * shape.micro_batches),
-        tuple(_traffic(total, sent, shape)),
-        round(total[Figure(Quantity.HOST)]),
-    )
-
-
-def _traffic(total: Figures, sent: Figures, shape: Shape) -> Iterator[Traffic]:
-    """Messages within micro-batches and after them, and collectives of data-parallel groups."""
-    groups = {
-        Quantity.DENSE_BYTES: ("DATA_PARALLEL", len(dense_ranks(shape))),
-        Quantity.EXPERT_BYTES: ("EXPERT_DATA_PARALLEL", len(expert_ranks(shape))),
-    }
-    rows = list(_messages(total, sent, shape))
-    for name, value in total.items():
-        group, size = groups.get(name.quantity, ("", 0))
-        if size > 1 and round(value):
-            op = name.collective
-            each = value / size if op == "all_gather" else value
-            part = (size - 1) / size * value * (2 if op == "all_reduce" else 1)
-            rows.append(Traffic(group, size, op, None, round(each), round(part)))
-    yield from sorted(rows, key=lambda row: (-row.wire, row.group, row.op))
-
-
-def _messages(total: Figures, sent: Figures, shape: Shape) -> Iterator[Traffic]:
-    """Messages of all micro-batches and of the end of the step, by group and operation."""
-    sums: dict[tuple[str, int, str], Counter[Quantity]] = defaultdict(Counter)
-    closing = {name: value for name, value in total.items() if name.op == END}
-    for figures in (sent, closing):
-        for name, value in figures.items():
-            if name.quantity in TRAFFIC:
-                ranks = len(group_ranks(name.name, name.size, shape))
-                sums[name.name, ranks, name.collective][name.quantity] += round(value)
-    for (group, ranks, op), found in sums.items():
-        calls, payload, wire = (found[quantity] for quantity in TRAFFIC)
-        if op == "all_reduce":
-            wire = round(2 * (ranks - 1) / ranks * payload)
-        if payload and ranks > 1:
-            yield Traffic(group, ranks, op, calls, payload, wire)

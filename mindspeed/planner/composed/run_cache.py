@@ -16,7 +16,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +28,8 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.composed.figures import Figure, Quantity
 from mindspeed.planner.composed.layer_run import LayerRun
 from mindspeed.planner.composed.tiny_run import ActionRun, Point, TinyRun
+from mindspeed.planner.count.recording import Point as RecordedPoint
+from mindspeed.planner.count.recording import Recording, json_of, recording_of
 from mindspeed.planner.job import Job
 
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "triton", "torch-npu")
@@ -73,6 +75,11 @@ class RunCache:
         """Store the run of a layer."""
         self._put(self._name(point, "layer"), run, asdict(run))
 
+    @property
+    def recordings(self) -> Recordings:
+        """The recordings of the job."""
+        return Recordings(self)
+
     def _get(self, name: str, parse: Callable[[Mapping[str, Any]], Any]) -> Any:
         if name not in self._known and self._directory is not None:
             with suppress(OSError, ValueError, TypeError, KeyError):
@@ -86,11 +93,29 @@ class RunCache:
         if self._directory is not None:
             atomic_write_text(self._directory / f"{name}.json", json.dumps(values) + "\n")
 
-    def _name(self, point: Point, kind: str = "") -> str:
+    def _name(self, point: Point | RecordedPoint, kind: str = "") -> str:
         given = {name: value for name, value in point.overrides.items() if value is not None}
         absent = sorted(name for name, value in point.overrides.items() if value is None)
         what = json.dumps([given, absent, point.devices, point.stage], sort_keys=True, default=str)
         return hashlib.sha256((self._base + what + kind).encode()).hexdigest()[:40]
+
+
+@dataclass(frozen=True)
+class Recordings:
+    """Recordings of a cache."""
+
+    cache: RunCache
+
+    def get(self, point: RecordedPoint) -> Recording | None:
+        """The recording of a point; None if there is none."""
+        name = self.cache._name(point, "recording")
+        found: Recording | None = self.cache._get(name, recording_of)
+        return found
+
+    def put(self, point: RecordedPoint, recording: Recording) -> None:
+        """Store a recording."""
+        name = self.cache._name(point, "recording")
+        self.cache._put(name, recording, json_of(recording))
 
 
 def _values(run: TinyRun) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed.planner.job import Overrides
 
@@ -189,3 +189,45 @@ class Recording:
         for block in self.blocks:
             add(total, {name: sums for name, sums in block.sent.items() if name.shared})
         return total
+
+
+def json_of(recording: Recording) -> dict[str, Any]:
+    """A recording as JSON; kinds of memory and messages are numbered."""
+    kinds = sorted({kind for block in recording.blocks for kind in block.kinds})
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    blocks = [
+        [
+            *(one.action, one.part.value, one.layer, one.deltas),
+            [numbers[kind] for kind in one.kinds],
+            *(one.flops, one.recomputed, one.seconds),
+            [[*name, *sums] for name, sums in one.sent.items()],
+        ]
+        for one in recording.blocks
+    ]
+    found = {name: getattr(recording, name) for name in _PLAIN}
+    return found | {"kinds": kinds, "blocks": blocks}
+
+
+_PLAIN = ("row", "layers", "static", "parameters", "host", "peak", "at_peak")
+
+
+def recording_of(values: Mapping[str, Any]) -> Recording:
+    """A recording from its JSON."""
+    kinds = values["kinds"]
+    blocks = []
+    for action, part, layer, deltas, of, flops, recomputed, seconds, rows in values["blocks"]:
+        sent = {Message(*row[:3]): Traffic(*row[3:]) for row in rows}
+        names = [kinds[number] for number in of]
+        blocks.append(
+            Block(action, Part(part), layer, deltas, names, flops, recomputed, seconds, sent)
+        )
+    return Recording(
+        tuple(Place(*place) for place in values["row"]),
+        tuple(blocks),
+        tuple(values["layers"]),
+        Counter(values["static"]),
+        values["parameters"],
+        values["host"],
+        values["peak"],
+        Counter(values["at_peak"]),
+    )

@@ -1,0 +1,191 @@
+"""Words of layers, templates of blocks and their splice, on invented steps."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from tests.support.lazy import Lazy
+
+recording = Lazy("mindspeed.planner.count.recording")
+splicing = Lazy("mindspeed.planner.compose.splice")
+templates = Lazy("mindspeed.planner.compose.templates")
+words = Lazy("mindspeed.planner.compose.words")
+
+
+def word(text: str) -> tuple:
+    """A layer for each letter; capitals are recomputed alone."""
+    return tuple(words.Layer(one, 0, 1 if one.isupper() else 0) for one in text)
+
+
+@pytest.mark.parametrize(
+    ("long", "short", "units"),
+    [
+        ("a" * 32, "aaa", {"a": 29}),
+        ("aa", "aa", {}),
+        ("aaaabbbbbb", "aaabbb", {"a": 1, "b": 3}),
+        ("ababababab", "abab", {"ab": 3}),
+        ("AAAAAaaaaap", "AAAaaap", {"A": 2, "a": 2}),
+    ],
+)
+def test_a_word_is_shortened_by_what_it_repeats(long, short, units):
+    found = words.shortened(word(long), 1)
+    assert found.word == word(short)
+    assert found.units == {word(unit): times for unit, times in units.items()}
+    for unit, longer in found.longer.items():
+        assert Counter(longer) - Counter(found.word) == Counter(unit)
+
+
+@pytest.mark.parametrize("reach", [1, 2])
+def test_a_shorter_word_has_the_neighbourhoods_of_the_longer_one(reach):
+    chance = random.Random(3)
+    for _ in range(100):
+        long = word("".join(chance.choice("abA") * chance.randint(1, 6) for _ in range(4)))
+        found = words.shortened(long, reach)
+        assert words.windows(found.word, reach) == words.windows(long, reach)
+        left_out = sum(len(unit) * times for unit, times in found.units.items())
+        assert len(found.word) + left_out == len(long)
+
+
+def test_backward_computes_a_group_again_before_its_layers():
+    group = tuple(words.Layer("a", i, 2) for i in range(2)) + word("b")
+    names = [(part.name, layer) for part, layer in words.parts_of("B", group)]
+    again = [("AGAIN", 0), ("AGAIN", 1), ("BACK", 1), ("BACK", 0)]
+    assert names == [("BACK_POST", 0), ("BACK", 2), *again, ("BACK_PRE", 0)]
+
+
+LAYER, GRADIENT, HIDDEN = 100, 40, 10
+
+
+def step(layers: int, batches: int, odd: int = 0, left: int = 0):
+    """A step without a pipeline: layers keep bytes until backward.
+
+    Args:
+        layers: layers of the model.
+        batches: micro-batches.
+        odd: added to what the second layer of the second micro-batch keeps.
+        left: bytes that a micro-batch keeps until the end of the step.
+    """
+    Part = recording.Part
+    row = tuple(recording.Place(op, 0, n) for n in range(batches) for op in "FB")
+    blocks = []
+    for action, part, layer in words.blocks_of(row, [word("a" * layers)]):
+        number = row[action].micro_batch if action >= 0 else -1
+        extra = odd if (layer, number) == (1, 1) else 0
+        deltas = {
+            Part.LAYER: [LAYER + extra, HIDDEN, -HIDDEN],
+            Part.BACK: [GRADIENT, -LAYER - extra, -GRADIENT],
+            Part.PRE: [HIDDEN],
+            Part.BACK_PRE: [-HIDDEN],
+            Part.POST: [left] if left else [],
+            Part.END: [layers, -layers] + ([-left * batches] if left else []),
+            Part.BACK_POST: [1] * layers + [-1] * layers,
+        }.get(part, [])
+        kinds = ["activations"] * len(deltas)
+        flops = 7 if part is Part.LAYER else 0
+        blocks.append(recording.Block(action, part, layer, deltas, kinds, flops))
+    total = Counter[str]()
+    return recording.Recording(row, tuple(blocks), (layers,), total, 0, 0, 0, total)
+
+
+def peak_of(one) -> int:
+    """Most bytes alive."""
+    return recording.top_of(delta for block in one.blocks for delta in block.deltas)
+
+
+def templates_of(one, layers: int):
+    """Templates of an invented step."""
+    return templates.Templates.of(one, [word("a" * layers)], templates.messages_near, 1)
+
+
+def spliced(layers: int, batches: int, **given: int):
+    """A step spliced from one of three layers and three micro-batches, and one of four layers."""
+    small, longer = (templates_of(step(n, 3, **given), n) for n in (3, 4))
+    growth = templates.Growth(longer, (layers - 3,), 1)
+    row = step(1, batches).row
+    return splicing.splice(small.grown([growth]), row, [word("a" * layers)], 3)
+
+
+@pytest.mark.parametrize("left", [0, 5])
+@pytest.mark.parametrize(("layers", "batches"), [(3, 3), (7, 3), (9, 6)])
+def test_spliced_steps_are_whole_ones(layers, batches, left):
+    found, whole = spliced(layers, batches, left=left), step(layers, batches, left=left)
+    assert found.peak == peak_of(whole)
+    assert found.at_peak.total() == found.peak
+    assert found.flops == sum(block.flops for block in whole.blocks)
+    assert found.net == left * (batches - 3)
+
+
+def test_repetitions_that_differ_are_refused_with_both():
+    with pytest.raises(
+        templates.NotSpliceable, match=r"layer of F.*a-a-a: \+103 .*\+100 .*actions 2 and 4"
+    ):
+        templates_of(step(3, 5, odd=3), 3)
+
+
+def test_steps_that_are_not_those_of_their_layers_are_refused():
+    with pytest.raises(templates.NotSpliceable, match=r"post 0 in action 0 .* layer 3 in action 0"):
+        templates_of(step(3, 3), 4)
+
+
+def test_a_block_that_does_not_grow_by_repetition_is_refused():
+    small, longer = (templates_of(step(n, 3), n) for n in (3, 4))
+    key = next(key for key in longer.found if key.part is recording.Part.PRE)
+    one = longer.found[key]
+    longer.found[key] = type(one)((), (), 0, 0, 0, 0)
+    with pytest.raises(templates.NotSpliceable, match=r"pre of F.*\+10 bytes become no"):
+        small.grown([templates.Growth(longer, (2,), 1)])
+
+
+def test_a_block_that_was_not_recorded_is_refused():
+    row = [recording.Place(op, 0, n) for op in "FB" for n in range(3)]
+    with pytest.raises(templates.NotSpliceable, match="not in the small run"):
+        splicing.splice(templates_of(step(3, 3), 3), row, [word("aaa")], 3)
+
+
+def test_bytes_that_a_step_leaves_are_refused():
+    found = templates_of(step(3, 3), 3)
+    key = next(key for key in found.found if key.part is recording.Part.END)
+    one = found.found[key]
+    found.found[key] = type(one)((1,), ("activations",), 1, 1, 0, 0)
+    with pytest.raises(templates.NotSpliceable, match=r"\+1 bytes are left"):
+        splicing.splice(found, step(3, 3).row, [word("aaa")], 3)
+
+
+def test_recordings_survive_json():
+    import json
+
+    one = step(2, 2, left=3)
+    one.blocks[1].sent[recording.Message("DATA_PARALLEL_GROUP", 4, "all_reduce")] = (
+        recording.Traffic(1, 8, 12, 0.5)
+    )
+    again = recording.recording_of(json.loads(json.dumps(recording.json_of(one))))
+    assert again == one and again.shared == one.shared
+
+
+def rows_of(ranks: int, count: int) -> Sequence:
+    """1F1B rows."""
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+    from mindspeed.planner.compose.covering import row_of
+
+    return [row_of(ScheduleRequest(), ranks, 1, count, rank) for rank in range(ranks)]
+
+
+def test_few_ranks_cover_the_rows_of_many():
+    from types import SimpleNamespace
+
+    from mindspeed.pipeline.schedule.placement import Placement
+    from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+    from mindspeed.planner.compose import covering
+
+    shape = SimpleNamespace(
+        request=ScheduleRequest(), ranks=16, micro_batches=64, placement=Placement.loop(16)
+    )
+    for rank, row in enumerate(rows_of(16, 64)):
+        ranks, small, count = covering._fewest(shape, row, rank)
+        assert ranks <= 5 and count <= 8
+        assert covering._seen(row) <= covering._seen(rows_of(ranks, count)[small])
+        assert (small == 0, small == ranks - 1) == (rank == 0, rank == 15)
