@@ -23,9 +23,10 @@ from mindspeed.planner.compose.templates import (
     Around,
     NotSpliceable,
     Surroundings,
-    edges_of,
+    Turn,
     messages_near,
     place_in_row,
+    turns_of,
 )
 from mindspeed.planner.compose.words import Layer, Word, shortened
 from mindspeed.planner.count.recording import Part, Place, Point
@@ -196,12 +197,12 @@ def _equally_long(words: tuple[Word, ...], whole: tuple[Word, ...]) -> tuple[Wor
     raise NotSpliceable("chunks of a V whose layers differ")
 
 
-def _seen(row: Row) -> set[tuple[Place | tuple[bool, bool] | Around, ...]]:
+def _seen(row: Row) -> set[tuple[Place, Turn, Around]]:
     """What blocks of a row depend on, apart from layers."""
     return {
-        (place._replace(micro_batch=0), edge, messages_near(row, action, part))
+        (place._replace(micro_batch=0), turn, messages_near(row, action, part))
         for part in (Part.PRE, Part.GAP)
-        for action, (place, edge) in enumerate(zip(row, edges_of(row), strict=True))
+        for action, (place, turn) in enumerate(zip(row, turns_of(row), strict=True))
         if part is Part.PRE or action < len(row) - 1
     }
 
@@ -251,7 +252,7 @@ def _middle(small: Row, row: Row, period: int) -> Middle | None:
     """What a row repeats more often than a shorter one."""
     more = len(row) - len(small)
     one, other = (
-        list(zip((place[:2] for place in r), edges_of(r), strict=True)) for r in (small, row)
+        list(zip((place[:2] for place in r), turns_of(r), strict=True)) for r in (small, row)
     )
     equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
     if more % period:

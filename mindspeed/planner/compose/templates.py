@@ -14,6 +14,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.compose.words import Window, Word, blocks_of, window
@@ -37,6 +38,34 @@ class NotSpliceable(PlanError):
     """A job whose blocks do not repeat."""
 
 
+class Turn(NamedTuple):
+    """Place of an action among those of its chunk.
+
+    Attributes:
+        first: whether it is the first of its op, which frees what the step before has left.
+        last: whether it is the last of its op, which may begin a reduction.
+        after: op before it in the same chunk: forward frees what the last forward or recomputation
+            of its layers has left.
+    """
+
+    first: bool = False
+    last: bool = False
+    after: str = ""
+
+
+def turns_of(row: Sequence[Place]) -> list[Turn]:
+    """The turns of all actions of a row."""
+    names = [place[:2] for place in row]
+    last = {name: index for index, name in enumerate(names)}
+    seen, before, turns = set[tuple[str, int]](), dict[int, str](), list[Turn]()
+    for index, name in enumerate(names):
+        op, chunk = name
+        turns.append(Turn(name not in seen, last[name] == index, before.get(chunk, "")))
+        seen.add(name)
+        before[chunk] = op
+    return turns
+
+
 @dataclass(frozen=True)
 class Key:
     """Blocks with one key are equal.
@@ -45,8 +74,7 @@ class Key:
         part: which stretch it is.
         op: op of the action; empty for parts of the step.
         chunk: model chunk.
-        edge: whether the action is the first of its op and chunk, and whether it is the last:
-            the first frees what the step before has left, the last may begin a reduction.
+        turn: place of the action among those of its chunk.
         layers: the layer and its neighbours, for parts of layers.
         around: actions around this one, for other parts.
     """
@@ -54,7 +82,7 @@ class Key:
     part: Part
     op: str = ""
     chunk: int = 0
-    edge: tuple[bool, bool] = (False, False)
+    turn: Turn | None = None
     layers: Window = ()
     around: Around = ()
 
@@ -68,14 +96,6 @@ class Key:
 def _text(around: Around) -> str:
     cells = [f"{one[0]}{one[1]}" if isinstance(one, tuple) else str(one or "|") for one in around]
     return f"({' '.join(cells)})" if cells else ""
-
-
-def edges_of(row: Sequence[Place]) -> list[tuple[bool, bool]]:
-    """Of each action whether it is the first, and the last, of its op and chunk."""
-    names = [place[:2] for place in row]
-    first = {name: names.index(name) for name in names}
-    last = {name: index for index, name in enumerate(names)}
-    return [(first[name] == i, last[name] == i) for i, name in enumerate(names)]
 
 
 Surroundings = Callable[[Sequence[Place], int, Part], Around]
@@ -164,7 +184,7 @@ class Templates:
 
     def keys(self, row: Sequence[Place], words: Sequence[Word]) -> Iterator[tuple[int, Key]]:
         """Action and key of all blocks of a step."""
-        edges = edges_of(row)
+        turns = turns_of(row)
         for action, part, layer in blocks_of(row, words):
             if part in PER_STEP:
                 yield action, Key(part)
@@ -172,10 +192,10 @@ class Templates:
             op, chunk, _ = row[action]
             if part in PER_LAYER:
                 near = window(words[chunk], layer, self.reach)
-                yield action, Key(part, op, chunk, edges[action], near)
+                yield action, Key(part, op, chunk, turns[action], near)
             else:
                 around = self.surroundings(row, action, part)
-                yield action, Key(part, op, chunk, edges[action], around=around)
+                yield action, Key(part, op, chunk, turns[action], around=around)
 
     def check_repeats(self, start: int, period: int) -> None:
         """Compare a part of the row with the one before it.
