@@ -46,8 +46,6 @@ def whole_only(args: argparse.Namespace) -> str:
             return f"layers that differ by {flag}"
     for feature in planned_as("layers differ", values):
         return f"layers that differ by {given_names(feature)[0]}"
-    if (values.get("zero_stage") or 0) > 1 or values.get("use_megatron_fsdp"):
-        return "--zero-stage 2 and 3 (--use-megatron-fsdp)"
     if (values.get("num_distributed_optimizer_instances") or 1) > 1:
         return "--num-distributed-optimizer-instances"
     for name in filter(None, (feature.first_layers for feature in all_features())):
@@ -56,11 +54,19 @@ def whole_only(args: argparse.Namespace) -> str:
             return f"layers that differ by --{name.replace('_', '-')}"
     if (host := values.get("virtual_optimizer")) and tuple(host) != (ALL,):
         return "--virtual-optimizer SIZE"
+    if (plan := values.get("activation_plan")) and _names_layers(plan):
+        return "layers that differ by --activation-plan"
+    return ""
+
+
+def spliced_only(args: argparse.Namespace) -> str:
+    """The part of a job that can be spliced, but not estimated layer by layer; empty if none."""
+    values = vars(args)
+    if (values.get("zero_stage") or 0) > 1 or values.get("use_megatron_fsdp"):
+        return "--zero-stage 2 and 3 (--use-megatron-fsdp)"
     uniform = args.recompute_granularity == "full" and args.recompute_method == "uniform"
     if uniform and args.recompute_num_layers > 1:
         return f"layers recomputed in groups of {args.recompute_num_layers}"
-    if (plan := values.get("activation_plan")) and _names_layers(plan):
-        return "layers that differ by --activation-plan"
     return ""
 
 
@@ -109,6 +115,7 @@ class Shape:
         tokens: tokens of a step on all devices.
         dtype: dtype of parameters and activations; MFU is relative to its peak.
         whole_only: the part that cannot be composed (:func:`whole_only`), or empty.
+        spliced_only: the part that can be spliced only (:func:`spliced_only`), or empty.
         recomputed_together: layers of a group of full recomputation; 0 without it.
         recomputes_some: whether the first layers of each chunk are recomputed.
         predictions: layers of multi-token prediction.
@@ -135,6 +142,7 @@ class Shape:
     tokens: int
     dtype: str = "bf16"
     whole_only: str = ""
+    spliced_only: str = ""
     recomputed_together: int = 0
     recomputes_some: bool = False
     predictions: int = 0
@@ -170,7 +178,12 @@ class Shape:
 
     @property
     def uncomposable(self) -> str:
-        """The part that small runs cannot compose; empty if there is none."""
+        """The part that differences of small runs cannot compose; empty if there is none."""
+        return self.unspliceable or self.spliced_only
+
+    @property
+    def unspliceable(self) -> str:
+        """The part that recordings of small runs cannot show; empty if there is none."""
         request = self.request
         if request.recompute:
             return f"recomputation in {request.recompute} of a pipeline schedule"
@@ -222,6 +235,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         tokens=args.global_batch_size * args.seq_length,
         dtype=precision.name,
         whole_only=whole_only(args) or _pairs(args),
+        spliced_only=spliced_only(args),
         recomputed_together=args.recompute_num_layers or 1 if uniform else 0,
         recomputes_some=full and args.recompute_method == "block",
         predictions=args.mtp_num_layers or 0,

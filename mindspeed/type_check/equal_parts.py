@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed.journal import Journal
-from mindspeed.planner.shape import shape_of, whole_only
+from mindspeed.planner.shape import shape_of, spliced_only, whole_only
 from mindspeed.type_check.tensor_types import types_of
 
 
@@ -61,7 +61,8 @@ def equal_layers_run_once(
 
 
 def _follows_from_parts(args: argparse.Namespace) -> bool:
-    return getattr(args, "planned_loop", None) is None and not whole_only(args)
+    alike = not whole_only(args) and not spliced_only(args)
+    return alike and getattr(args, "planned_loop", None) is None
 
 
 def _forward(forward: Any, parts: Hashable, ran: set[Hashable]) -> Any:

@@ -26,6 +26,7 @@ reshaped = Lazy("mindspeed.planner.search.evaluator", "reshaped")
 Shape = Lazy("mindspeed.planner.shape", "Shape")
 step_plan = Lazy("mindspeed.planner.composed.step_plan", "step_plan")
 whole_only = Lazy("mindspeed.planner.shape", "whole_only")
+spliced_only = Lazy("mindspeed.planner.shape", "spliced_only")
 Signature = Lazy("mindspeed.planner.composed.signature", "Signature")
 
 KEPT, STATIC, FORWARD, BACKWARD = 100.0, 1000.0, 40.0, 70.0
@@ -379,12 +380,13 @@ def test_schedules_that_are_only_counted_whole(changes, what):
         ({"activation_plan": "{2: {input_layernorm: recompute_output}}"}, "--activation-plan"),
     ],
 )
-def test_flags_by_which_layers_differ_are_only_counted_whole(changes, what, tmp_path):
+def test_flags_by_which_layers_differ_are_not_estimated(changes, what, tmp_path):
     (tmp_path / "plan.yaml").write_text(str(changes.get("activation_plan")))
     if "activation_plan" in changes:
         changes = {"activation_plan": str(tmp_path / "plan.yaml")}
     values = {"recompute_granularity": "full", "recompute_method": "uniform", "num_layers": 8}
-    found = whole_only(SimpleNamespace(**values | {"recompute_num_layers": 1} | changes))
+    args = SimpleNamespace(**values | {"recompute_num_layers": 1} | changes)
+    found = whole_only(args) or spliced_only(args)
     assert what in found and bool(what) == bool(found)
 
 

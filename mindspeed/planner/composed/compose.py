@@ -93,7 +93,7 @@ def compose(
     if not isolated.call(describes, job, layout, args):
         return None
     shape = shape_of(args)
-    if shape.uncomposable:
+    if shape.unspliceable:
         return None
     cache = None if runs is None else runs.recordings
     try:

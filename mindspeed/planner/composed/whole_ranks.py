@@ -92,7 +92,7 @@ def enough_micro_batches(shape: Shape, rank: int) -> int:
 def peak_micro_batches(args: argparse.Namespace) -> list[int] | None:
     """Micro-batches after which the peak repeats, by pipeline rank; None: all may matter."""
     shape = shape_of(args)
-    if shape.uncomposable != shape.whole_only:  # a schedule whose micro-batches differ
+    if shape.unspliceable != shape.whole_only:  # a schedule whose micro-batches differ
         return None
     return [enough_micro_batches(shape, rank) for rank in range(shape.ranks)]
 
@@ -133,8 +133,8 @@ def predict_whole(
     from mindspeed.training.reference import runs_in_steps
 
     shape = shape_of(args)
-    if shape.uncomposable != shape.whole_only:
-        raise PlanError(shape.uncomposable)
+    if shape.unspliceable != shape.whole_only:
+        raise PlanError(shape.unspliceable)
     if runs_in_steps(args):
         raise PlanError("the reference model runs before the schedule: its pass has no time yet")
     ranks = range(shape.ranks)
