@@ -80,8 +80,8 @@ def trace_job(
 def _built(
     job: Job, layout: Layout, shape: Shape, ranks: Sequence[int], jobs: int
 ) -> list[Static | None]:
-    """What ranks have between steps, if data-parallel ranks share it; equal ranks once."""
-    if not shape.distributed_optimizer or layout.dp * layout.cp == 1:
+    """What ranks have between steps, if buffers are padded for sharing; equal ranks once."""
+    if not shape.distributed_optimizer:
         return [None] * len(ranks)
     names = [tuple((role, word) for role, word in shape.chunks_of(rank)) for rank in ranks]
     first = [names.index(name) for name in names]

@@ -22,6 +22,7 @@ class Spliced:
     Attributes:
         net: bytes that micro-batches beyond those of the small run keep until its end.
         peak: most bytes alive beyond those between steps.
+        after: bytes alive beyond those between steps when each action ends.
         at_peak: changes of the bytes of each kind until then, where they are known.
         flops: FLOPs, recomputation included.
         recomputed: FLOPs of recomputation.
@@ -33,6 +34,7 @@ class Spliced:
 
     net: int = 0
     peak: int = 0
+    after: list[int] = field(default_factory=list)
     at_peak: Counter[str] = field(default_factory=Counter)
     flops: int = 0
     recomputed: int = 0
@@ -67,6 +69,8 @@ def splice(
             raise NotSpliceable(f"{key}: not in the small run")
         if found.net + one.top > found.peak or best < 0:
             found.peak, best = found.net + one.top, index
+        if key.part in (Part.GAP, Part.END):
+            found.after.append(found.net)
         found.net += one.net
         uses[key] += 1
         order.append(key)
