@@ -69,6 +69,8 @@ def trace(cover: Cover, recordings: Sequence[Recording], built: Static | None = 
         for one, cover_of in zip(longer, cover.longer, strict=True)
     ]
     grown = base.grown(growths)
+    if built is not None:
+        grown.replace_steps(built.blocks)
     grown.surroundings = cover.around_large
 
     def line(of: Callable[[Recording], float]) -> int:

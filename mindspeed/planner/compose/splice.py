@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from mindspeed.planner.compose.templates import Key, NotSpliceable, Templates, until_top
 from mindspeed.planner.compose.words import Word
-from mindspeed.planner.count.recording import Part, Place, Sent, add
+from mindspeed.planner.count.recording import AFTER, PER_STEP, Part, Place, Sent, add
 
 
 @dataclass
@@ -74,16 +74,16 @@ def splice(
         found.net += one.net
         uses[key] += 1
         order.append(key)
-        if key.part not in (Part.HEAD, Part.GAP, Part.END):
+        if key.part is not Part.GAP and key.part not in PER_STEP:
             found.seconds[row[action][:2]] = found.seconds.get(row[action][:2], 0.0) + one.seconds
     for key, count in uses.items():
         one = templates.found[key]
         found.flops += one.flops * count
         found.recomputed += one.recomputed * count
-        add(found.closing if key.part is Part.END else found.sent, one.sent or {}, count)
+        add(found.closing if key.part in AFTER else found.sent, one.sent or {}, count)
     for name, count in Counter(place[:2] for place in row).items():
         found.seconds[name] /= count
-    found.closing_seconds = templates.found[Key(Part.END)].seconds
+    found.closing_seconds = sum(templates.found[Key(part)].seconds for part in AFTER)
     found.at_peak = _kinds(templates, order[: best + 1])
     more = micro_batches(row) - recorded
     if found.net and (more == 0 or found.net % more):

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mindspeed.errors import PlanError
 from mindspeed.planner.compose.words import Window, Word, blocks_of, window
 from mindspeed.planner.count.recording import (
+    AFTER,
     PER_LAYER,
     PER_STEP,
     Block,
@@ -229,6 +230,17 @@ class Templates:
                 found[key] = _repeated(key, one, others, affine)
         return Templates(found, self.surroundings, self.reach)
 
+    def replace_steps(self, blocks: Mapping[Part, Block]) -> None:
+        """Set what parts of the step do to the bytes alive."""
+        for part, one in blocks.items():
+            self.found[Key(part)] = replace(
+                self.found[Key(part)],
+                deltas=tuple(one.deltas),
+                kinds=tuple(one.kinds),
+                net=one.net,
+                top=one.top,
+            )
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -376,7 +388,7 @@ def _block(found: Sequence[tuple[int, Part, int]]) -> str:
 
 
 def _seconds(block: Block) -> float:
-    waits = [s.waited for name, s in block.sent.items() if name.shared or block.part is Part.END]
+    waits = [s.waited for name, s in block.sent.items() if name.shared or block.part in AFTER]
     return block.seconds - sum(waits)
 
 

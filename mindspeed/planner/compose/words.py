@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mindspeed.planner.count.recording import Part, Place
+from mindspeed.planner.count.recording import AFTER, BEFORE, Part, Place
 
 
 class Layer(NamedTuple):
@@ -131,8 +131,10 @@ def parts_of(op: str, word: Word) -> Iterator[Name]:
 
 def blocks_of(row: Sequence[Place], words: Sequence[Word]) -> Iterator[tuple[int, Part, int]]:
     """Action, part and layer of all blocks of a step."""
-    yield -1, Part.HEAD, 0
+    yield from ((-1, part, 0) for part in BEFORE)
     for action, place in enumerate(row):
         for part, layer in parts_of(place.op, words[place.chunk]):
             yield action, part, layer
-        yield action, Part.END if action == len(row) - 1 else Part.GAP, 0
+        if action < len(row) - 1:
+            yield action, Part.GAP, 0
+    yield from ((len(row) - 1, part, 0) for part in AFTER)

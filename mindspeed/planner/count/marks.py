@@ -8,6 +8,8 @@ boundary             mark
 ===================  ==============================================================================
 action               around Megatron's ``forward_step`` and ``backward_step`` and the operations of
                      :class:`~mindspeed.pipeline.schedule.megatron_work.MegatronWork`
+gradients are zeroed around the optimizer's ``zero_grad``
+update               around its ``step``
 layer, forward       pre-hook of a ``TransformerLayer``; after the last one its hook
 layer, once more     the same pre-hook inside a backward
 layer, backward      the gradient of its output is complete
@@ -63,6 +65,8 @@ class Marks:
         try:
             self._wrap(journal, schedule_steps(), "forward_step", lambda args: "F")
             self._wrap(journal, schedule_steps(), "backward_step", lambda args: "B")
+            self._wrap_call(journal, model.optimizer, "zero_grad", Part.CLEAR, Part.OPEN)
+            self._wrap_call(journal, model.optimizer, "step", Part.UPDATE, Part.CLOSE)
             for name in ("forward", "backward", "weight_gradients", "recompute"):
                 self._wrap(journal, MegatronWork, name, lambda args: str(args[1].op))
             for chunk, module in enumerate(model.chunks):
@@ -114,6 +118,21 @@ class Marks:
                 self._enter(self._now, Part.END if last else Part.GAP, 0)
 
         journal.set(owner, name, action, owner="planner")
+
+    def _wrap_call(
+        self, journal: Journal, owner: Any, name: str, during: Part, after: Part
+    ) -> None:
+        """Mark a call that is no action."""
+        inner = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(self._now, during, 0)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._enter(self._now, after, 0)
+
+        journal.set(owner, name, call, owner="planner")
 
     def _layer_hooks(self, layer: Any, chunk: int, index: int, last: bool) -> list[Any]:
         def mark(part: Part, number: int) -> Callable[[Any], None]:

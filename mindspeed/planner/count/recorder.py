@@ -165,9 +165,10 @@ def record_args(
 
 
 def between_steps(job: Job, overrides: Overrides, devices: int, stage: int) -> Static:
-    """Bytes that a rank of any size has between steps, without a forward; changes this process.
+    """What a rank of any size has between steps, without a forward; changes this process.
 
-    Paddings of buffers that data-parallel ranks share do not grow with layers.
+    Paddings of buffers that data-parallel ranks share do not grow with layers, nor do the bytes of
+    the optimizer's step.
 
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
@@ -189,7 +190,13 @@ def between_steps(job: Job, overrides: Overrides, devices: int, stage: int) -> S
         claim(recorder, step.model)
         gc.collect()
         found = {kind: recorder.now[kind] for kind in BUILT if recorder.now[kind]}
-        return Static(Counter(found), step.parameters)
+        recorder.enter(-1, Part.CLEAR, 0)
+        step.model.optimizer.zero_grad()
+        recorder.enter(-1, Part.UPDATE, 0)
+        step.model.optimizer.step()
+        recorder.close()
+        blocks, recorder.blocks = recorder.blocks, []
+        return Static(Counter(found), step.parameters, {one.part: one for one in blocks})
 
 
 def planned_row(args: argparse.Namespace, stage: int) -> tuple[Place, ...]:

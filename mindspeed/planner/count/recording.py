@@ -14,7 +14,9 @@ from mindspeed.planner.job import Overrides
 class Part(Enum):
     """A stretch of a step between two marks."""
 
-    HEAD = "head"  # before the first action
+    HEAD = "head"  # before gradients are zeroed
+    CLEAR = "clear"  # the optimizer zeroes gradients
+    OPEN = "open"  # until the first action
     PRE = "pre"  # a forward, before its first layer
     LAYER = "layer"  # forward of a layer
     POST = "post"  # a forward, after its last layer
@@ -23,13 +25,17 @@ class Part(Enum):
     BACK = "back"  # backward of a layer
     BACK_PRE = "back pre"  # a backward, after the first layer; or all of W and R
     GAP = "gap"  # between two actions
-    END = "end"  # after the last action
+    END = "end"  # after the last action, before the optimizer's step
+    UPDATE = "update"  # the optimizer's step
+    CLOSE = "close"  # after it
 
 
 BUILT = ("weights", "gradients", "main weights", "optimizer")
 """Kinds of memory that exist before the first forward, or that the optimizer makes."""
 PER_LAYER = (Part.LAYER, Part.AGAIN, Part.BACK)
-PER_STEP = (Part.HEAD, Part.END)
+AFTER = (Part.END, Part.UPDATE, Part.CLOSE)
+BEFORE = (Part.HEAD, Part.CLEAR, Part.OPEN)
+PER_STEP = (*BEFORE, *AFTER)
 
 
 class Place(NamedTuple):
@@ -152,10 +158,12 @@ class Static:
     Attributes:
         bytes: bytes of what its model and its optimizer hold, by kind.
         parameters: parameters on the rank.
+        blocks: what zeroing gradients and the optimizer's step do, whose shards are padded.
     """
 
     bytes: Counter[str]
     parameters: int
+    blocks: Mapping[Part, Block]
 
 
 @dataclass(frozen=True)
