@@ -104,7 +104,7 @@ def templates_of(one, layers: int):
 def spliced(layers: int, batches: int, **given: int):
     """A step spliced from one of three layers and three micro-batches, and one of four layers."""
     small, longer = (templates_of(step(n, 3, **given), n) for n in (3, 4))
-    growth = templates.Growth(longer, (layers - 3,), 1)
+    growth = templates.Growth(small, longer, (layers - 3,), 1)
     row = step(1, batches).row
     return splicing.splice(small.grown([growth]), row, [word("a" * layers)], 3)
 
@@ -137,7 +137,7 @@ def test_a_block_that_does_not_grow_by_repetition_is_refused():
     one = longer.found[key]
     longer.found[key] = type(one)((), (), 0, 0, 0, 0)
     with pytest.raises(templates.NotSpliceable, match=r"pre of F.*\+10 bytes become no"):
-        small.grown([templates.Growth(longer, (2,), 1)])
+        small.grown([templates.Growth(small, longer, (2,), 1)])
 
 
 def test_a_block_that_was_not_recorded_is_refused():

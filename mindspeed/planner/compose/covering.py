@@ -1,8 +1,8 @@
 """Small jobs whose recordings stand for the ranks of a large one.
 
-    cover = covering(layout, shape, rank)
-    cover.point, cover.words            # the small rank to record, and its layers
-    cover.longer                        # the same with a repeated unit of layers once more
+    for cover in covering(layout, shape, ranks):
+        cover.point, cover.words        # the small rank to record, and its layers
+        cover.base, cover.longer        # one with these layers, and with a unit of them once more
 
 The small job has the tensor, context, expert and data parallel sizes of the large one, its
 precision and its flags. It has fewer layers, with all neighbourhoods of the large one. In 1F1B it
@@ -43,7 +43,7 @@ Row = tuple[Place, ...]
 
 @dataclass(frozen=True)
 class Longer:
-    """The small rank with a unit of layers once more.
+    """A small rank with a unit of layers once more.
 
     Attributes:
         unit: the unit.
@@ -85,7 +85,9 @@ class Cover:
         point: the small rank.
         words: layers of its chunks.
         times: how often each unit was left out of each chunk.
-        longer: for each unit the rank with the unit once more.
+        base: a rank with these layers, which others have as well: middle ranks of a pipeline grow
+            alike.
+        longer: for each unit the base with the unit once more.
         row: actions of the large rank.
         whole: layers of its chunks.
         around_small: surroundings of actions of the small rank.
@@ -97,6 +99,7 @@ class Cover:
     point: Point
     words: tuple[Word, ...]
     times: tuple[dict[Word, int], ...]
+    base: Point
     longer: tuple[Longer, ...]
     row: Row
     whole: tuple[Word, ...]
@@ -147,18 +150,32 @@ def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tupl
     )
 
 
-def covering(layout: Layout, shape: Shape, rank: int, reach: int = 1) -> Cover:
-    """The recordings that stand for a rank of a job.
+def covering(layout: Layout, shape: Shape, ranks: Sequence[int], reach: int = 1) -> list[Cover]:
+    """The recordings that stand for ranks of a job.
 
     Args:
         layout: layout of the job.
         shape: its shape.
-        rank: the pipeline rank.
+        ranks: the pipeline ranks.
         reach: neighbours of a layer on either side that matter.
 
     Raises:
         NotSpliceable: none does.
     """
+    covers = [_cover(layout, shape, rank, reach) for rank in ranks]
+    if shape.chunks > 1 or layout.schedule is not None:
+        return covers
+    alike: dict[object, Cover] = {}
+    found = []
+    for rank, cover in zip(ranks, covers, strict=True):
+        units = frozenset(one.unit for one in cover.longer)
+        ends = rank == 0, rank == shape.ranks - 1
+        first = alike.setdefault((ends, cover.words, units), cover)
+        found.append(replace(cover, base=first.base, longer=first.longer))
+    return found
+
+
+def _cover(layout: Layout, shape: Shape, rank: int, reach: int) -> Cover:
     stages = shape.placement.stages[rank]
     whole = tuple(words_of(shape, stage) for stage in stages)
     found = [shortened(word, reach) for word in whole]
@@ -186,8 +203,9 @@ def covering(layout: Layout, shape: Shape, rank: int, reach: int = 1) -> Cover:
         chunks = sum(unit in one.units for one in found)
         longer.append(Longer(unit, point(more), more, chunks))
     times = tuple(dict(one.units) for one in found)
+    own = point(words)
     return Cover(
-        point(words), words, times, tuple(longer), row, whole, around_small, around_large, reach
+        own, words, times, own, tuple(longer), row, whole, around_small, around_large, reach, middle
     )
 
 

@@ -64,8 +64,8 @@ def trace_job(
     asked = list(range(shape.ranks) if ranks is None else ranks)
     built = _built(job, layout, shape, asked, jobs)
     for reach in range(1, LARGEST_REACH + 1):
-        covers = [covering(layout, shape, rank, reach) for rank in asked]
-        points = [[cover.point, *(one.point for one in cover.longer)] for cover in covers]
+        covers = covering(layout, shape, asked, reach)
+        points = [[one.point, one.base, *(x.point for x in one.longer)] for one in covers]
         all_points = [one for of_rank in points for one in of_rank]
         found = iter(_recorded(job, all_points, cluster, jobs, cache))
         recordings = [[next(found) for _ in of_rank] for of_rank in points]

@@ -47,40 +47,46 @@ def trace(cover: Cover, recordings: Sequence[Recording], built: Static | None = 
 
     Args:
         cover: the cover.
-        recordings: recordings of its point, then of the longer ones.
+        recordings: recordings of its point, its base, and the longer ones.
         built: what the rank has between steps, where that does not grow with layers.
 
     Raises:
         NotSpliceable: blocks do not repeat.
     """
-    first, *longer = recordings
-    for one, words in zip(recordings, (cover.words, *(x.words for x in cover.longer)), strict=True):
+    first, base, *longer = recordings
+    expected = (cover.words, cover.words, *(x.words for x in cover.longer))
+    for one, words in zip(recordings, expected, strict=True):
         if one.layers != tuple(map(len, words)):
             raise NotSpliceable(f"chunks of {one.layers} layers instead of {words}")
-    base = Templates.of(first, cover.words, cover.around_small, cover.reach)
+    own = Templates.of(first, cover.words, cover.around_small, cover.reach)
+    shorter = own
+    if base is not first:
+        shorter = Templates.of(base, cover.words, cover.around_small, cover.reach)
     if cover.middle is not None:
-        base.check_repeats(cover.middle.start, cover.middle.period)
+        own.check_repeats(cover.middle.start, cover.middle.period)
     growths = [
         Growth(
+            shorter,
             Templates.of(one, cover_of.words, cover.around_small, cover.reach),
             tuple(times.get(cover_of.unit, 0) for times in cover.times),
             cover_of.chunks,
         )
         for one, cover_of in zip(longer, cover.longer, strict=True)
     ]
-    grown = base.grown(growths)
+    grown = own.grown(growths)
     if built is not None:
         grown.replace_steps(built.blocks)
     grown.surroundings = cover.around_large
 
     def line(of: Callable[[Recording], float]) -> int:
         pairs = zip(longer, growths, strict=True)
-        return round(of(first) + sum((of(x) - of(first)) * growth.mean for x, growth in pairs))
+        return round(of(first) + sum((of(x) - of(base)) * growth.mean for x, growth in pairs))
 
     shared: Sent = {}
-    add(shared, first.shared, 1 - sum(growth.mean for growth in growths))
+    add(shared, first.shared)
     for one, growth in zip(longer, growths, strict=True):
         add(shared, one.shared, growth.mean)
+        add(shared, base.shared, -growth.mean)
     kinds = {kind for one in recordings for kind in one.static}
     static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
     if built is not None:

@@ -218,11 +218,11 @@ class Templates:
             NotSpliceable: a block is there with one size only, or does not grow by repetition.
         """
         for growth in longer:
-            if missing := self.found.keys() ^ growth.templates.found.keys():
+            if missing := growth.shorter.found.keys() ^ growth.longer.found.keys():
                 raise NotSpliceable(f"{next(iter(missing))}: in one of two sizes only")
         found = {}
         for key, one in self.found.items():
-            others = [(other.templates.found[key], other.of(key)) for other in longer]
+            others = [(*growth.pair(key, one), growth.of(key)) for growth in longer]
             affine = _affine(key, one, others)
             if key.part in PER_STEP:
                 found[key] = affine
@@ -244,15 +244,17 @@ class Templates:
 
 @dataclass(frozen=True)
 class Growth:
-    """Templates of a rank with a unit of layers once more.
+    """Templates of a rank and of one with a unit of layers once more.
 
     Attributes:
-        templates: its templates.
+        shorter: those of the rank.
+        longer: those of the other one.
         times: how often each chunk of the large rank repeats the unit more than the small one.
         chunks: chunks that have the unit once more.
     """
 
-    templates: Templates
+    shorter: Templates
+    longer: Templates
     times: tuple[int, ...]
     chunks: int
 
@@ -265,9 +267,28 @@ class Growth:
         """How often a block grows."""
         return self.mean if key.part in PER_STEP else self.times[key.chunk]
 
+    def pair(self, key: Key, one: Template) -> tuple[Template, Template]:
+        """A template of the rank that does what ``one`` does, and the longer one.
 
-Others = Sequence[tuple[Template, float]]
-"""Templates of longer chunks, and how often what they have more is repeated."""
+        Raises:
+            NotSpliceable: none does, and others of its kind grow.
+        """
+        found = self.shorter.found.get(key)
+        if found is not None and (key.part in PER_STEP or found.deltas == one.deltas):
+            return found, self.longer.found[key]
+        kind = key.part, key.op, key.chunk
+        near = [x for x in self.shorter.found if (x.part, x.op, x.chunk) == kind]
+        pairs = [(self.shorter.found[other], self.longer.found[other]) for other in near]
+        for shorter, longer in pairs:
+            if shorter.deltas == one.deltas:
+                return shorter, longer
+        if all(shorter.deltas == longer.deltas for shorter, longer in pairs):
+            return one, one
+        raise NotSpliceable(f"{key}: how it grows with the layers was not recorded")
+
+
+Others = Sequence[tuple[Template, Template, float]]
+"""Templates of chunks and of longer ones, and how often what these have more is repeated."""
 
 
 def _affine(key: Key, one: Template, others: Others) -> Template:
@@ -275,12 +296,14 @@ def _affine(key: Key, one: Template, others: Others) -> Template:
 
     def line(name: str) -> float:
         first = getattr(one, name)
-        return float(first + sum((getattr(x, name) - first) * times for x, times in others))
+        grows = ((getattr(y, name) - getattr(x, name)) * times for x, y, times in others)
+        return float(first + sum(grows))
 
     sent: Sent = {}
-    add(sent, one.sent or {}, 1 - sum(times for _, times in others))
-    for other, times in others:
-        add(sent, other.sent or {}, times)
+    add(sent, one.sent or {})
+    for shorter, longer, times in others:
+        add(sent, longer.sent or {}, times)
+        add(sent, shorter.sent or {}, -times)
     deltas, kinds = _summed(one, others) if key.part in PER_STEP else (one.deltas, one.kinds)
     return Template(
         deltas,
@@ -296,10 +319,9 @@ def _affine(key: Key, one: Template, others: Others) -> Template:
 
 def _summed(one: Template, others: Others) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Changes of each kind until the top, frees first, and after it."""
-    first = until_top(one)
-    total: list[Counter[str]] = [Counter(part) for part in first]
-    for other, times in others:
-        for part, base, more in zip(total, first, until_top(other), strict=True):
+    total: list[Counter[str]] = [Counter(part) for part in until_top(one)]
+    for shorter, longer, times in others:
+        for part, base, more in zip(total, until_top(shorter), until_top(longer), strict=True):
             for kind in base.keys() | more.keys():
                 part[kind] += round((more[kind] - base[kind]) * times)
     pairs = [pair for part in total for pair in sorted(part.items(), key=lambda pair: pair[1])]
@@ -325,7 +347,7 @@ def _repeated(key: Key, one: Template, others: Others, affine: Template) -> Temp
     """
     insertions: dict[int, list[tuple[int, str]]] = {}
     changes = [0] * len(one.deltas)
-    for other, times in others:
+    for _, other, times in others:
         matcher = difflib.SequenceMatcher(None, one.deltas, other.deltas, autojunk=False)
         for tag, i, j, k, n in matcher.get_opcodes():
             if tag == "insert":
