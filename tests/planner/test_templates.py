@@ -157,7 +157,7 @@ def test_bytes_that_a_step_leaves_are_refused():
 
 def test_parts_of_the_step_are_those_of_the_whole_rank():
     found, part = templates_of(step(3, 3), 3), recording.Part.UPDATE
-    found.replace_steps({part: recording.Block(-1, part, 0, [500, -500], ["temporary"] * 2)})
+    found.replace_steps([recording.Block(-1, part, 0, [500, -500], ["temporary"] * 2)])
     assert splicing.splice(found, step(3, 3).row, [word("aaa")], 3).peak == 500
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mindspeed.planner.compose.covering import Cover
 from mindspeed.planner.compose.splice import Spliced, micro_batches, splice
-from mindspeed.planner.compose.templates import Growth, NotSpliceable, Templates
-from mindspeed.planner.count.recording import BUILT, Recording, Sent, Static, add
+from mindspeed.planner.compose.templates import (
+    Growth,
+    NotSpliceable,
+    Templates,
+    own_seconds,
+    summed,
+)
+from mindspeed.planner.count.recording import BUILT, PER_STEP, Recording, Sent, add
 
 
 @dataclass(frozen=True)
@@ -42,13 +48,16 @@ class RankTrace:
         return Counter({k: n for k, n in (Counter(self.static) + self.step.at_peak).items() if n})
 
 
-def trace(cover: Cover, recordings: Sequence[Recording], built: Static | None = None) -> RankTrace:
+def trace(
+    cover: Cover, recordings: Sequence[Recording], built: Recording | None = None
+) -> RankTrace:
     """The figures of the rank for which a cover stands.
 
     Args:
         cover: the cover.
         recordings: recordings of its point, its base, and the longer ones.
-        built: what the rank has between steps, where that does not grow with layers.
+        built: the rank without a forward, where what it has between steps does not grow with
+            layers.
 
     Raises:
         NotSpliceable: blocks do not repeat.
@@ -91,7 +100,7 @@ def trace(cover: Cover, recordings: Sequence[Recording], built: Static | None = 
     static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
     if built is not None:
         kept = {kind: n for kind, n in static.items() if kind not in BUILT}
-        static = Counter(kept) + built.bytes
+        static = Counter(kept) + built.static
     return RankTrace(
         static,
         line(lambda one: one.parameters),
@@ -99,6 +108,30 @@ def trace(cover: Cover, recordings: Sequence[Recording], built: Static | None = 
         splice(grown, cover.row, cover.whole, micro_batches(first.row)),
         shared,
     )
+
+
+def with_replicas(one: Recording, few: Recording, more: Recording, times: float) -> Recording:
+    """A recording with another number of data-parallel ranks, that shards are divided by.
+
+    Args:
+        one: the recording.
+        few: a rank with the same layers and as many data-parallel ranks.
+        more: the same with more of them, without a forward.
+        times: how much of the difference of the two there is.
+    """
+    static = Counter(one.static)
+    for kind in BUILT:
+        static[kind] += round((more.static[kind] - few.static[kind]) * times)
+    before = {block.part: block for block in few.blocks if block.part in PER_STEP}
+    grows = {block.part: (before[block.part], block) for block in more.blocks}
+    blocks = []
+    for block in one.blocks:
+        if (pair := grows.get(block.part)) is not None:
+            deltas, kinds = summed(block, [(*pair, times)])
+            seconds = block.seconds + (own_seconds(pair[1]) - own_seconds(pair[0])) * times
+            block = replace(block, deltas=list(deltas), kinds=list(kinds), seconds=seconds)
+        blocks.append(block)
+    return replace(one, blocks=tuple(blocks), static=+static)
 
 
 def _static(kind: str, recording: Recording) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -230,16 +230,19 @@ class Templates:
                 found[key] = _repeated(key, one, others, affine)
         return Templates(found, self.surroundings, self.reach)
 
-    def replace_steps(self, blocks: Mapping[Part, Block]) -> None:
+    def replace_steps(self, blocks: Iterable[Block]) -> None:
         """Set what parts of the step do to the bytes alive."""
-        for part, one in blocks.items():
-            self.found[Key(part)] = replace(
-                self.found[Key(part)],
+        for one in blocks:
+            self.found[Key(one.part)] = replace(
+                self.found[Key(one.part)],
                 deltas=tuple(one.deltas),
                 kinds=tuple(one.kinds),
                 net=one.net,
                 top=one.top,
             )
+
+
+Changes = Template | Block
 
 
 @dataclass(frozen=True)
@@ -304,7 +307,7 @@ def _affine(key: Key, one: Template, others: Others) -> Template:
     for shorter, longer, times in others:
         add(sent, longer.sent or {}, times)
         add(sent, shorter.sent or {}, -times)
-    deltas, kinds = _summed(one, others) if key.part in PER_STEP else (one.deltas, one.kinds)
+    deltas, kinds = summed(one, others) if key.part in PER_STEP else (one.deltas, one.kinds)
     return Template(
         deltas,
         kinds,
@@ -317,8 +320,10 @@ def _affine(key: Key, one: Template, others: Others) -> Template:
     )
 
 
-def _summed(one: Template, others: Others) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Changes of each kind until the top, frees first, and after it."""
+def summed(
+    one: Changes, others: Iterable[tuple[Changes, Changes, float]]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Changes of each kind until the top, frees first, and after it, with what others grow by."""
     total: list[Counter[str]] = [Counter(part) for part in until_top(one)]
     for shorter, longer, times in others:
         for part, base, more in zip(total, until_top(shorter), until_top(longer), strict=True):
@@ -328,7 +333,7 @@ def _summed(one: Template, others: Others) -> tuple[tuple[int, ...], tuple[str, 
     return tuple(delta for _, delta in pairs), tuple(kind for kind, _ in pairs)
 
 
-def until_top(one: Template) -> tuple[Counter[str], Counter[str]]:
+def until_top(one: Changes) -> tuple[Counter[str], Counter[str]]:
     """Changes of each kind until the top, and after it."""
     now, parts = 0, (Counter[str](), Counter[str]())
     above = one.top > 0
@@ -396,7 +401,7 @@ def _template(key: Key, blocks: Sequence[Block]) -> Template:
         first.top,
         first.flops,
         first.recomputed,
-        sum(_seconds(one) for one in blocks) / len(blocks),
+        sum(own_seconds(one) for one in blocks) / len(blocks),
         sent,
         len(blocks),
     )
@@ -409,7 +414,8 @@ def _block(found: Sequence[tuple[int, Part, int]]) -> str:
     return f"{part.value} {layer} in action {action}"
 
 
-def _seconds(block: Block) -> float:
+def own_seconds(block: Block) -> float:
+    """Seconds without waits for data-parallel ranks; after the last action without any waits."""
     waits = [s.waited for name, s in block.sent.items() if name.shared or block.part in AFTER]
     return block.seconds - sum(waits)
 

@@ -108,14 +108,16 @@ class Recordings:
 
     def get(self, point: RecordedPoint) -> Recording | None:
         """The recording of a point; None if there is none."""
-        name = self.cache._name(point, "recording")
+        name = self._name(point)
         found: Recording | None = self.cache._get(name, recording_of)
         return found
 
     def put(self, point: RecordedPoint, recording: Recording) -> None:
         """Store a recording."""
-        name = self.cache._name(point, "recording")
-        self.cache._put(name, recording, json_of(recording))
+        self.cache._put(self._name(point), recording, json_of(recording))
+
+    def _name(self, point: RecordedPoint) -> str:
+        return self.cache._name(point, "recording" if point.forward else "between steps")
 
 
 def _values(run: TinyRun) -> dict[str, Any]:

@@ -28,12 +28,11 @@ from mindspeed.planner.count.recording import (
     Place,
     Point,
     Recording,
-    Static,
     Traffic,
     add,
 )
 from mindspeed.planner.counted.step_counter import StepCounter, claim
-from mindspeed.planner.job import Job, Overrides
+from mindspeed.planner.job import Job
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
@@ -111,7 +110,7 @@ def record(job: Job, point: Point, cluster: Cluster | None = None) -> Recording:
 
     args = job.settings(point.overrides, point.devices).args
     clock = None if cluster is None else VirtualClock.of(DeviceRates(cluster))
-    return record_args(args, point.stage, clock)
+    return (record_args if point.forward else between_steps)(args, point.stage, clock)
 
 
 def record_args(
@@ -164,25 +163,23 @@ def record_args(
         )
 
 
-def between_steps(job: Job, overrides: Overrides, devices: int, stage: int) -> Static:
-    """What a rank of any size has between steps, without a forward; changes this process.
+def between_steps(
+    args: argparse.Namespace, stage: int, clock: VirtualClock | None = None
+) -> Recording:
+    """Record what a rank of any size has between steps, and its optimizer, without a forward.
 
     Paddings of buffers that data-parallel ranks share do not grow with layers, nor do the bytes of
     the optimizer's step.
-
-    Raises:
-        MindSpeedError: the job cannot start, or cannot be counted.
     """
     from mindspeed.planner.counted.balanced_routing import planned_rank
     from mindspeed.planner.counted.counted_step import no_collections
     from mindspeed.planner.counted.loop import StepOfRank
     from mindspeed.training.fake_job import rank_in_stage
 
-    args = job.settings(overrides, devices).args
     with (
         planned_rank(args, rank_in_stage(args, stage)) as own,
         no_collections(),
-        Recorder() as recorder,
+        Recorder(clock) as recorder,
     ):
         step = StepOfRank(own, recorder, 1)
         claim(recorder, step.model)
@@ -190,13 +187,21 @@ def between_steps(job: Job, overrides: Overrides, devices: int, stage: int) -> S
         claim(recorder, step.model)
         gc.collect()
         found = {kind: recorder.now[kind] for kind in BUILT if recorder.now[kind]}
-        recorder.enter(-1, Part.CLEAR, 0)
-        step.model.optimizer.zero_grad()
-        recorder.enter(-1, Part.UPDATE, 0)
-        step.model.optimizer.step()
+        recorder.restart()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recorder.counting())
+            if clock is not None:
+                stack.enter_context(clock)
+            recorder.enter(-1, Part.CLEAR, 0)
+            step.model.optimizer.zero_grad()
+            recorder.enter(-1, Part.UPDATE, 0)
+            step.model.optimizer.step()
         recorder.close()
-        blocks, recorder.blocks = recorder.blocks, []
-        return Static(Counter(found), step.parameters, {one.part: one for one in blocks})
+        if clock is not None:
+            _assign(clock, recorder)
+        blocks, recorder.blocks = tuple(recorder.blocks), []
+        none = Counter[str]()
+        return Recording((), blocks, (), Counter(found), step.parameters, 0, 0, none)
 
 
 def planned_row(args: argparse.Namespace, stage: int) -> tuple[Place, ...]:

@@ -144,26 +144,13 @@ class Point:
         overrides: flags of the small job.
         devices: number of its ranks.
         stage: pipeline rank.
+        forward: whether micro-batches run; else gradients are zeroed and the optimizer steps.
     """
 
     overrides: Overrides
     devices: int
     stage: int
-
-
-@dataclass(frozen=True)
-class Static:
-    """What a rank has between steps.
-
-    Attributes:
-        bytes: bytes of what its model and its optimizer hold, by kind.
-        parameters: parameters on the rank.
-        blocks: what zeroing gradients and the optimizer's step do, whose shards are padded.
-    """
-
-    bytes: Counter[str]
-    parameters: int
-    blocks: Mapping[Part, Block]
+    forward: bool = True
 
 
 @dataclass(frozen=True)

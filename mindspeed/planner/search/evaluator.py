@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from mindspeed.errors import ConfigError
@@ -12,6 +12,9 @@ from mindspeed.pipeline.layout import evenly
 from mindspeed.pipeline.layout import stage_layers as in_order
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
+from mindspeed.planner.compose.job import trace_alike, trace_job
+from mindspeed.planner.compose.price import predict as predict_traced
+from mindspeed.planner.compose.rank import RankTrace
 from mindspeed.planner.composed.layer_run import LayerRun, layer_run
 from mindspeed.planner.composed.measurement import (
     RUN_SECONDS,
@@ -26,7 +29,7 @@ from mindspeed.planner.composed.signature import Signature
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
 from mindspeed.planner.search.bounds import NEAR, Bound, Bounds
-from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
+from mindspeed.planner.shape import EXPERT, RECOMPUTED, Shape, shape_of, spread
 
 
 class JobEvaluator:
@@ -56,6 +59,7 @@ class JobEvaluator:
         self._bounds = Bounds(args, cluster)
         self._limit = memory_limit
         self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
+        self._traced: dict[Hashable, Shape] = {}
         self._exact: dict[Hashable, Signature] = {}
         self._kinds = () if _changes_layers(args) else shape_of(args).kinds
         self._layers: dict[Hashable, dict[str, LayerRun]] = {}
@@ -114,6 +118,10 @@ class JobEvaluator:
             MindSpeedError: it cannot be counted.
         """
         shape = shape_of_layout(self._job, layout)
+        if not shape.uncomposable and _traces(shape, layout):
+            self._traced[self.key(layout)] = shape
+            self._alike(shape, layout)
+            return
         signature = self._signature(layout, chunks=False)
         self._measured[self.key(layout)] = signature, shape
 
@@ -127,13 +135,17 @@ class JobEvaluator:
         Raises:
             MindSpeedError: the runs cannot be counted.
         """
+        if self.key(layout) in self._traced:
+            return 0.0
         found = measure(self._job, layout, self._cluster, self._jobs, runs=self._cache)
         return found.error_at(peak)
 
     def price(self, layout: Layout) -> Prediction:
         """Price a layout by the measured signature of its key, exactly if it is near the limit."""
-        signature, shape = self._measured[self.key(layout)]
-        found = self._priced(signature, shape, layout)
+        if (traced := self._traced.get(self.key(layout))) is not None:
+            found = self._alike(traced, layout)
+        else:
+            found = self._priced(*self._measured[self.key(layout)], layout)
         if abs(found.peak_bytes / self._limit - 1) <= NEAR:
             return self.exact(layout)
         return found
@@ -145,6 +157,8 @@ class JobEvaluator:
             MindSpeedError: they cannot be counted.
         """
         key = self.key(layout)
+        if (traced := self._traced.get(key)) is not None:
+            return self._of_traces(trace_job, traced, layout)
         signature, shape = self._measured[key]
         if layout.several_chunks:
             if key not in self._exact:
@@ -152,8 +166,26 @@ class JobEvaluator:
             signature = self._exact[key]
         return self._priced(signature, shape, layout)
 
+    def _alike(self, shape: Shape, layout: Layout) -> Prediction:
+        """Price a layout by the recordings that layouts with its key share."""
+        return self._of_traces(trace_alike, shape, layout)
+
+    def _of_traces(
+        self, trace: Callable[..., list[RankTrace]], shape: Shape, layout: Layout
+    ) -> Prediction:
+        own = reshaped(shape, layout)
+        recordings = self._cache.recordings
+        traces = trace(self._job, layout, own, self._cluster, self._jobs, recordings)
+        return predict_traced(traces, own, self._cluster, layout)
+
     def _priced(self, signature: Signature, shape: Shape, layout: Layout) -> Prediction:
         return predict(signature, reshaped(shape, layout), self._cluster, layout)
+
+
+def _traces(shape: Shape, layout: Layout) -> bool:
+    """Whether a layout is priced by traces; others are by a signature."""
+    plain = layout.schedule is None and not layout.several_chunks
+    return plain and EXPERT not in shape.layer_kinds
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:
