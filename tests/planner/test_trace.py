@@ -37,6 +37,7 @@ EXPERTS = (
 )
 CASES = {
     "uneven stages": (32, 24, FOUR + "--num-layer-list 3,1,2,2"),
+    "equal stages": (24, 24, APART + "--num-layers 24 --pipeline-model-parallel-size 6"),
     "interleaved": (32, 32, FOUR + "--num-virtual-stages-per-pipeline-rank 2"),
     "zb-h1": (32, 24, FOUR + "--pipeline-schedule zb-h1"),
     "experts after a dense layer": (8, 8, ONE + EXPERTS + "--moe-layer-freq [0,1,1,1]"),
@@ -53,7 +54,7 @@ CASES = {
     ),
 }
 """Name -> ranks, samples of a step, flags."""
-STAGES = {"uneven stages": (0, 3), "interleaved": (3,)}
+STAGES = {"uneven stages": (0, 3), "equal stages": (1, 4), "interleaved": (3,)}
 """Pipeline ranks that are counted, where there are more than the first: backward of the first rank
 of zb-h1 is whole, which that of the stage is not from which layers are measured."""
 
@@ -148,6 +149,32 @@ def test_spliced_figures_are_those_of_the_whole_job(name):
         sent, expected = figures(found), figures(real)
         assert sent.keys() == expected.keys()
         assert sent == pytest.approx(expected, rel=1e-3, abs=100)
+
+
+@pytest.mark.slow
+def test_prices_of_a_search_are_those_of_traces_at_the_own_size():
+    from dataclasses import replace
+
+    import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
+    from mindspeed.planner.composed.run_cache import RunCache
+    from mindspeed.planner.search.evaluator import JobEvaluator
+
+    job, devices = job_of("equal stages")
+    args = isolated.call(lambda: job.settings({}, devices).args)
+    cluster = clusters.load_cluster("h100")
+    runs = RunCache(None, job, cluster)
+    evaluator = JobEvaluator(job, args, cluster, runs)
+    few = layouts.layout_of(args)
+    evaluator.measure(few)
+    for layout in (few, replace(few, devices=4 * devices, global_batch_size=96)):
+        missing = runs.misses
+        found = evaluator.price(layout)
+        assert runs.misses == missing  # of the same recordings
+        own = evaluator.exact(layout)
+        same = [one.peak for one in found.ranks] == [one.peak for one in own.ranks]
+        assert same or layout is not few
+        assert found.peak_bytes == pytest.approx(own.peak_bytes, rel=1e-3)  # of paddings
+        assert found.seconds == pytest.approx(own.seconds, rel=0.01)
 
 
 @pytest.mark.slow

@@ -92,7 +92,10 @@ def _collectives(sent: Sent, ops: Sequence[str], shape: Shape, cluster: Cluster)
     for name, one in sent.items():
         ranks = _replicas(name, shape)
         if name.op in ops and one.payload > 0 and len(ranks) > 1:
-            total += cluster.collective_seconds(name.op, one.payload, ranks)
+            payload = float(one.payload)
+            if name.op == "all_gather":  # of the shard, which may be recorded on fewer ranks
+                payload *= name.size / len(ranks)
+            total += cluster.collective_seconds(name.op, payload, ranks)
     return total
 
 
