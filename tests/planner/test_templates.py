@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -159,6 +160,33 @@ def test_parts_of_the_step_are_those_of_the_whole_rank():
     found, part = templates_of(step(3, 3), 3), recording.Part.UPDATE
     found.replace_steps([recording.Block(-1, part, 0, [500, -500], ["temporary"] * 2)])
     assert splicing.splice(found, step(3, 3).row, [word("aaa")], 3).peak == 500
+
+
+def test_what_replicas_divide_is_interpolated():
+    from mindspeed.planner.compose.rank import with_replicas
+
+    def of(shard: int):
+        update = recording.Block(-1, recording.Part.UPDATE, 0, [shard, -shard], ["temporary"] * 2)
+        one = step(3, 3)
+        blocks = [update if block.part is update.part else block for block in one.blocks]
+        return replace(one, blocks=tuple(blocks), static=Counter(weights=5, optimizer=shard))
+
+    few, more = of(96), of(48)
+    more = replace(more, blocks=tuple(x for x in more.blocks if x.part is recording.Part.UPDATE))
+    found = with_replicas(few, few, more, (1 / 4 - 1) / (1 / 2 - 1))  # four times as many
+    assert (found.static, found.blocks) == (of(24).static, of(24).blocks)
+
+
+def test_what_a_middle_rank_has_alone_grows_as_what_equals_it():
+    found = templates_of(step(3, 3), 3)
+    longer = templates_of(step(4, 3), 4)
+    growth = templates.Growth(found, longer, (2,), 1)
+    key = next(key for key in found.found if key.part is recording.Part.BACK_POST)
+    other = replace(key, around=(None,))
+    assert growth.pair(other, found.found[key]) == (found.found[key], longer.found[key])
+    changed = replace(found.found[key], deltas=(7,))
+    with pytest.raises(templates.NotSpliceable, match="how it grows with the layers"):
+        growth.pair(other, changed)
 
 
 def test_recordings_survive_json():
