@@ -7,12 +7,15 @@
 The small job has the tensor, context, expert and data parallel sizes of the large one, its
 precision and its flags. It has fewer layers, with all neighbourhoods of the large one. In 1F1B it
 has fewer pipeline ranks and micro-batches, with all surroundings of an action that the large one
-has; other schedules have the same ranks, and as many micro-batches as repeat.
+has. Messages of other schedules live as long as their rows say: the small job has the same ranks,
+and as many micro-batches as repeat. Its layers are bare (:mod:`mindspeed.planner.count.bare`), and
+real ones are recorded in a pipeline of few ranks, one of 1F1B for the interleaved schedule, unless
+they keep something between actions themselves, as experts do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -94,6 +97,7 @@ class Cover:
         around_large: those of the large rank, in terms of the small one.
         reach: neighbours of a layer on either side that matter.
         middle: what the large row repeats more often than the small one.
+        sources: for each chunk, where its layers are recorded, if not here: a cover, and its chunk.
     """
 
     point: Point
@@ -107,6 +111,21 @@ class Cover:
     around_large: Surroundings
     reach: int
     middle: Middle | None = None
+    sources: tuple[tuple[Cover, int], ...] = ()
+
+    @property
+    def points(self) -> list[Point]:
+        """Ranks to record, without those of sources."""
+        return [self.point, self.base, *(one.point for one in self.longer)]
+
+    @property
+    def distinct_sources(self) -> list[Cover]:
+        """Covers of which layers are taken, each once."""
+        found: list[Cover] = []
+        for cover, _ in self.sources:
+            if all(cover.point != one.point for one in found):
+                found.append(cover)
+        return found
 
 
 def words_of(shape: Shape, stage: int) -> Word:
@@ -150,7 +169,9 @@ def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tupl
     )
 
 
-def covering(layout: Layout, shape: Shape, ranks: Sequence[int], reach: int = 1) -> list[Cover]:
+def covering(
+    layout: Layout, shape: Shape, ranks: Sequence[int], reach: int = 1, bare: bool = True
+) -> list[Cover]:
     """The recordings that stand for ranks of a job.
 
     Args:
@@ -158,16 +179,17 @@ def covering(layout: Layout, shape: Shape, ranks: Sequence[int], reach: int = 1)
         shape: its shape.
         ranks: the pipeline ranks.
         reach: neighbours of a layer on either side that matter.
+        bare: record the row of a rank with bare layers, where it is not 1F1B.
 
     Raises:
         NotSpliceable: none does.
     """
-    covers = [_cover(layout, shape, rank, reach) for rank in ranks]
-    if shape.chunks > 1 or layout.schedule is not None:
-        return covers
+    if not is_plain(layout, shape):
+        return [_of_row(layout, shape, rank, reach, bare) for rank in ranks]
     alike: dict[object, Cover] = {}
     found = []
-    for rank, cover in zip(ranks, covers, strict=True):
+    for rank in ranks:
+        cover = _of_1f1b(layout, shape, rank, reach)
         units = frozenset(one.unit for one in cover.longer)
         ends = rank == 0, rank == shape.ranks - 1
         first = alike.setdefault((ends, cover.words, units), cover)
@@ -175,24 +197,112 @@ def covering(layout: Layout, shape: Shape, ranks: Sequence[int], reach: int = 1)
     return found
 
 
-def _cover(layout: Layout, shape: Shape, rank: int, reach: int) -> Cover:
+def is_plain(layout: Layout, shape: Shape) -> bool:
+    """Whether ranks have one chunk and run 1F1B, or there is no pipeline."""
+    return shape.chunks == 1 and layout.schedule is None
+
+
+def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int) -> Cover:
+    row, whole = _row_and_words(shape, rank)
+    size = _fewest(shape, _seen(row), _seen, rank == 0, rank == shape.ranks - 1)
+    around = messages_near
+    return _cover(layout, shape, size or (shape.ranks, rank, shape.micro_batches), whole, reach)(
+        row, around, around
+    )
+
+
+def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, bare: bool) -> Cover:
+    row, whole = _row_and_words(shape, rank)
+    count, middle = _repeating(shape, row, rank)
+    size = shape.ranks, rank, count
+    small: Surroundings = place_in_row
+    large: Surroundings = place_in_row if middle is None else middle.around
+    if not bare:
+        return _cover(layout, shape, size, whole, reach)(row, small, large, middle)
+    own = _cover(layout, shape, size, whole, 0, bare=True)
+    sources = tuple(_sources(layout, shape, rank, reach, row, whole))
+    return own(row, _between(small), _between(large), middle, sources)
+
+
+def _row_and_words(shape: Shape, rank: int) -> tuple[Row, tuple[Word, ...]]:
     stages = shape.placement.stages[rank]
-    whole = tuple(words_of(shape, stage) for stage in stages)
-    found = [shortened(word, reach) for word in whole]
     row = row_of(shape.request, shape.ranks, shape.chunks, shape.micro_batches, rank)
-    around_small: Surroundings = messages_near
-    around_large: Surroundings = messages_near
-    middle = None
-    if shape.chunks == 1 and layout.schedule is None:
-        ranks, small, count = _fewest(shape, row, rank)
-    else:
-        ranks, small = shape.ranks, rank
-        count, middle = _repeating(shape, row, rank)
-        around_small, around_large = place_in_row, middle.around if middle else place_in_row
+    return row, tuple(words_of(shape, stage) for stage in stages)
+
+
+def _between(around: Surroundings) -> Surroundings:
+    """Surroundings of blocks that handle messages; others do not depend on them."""
+    return lambda row, action, part: (
+        around(row, action, part) if part in (Part.GAP, Part.PRE) else ()
+    )
+
+
+def _sources(
+    layout: Layout, shape: Shape, rank: int, reach: int, row: Row, whole: tuple[Word, ...]
+) -> Iterator[tuple[Cover, int]]:
+    """For each chunk of a rank, the cover with its layers, and the chunk there."""
+    if shape.request.kind not in ("1f1b", "interleaved"):
+        ends = rank == 0, rank == shape.ranks - 1
+        one = _source(layout, shape, reach, _turns(row), whole, *ends)
+        yield from ((one, chunk) for chunk in range(shape.chunks))
+        return
+    single = replace(shape, chunks=1, request=ScheduleRequest())
+    turns, count = _turns(row), len(shape.stages)
+    for chunk, stage in enumerate(shape.placement.stages[rank]):
+        wanted = {(op, 0, turn) for op, of, turn in turns if of == chunk}
+        ends = stage == 0, stage == count - 1
+        single = replace(single, ranks=count)
+        yield _source(replace(layout, vpp=1), single, reach, wanted, (whole[chunk],), *ends), 0
+
+
+def _source(
+    layout: Layout,
+    shape: Shape,
+    reach: int,
+    wanted: set[tuple[str, int, Turn]],
+    whole: tuple[Word, ...],
+    first: bool,
+    last: bool,
+) -> Cover:
+    size = _fewest(shape, wanted, _turns, first, last)
+    if size is None:
+        raise NotSpliceable("no short pipeline has all turns of the actions")
+    ranks, rank, count = size
+    row = row_of(_request(shape, ranks), ranks, shape.chunks, count, rank)
+    around = _between(place_in_row)
+    return _cover(layout, shape, size, whole, reach)(row, around, around)
+
+
+def _turns(row: Row) -> set[tuple[str, int, Turn]]:
+    """What dense layers of a row depend on, apart from their neighbours."""
+    turns = zip(row, turns_of(row), strict=True)
+    return {(*place[:2], turn._replace(after="")) for place, turn in turns}
+
+
+def _cover(
+    layout: Layout,
+    shape: Shape,
+    size: tuple[int, int, int],
+    whole: tuple[Word, ...],
+    reach: int,
+    bare: bool = False,
+) -> Callable[..., Cover]:
+    """The cover of a rank whose chunks have these layers, but for its row.
+
+    Args:
+        layout: layout of the job.
+        shape: its shape.
+        size: ranks of the small pipeline, rank, micro-batches.
+        whole: layers of the chunks of the large rank.
+        reach: neighbours of a layer that matter.
+        bare: whether layers are bare.
+    """
+    ranks, rank, count = size
 
     def point(words: Sequence[Word]) -> Point:
-        return _point(layout, shape, ranks, count, small, words)
+        return replace(_point(layout, shape, ranks, count, rank, words), bare=bare)
 
+    found = [shortened(word, reach) for word in whole]
     words = tuple(one.word for one in found)
     if layout.schedule in V_SHAPES:  # their chunks have as many layers each
         words = _equally_long(words, whole)
@@ -204,9 +314,20 @@ def _cover(layout: Layout, shape: Shape, rank: int, reach: int) -> Cover:
         longer.append(Longer(unit, point(more), more, chunks))
     times = tuple(dict(one.units) for one in found)
     own = point(words)
-    return Cover(
-        own, words, times, own, tuple(longer), row, whole, around_small, around_large, reach, middle
-    )
+
+    def cover(
+        row: Row,
+        around_small: Surroundings,
+        around_large: Surroundings,
+        middle: Middle | None = None,
+        sources: tuple[tuple[Cover, int], ...] = (),
+    ) -> Cover:
+        return Cover(
+            *(own, words, times, own, tuple(longer), row, whole),
+            *(around_small, around_large, reach, middle, sources),
+        )
+
+    return cover
 
 
 def _equally_long(words: tuple[Word, ...], whole: tuple[Word, ...]) -> tuple[Word, ...]:
@@ -225,25 +346,48 @@ def _seen(row: Row) -> set[tuple[Place, Turn, Around]]:
     }
 
 
-def _fewest(shape: Shape, row: Row, rank: int) -> tuple[int, int, int]:
-    """Ranks, rank and micro-batches of the shortest 1F1B row with all surroundings of ``row``."""
-    wanted = _seen(row)
+def _fewest(
+    shape: Shape,
+    wanted: set[Any],
+    seen: Callable[[Row], set[Any]],
+    first: bool,
+    last: bool,
+) -> tuple[int, int, int] | None:
+    """Ranks, rank and micro-batches of the shortest row that has all of ``wanted``.
+
+    Args:
+        shape: shape of the job.
+        wanted: what a row has to have.
+        seen: what a row has.
+        first: whether the rank is the first of the pipeline.
+        last: whether it is the last.
+    """
     for count in range(1, MOST_BATCHES + 1):
-        for ranks, small in _candidates(shape, rank):
-            if wanted <= _seen(row_of(shape.request, ranks, 1, count, small)):
+        for ranks, small in _candidates(shape.ranks, first, last):
+            try:
+                row = row_of(_request(shape, ranks), ranks, shape.chunks, count, small)
+            except MindSpeedError:  # the schedule needs more micro-batches
+                continue
+            if wanted <= seen(row):
                 return ranks, small, count
-    return shape.ranks, rank, shape.micro_batches
+    return None
 
 
-def _candidates(shape: Shape, rank: int) -> Iterator[tuple[int, int]]:
-    """Smaller pipelines and the ranks in them that have the same ends of the model."""
-    if shape.ranks == 1:
+def _request(shape: Shape, ranks: int) -> ScheduleRequest:
+    """The request of the schedule on so many ranks, of which Megatron makes groups by default."""
+    request = shape.request
+    return replace(request, group_size=ranks) if request.group_size == shape.ranks else request
+
+
+def _candidates(most: int, first: bool, last: bool) -> Iterator[tuple[int, int]]:
+    """Small pipelines and the ranks in them that have the same ends of the model."""
+    if first and last:
         yield 1, 0
         return
-    for ranks in range(2, min(shape.ranks, MOST_RANKS) + 1):
-        if rank == 0:
+    for ranks in range(2, min(most, MOST_RANKS) + 1):
+        if first:
             yield ranks, 0
-        elif rank == shape.ranks - 1:
+        elif last:
             yield ranks, ranks - 1
         else:
             yield from ((ranks, small) for small in range(1, ranks - 1))

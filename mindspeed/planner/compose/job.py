@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.covering import Cover, covering
+from mindspeed.planner.compose.covering import Cover, covering, is_plain
 from mindspeed.planner.compose.rank import RankTrace, trace, with_replicas
 from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count.recorder import record
 from mindspeed.planner.count.recording import Point, Recording
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.shape import Shape
+from mindspeed.planner.shape import EXPERT, Shape
 
 LARGEST_REACH = 2
 """Most neighbours of a layer on either side that may matter."""
@@ -67,12 +68,12 @@ def trace_job(
     built = _built(layout, shape, asked)
 
     def traced(covers: Sequence[Cover]) -> list[RankTrace]:
-        points = [_points(one) + own for one, own in zip(covers, built, strict=True)]
-        found = []
-        for cover, of in zip(covers, _recorded(job, points, cluster, jobs, cache), strict=True):
-            count = len(_points(cover))
-            found.append(trace(cover, of[:count], *of[count:]))
-        return found
+        points = [one for cover in covers for one in _points(cover)]
+        of = _recorded(job, [*points, *filter(None, built)], cluster, jobs, cache)
+        return [
+            trace(cover, of, None if own is None else of(own))
+            for cover, own in zip(covers, built, strict=True)
+        ]
 
     return _widening(traced, layout, shape, asked)
 
@@ -107,20 +108,18 @@ def trace_alike(
     times = (few.dp / layout.dp - 1) / (1 / 2 - 1)  # of the difference that twice as many make
 
     def traced(covers: Sequence[Cover]) -> list[RankTrace]:
-        points = [_points(one) for one in covers]
-        if not shape.distributed_optimizer:
-            recorded = _recorded(job, points, cluster, jobs, cache)
-            return [trace(*one) for one in zip(covers, recorded, strict=True)]
-        more = [[_twice(one) for one in of[1:]] for of in points]
-        recorded = _recorded(job, [*points, *more], cluster, jobs, cache)
-        found = []
-        for cover, of, others in zip(covers, recorded, recorded[len(covers) :], strict=False):
-            pairs = list(zip(of[1:], others, strict=True))
-            sized = [with_replicas(pair[0], *pair, times) for pair in pairs]
-            # The point has the layers of the base.
-            point = sized[0] if of[0] is of[1] else with_replicas(of[0], *pairs[0], times)
-            found.append(trace(cover, [point, *sized]))
-        return found
+        points = [one for cover in covers for one in _points(cover)]
+        shared = shape.distributed_optimizer
+        more = [_twice(one) for cover in covers for one in cover.points[1:] if shared]
+        of = _recorded(job, [*points, *more], cluster, jobs, cache)
+
+        def replicated(cover: Cover, point: Point) -> Recording:
+            if not shared or point not in cover.points:
+                return of(point)
+            alike = point if point in cover.points[1:] else cover.base  # with the same layers
+            return with_replicas(of(point), of(alike), of(_twice(alike)), times)
+
+        return [trace(one, partial(replicated, one)) for one in covers]
 
     return _widening(traced, few, shape, range(shape.ranks))
 
@@ -158,44 +157,55 @@ def _widening(
     shape: Shape,
     ranks: Sequence[int],
 ) -> list[RankTrace]:
-    """Trace with as many neighbours of a layer as matter."""
-    for reach in range(1, LARGEST_REACH + 1):
+    """Trace with as many neighbours of a layer as matter, and real layers where bare ones differ.
+
+    Raises:
+        NotSpliceable: no trace fits.
+    """
+    kinds = [True, False] if EXPERT not in shape.layer_kinds else [False]
+    if is_plain(layout, shape):
+        kinds = [False]
+    ways = [(reach, bare) for bare in kinds for reach in range(1, LARGEST_REACH + 1)]
+    for reach, bare in ways:
         try:
-            return traced(covering(layout, shape, ranks, reach))
+            return traced(covering(layout, shape, ranks, reach, bare))
         except NotSpliceable:  # such as transfers that end two layers later
-            if reach == LARGEST_REACH:
+            if (reach, bare) == ways[-1]:
                 raise
     raise AssertionError("unreachable")
 
 
 def _points(cover: Cover) -> list[Point]:
-    return [cover.point, cover.base, *(one.point for one in cover.longer)]
+    """All ranks to record, those that show what bare layers leave out included."""
+    found = cover.points
+    for one in cover.distinct_sources:
+        found += [*_points(one), replace(one.point, bare=True)]
+    return found
 
 
-def _built(layout: Layout, shape: Shape, ranks: Sequence[int]) -> list[list[Point]]:
+def _built(layout: Layout, shape: Shape, ranks: Sequence[int]) -> list[Point | None]:
     """Ranks without a forward, if their buffers are padded for sharing; equal ranks once."""
     if not shape.distributed_optimizer:
-        return [[] for _ in ranks]
+        return [None for _ in ranks]
     names = [tuple((role, word) for role, word in shape.chunks_of(rank)) for rank in ranks]
     first = [ranks[names.index(name)] for name in names]
-    return [[Point(layout.overrides(), layout.devices, one, forward=False)] for one in first]
+    return [Point(layout.overrides(), layout.devices, one, forward=False) for one in first]
 
 
 def _recorded(
     job: Job,
-    of_ranks: Sequence[Sequence[Point]],
+    asked: Sequence[Point],
     cluster: Cluster | None,
     jobs: int,
     cache: Recordings | None,
-) -> list[list[Recording]]:
+) -> Callable[[Point], Recording]:
     """Make the recordings that the cache lacks; equal points once."""
-    points = [one for of_rank in of_ranks for one in of_rank]
-    known: dict[int, Recording] = {}
-    first = [points.index(point) for point in points]
-    for index in sorted(set(first)):
-        if cache is not None and (one := cache.get(points[index])) is not None:
-            known[index] = one
-    missing = [index for index in sorted(set(first)) if index not in known]
+    points: list[Point] = []
+    for one in asked:
+        if one not in points:
+            points.append(one)
+    known = [None if cache is None else cache.get(point) for point in points]
+    missing = [index for index, one in enumerate(known) if one is None]
     arguments = [(job, points[index], cluster) for index in missing]
     results = isolated.map(record, arguments, jobs, RUN_SECONDS)
     for index, result in zip(missing, results, strict=True):
@@ -204,5 +214,10 @@ def _recorded(
         known[index] = result
         if cache is not None:
             cache.put(points[index], result)
-    found = (known[index] for index in first)
-    return [[next(found) for _ in of_rank] for of_rank in of_ranks]
+
+    def recording_of(point: Point) -> Recording:
+        found = known[points.index(point)]
+        assert found is not None
+        return found
+
+    return recording_of

@@ -11,12 +11,26 @@ from mindspeed.planner.compose.covering import Cover
 from mindspeed.planner.compose.splice import Spliced, micro_batches, splice
 from mindspeed.planner.compose.templates import (
     Growth,
+    Key,
     NotSpliceable,
+    Template,
     Templates,
+    Turn,
     own_seconds,
     summed,
+    turns_of,
 )
-from mindspeed.planner.count.recording import BUILT, PER_STEP, Recording, Sent, add
+from mindspeed.planner.compose.words import Word
+from mindspeed.planner.count.recording import (
+    BUILT,
+    OF_LAYERS,
+    PER_STEP,
+    Part,
+    Point,
+    Recording,
+    Sent,
+    add,
+)
 
 
 @dataclass(frozen=True)
@@ -48,44 +62,28 @@ class RankTrace:
         return Counter({k: n for k, n in (Counter(self.static) + self.step.at_peak).items() if n})
 
 
-def trace(
-    cover: Cover, recordings: Sequence[Recording], built: Recording | None = None
-) -> RankTrace:
+Lookup = Callable[[Point], Recording]
+"""The recording of a point."""
+
+
+def trace(cover: Cover, recording_of: Lookup, built: Recording | None = None) -> RankTrace:
     """The figures of the rank for which a cover stands.
 
     Args:
         cover: the cover.
-        recordings: recordings of its point, its base, and the longer ones.
+        recording_of: recordings of its points.
         built: the rank without a forward, where what it has between steps does not grow with
             layers.
 
     Raises:
         NotSpliceable: blocks do not repeat.
     """
-    first, base, *longer = recordings
-    expected = (cover.words, cover.words, *(x.words for x in cover.longer))
-    for one, words in zip(recordings, expected, strict=True):
-        if one.layers != tuple(map(len, words)):
-            raise NotSpliceable(f"chunks of {one.layers} layers instead of {words}")
-    own = Templates.of(first, cover.words, cover.around_small, cover.reach)
-    shorter = own
-    if base is not first:
-        shorter = Templates.of(base, cover.words, cover.around_small, cover.reach)
-    if cover.middle is not None:
-        own.check_repeats(cover.middle.start, cover.middle.period)
-    growths = [
-        Growth(
-            shorter,
-            Templates.of(one, cover_of.words, cover.around_small, cover.reach),
-            tuple(times.get(cover_of.unit, 0) for times in cover.times),
-            cover_of.chunks,
-        )
-        for one, cover_of in zip(longer, cover.longer, strict=True)
-    ]
-    grown = own.grown(growths)
+    first, base, *longer = map(recording_of, cover.points)
+    grown, growths = _grown(cover, recording_of)
     if built is not None:
         grown.replace_steps(built.blocks)
     grown.surroundings = cover.around_large
+    kept = _take_layers(grown, cover, recording_of) if cover.sources else Counter[str]()
 
     def line(of: Callable[[Recording], float]) -> int:
         pairs = zip(longer, growths, strict=True)
@@ -96,18 +94,97 @@ def trace(
     for one, growth in zip(longer, growths, strict=True):
         add(shared, one.shared, growth.mean)
         add(shared, base.shared, -growth.mean)
-    kinds = {kind for one in recordings for kind in one.static}
+    kinds = {kind for one in (first, base, *longer) for kind in one.static}
     static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
     if built is not None:
-        kept = {kind: n for kind, n in static.items() if kind not in BUILT}
-        static = Counter(kept) + built.static
+        static = _kept(static) + built.static
     return RankTrace(
-        static,
+        static + kept,
         line(lambda one: one.parameters),
         line(lambda one: one.host),
         splice(grown, cover.row, cover.whole, micro_batches(first.row)),
         shared,
     )
+
+
+def _grown(cover: Cover, recording_of: Lookup) -> tuple[Templates, list[Growth]]:
+    """Templates of the rank for which a cover stands, and how they grow with layers."""
+    first, base, *longer = map(recording_of, cover.points)
+    expected = (cover.words, cover.words, *(x.words for x in cover.longer))
+    for one, words in zip((first, base, *longer), expected, strict=True):
+        if one.layers != tuple(map(len, words)):
+            raise NotSpliceable(f"chunks of {one.layers} layers instead of {words}")
+    without = OF_LAYERS if cover.sources else ()
+
+    def templates(one: Recording, words: Sequence[Word]) -> Templates:
+        return Templates.of(one, words, cover.around_small, cover.reach, without)
+
+    own = templates(first, cover.words)
+    shorter = own if base is first else templates(base, cover.words)
+    if cover.middle is not None:
+        own.check_repeats(cover.middle.start, cover.middle.period)
+    growths = [
+        Growth(
+            shorter,
+            templates(one, cover_of.words),
+            tuple(times.get(cover_of.unit, 0) for times in cover.times),
+            cover_of.chunks,
+        )
+        for one, cover_of in zip(longer, cover.longer, strict=True)
+    ]
+    return own.grown(growths), growths
+
+
+def _take_layers(grown: Templates, cover: Cover, recording_of: Lookup) -> Counter[str]:
+    """Take the blocks of actions whose layers are bare from real ones.
+
+    Returns:
+        bytes that real layers keep between steps, by kind.
+
+    Raises:
+        NotSpliceable: real ones keep something between actions.
+    """
+    sources, found = [], list[Counter[str]]()
+    for of in cover.distinct_sources:
+        real, bare = recording_of(of.point), recording_of(replace(of.point, bare=True))
+        if _between_actions(real) != _between_actions(bare):
+            raise NotSpliceable("layers keep bytes between actions")
+        longer = [recording_of(one.point) for one in of.longer]
+        found += [_kept(one.static) - _kept(bare.static) for one in (real, *longer)]
+        sources.append((of.point, _grown(of, recording_of)[0].found))
+    if any(one != found[0] for one in found):
+        raise NotSpliceable("layers keep bytes between steps, other ones in other chunks")
+    turns = {(*place[:2], turn) for place, turn in zip(cover.row, turns_of(cover.row), strict=True)}
+    for chunk, (source, index) in enumerate(cover.sources):
+        layers = next(one for point, one in sources if point == source.point)
+        grown.reach = source.reach
+        first_known: dict[Key, Template] = {}
+        for key, one in layers.items():
+            if key.part in OF_LAYERS and key.chunk == index:
+                key = replace(key, chunk=chunk, turn=_alone(key.turn))
+                if first_known.setdefault(key, one).deltas != one.deltas:
+                    raise NotSpliceable(f"{key}: depends on the action before")
+        for key, one in first_known.items():
+            for op, owner, turn in turns:
+                if (op, owner, _alone(turn)) == (key.op, chunk, key.turn):
+                    grown.found[replace(key, turn=turn)] = one
+    return found[0]
+
+
+def _kept(static: Counter[str]) -> Counter[str]:
+    """Bytes between steps that micro-batches left."""
+    return Counter({kind: n for kind, n in static.items() if kind not in BUILT})
+
+
+def _alone(turn: Turn | None) -> Turn:
+    """A turn without the action before."""
+    return (turn or Turn())._replace(after="")
+
+
+def _between_actions(recording: Recording) -> list[tuple[int, Part, list[int]]]:
+    """Bytes of messages, and of what is left by the step before."""
+    parts = (Part.HEAD, Part.OPEN, Part.PRE, Part.GAP)
+    return [(x.action, x.part, x.deltas) for x in recording.blocks if x.part in parts]
 
 
 def with_replicas(one: Recording, few: Recording, more: Recording, times: float) -> Recording:

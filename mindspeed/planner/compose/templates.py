@@ -156,7 +156,12 @@ class Templates:
 
     @classmethod
     def of(
-        cls, recording: Recording, words: Sequence[Word], surroundings: Surroundings, reach: int
+        cls,
+        recording: Recording,
+        words: Sequence[Word],
+        surroundings: Surroundings,
+        reach: int,
+        without: Sequence[Part] = (),
     ) -> Templates:
         """Take the templates from a recording.
 
@@ -165,6 +170,7 @@ class Templates:
             words: layers of its chunks.
             surroundings: what else blocks depend on.
             reach: neighbours of a layer that matter.
+            without: parts that are left out.
 
         Raises:
             NotSpliceable: blocks are not those of the words, or repetitions differ.
@@ -178,7 +184,8 @@ class Templates:
             raise NotSpliceable(f"the step runs {ran} where its layers have {wanted}")
         found, groups = cls({}, surroundings, reach), dict[Key, list[Block]]()
         for one, (_, key) in zip(recording.blocks, found.keys(recording.row, words), strict=True):
-            groups.setdefault(key, []).append(one)
+            if key.part not in without:
+                groups.setdefault(key, []).append(one)
         for key, blocks in groups.items():
             found.found[key] = _template(key, blocks)
         return found

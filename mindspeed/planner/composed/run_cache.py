@@ -117,7 +117,8 @@ class Recordings:
         self.cache._put(self._name(point), recording, json_of(recording))
 
     def _name(self, point: RecordedPoint) -> str:
-        return self.cache._name(point, "recording" if point.forward else "between steps")
+        kind = "between steps" if not point.forward else "bare" if point.bare else "recording"
+        return self.cache._name(point, kind)
 
 
 def _values(run: TinyRun) -> dict[str, Any]:

@@ -110,7 +110,9 @@ def record(job: Job, point: Point, cluster: Cluster | None = None) -> Recording:
 
     args = job.settings(point.overrides, point.devices).args
     clock = None if cluster is None else VirtualClock.of(DeviceRates(cluster))
-    return (record_args if point.forward else between_steps)(args, point.stage, clock)
+    if not point.forward:
+        return between_steps(args, point.stage, clock)
+    return record_args(args, point.stage, clock, bare=point.bare)
 
 
 def record_args(
@@ -118,8 +120,10 @@ def record_args(
     stage: int,
     clock: VirtualClock | None = None,
     micro_batches: int | None = None,
+    bare: bool = False,
 ) -> Recording:
     """Record a pipeline rank of a job with final values ``args``; see :func:`record`."""
+    from mindspeed.planner.count.bare import make_bare
     from mindspeed.planner.counted.balanced_routing import planned_rank
     from mindspeed.planner.counted.counted_step import no_collections
     from mindspeed.planner.counted.loop import StepOfRank
@@ -132,6 +136,8 @@ def record_args(
         Recorder(clock) as recorder,
     ):
         step = StepOfRank(own, recorder, micro_batches)
+        if bare:
+            make_bare(step.model)
         claim(recorder, step.model)
         (step.run_shortest if first_may_be_short(own) else step.run)()
         claim(recorder, step.model)

@@ -33,6 +33,8 @@ class Part(Enum):
 BUILT = ("weights", "gradients", "main weights", "optimizer")
 """Kinds of memory that exist before the first forward, or that the optimizer makes."""
 PER_LAYER = (Part.LAYER, Part.AGAIN, Part.BACK)
+OF_LAYERS = (*PER_LAYER, Part.POST, Part.BACK_POST, Part.BACK_PRE)
+"""Parts that free what layers keep, or whose operations are those of layers."""
 AFTER = (Part.END, Part.UPDATE, Part.CLOSE)
 BEFORE = (Part.HEAD, Part.CLEAR, Part.OPEN)
 PER_STEP = (*BEFORE, *AFTER)
@@ -145,12 +147,14 @@ class Point:
         devices: number of its ranks.
         stage: pipeline rank.
         forward: whether micro-batches run; else gradients are zeroed and the optimizer steps.
+        bare: whether layers only pass hidden states on (:mod:`mindspeed.planner.count.bare`).
     """
 
     overrides: Overrides
     devices: int
     stage: int
     forward: bool = True
+    bare: bool = False
 
 
 @dataclass(frozen=True)
