@@ -10,12 +10,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.cli.plan_output import composed_within, memory_table, print_whole
+from mindspeed.cli.plan_output import memory_table, print_whole
 from mindspeed.cli.plan_run import progress
 from mindspeed.errors import MindSpeedError, PlanError
 
 if TYPE_CHECKING:
-    from mindspeed.planner.composed.compose import Composed
+    from mindspeed.planner.compose.compose import Composed
     from mindspeed.training.resolve import Settings
 
 
@@ -56,7 +56,7 @@ def print_dry_run(settings: Settings, flags: Sequence[str], defaults: Mapping[st
         defaults: values of flags that neither these nor a recipe set.
     """
     from mindspeed.planner import isolated
-    from mindspeed.planner.composed.measurement import import_ahead
+    from mindspeed.planner.compose.job import import_ahead
 
     args = settings.args
     import_ahead()
@@ -69,9 +69,8 @@ def print_dry_run(settings: Settings, flags: Sequence[str], defaults: Mapping[st
         return
     print("# bytes of the tensors of a rank, counted")
     print_whole(memory_table(composed.check, flops=False))
-    for text in (composed.check.note, composed_within(composed.error)):
-        if text:
-            print(text)
+    if composed.check.note:
+        print(composed.check.note)
 
 
 def figures(args: argparse.Namespace) -> str:
@@ -120,10 +119,10 @@ def counted(
     Raises:
         MindSpeedError: the job cannot be counted, or not in a few minutes; says what is in the way.
     """
-    from mindspeed.planner.composed.compose import Composed, compose
-    from mindspeed.planner.composed.whole_ranks import peak_micro_batches
-    from mindspeed.planner.counted.check import check
+    from mindspeed.planner.compose.compose import Composed, compose
+    from mindspeed.planner.count.check import check
     from mindspeed.planner.job import Job
+    from mindspeed.planner.time.whole_ranks import peak_micro_batches
     from mindspeed.training.pipeline_figures import micro_batches
 
     batches = peak_micro_batches(args)
@@ -146,4 +145,4 @@ def counted(
             "--check -- with these flags counts them"
         )
     with progress("counting bytes of whole ranks") as tell:
-        return Composed(check(args, progress=tell, micro_batches=batches), 0.0)
+        return Composed(check(args, progress=tell, micro_batches=batches))

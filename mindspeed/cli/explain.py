@@ -30,7 +30,6 @@ from rich.table import Table
 
 from mindspeed.cli.plan import add_job_arguments, job_parser, read, use_machine
 from mindspeed.cli.plan_check import (
-    composed_within,
     layout_of,
     memory_limit,
     memory_table,
@@ -45,12 +44,12 @@ from mindspeed.ranges import MAX_COUNT, MAX_RANKS, whole
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
-    from mindspeed.planner.composed.price import Prediction
-    from mindspeed.planner.counted.parts import Part
-    from mindspeed.planner.effects import Effect
-    from mindspeed.planner.explain import Explanation
+    from mindspeed.planner.count.parts import Part
+    from mindspeed.planner.explain.effects import Effect
+    from mindspeed.planner.explain.explain import Explanation
     from mindspeed.planner.job import Job
     from mindspeed.planner.layout import Layout
+    from mindspeed.planner.time.prediction import Prediction
 
 
 HELP = "explain a job: where bytes, FLOPs, messages and bubbles are, and what would help"
@@ -79,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
     job = job_of(flags)
     args = job.settings(None, own.devices).args
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.explain import explain
+    from mindspeed.planner.explain.explain import explain
     from mindspeed.planner.layout import layout_of
 
     cluster = load_cluster(own.cluster)
@@ -179,8 +178,6 @@ def print_page(
         line(modelled(found.prediction, args, cluster.name))
         line("this job is counted whole: its changes are not predicted")
         return
-    if text := composed_within(found.error):
-        line(text)
     print_whole(_time_table(found.prediction))
     line(modelled(found.prediction, args, cluster.name))
     if found.helpful:
@@ -207,7 +204,7 @@ def _no_help(found: Explanation, commands: Commands) -> str:
 
 def _tried(tried: Sequence[Effect]) -> str:
     """Summary of the changes that were tried."""
-    from mindspeed.planner.effects import INTERRUPTED
+    from mindspeed.planner.explain.effects import INTERRUPTED
 
     refused = sum(bool(one.refused) for one in tried)
     predicted = sum(one.predicted for one in tried)
@@ -240,7 +237,6 @@ def as_data(args: argparse.Namespace, found: Explanation, commands: Commands) ->
         ],
         "nearest": None if found.nearest is None else _effect(found.nearest, commands),
         "tried": [_effect(one, commands) for one in found.tried],
-        "error": found.error,
         "interrupted": found.interrupted,
     }
 

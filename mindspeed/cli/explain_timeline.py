@@ -22,7 +22,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.timeline import write_trace
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.counted.layer_costs import (
+from mindspeed.planner.count.layer_costs import (
     PHASES,
     Costs,
     by_scope,
@@ -30,7 +30,7 @@ from mindspeed.planner.counted.layer_costs import (
     lanes,
     total,
 )
-from mindspeed.planner.counted.timed_step import TimedStep
+from mindspeed.planner.count.timed_step import TimedStep
 
 ASSUMPTIONS = (
     "each process group has a link of its own, without contention",
@@ -71,8 +71,8 @@ def run_timeline(own: argparse.Namespace, args: argparse.Namespace, cluster: Clu
         MindSpeedError: the job cannot be timed; says what is in the way.
     """
     from mindspeed.planner import isolated
-    from mindspeed.planner.counted.parts import fewest_micro_batches
-    from mindspeed.planner.counted.timed_step import time_step
+    from mindspeed.planner.count.parts import fewest_micro_batches
+    from mindspeed.planner.count.timed_step import time_step
     from mindspeed.training.fake_job import rank_in_stage
 
     stages = args.pipeline_model_parallel_size

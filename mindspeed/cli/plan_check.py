@@ -23,7 +23,6 @@ from rich.table import Table
 from mindspeed.cli.dry_run import settings_of
 from mindspeed.cli.plan_output import (
     bytes_unit,
-    composed_within,
     memory_table,
     new_table,
     print_whole,
@@ -34,12 +33,12 @@ from mindspeed.errors import MindSpeedError
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
-    from mindspeed.planner.composed.compose import Composed
-    from mindspeed.planner.composed.price import Prediction
-    from mindspeed.planner.counted.check import Check, Traffic
+    from mindspeed.planner.compose.compose import Composed
+    from mindspeed.planner.count.check import Check, Traffic
     from mindspeed.planner.feature_plans import ActivationPlan
     from mindspeed.planner.interval import Interval
     from mindspeed.planner.job import Job
+    from mindspeed.planner.time.prediction import Prediction
 
 
 DOES_NOT_FIT = 3
@@ -55,7 +54,7 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
     """
     limit, origin = memory_limit(own)
     job = job_of(flags)
-    from mindspeed.planner.counted.check import megatron_formula
+    from mindspeed.planner.count.check import megatron_formula
 
     args = job.settings(None, own.devices).args
     counted = _counted(own, job, args, limit)
@@ -66,8 +65,6 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
     else:
         print_check(args, found, others, origin)
         console = Console(soft_wrap=True)
-        if text := composed_within(counted.error):
-            console.print(text, highlight=False)
         if prediction is not None:
             console.print(modelled(prediction, args, own.cluster), highlight=False)
         elif counted.untimed:
@@ -85,7 +82,7 @@ def _counted(
 ) -> Composed:
     """Composed from small runs, or counted whole."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed.compose import compose, count_where_needed
+    from mindspeed.planner.compose.compose import compose, count_where_needed
 
     cluster = None if own.cluster is None else load_cluster(own.cluster)
     composed = None
@@ -122,7 +119,6 @@ def as_data(
     found, prediction = counted.check, counted.prediction
     return {
         "composed": found.composed,
-        "error": counted.error,
         "modelled_seconds": None if prediction is None else prediction.seconds,
         "modelled_interval": None
         if prediction is None or cluster is None

@@ -20,7 +20,7 @@ from rich.table import Table
 from mindspeed.cli.plot import COLORS, GREY, figure_class, write_figure
 
 if TYPE_CHECKING:
-    from mindspeed.planner.counted.check import Check
+    from mindspeed.planner.count.check import Check
     from mindspeed.planner.search.result import SearchResult
 
 
@@ -116,15 +116,6 @@ def memory_table(found: Check, flops: bool = True) -> Table:
             style="bold" if rank is found.fullest else "",
         )
     return table
-
-
-def composed_within(error: float) -> str:
-    """The error of composed bytes, if it is large enough to report; empty otherwise."""
-    from mindspeed.planner.composed.signature import TOLERANCE
-
-    if error <= TOLERANCE:
-        return ""
-    return f"bytes are composed of small runs, within {error:.2%} by those that were compared"
 
 
 _LIMIT = "#dc2626"

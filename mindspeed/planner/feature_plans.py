@@ -48,8 +48,8 @@ from mindspeed.pipeline.automated.task import Task, report
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.program import program_of
 from mindspeed.planner.cluster.rates import DeviceRates
-from mindspeed.planner.counted.fake_world import fake_world
-from mindspeed.planner.counted.planned_tensors import PlannedTensors
+from mindspeed.planner.count.fake_world import fake_world
+from mindspeed.planner.count.planned_tensors import PlannedTensors
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -222,7 +222,7 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
     """Choose the plan of the stage of this process, whose process groups exist."""
     from mindspeed.memory.adaptive.megatron import Controller
     from mindspeed.memory.megatron import chunk_layers
-    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.planner.count.loop import StepOfRank
 
     settings, journal = _settings(args, budget), Journal()
     peaks: list[int] = []
@@ -303,7 +303,7 @@ def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profi
 
 def _part_of(args: argparse.Namespace, cluster: Cluster, task: Task, stage: int) -> RankPart:
     """Profile a pipeline rank."""
-    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.training.fake_job import rank_in_stage
 
     ends = [rank_in_stage(args, number) for number in (0, 1)]

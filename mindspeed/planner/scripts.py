@@ -29,7 +29,7 @@ from mindspeed import device
 from mindspeed.adaptor.script_job import ScriptJob
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import ConfigError
-from mindspeed.planner.counted.loop import Step, batches
+from mindspeed.planner.count.loop import Step, batches
 from mindspeed.planner.job import Job, Overrides, changed_words, not_planned
 from mindspeed.training.arguments import add_names_of_the_trainer
 from mindspeed.training.resolve import Settings

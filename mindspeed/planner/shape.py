@@ -59,17 +59,6 @@ def whole_only(args: argparse.Namespace) -> str:
     return ""
 
 
-def spliced_only(args: argparse.Namespace) -> str:
-    """The part of a job that can be spliced, but not estimated layer by layer; empty if none."""
-    values = vars(args)
-    if (values.get("zero_stage") or 0) > 1 or values.get("use_megatron_fsdp"):
-        return "--zero-stage 2 and 3 (--use-megatron-fsdp)"
-    uniform = args.recompute_granularity == "full" and args.recompute_method == "uniform"
-    if uniform and args.recompute_num_layers > 1:
-        return f"layers recomputed in groups of {args.recompute_num_layers}"
-    return ""
-
-
 def _pairs(args: argparse.Namespace) -> str:
     """What training on pairs of answers has beside layers: a reference model, steps read ahead."""
     if args.objective == "next_token":
@@ -115,7 +104,7 @@ class Shape:
         tokens: tokens of a step on all devices.
         dtype: dtype of parameters and activations; MFU is relative to its peak.
         whole_only: the part that cannot be composed (:func:`whole_only`), or empty.
-        spliced_only: the part that can be spliced only (:func:`spliced_only`), or empty.
+        shards_gradients: data-parallel ranks shard gradients, or weights, too.
         recomputed_together: layers of a group of full recomputation; 0 without it.
         recomputes_some: whether the first layers of each chunk are recomputed.
         predictions: layers of multi-token prediction.
@@ -142,7 +131,7 @@ class Shape:
     tokens: int
     dtype: str = "bf16"
     whole_only: str = ""
-    spliced_only: str = ""
+    shards_gradients: bool = False
     recomputed_together: int = 0
     recomputes_some: bool = False
     predictions: int = 0
@@ -175,11 +164,6 @@ class Shape:
         if len(self.stages) == 1:
             return "only"
         return "first" if stage == 0 else "last" if stage == len(self.stages) - 1 else "middle"
-
-    @property
-    def uncomposable(self) -> str:
-        """The part that differences of small runs cannot compose; empty if there is none."""
-        return self.unspliceable or self.spliced_only
 
     @property
     def unspliceable(self) -> str:
@@ -235,7 +219,8 @@ def shape_of(args: argparse.Namespace) -> Shape:
         tokens=args.global_batch_size * args.seq_length,
         dtype=precision.name,
         whole_only=whole_only(args) or _pairs(args),
-        spliced_only=spliced_only(args),
+        shards_gradients=(vars(args).get("zero_stage") or 0) > 1
+        or bool(vars(args).get("use_megatron_fsdp")),
         recomputed_together=args.recompute_num_layers or 1 if uniform else 0,
         recomputes_some=full and args.recompute_method == "block",
         predictions=args.mtp_num_layers or 0,

@@ -62,7 +62,7 @@ def check_types(
     """
     require_package()
     from mindspeed.planner import isolated
-    from mindspeed.planner.counted.planned_tensors import NoFakeKernel, ReadsValue
+    from mindspeed.planner.count.planned_tensors import NoFakeKernel, ReadsValue
     from mindspeed.type_check.equal_parts import chunks_of_stages
     from mindspeed.type_check.stage import check_stage, import_ahead, shortened
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mindspeed.journal import Journal
-from mindspeed.planner.shape import shape_of, spliced_only, whole_only
+from mindspeed.planner.shape import shape_of, whole_only
 from mindspeed.type_check.tensor_types import types_of
 
 
@@ -61,8 +61,12 @@ def equal_layers_run_once(
 
 
 def _follows_from_parts(args: argparse.Namespace) -> bool:
-    alike = not whole_only(args) and not spliced_only(args)
-    return alike and getattr(args, "planned_loop", None) is None
+    uniform = args.recompute_granularity == "full" and args.recompute_method == "uniform"
+    together = uniform and args.recompute_num_layers > 1
+    shards = (vars(args).get("zero_stage") or 0) > 1 or vars(args).get("use_megatron_fsdp")
+    if whole_only(args) or together or shards:
+        return False
+    return getattr(args, "planned_loop", None) is None
 
 
 def _forward(forward: Any, parts: Hashable, ran: set[Hashable]) -> Any:

@@ -28,15 +28,15 @@ from mindspeed.built_model import BuiltModel
 from mindspeed.errors import ConfigError
 from mindspeed.job import Parallel
 from mindspeed.journal import Journal
-from mindspeed.planner.counted.balanced_routing import (
+from mindspeed.planner.count.balanced_routing import (
     Balance,
     assumed_routing,
     balanced_routing,
     logits_of,
 )
-from mindspeed.planner.counted.fake_world import fake_world
-from mindspeed.planner.counted.loop import TrainerLoop, loop_of, readers_of
-from mindspeed.planner.counted.planned_tensors import PlannedTensors
+from mindspeed.planner.count.fake_world import fake_world
+from mindspeed.planner.count.loop import TrainerLoop, loop_of, readers_of
+from mindspeed.planner.count.planned_tensors import PlannedTensors
 from mindspeed.processes import no_collection
 from mindspeed.spmd import I, R, Type, V
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid

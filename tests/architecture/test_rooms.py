@@ -165,8 +165,8 @@ MAY_WRITE_ARGUMENTS = {
     "inference/gpt_model.py": "flags, before they are resolved",
     "inference/load.py": "flags, before they are resolved",
     "planner/scripts.py": "final values of another's script",
-    "planner/counted/fake_world.py": "a copy",
-    "planner/counted/loop.py": "a copy with other micro-batches",
+    "planner/count/fake_world.py": "a copy",
+    "planner/count/loop.py": "a copy with other micro-batches",
 }
 
 

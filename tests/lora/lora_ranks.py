@@ -352,7 +352,7 @@ def steps(folder: str, flags: Sequence[str]) -> dict[str, Any]:
 def planned(folder: str, flags: Sequence[str], ranks: int) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer states, as the planner counts them."""
     from mindspeed import session
-    from mindspeed.planner.counted.check import check
+    from mindspeed.planner.count.check import check
 
     args = resolved(folder, [*flags, "--micro-batch-size=1"], ranks)
     session.install().configure(args)

@@ -24,7 +24,7 @@ def planned(budgets: list[int], world: int, folder: str) -> list[Any]:
     """For each budget the stages' plans, and bytes that each stage needs with the written file."""
     from mindspeed.errors import TrainingError
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
     from mindspeed.planner.feature_plans import plan_activations
 
     args = _args(FLAGS + FEATURE, world, "--dry-run")

@@ -15,7 +15,7 @@ from mindspeed.errors import ConfigError
 
 
 def count(job: tuple[str | None, list[str], int, int]) -> dict[str, Any]:
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
     from mindspeed.planner.scripts import ScriptedJob
     from mindspeed.training.initialize import prepare
 

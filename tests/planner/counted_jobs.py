@@ -26,7 +26,7 @@ def twice() -> dict[str, tuple[Any, Any]]:
     from mindspeed.instruments import CommLedger
     from mindspeed.instruments.flops import FlopCounter
     from mindspeed.instruments.live_memory import LiveMemory
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
 
     ledger, flops = CommLedger(), FlopCounter()
 
@@ -47,7 +47,7 @@ def twice() -> dict[str, tuple[Any, Any]]:
 
 def kinds(flags: str, world: int) -> tuple[int, Counter[str], int]:
     """Parameters, bytes between steps by kind, bytes of the host."""
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
 
     step = count_step(arguments(flags, world))
     return step.parameters, step.static, step.host
@@ -55,8 +55,8 @@ def kinds(flags: str, world: int) -> tuple[int, Counter[str], int]:
 
 def messages(flags: str, world: int, layers: tuple[int, int]) -> list[tuple[Any, ...]]:
     """Of jobs with so many layers: calls, payload and bytes sent by group and operation."""
-    from mindspeed.planner.counted.check import traffic
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.check import traffic
+    from mindspeed.planner.count.counted_step import count_step
 
     found = []
     for number in layers:
@@ -75,7 +75,7 @@ def refusals() -> dict[str, str]:
     import torch
 
     from mindspeed.errors import MindSpeedError
-    from mindspeed.planner.counted.planned_tensors import PlannedTensors
+    from mindspeed.planner.count.planned_tensors import PlannedTensors
 
     library = torch.library.Library("planner_test", "DEF")
     library.define("opaque(Tensor x) -> Tensor")

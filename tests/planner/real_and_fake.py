@@ -46,9 +46,9 @@ def real(flags: str, chosen: Sequence[int], imbalance: float) -> dict[str, Any] 
     import torch.distributed as dist
 
     from mindspeed.journal import Journal
-    from mindspeed.planner.counted.balanced_routing import balanced_routing
-    from mindspeed.planner.counted.counted_step import count_here
-    from mindspeed.planner.counted.fake_world import keep_meshes_real
+    from mindspeed.planner.count.balanced_routing import balanced_routing
+    from mindspeed.planner.count.counted_step import count_here
+    from mindspeed.planner.count.fake_world import keep_meshes_real
     from mindspeed.training import setup
     from tests.planner.unheld import Unheld
 
@@ -70,7 +70,7 @@ def real(flags: str, chosen: Sequence[int], imbalance: float) -> dict[str, Any] 
 def _run(args: Any) -> None:
     """As many steps as :func:`count_here` runs, without instruments."""
     from mindspeed.instruments.live_memory import LiveMemory
-    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.planner.count.loop import StepOfRank
 
     step = StepOfRank(args, LiveMemory())
     step.run()
@@ -90,7 +90,7 @@ def _unseen(exchange: Any) -> Any:
 
 def fake(flags: str, world: int, ranks: Sequence[int], imbalance: float) -> list[dict[str, Any]]:
     """Figures of some ranks of a job of which nothing runs."""
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
 
     args = _args(flags, world, "--dry-run")
     return [figures(count_step(args, rank, imbalance=imbalance)) for rank in ranks]

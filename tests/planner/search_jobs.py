@@ -28,7 +28,7 @@ def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: st
     """
     from mindspeed.errors import MindSpeedError
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed.run_cache import RunCache
+    from mindspeed.planner.count.cache import RunCache
     from mindspeed.planner.job import Job
     from mindspeed.planner.search.evaluator import JobEvaluator, reshaped
     from mindspeed.planner.shape import shape_of
@@ -48,7 +48,7 @@ def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: st
         assert evaluator.refine(layout)
         evaluator.measure(layout)
         priced = evaluator.price(layout)
-        again = reshaped(evaluator._measured[evaluator.key(layout)][1], layout)
+        again = reshaped(evaluator._shapes[evaluator.key(layout)], layout)
         bounds = formula, evaluator.bound(layout)
         estimate = priced.peak_bytes / evaluator.exact(layout).peak_bytes - 1
         price = priced.seconds, priced.peak_bytes
@@ -61,7 +61,7 @@ def searched(
 ) -> Any:
     """The best by the search, how many keys it measured, and how many runs it made."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed.run_cache import RunCache
+    from mindspeed.planner.count.cache import RunCache
     from mindspeed.planner.job import Job
     from mindspeed.planner.search.bounded_search import search
     from mindspeed.planner.search.evaluator import JobEvaluator
@@ -83,7 +83,7 @@ def interrupted(argv: list[str], devices: int, values: dict[str, Any]) -> Any:
     from mindspeed.planner.search import evaluator
     from mindspeed.planner.search.plan import plan
 
-    before, (reader, writer) = evaluator.measure, os.pipe()
+    before, (reader, writer) = evaluator.JobEvaluator.measure, os.pipe()
 
     def stuck() -> None:
         os.write(writer, os.getpid().to_bytes(8, "little"))
@@ -97,11 +97,11 @@ def interrupted(argv: list[str], devices: int, values: dict[str, Any]) -> Any:
         return before(*args, **kwargs)
 
     done: list[int] = []
-    evaluator.measure = measure
+    evaluator.JobEvaluator.measure = measure  # type: ignore[method-assign]
     try:
         found = plan(argv, CLUSTER, devices=devices, search=(), fix=values)
     finally:
-        evaluator.measure = before
+        evaluator.JobEvaluator.measure = before  # type: ignore[method-assign]
     child = int.from_bytes(os.read(reader, 8), "little")
     return (
         found.interrupted,

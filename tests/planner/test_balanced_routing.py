@@ -9,7 +9,7 @@ import torch
 
 from tests.support.lazy import Lazy
 
-routing = Lazy("mindspeed.planner.counted.balanced_routing")
+routing = Lazy("mindspeed.planner.count.balanced_routing")
 
 
 def _loads(choice: torch.Tensor, experts: int) -> torch.Tensor:

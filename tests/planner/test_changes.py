@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.planner.changes import BOTH, MEMORY_ONLY, SPEED, Change, changes
-from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
+from mindspeed.planner.explain.changes import BOTH, MEMORY_ONLY, SPEED, Change, changes
+from mindspeed.planner.explain.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
 from mindspeed.planner.layout import MEMORY, Layout
 from mindspeed.planner.search.bounds import Bound
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed.errors import PlanError
-from mindspeed.planner.counted.check import Check, RankCheck
+from mindspeed.planner.count.check import Check, RankCheck
 from tests.support.lazy import Lazy
 
 agreement = Lazy("mindspeed.planner.composed.signature")
-composed = Lazy("mindspeed.planner.composed.compose")
+composed = Lazy("mindspeed.planner.compose.compose")
 signatures = Lazy("mindspeed.planner.composed.signature")
 
 LIMIT = 1_000_000
@@ -32,7 +32,7 @@ def counted(monkeypatch):
         calls.append(limit)
         return Check(4, (RankCheck((0,), 1, {}, 77, {}, 0, 0, ()),), limit)
 
-    monkeypatch.setattr("mindspeed.planner.composed.compose.check", check)
+    monkeypatch.setattr("mindspeed.planner.compose.compose.check", check)
     return calls
 
 
@@ -62,7 +62,7 @@ def test_a_job_that_cannot_be_composed_is_counted_and_timed_whole(counted, monke
     def timed(args, found, where, jobs, progress):
         return where, jobs
 
-    monkeypatch.setattr("mindspeed.planner.composed.whole_ranks.predict_whole", timed)
+    monkeypatch.setattr("mindspeed.planner.time.whole_ranks.predict_whole", timed)
     found = composed.count_where_needed(None, None, cluster, LIMIT, 3)
     assert counted == [LIMIT] and not found.check.composed
     assert (found.error, found.prediction) == (0.0, cluster and (cluster, 3))
@@ -84,7 +84,7 @@ def test_a_job_without_times_says_why(counted, monkeypatch):
     def refused(*given):
         raise PlanError("micro-batches of different sizes\nmore")
 
-    monkeypatch.setattr("mindspeed.planner.composed.whole_ranks.predict_whole", refused)
+    monkeypatch.setattr("mindspeed.planner.time.whole_ranks.predict_whole", refused)
     found = composed.count_where_needed(None, None, "a cluster", LIMIT)
     assert found.check.fullest.peak == 77 and found.prediction is None
     assert found.untimed == "micro-batches of different sizes"

@@ -26,7 +26,7 @@ DEVICES, CLUSTER = 1, "generic"
 
 def parts_of_the_first_rank():
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.counted.parts import parts
+    from mindspeed.planner.count.parts import parts
 
     return parts(jobs.Job(PIPELINE).settings(None, 4).args, load_cluster(CLUSTER))
 
@@ -43,7 +43,7 @@ def kept_by_a_micro_batch():
 def composed(words):
     """Seconds and bytes of a command line, as ``mindspeed plan --check`` composes them."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed.compose import compose
+    from mindspeed.planner.compose.compose import compose
 
     job, cluster = jobs.Job(words), load_cluster(CLUSTER)
     found = compose(job, job.settings(None, DEVICES).args, cluster, cluster.memory_limit)
@@ -51,7 +51,7 @@ def composed(words):
 
 
 def test_a_changed_job_has_the_words_of_its_flags():
-    from mindspeed.planner.changed_job import changed_job
+    from mindspeed.planner.explain.changed_job import changed_job
 
     job = jobs.Job([*FLAGS, "--seed", "1"])
     changed = changed_job(job, {"seed": 2, "overlap_grad_reduce": True})

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from mindspeed.planner.counted.check import megatron_formula
+from mindspeed.planner.count.check import megatron_formula
 from tests.megatron_lm.launch import megatron_checkout
 from tests.support.installed_repair import with_repair
 

@@ -9,7 +9,7 @@ from mindspeed.planner.layout import Layout
 from mindspeed.planner.search.bounds import _in_flight
 from tests.support.lazy import Lazy
 
-proof = Lazy("mindspeed.planner.composed.whole_ranks")
+proof = Lazy("mindspeed.planner.time.whole_ranks")
 
 
 def row_of(kind: str, ranks: int, chunks: int, count: int, rank: int):

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.lazy import Lazy
 
-known = Lazy("mindspeed.planner.counted.known_values")
+known = Lazy("mindspeed.planner.count.known_values")
 VALUES = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 4.0]])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mindspeed.planner.counted.planned_tensors import PlannedTensors
+from mindspeed.planner.count.planned_tensors import PlannedTensors
 
 
 def inputs() -> tuple[torch.Tensor, ...]:

@@ -15,16 +15,16 @@ from mindspeed.planner.cluster import load_cluster
 from mindspeed.planner.composed.figures import Figure, Quantity
 from tests.support.lazy import Lazy
 
-groups = Lazy("mindspeed.planner.composed.step_plan")
+groups = Lazy("mindspeed.planner.time.step_plan")
 layouts = Lazy("mindspeed.planner.layout")
-memory = Lazy("mindspeed.planner.composed.price", "memory")
-messages = Lazy("mindspeed.planner.composed.price", "messages")
+memory = Lazy("mindspeed.planner.time.prediction", "memory")
+messages = Lazy("mindspeed.planner.time.prediction", "messages")
 figures = Lazy("mindspeed.planner.composed.figures")
 pieces = Lazy("mindspeed.planner.composed.pieces")
-predict = Lazy("mindspeed.planner.composed.price", "predict")
+predict = Lazy("mindspeed.planner.time.prediction", "predict")
 reshaped = Lazy("mindspeed.planner.search.evaluator", "reshaped")
 Shape = Lazy("mindspeed.planner.shape", "Shape")
-step_plan = Lazy("mindspeed.planner.composed.step_plan", "step_plan")
+step_plan = Lazy("mindspeed.planner.time.step_plan", "step_plan")
 whole_only = Lazy("mindspeed.planner.shape", "whole_only")
 spliced_only = Lazy("mindspeed.planner.shape", "spliced_only")
 Signature = Lazy("mindspeed.planner.composed.signature", "Signature")

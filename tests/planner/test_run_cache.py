@@ -9,7 +9,7 @@ import pytest
 from mindspeed.planner.cluster import load_cluster
 from tests.support.lazy import Lazy
 
-cache_module = Lazy("mindspeed.planner.composed.run_cache")
+cache_module = Lazy("mindspeed.planner.count.cache")
 figures = Lazy("mindspeed.planner.composed.figures")
 tiny = Lazy("mindspeed.planner.composed.tiny_run")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mindspeed.planner.cluster import load_cluster
-from mindspeed.planner.counted.layer_costs import START, Scope
+from mindspeed.planner.count.layer_costs import START, Scope
 from tests.planner import timed_jobs
 from tests.support.lazy import needs
 

@@ -9,8 +9,8 @@ import pytest
 from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.ledger import Communication
 from mindspeed.instruments.timeline import write_trace
-from mindspeed.planner.counted import layer_costs
-from mindspeed.planner.counted.layer_costs import Scope
+from mindspeed.planner.count import layer_costs
+from mindspeed.planner.count.layer_costs import Scope
 from tests.planner import timed_jobs
 from tests.support.lazy import needs
 

@@ -11,11 +11,11 @@ from tests.planner import planner_doors
 from tests.planner.random_jobs import draw
 from tests.support.lazy import Lazy
 
-price = Lazy("mindspeed.planner.compose.price")
+price = Lazy("mindspeed.planner.time.price")
 spliced = Lazy("mindspeed.planner.compose.job")
-check = Lazy("mindspeed.planner.counted.check")
+check = Lazy("mindspeed.planner.count.check")
 clusters = Lazy("mindspeed.planner.cluster")
-composed = Lazy("mindspeed.planner.composed.compose")
+composed = Lazy("mindspeed.planner.compose.compose")
 isolated = Lazy("mindspeed.planner.isolated")
 layouts = Lazy("mindspeed.planner.layout")
 shapes = Lazy("mindspeed.planner.shape")
@@ -78,7 +78,7 @@ def traced(name: str, cluster: Any = None, ranks: Any = None) -> tuple[Any, Any]
 
     job, devices = job_of(name)
     layout, shape, described = isolated.call(described)
-    assert described and not shape.uncomposable
+    assert described and not shape.unspliceable
     return spliced.trace_job(job, layout, shape, cluster, ranks=ranks), shape
 
 
@@ -91,7 +91,7 @@ def shape_in(job: Any, devices: int) -> Any:
 def whole(job: Any, devices: int, stage: int) -> Any:
     """Figures of a pipeline rank of the whole job."""
     from mindspeed.planner.count.recorder import first_may_be_short
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
     from mindspeed.training.fake_job import rank_in_stage
 
     args = job.settings({}, devices).args
@@ -101,7 +101,7 @@ def whole(job: Any, devices: int, stage: int) -> Any:
 
 def seconds(job: Any, devices: int, stage: int) -> Any:
     """Of a forward and a backward of a pipeline rank of the whole job."""
-    from mindspeed.planner.counted.timed_step import time_step
+    from mindspeed.planner.count.timed_step import time_step
     from mindspeed.training.fake_job import rank_in_stage
 
     args = job.settings({}, devices).args
@@ -156,7 +156,7 @@ def test_prices_of_a_search_are_those_of_traces_at_the_own_size():
     from dataclasses import replace
 
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
-    from mindspeed.planner.composed.run_cache import RunCache
+    from mindspeed.planner.count.cache import RunCache
     from mindspeed.planner.search.evaluator import JobEvaluator
 
     job, devices = job_of("equal stages")

@@ -23,10 +23,10 @@ def predicted(flags: str) -> tuple[Any, Any, float]:
     """Of a job on eight ranks: whole prediction, composed one of a pipeline, step on the clock."""
     from mindspeed.planner import isolated
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed.compose import compose
-    from mindspeed.planner.composed.whole_ranks import predict_whole
-    from mindspeed.planner.counted.check import Check, RankCheck
-    from mindspeed.planner.counted.timed_step import time_step
+    from mindspeed.planner.compose.compose import compose
+    from mindspeed.planner.time.whole_ranks import predict_whole
+    from mindspeed.planner.count.check import Check, RankCheck
+    from mindspeed.planner.count.timed_step import time_step
     from mindspeed.planner.job import Job
 
     cluster = load_cluster("h100")

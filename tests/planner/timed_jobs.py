@@ -19,7 +19,7 @@ def arguments(flags: str, world: int) -> Any:
 
 def counted(jobs: list[tuple[str, int]]) -> list[tuple[int, Counter[Any]]]:
     """Parameters and payload by operation, group and phase of each job's first rank."""
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
 
     found = []
     for flags, world in jobs:
@@ -34,7 +34,7 @@ def counted(jobs: list[tuple[str, int]]) -> list[tuple[int, Counter[Any]]]:
 def timed(jobs: list[tuple[str, int]], **changes: Any) -> list[Any]:
     """Timed first rank of each job on the generic cluster with some fields changed."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.counted.timed_step import time_step
+    from mindspeed.planner.count.timed_step import time_step
 
     cluster = dataclasses.replace(load_cluster("generic"), **changes)
     return [time_step(arguments(flags, world), cluster) for flags, world in jobs]
@@ -64,9 +64,9 @@ def overlapped(slowdown: float, nbytes: int) -> list[float]:
 def costs_of_layers(flags: str, world: int, stage: int) -> dict[str, Any]:
     """Costs of every layer and phase, their sum, and seconds of the shortest step of a stage."""
     from mindspeed.planner.cluster import Level, load_cluster
-    from mindspeed.planner.counted.layer_costs import by_scope, total
-    from mindspeed.planner.counted.parts import fewest_micro_batches
-    from mindspeed.planner.counted.timed_step import time_step
+    from mindspeed.planner.count.layer_costs import by_scope, total
+    from mindspeed.planner.count.parts import fewest_micro_batches
+    from mindspeed.planner.count.timed_step import time_step
     from mindspeed.training.fake_job import rank_in_stage
 
     args = arguments(flags, world)

@@ -137,7 +137,7 @@ def outcomes(folder: str, names: list[str]) -> dict[str, str]:
 def outcome(flags: str) -> str:
     """What becomes of one."""
     from mindspeed.errors import MindSpeedError
-    from mindspeed.planner.counted.counted_step import count_step
+    from mindspeed.planner.count.counted_step import count_step
     from tests.planner.real_and_fake import _args
 
     try:

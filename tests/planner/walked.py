@@ -61,7 +61,7 @@ def levels(flags: str) -> list[int]:
     from megatron.core.pipeline_parallel import schedules
 
     from mindspeed.instruments.live_memory import LiveMemory
-    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.training import setup
     from tests.planner.real_and_fake import _args
 

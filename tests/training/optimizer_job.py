@@ -160,7 +160,7 @@ def planned(flags: Sequence[str], ranks: int) -> dict[str, Any]:
 
     They are those of the first rank, whose moments of fp8 and whole parameters may be few.
     """
-    from mindspeed.planner.counted.check import check
+    from mindspeed.planner.count.check import check
     from mindspeed.training.initialize import prepare
 
     found = check(prepare(command(["--dry-run", *flags]), ranks).args)

@@ -202,6 +202,11 @@ def is_plain(layout: Layout, shape: Shape) -> bool:
     return shape.chunks == 1 and layout.schedule is None
 
 
+def is_interleaved(shape: Shape) -> bool:
+    """Whether ranks have several chunks, whose actions are those of 1F1B in another order."""
+    return shape.chunks > 1 and shape.request.kind in ("1f1b", "interleaved")
+
+
 def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int) -> Cover:
     row, whole = _row_and_words(shape, rank)
     size = _fewest(shape, _seen(row), _seen, rank == 0, rank == shape.ranks - 1)
@@ -241,7 +246,7 @@ def _sources(
     layout: Layout, shape: Shape, rank: int, reach: int, row: Row, whole: tuple[Word, ...]
 ) -> Iterator[tuple[Cover, int]]:
     """For each chunk of a rank, the cover with its layers, and the chunk there."""
-    if shape.request.kind not in ("1f1b", "interleaved"):
+    if not is_interleaved(shape):
         ends = rank == 0, rank == shape.ranks - 1
         one = _source(layout, shape, reach, _turns(row), whole, *ends)
         yield from ((one, chunk) for chunk in range(shape.chunks))

@@ -12,17 +12,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from mindspeed.errors import MindSpeedError
+from mindspeed.adaptor.versions import at_least, megatron_version
+from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.covering import Cover, covering, is_plain
+from mindspeed.planner.compose.covering import Cover, covering, is_interleaved, is_plain
+from mindspeed.planner.compose.estimate import estimate
 from mindspeed.planner.compose.rank import RankTrace, trace, with_replicas
 from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count.recorder import record
 from mindspeed.planner.count.recording import Point, Recording
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
-from mindspeed.planner.shape import EXPERT, Shape
+from mindspeed.planner.shape import EXPERT, Shape, shape_of
 
 LARGEST_REACH = 2
 """Most neighbours of a layer on either side that may matter."""
@@ -75,7 +77,8 @@ def trace_job(
             for cover, own in zip(covers, built, strict=True)
         ]
 
-    return _widening(traced, layout, shape, asked)
+    plain = is_plain(layout, shape) or EXPERT in shape.layer_kinds
+    return _widening(traced, layout, shape, asked, [False] if plain else [True, False])
 
 
 def trace_alike(
@@ -86,11 +89,13 @@ def trace_alike(
     jobs: int = 1,
     cache: Recordings | None = None,
 ) -> list[RankTrace]:
-    """Trace all ranks of a job from recordings of few data-parallel ranks, for a search.
+    """Trace all ranks of a job from recordings that its layouts share, for a search.
 
     Layouts that differ in the pipeline and in the number of data-parallel ranks have recordings in
     common. What data-parallel ranks divide is interpolated, without its padding; the rest is that
-    of :func:`trace_job`.
+    of :func:`trace_job`, but for messages between the actions of ranks with several chunks
+    (:mod:`mindspeed.planner.compose.estimate`). Layouts with other schedules and those that shard
+    gradients have recordings of their own, and are traced as :func:`trace_job` does.
 
     Args:
         job: the job.
@@ -104,24 +109,36 @@ def trace_alike(
         MindSpeedError: the job cannot start, or cannot be counted.
         NotSpliceable: it can only be counted whole.
     """
+    own_row = not is_plain(layout, shape) and not is_interleaved(shape)
+    if own_row or shape.shards_gradients:
+        return trace_job(job, layout, shape, cluster, jobs, cache)
     few = with_data_parallel(layout, FEW * _fewest(layout))
     times = (few.dp / layout.dp - 1) / (1 / 2 - 1)  # of the difference that twice as many make
+    ranks, shared = range(shape.ranks), shape.distributed_optimizer
 
     def traced(covers: Sequence[Cover]) -> list[RankTrace]:
-        points = [one for cover in covers for one in _points(cover)]
-        shared = shape.distributed_optimizer
-        more = [_twice(one) for cover in covers for one in cover.points[1:] if shared]
+        leaves = [leaf for x in covers for leaf in [one for one, _ in x.sources] or [x]]
+        points = [point for leaf in leaves for point in leaf.points]
+        more = [_twice(point) for leaf in leaves for point in leaf.points[1:] if shared]
         of = _recorded(job, [*points, *more], cluster, jobs, cache)
+        known: list[tuple[Cover, RankTrace]] = []
 
         def replicated(cover: Cover, point: Point) -> Recording:
-            if not shared or point not in cover.points:
+            if not shared:
                 return of(point)
             alike = point if point in cover.points[1:] else cover.base  # with the same layers
             return with_replicas(of(point), of(alike), of(_twice(alike)), times)
 
-        return [trace(one, partial(replicated, one)) for one in covers]
+        def leaf_trace(leaf: Cover) -> RankTrace:
+            for other, found in known:
+                if (other.point, other.whole, other.row) == (leaf.point, leaf.whole, leaf.row):
+                    return found
+            known.append((leaf, trace(leaf, partial(replicated, leaf))))
+            return known[-1][1]
 
-    return _widening(traced, few, shape, range(shape.ranks))
+        return [estimate(x, leaf_trace) if x.sources else leaf_trace(x) for x in covers]
+
+    return _widening(traced, few, shape, ranks, [True])
 
 
 FEW = 2
@@ -156,21 +173,19 @@ def _widening(
     layout: Layout,
     shape: Shape,
     ranks: Sequence[int],
+    bare: Sequence[bool],
 ) -> list[RankTrace]:
     """Trace with as many neighbours of a layer as matter, and real layers where bare ones differ.
 
     Raises:
         NotSpliceable: no trace fits.
     """
-    kinds = [True, False] if EXPERT not in shape.layer_kinds else [False]
-    if is_plain(layout, shape):
-        kinds = [False]
-    ways = [(reach, bare) for bare in kinds for reach in range(1, LARGEST_REACH + 1)]
-    for reach, bare in ways:
+    ways = [(reach, kind) for kind in bare for reach in range(1, LARGEST_REACH + 1)]
+    for reach, kind in ways:
         try:
-            return traced(covering(layout, shape, ranks, reach, bare))
+            return traced(covering(layout, shape, ranks, reach, kind))
         except NotSpliceable:  # such as transfers that end two layers later
-            if (reach, bare) == ways[-1]:
+            if (reach, kind) == ways[-1]:
                 raise
     raise AssertionError("unreachable")
 
@@ -221,3 +236,36 @@ def _recorded(
         return found
 
     return recording_of
+
+
+def import_ahead() -> None:
+    """Import the modules of every run before its processes are forked.
+
+    Raises:
+        PlanError: the installed Megatron is too old to be counted.
+    """
+    if not at_least("0.15"):
+        raise PlanError(
+            f"jobs are planned (--dry-run, too) with megatron-core 0.15.3 and newer, not with "
+            f"{megatron_version()}: install megatron-core 0.16.1"
+        )
+    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
+
+    import megatron.core.tokenizers.text  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import mindspeed.pipeline.schedule.megatron_work
+    import mindspeed.planner.count.fake_world
+    import mindspeed.planner.count.loop
+    import mindspeed.training.model
+    import mindspeed.training.pretrain
+    import mindspeed.training.setup
+    import mindspeed.training.step  # noqa: F401
+
+
+def shape_of_layout(job: Job, layout: Layout) -> Shape:
+    """The shape of a job in a layout; changes the state of this process.
+
+    Raises:
+        MindSpeedError: the job cannot start.
+    """
+    return shape_of(job.settings(layout.overrides(), layout.devices).args)

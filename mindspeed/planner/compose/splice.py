@@ -23,6 +23,8 @@ class Spliced:
         net: bytes that micro-batches beyond those of the small run keep until its end.
         peak: most bytes alive beyond those between steps.
         after: bytes alive beyond those between steps when each action ends.
+        tops: most bytes alive beyond those between steps in each action.
+        closing_top: most bytes alive beyond those between steps after the last action.
         at_peak: changes of the bytes of each kind until then, where they are known.
         flops: FLOPs, recomputation included.
         recomputed: FLOPs of recomputation.
@@ -35,6 +37,8 @@ class Spliced:
     net: int = 0
     peak: int = 0
     after: list[int] = field(default_factory=list)
+    tops: list[int] = field(default_factory=list)
+    closing_top: int = 0
     at_peak: Counter[str] = field(default_factory=Counter)
     flops: int = 0
     recomputed: int = 0
@@ -63,6 +67,7 @@ def splice(
     """
     found, uses = Spliced(), Counter[Key]()
     best, order = -1, list[Key]()
+    found.tops = [0] * len(row)
     for index, (action, key) in enumerate(templates.keys(row, words)):
         one = templates.found.get(key)
         if one is None:
@@ -71,6 +76,10 @@ def splice(
             found.peak, best = found.net + one.top, index
         if key.part in (Part.GAP, Part.END):
             found.after.append(found.net)
+        if key.part in AFTER:
+            found.closing_top = max(found.closing_top, found.net + one.top)
+        elif key.part not in PER_STEP:
+            found.tops[action] = max(found.tops[action], found.net + one.top)
         found.net += one.net
         uses[key] += 1
         order.append(key)

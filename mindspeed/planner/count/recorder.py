@@ -2,7 +2,7 @@
 
     found = record(job, point, cluster)     # a Recording; changes the state of this process
 
-The rank runs the real program on FakeTensors, as :mod:`mindspeed.planner.counted.counted_step`
+The rank runs the real program on FakeTensors, as :mod:`mindspeed.planner.count.counted_step`
 counts it. The recorded step is the second one: optimizer states and caches exist.
 """
 
@@ -31,7 +31,7 @@ from mindspeed.planner.count.recording import (
     Traffic,
     add,
 )
-from mindspeed.planner.counted.step_counter import StepCounter, claim
+from mindspeed.planner.count.step_counter import StepCounter, claim
 from mindspeed.planner.job import Job
 
 if TYPE_CHECKING:
@@ -123,10 +123,10 @@ def record_args(
     bare: bool = False,
 ) -> Recording:
     """Record a pipeline rank of a job with final values ``args``; see :func:`record`."""
+    from mindspeed.planner.count.balanced_routing import planned_rank
     from mindspeed.planner.count.bare import make_bare
-    from mindspeed.planner.counted.balanced_routing import planned_rank
-    from mindspeed.planner.counted.counted_step import no_collections
-    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.planner.count.counted_step import no_collections
+    from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.training.fake_job import rank_in_stage
 
     planned = planned_row(args, stage)
@@ -177,9 +177,9 @@ def between_steps(
     Paddings of buffers that data-parallel ranks share do not grow with layers, nor do the bytes of
     the optimizer's step.
     """
-    from mindspeed.planner.counted.balanced_routing import planned_rank
-    from mindspeed.planner.counted.counted_step import no_collections
-    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.planner.count.balanced_routing import planned_rank
+    from mindspeed.planner.count.counted_step import no_collections
+    from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.training.fake_job import rank_in_stage
 
     with (

@@ -101,7 +101,7 @@ class Block:
         part: which stretch it is.
         layer: layer of the chunk, for parts of layers.
         deltas: changes of the bytes alive, in order.
-        kinds: kind of memory of each (:mod:`mindspeed.planner.counted.step_counter`).
+        kinds: kind of memory of each (:mod:`mindspeed.planner.count.step_counter`).
         flops: FLOPs, recomputation included.
         recomputed: FLOPs of recomputation.
         seconds: duration by the clock; 0 without one.

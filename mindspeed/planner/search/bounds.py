@@ -7,7 +7,7 @@ seconds  matrix products of the slowest pipeline rank at the device's best rate,
          time that the rank with most layers waits for data-parallel ranks
 
 They take microseconds; a search skips layouts whose bounds are worse than its best. With a counted
-layer (:mod:`mindspeed.planner.composed.layer_run`) they use all of its seconds instead of its
+layer (:mod:`mindspeed.planner.count.layer_run`) they use all of its seconds instead of its
 matrix products, and include the activations that layers keep.
 """
 
@@ -29,7 +29,7 @@ from mindspeed.profiling.model_flops import attention_products, mlp_weights
 from mindspeed.training.flops import model_shape
 
 if TYPE_CHECKING:
-    from mindspeed.planner.composed.layer_run import LayerRun
+    from mindspeed.planner.count.layer_run import LayerRun
 
 Runs = Mapping[str, "LayerRun"]
 NEAR = 0.1

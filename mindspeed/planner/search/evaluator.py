@@ -1,10 +1,11 @@
-"""Bounds, checks, counts and prices of the layouts of one job, for a search."""
+"""Bounds, checks, recordings and prices of the layouts of one job, for a search."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import planned_as
@@ -12,24 +13,25 @@ from mindspeed.pipeline.layout import evenly
 from mindspeed.pipeline.layout import stage_layers as in_order
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.job import trace_alike, trace_job
-from mindspeed.planner.compose.price import predict as predict_traced
-from mindspeed.planner.compose.rank import RankTrace
-from mindspeed.planner.composed.layer_run import LayerRun, layer_run
-from mindspeed.planner.composed.measurement import (
+from mindspeed.planner.compose.job import (
     RUN_SECONDS,
     import_ahead,
-    layer_point,
-    measure,
     shape_of_layout,
+    trace_alike,
+    trace_job,
 )
-from mindspeed.planner.composed.price import Prediction, predict
-from mindspeed.planner.composed.run_cache import RunCache
-from mindspeed.planner.composed.signature import Signature
+from mindspeed.planner.compose.templates import NotSpliceable
+from mindspeed.planner.count.cache import RunCache
+from mindspeed.planner.count.layer_run import LayerRun, layer_point, layer_run
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
-from mindspeed.planner.search.bounds import NEAR, Bound, Bounds
-from mindspeed.planner.shape import EXPERT, RECOMPUTED, Shape, shape_of, spread
+from mindspeed.planner.search.bounds import Bound, Bounds
+from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
+from mindspeed.planner.time.prediction import Prediction
+from mindspeed.planner.time.price import predict
+
+ESTIMATED = 0.03
+"""Relative distance from the memory limit within which estimated bytes decide nothing."""
 
 
 class JobEvaluator:
@@ -41,8 +43,8 @@ class JobEvaluator:
         job: the job.
         args: its final values, in any layout.
         cluster: the machine.
-        cache: cache of tiny runs.
-        jobs: concurrent runs.
+        cache: cache of recordings.
+        jobs: concurrent recordings.
         memory_limit: bytes of a rank.
     """
 
@@ -58,9 +60,8 @@ class JobEvaluator:
         self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
         self._bounds = Bounds(args, cluster)
         self._limit = memory_limit
-        self._measured: dict[Hashable, tuple[Signature, Shape]] = {}
-        self._traced: dict[Hashable, Shape] = {}
-        self._exact: dict[Hashable, Signature] = {}
+        self._shapes: dict[Hashable, Shape] = {}
+        self._exact: dict[Layout, Prediction] = {}
         self._kinds = () if _changes_layers(args) else shape_of(args).kinds
         self._layers: dict[Hashable, dict[str, LayerRun]] = {}
 
@@ -98,7 +99,7 @@ class JobEvaluator:
         return found
 
     def key(self, layout: Layout) -> Hashable:
-        """Key of the tiny runs from which a layout is priced."""
+        """Key of the recordings from which a layout is priced."""
         again = layout.recompute.layers if layout.recompute is not None else 0
         several = layout.several_chunks
         return layout.signature(), layout.pp > 1, several, layout.schedule, again > 0
@@ -112,41 +113,24 @@ class JobEvaluator:
         self._job.settings(layout.overrides(), layout.devices)
 
     def measure(self, layout: Layout) -> None:
-        """Count the tiny runs of its signature that are not in the cache.
+        """Make the recordings of a layout, most of which others with its key share.
 
         Raises:
             MindSpeedError: it cannot be counted.
         """
-        shape = shape_of_layout(self._job, layout)
-        if not shape.uncomposable and _traces(shape, layout):
-            self._traced[self.key(layout)] = shape
-            self._alike(shape, layout)
-            return
-        signature = self._signature(layout, chunks=False)
-        self._measured[self.key(layout)] = signature, shape
-
-    def _signature(self, layout: Layout, chunks: bool) -> Signature:
-        machine = self._job, layout, self._cluster, self._jobs, self._cache
-        return measure(*machine, check=False, chunks=chunks)
-
-    def error(self, layout: Layout, peak: float) -> float:
-        """Largest relative error of ``peak`` composed bytes, by runs that a search leaves out.
-
-        Raises:
-            MindSpeedError: the runs cannot be counted.
-        """
-        if self.key(layout) in self._traced:
-            return 0.0
-        found = measure(self._job, layout, self._cluster, self._jobs, runs=self._cache)
-        return found.error_at(peak)
+        shape = isolated.call(shape_of_layout, self._job, layout)
+        if shape.unspliceable:
+            raise NotSpliceable(
+                f"{shape.unspliceable}: not composed of small runs; count the whole job with "
+                "mindspeed plan --check --whole"
+            )
+        self._shapes[self.key(layout)] = shape
+        self._alike(layout)
 
     def price(self, layout: Layout) -> Prediction:
-        """Price a layout by the measured signature of its key, exactly if it is near the limit."""
-        if (traced := self._traced.get(self.key(layout))) is not None:
-            found = self._alike(traced, layout)
-        else:
-            found = self._priced(*self._measured[self.key(layout)], layout)
-        if abs(found.peak_bytes / self._limit - 1) <= NEAR:
+        """Price a layout by the recordings of its key, exactly if it is near the limit."""
+        found = self._alike(layout)
+        if abs(found.peak_bytes / self._limit - 1) <= ESTIMATED:
             return self.exact(layout)
         return found
 
@@ -156,36 +140,17 @@ class JobEvaluator:
         Raises:
             MindSpeedError: they cannot be counted.
         """
-        key = self.key(layout)
-        if (traced := self._traced.get(key)) is not None:
-            return self._of_traces(trace_job, traced, layout)
-        signature, shape = self._measured[key]
-        if layout.several_chunks:
-            if key not in self._exact:
-                self._exact[key] = self._signature(layout, chunks=True)
-            signature = self._exact[key]
-        return self._priced(signature, shape, layout)
+        if layout not in self._exact:
+            self._exact[layout] = self._traced(trace_job, layout)
+        return self._exact[layout]
 
-    def _alike(self, shape: Shape, layout: Layout) -> Prediction:
-        """Price a layout by the recordings that layouts with its key share."""
-        return self._of_traces(trace_alike, shape, layout)
+    def _alike(self, layout: Layout) -> Prediction:
+        return self._traced(trace_alike, layout)
 
-    def _of_traces(
-        self, trace: Callable[..., list[RankTrace]], shape: Shape, layout: Layout
-    ) -> Prediction:
-        own = reshaped(shape, layout)
-        recordings = self._cache.recordings
-        traces = trace(self._job, layout, own, self._cluster, self._jobs, recordings)
-        return predict_traced(traces, own, self._cluster, layout)
-
-    def _priced(self, signature: Signature, shape: Shape, layout: Layout) -> Prediction:
-        return predict(signature, reshaped(shape, layout), self._cluster, layout)
-
-
-def _traces(shape: Shape, layout: Layout) -> bool:
-    """Whether a layout is priced by traces; others are by a signature."""
-    plain = layout.schedule is None and not layout.several_chunks
-    return plain and EXPERT not in shape.layer_kinds
+    def _traced(self, trace: Any, layout: Layout) -> Prediction:
+        shape = reshaped(self._shapes[self.key(layout)], layout)
+        traces = trace(self._job, layout, shape, self._cluster, self._jobs, self._cache)
+        return predict(traces, shape, self._cluster, layout)
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:

@@ -19,7 +19,7 @@ from mindspeed.planner.layout import Layout
 from mindspeed.planner.search.result import SearchResult
 
 if TYPE_CHECKING:
-    from mindspeed.planner.composed.price import Prediction
+    from mindspeed.planner.time.prediction import Prediction
 
 MOST = 1000
 """Layouts of a page: so many of the fastest, besides the candidates and the front."""

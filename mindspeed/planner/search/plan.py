@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.features.registry import schedule_flags
 from mindspeed.planner.cluster import GIB, Cluster, load_cluster
-from mindspeed.planner.composed.whole_ranks import counted_peak
 from mindspeed.planner.interval import interval_of, job_kind
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
@@ -35,6 +34,7 @@ from mindspeed.planner.search.result import (
     front_of,
 )
 from mindspeed.planner.search.space import SEARCHED, Sizes, Space
+from mindspeed.planner.time.whole_ranks import counted_peak
 
 if TYPE_CHECKING:
     from mindspeed.planner.search.evaluator import JobEvaluator
@@ -70,13 +70,12 @@ def plan(
         cache: directory for counts, which the next search reuses.
         progress: progress callback, of keys.
         prove: number of the best layouts that are counted again in whole steps
-            (:func:`~mindspeed.planner.composed.whole_ranks.counted_peak`), in addition to all whose
-            bytes are not composed exactly enough; 0: none.
+            (:func:`~mindspeed.planner.time.whole_ranks.counted_peak`); 0: none.
 
     Raises:
         MindSpeedError: the job cannot start in any layout, or its flags are wrong.
     """
-    from mindspeed.planner.composed.run_cache import RunCache
+    from mindspeed.planner.count.cache import RunCache
     from mindspeed.planner.search.evaluator import JobEvaluator
 
     start = time.monotonic()
@@ -101,7 +100,7 @@ def plan(
         layouts = list(space.layouts(sizes, removed))
         outcome = bounded_search(layouts, evaluator, limit, top=top, progress=progress)
         front = _made_exact(outcome, evaluator, limit)
-        best.extend(_proven(argv, evaluator, outcome, limit, prove))
+        best.extend(_proven(argv, outcome, limit, prove))
         if not best and not outcome.interrupted:
             try:
                 closest = closest_of(space.layouts(sizes, Counter()), evaluator, limit)
@@ -197,22 +196,13 @@ def _candidate(job: Job, found: Found, counted: int | None = None) -> Candidate:
     return Candidate(layout, prediction, tuple(job.flags(layout.overrides())), counted)
 
 
-def _proven(
-    job: Job, evaluator: JobEvaluator, outcome: Outcome, limit: float, prove: int
-) -> Iterator[Candidate]:
-    """Yield the best as candidates, without those that do not fit when they are counted.
-
-    The first ones are counted, and all whose bytes are not composed exactly enough.
-    """
-    from mindspeed.planner.composed.signature import LARGEST_ERROR
-
+def _proven(job: Job, outcome: Outcome, limit: float, prove: int) -> Iterator[Candidate]:
+    """Yield the best as candidates, without those that do not fit when they are counted."""
     for index, (layout, prediction) in enumerate(outcome.best):
         counted = None
-        if prove and not outcome.interrupted:
+        if index < prove and not outcome.interrupted:
             try:
-                composed = [rank.peak for rank in prediction.ranks]
-                if index < prove or evaluator.error(layout, max(composed)) > LARGEST_ERROR:
-                    counted = counted_peak(job, layout, composed)
+                counted = counted_peak(job, layout, [rank.peak for rank in prediction.ranks])
             except MindSpeedError:
                 counted = None
             except KeyboardInterrupt:

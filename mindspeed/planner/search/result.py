@@ -11,8 +11,8 @@ from mindspeed.planner.cluster import GIB
 from mindspeed.planner.layout import Layout
 
 if TYPE_CHECKING:
-    from mindspeed.planner.composed.price import Prediction
     from mindspeed.planner.interval import Interval
+    from mindspeed.planner.time.prediction import Prediction
 
 TOLERANCE = 0.05
 """Relative difference of times within which two predictions are a tie: the error of the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mindspeed.pipeline.schedule.actions import Action
@@ -11,8 +11,6 @@ from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed.figures import END, Figure, Figures, Quantity
 from mindspeed.planner.shape import Shape
 
 Actions = Mapping[tuple[str, int], float]
@@ -114,40 +112,6 @@ class DataParallel:
         return self.exposed + self.optimizer
 
 
-def data_parallel(
-    chunks: Sequence[Figures], shape: Shape, cluster: Cluster, optimizer: float
-) -> DataParallel:
-    """Data-parallel communication of a rank's chunks, minus the computation that hides it.
-
-    A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
-    forwards of the rank.
-    """
-    exposed = 0.0
-    for chunk in chunks:
-        reduce = _seconds(chunk, ("reduce_scatter", "all_reduce"), shape, cluster)
-        gather = _seconds(chunk, ("all_gather",), shape, cluster)
-        if shape.overlap_gradients:
-            reduce = max(0.0, reduce - chunk.get(Figure(Quantity.SECONDS, "B"), 0.0))
-        if shape.overlap_parameters:
-            gather = max(0.0, gather - chunk.get(Figure(Quantity.SECONDS, "F"), 0.0))
-        exposed += reduce + gather
-    return DataParallel(exposed, optimizer)
-
-
-def _seconds(chunk: Figures, ops: Sequence[str], shape: Shape, cluster: Cluster) -> float:
-    total = 0.0
-    for quantity, ranks in (
-        (Quantity.DENSE_BYTES, dense_ranks(shape)),
-        (Quantity.EXPERT_BYTES, expert_ranks(shape)),
-    ):
-        for op in ops:
-            nbytes = chunk.get(Figure(quantity, collective=op), 0.0)
-            if nbytes > 0 and len(ranks) > 1:
-                payload = nbytes / len(ranks) if op == "all_gather" else nbytes
-                total += cluster.collective_seconds(op, payload, ranks)
-    return total
-
-
 def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
     """Ranks of rank 0's group in the job.
 
@@ -170,18 +134,6 @@ def group_ranks(group: str, size: int, shape: Shape) -> tuple[int, ...]:
     if group == "MODEL_PARALLEL_GROUP":
         return tuple(first + rank for first in firsts for rank in range(shape.tensor))
     return tuple(range(size))
-
-
-def closing_seconds(figures: Figures, shape: Shape, cluster: Cluster) -> float:
-    """Seconds of other collectives after the last action: gradient norms, tied weights."""
-    total = 0.0
-    for name, payload in figures.items():
-        if name.quantity is Quantity.PAYLOAD and name.op == END and round(payload) > 0:
-            calls = max(1, round(figures[name._replace(quantity=Quantity.CALLS)]))
-            ranks = group_ranks(name.name, name.size, shape)
-            if len(ranks) > 1:
-                total += calls * cluster.collective_seconds(name.collective, payload / calls, ranks)
-    return total
 
 
 def dense_ranks(shape: Shape) -> tuple[int, ...]:

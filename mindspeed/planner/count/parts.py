@@ -4,7 +4,7 @@
         part.name, part.kept, part.flops, part.sent
 
 One step with the fewest micro-batches that the schedule allows runs on FakeTensors, timed by
-:mod:`mindspeed.planner.counted.timed_step`. Figures of layers are per micro-batch. Figures of
+:mod:`mindspeed.planner.count.timed_step`. Figures of layers are per micro-batch. Figures of
 gradients, of the optimizer and of data-parallel messages are per step. Layers with equal figures,
 and times within 1 %, are grouped.
 
@@ -30,7 +30,7 @@ from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.pipeline.v_shape import flag_of
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.counted.layer_costs import (
+from mindspeed.planner.count.layer_costs import (
     GRADIENTS,
     NANOSECOND,
     OPTIMIZER,
@@ -86,7 +86,7 @@ def parts(
         rank: global rank.
         offsets: added to the layer numbers of each of its chunks.
     """
-    from mindspeed.planner.counted.balanced_routing import planned_rank
+    from mindspeed.planner.count.balanced_routing import planned_rank
 
     with planned_rank(args, rank) as own:
         return _parts_here(own, cluster, offsets)
@@ -98,8 +98,8 @@ def _parts_here(
     from mindspeed.instruments.clock import VirtualClock
     from mindspeed.planner.cluster.program import program_of
     from mindspeed.planner.cluster.rates import DeviceRates
-    from mindspeed.planner.counted.loop import StepOfRank
-    from mindspeed.planner.counted.timed_step import scopes_set
+    from mindspeed.planner.count.loop import StepOfRank
+    from mindspeed.planner.count.timed_step import scopes_set
 
     memory = LiveMemory()
     with memory:
@@ -205,7 +205,7 @@ def _rounded(seconds: float) -> float:
 
 def _parameters(model: TrainedModel) -> dict[Scope, int]:
     """Number of parameters by scope."""
-    from mindspeed.planner.counted.timed_step import layers_of
+    from mindspeed.planner.count.timed_step import layers_of
 
     found: dict[Scope, int] = {}
     for index, chunk in enumerate(model.chunks):
@@ -224,7 +224,7 @@ _SENT_ON = "sent on"
 @contextmanager
 def record_kept(memory: LiveMemory, model: TrainedModel, kept: dict[Scope, int]) -> Iterator[None]:
     """Record in ``kept`` the bytes alive after the first forward of each chunk, by scope."""
-    from mindspeed.planner.counted.timed_step import layers_of
+    from mindspeed.planner.count.timed_step import layers_of
 
     handles: list[Any] = []
     try:

@@ -37,7 +37,7 @@ class CountedStep:
         rank: global rank.
         micro_batches: micro-batches of the step.
         parameters: parameters on this rank; with Megatron-FSDP those of its shards.
-        static: bytes between steps, by kind (:mod:`mindspeed.planner.counted.step_counter`).
+        static: bytes between steps, by kind (:mod:`mindspeed.planner.count.step_counter`).
         peak: largest number of bytes alive at once during a step.
         at_peak: bytes at the peak, by kind.
         flops: FLOPs of the step.
@@ -85,7 +85,7 @@ def count_step(
         imbalance: load of the first expert-parallel rank over the mean.
         short: run one micro-batch in the step before, which creates optimizer states.
     """
-    from mindspeed.planner.counted.balanced_routing import planned_rank
+    from mindspeed.planner.count.balanced_routing import planned_rank
 
     with planned_rank(args, rank, imbalance) as args:
         return count_here(args, rank, micro_batches, watch, short)
@@ -99,8 +99,8 @@ def count_here(
     short: bool = False,
 ) -> CountedStep:
     """Count one step of this process, whose process groups exist; see :func:`count_step`."""
-    from mindspeed.planner.counted.loop import StepOfRank
-    from mindspeed.planner.counted.step_counter import StepCounter, claim
+    from mindspeed.planner.count.loop import StepOfRank
+    from mindspeed.planner.count.step_counter import StepCounter, claim
 
     with no_collections(), StepCounter() as counter:
         step = StepOfRank(args, counter, micro_batches)

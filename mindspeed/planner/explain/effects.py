@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.planner.changes import MEMORY_ONLY, SPEED, Change
 from mindspeed.planner.cluster import GIB
+from mindspeed.planner.explain.changes import MEMORY_ONLY, SPEED, Change
 from mindspeed.planner.search.bounds import NEAR, Bound
 
 if TYPE_CHECKING:
-    from mindspeed.planner.changed_job import ChangeBounds, Predictor
-    from mindspeed.planner.composed.price import Prediction
+    from mindspeed.planner.explain.changed_job import ChangeBounds, Predictor
+    from mindspeed.planner.time.prediction import Prediction
 
 INTERRUPTED = "interrupted"
 LEAST = 0.001

@@ -5,8 +5,7 @@
 
 A job is composed if a :class:`~mindspeed.planner.layout.Layout` describes it and the recordings of
 small jobs can be spliced to it (:mod:`mindspeed.planner.compose.job`). Other jobs are counted whole
-(:mod:`mindspeed.planner.counted.check`), and so is the memory of a job whose limit is within
-:data:`~mindspeed.planner.composed.signature.TOLERANCE` of composed bytes.
+(:mod:`mindspeed.planner.count.check`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from mindspeed.features.registry import flags_planned_as
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.job import trace_job
-from mindspeed.planner.compose.price import predict, rank_check
-from mindspeed.planner.composed.price import Prediction
-from mindspeed.planner.composed.run_cache import RunCache
-from mindspeed.planner.composed.signature import TOLERANCE
-from mindspeed.planner.counted.check import (
+from mindspeed.planner.count.cache import RunCache
+from mindspeed.planner.count.check import (
     Check,
     Progress,
     check,
@@ -36,6 +32,8 @@ from mindspeed.planner.counted.check import (
 from mindspeed.planner.job import Job, not_planned
 from mindspeed.planner.layout import Layout, layout_of
 from mindspeed.planner.shape import shape_of
+from mindspeed.planner.time.prediction import Prediction
+from mindspeed.planner.time.price import predict, rank_check
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _LAUNCH = ("rank", "recipe", "planned_loop")
@@ -55,15 +53,12 @@ class Composed:
 
     Attributes:
         check: figures of all pipeline ranks.
-        error: relative error of composed bytes, by the runs that were compared with their
-            composition; 0 where all is counted.
         prediction: seconds and what they are spent on; None without a cluster, and for a job that
             can neither be composed nor timed by its whole ranks.
         untimed: reason why a job that was to be timed has no times.
     """
 
     check: Check
-    error: float
     prediction: Prediction | None = None
     untimed: str = ""
 
@@ -95,16 +90,15 @@ def compose(
     shape = shape_of(args)
     if shape.unspliceable:
         return None
-    cache = None if runs is None else runs.recordings
     try:
-        traces = trace_job(job, layout, shape, cluster, jobs, cache)
+        traces = trace_job(job, layout, shape, cluster, jobs, runs)
     except MindSpeedError:  # a small pipeline refuses what a large one may accept
         return None
     ranks = [rank_check(rank, one, shape) for rank, one in enumerate(traces)]
     equal = tuple(group_equal_ranks(ranks))
     found = Check(shape.micro_batches, equal, memory_limit, True, counted_rank(args))
     prediction = None if cluster is None else predict(traces, shape, cluster, layout)
-    return Composed(found, 0.0, prediction)
+    return Composed(found, prediction)
 
 
 def count_where_needed(
@@ -115,9 +109,7 @@ def count_where_needed(
     jobs: int = 1,
     progress: Progress = lambda done, of: None,
 ) -> Composed:
-    """Count whole ranks of a job that could not be composed, or whose composition is not enough.
-
-    It is not where composed bytes are so near to the limit that they could be on the wrong side.
+    """Count whole ranks of a job that could not be composed.
 
     Args:
         composed: result of :func:`compose`.
@@ -130,24 +122,17 @@ def count_where_needed(
     Raises:
         MindSpeedError: the job cannot be counted; says what is in the way.
     """
-    if composed is not None and not _near(composed, memory_limit):
+    if composed is not None:
         return composed
     counted = check(args, memory_limit, jobs=jobs, progress=progress)
-    if composed is not None or cluster is None:
-        return Composed(counted, 0.0, composed.prediction if composed is not None else None)
-    from mindspeed.planner.composed.whole_ranks import predict_whole
+    if cluster is None:
+        return Composed(counted)
+    from mindspeed.planner.time.whole_ranks import predict_whole
 
     try:
-        return Composed(counted, 0.0, predict_whole(args, counted, cluster, jobs, progress))
+        return Composed(counted, predict_whole(args, counted, cluster, jobs, progress))
     except MindSpeedError as error:
-        return Composed(counted, 0.0, untimed=str(error).strip().splitlines()[0])
-
-
-def _near(composed: Composed, memory_limit: int | None) -> bool:
-    if memory_limit is None:
-        return False
-    distance = abs(composed.check.fullest.peak / memory_limit - 1)
-    return distance <= max(composed.error, TOLERANCE)
+        return Composed(counted, untimed=str(error).strip().splitlines()[0])
 
 
 def describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:

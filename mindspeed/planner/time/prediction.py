@@ -1,35 +1,17 @@
-"""The price of a layout: memory of every pipeline rank and seconds of a step, from its signature.
+"""What is predicted of a layout: memory of its ranks, seconds of a step, what these are spent on.
 
-    prediction = predict(signature, shape, cluster)
-
-Memory is composed: bytes between steps of a rank's chunks, and along its row of the schedule what
-micro-batches in flight keep and what the running action needs. Time is simulated: the actions of
-all ranks with the seconds of their chunks, then data-parallel communication and the optimizer.
+assembled(shape, cluster, plans, ranks, ends, waits, flops)     # a Prediction
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed.pipeline.schedule.actions import Action
-from mindspeed.pipeline.schedule.costs import Costs
-from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed.figures import END, Figure, Quantity, within_actions
-from mindspeed.planner.composed.pieces import Context, Previous, released
-from mindspeed.planner.composed.signature import Signature
-from mindspeed.planner.composed.step_plan import (
-    Actions,
-    DataParallel,
-    StageCosts,
-    StepPlan,
-    closing_seconds,
-    data_parallel,
-    step_plan,
-)
 from mindspeed.planner.shape import Shape
+from mindspeed.planner.time.step_plan import DataParallel, StageCosts, StepPlan
 
 
 @dataclass(frozen=True)
@@ -100,31 +82,6 @@ class Prediction:
         return {"computation": self.seconds - sum(found.values()), **found}
 
 
-def predict(
-    signature: Signature,
-    shape: Shape,
-    cluster: Cluster,
-    layout: Any = None,
-) -> Prediction:
-    """Predict memory and time of a shape.
-
-    Args:
-        signature: pieces of the shape's layers, measured with times of the cluster.
-        shape: the job.
-        cluster: the machine.
-        layout: passed through.
-
-    Raises:
-        ConfigError: the schedule does not exist for this shape.
-    """
-    plans = step_plan(shape, _costs(signature, shape, cluster))
-    ranks = tuple(memory(signature, shape, cluster.memory_limit, plans.short))
-    ends = [_end_of_step(signature, shape, cluster, rank) for rank in range(shape.ranks)]
-    waits = _waits(signature, shape, plans)
-    flops = _flops(signature, shape)
-    return assembled(shape, cluster, plans, ranks, ends, waits, flops, layout)
-
-
 def assembled(
     shape: Shape,
     cluster: Cluster,
@@ -175,61 +132,6 @@ def assembled(
     )
 
 
-def memory(
-    signature: Signature, shape: Shape, limit: float = float("inf"), plan: Plan | None = None
-) -> Iterator[RankFigures]:
-    """Yield the bytes of each pipeline rank.
-
-    Args:
-        signature: pieces of the shape's layers.
-        shape: the job.
-        limit: bytes of a device.
-        plan: plan of the schedule; default: built here.
-    """
-    if plan is None:
-        plan = step_plan(shape, Costs()).short
-    for rank in range(shape.ranks):
-        figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
-        static = {n.name: value for n, value in figures.items() if n.quantity is Quantity.STATIC}
-        tail = figures[Figure(Quantity.TAIL)]
-        most = max(tail, _activations(signature, shape, rank, plan.rows[rank]))
-        total = sum(static.values())
-        yield RankFigures(rank, static, most, total + most, total + most <= limit)
-
-
-def _activations(signature: Signature, shape: Shape, rank: int, row: tuple[Action, ...]) -> float:
-    """Peak bytes beyond those between steps, along the actions of a rank."""
-    kept, stash, needs = {}, {}, dict[tuple[int, Previous, str], float]()
-    roles = [role for role, _ in shape.chunks_of(rank)]
-    figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
-    held = -figures.get(Figure(Quantity.FREED), 0.0)
-    last, most = None, 0.0
-    for action in row:
-        op, stage = action.op, action.stage
-        if action.microbatch is None:
-            continue
-        role, kinds = shape.role(stage), shape.stages[stage]
-        if stage not in kept:
-            figures = signature.chunk(role, kinds)
-            kept[stage] = figures[Figure(Quantity.KEPT)]
-            stash[stage] = figures[Figure(Quantity.STASH)]
-        key = stage, Previous.of(last, action), op
-        if key not in needs:
-            needs[key] = signature.need(Context.of(role, roles, rank), kinds, key[1], op)
-        most = max(most, held + needs[key])
-        held += released(op, kept[stage], stash[stage])
-        last = action
-    return most
-
-
-def _costs(signature: Signature, shape: Shape, cluster: Cluster) -> StageCosts:
-    stages = []
-    for stage, kinds in enumerate(shape.stages):
-        figures = signature.chunk(shape.role(stage), kinds)
-        stages.append({n.op: s for n, s in figures.items() if n.quantity is Quantity.SECONDS})
-    return stage_costs(stages, shape, cluster)
-
-
 def stage_costs(
     chunks: Sequence[Mapping[str, float]], shape: Shape, cluster: Cluster
 ) -> StageCosts:
@@ -249,7 +151,7 @@ def stage_costs(
         for op in ("B", "I"):
             if op in seconds:
                 seconds[op] += blocking if stage else 0
-        if "I" not in seconds:  # the tiny run had no such action
+        if "I" not in seconds:  # whole backwards are recorded only
             seconds["I"] = seconds["W"] = seconds.get("B", 0.0) / 2
         elif "B" not in seconds:
             seconds["B"] = seconds["I"] + seconds.get("W", 0.0)
@@ -269,36 +171,3 @@ def message_seconds(shape: Shape, cluster: Cluster) -> float:
     if shape.ranks == 1:
         return 0.0
     return cluster.collective_seconds("send", shape.message, (0, shape.devices // shape.ranks))
-
-
-def _end_of_step(signature: Signature, shape: Shape, cluster: Cluster, rank: int) -> DataParallel:
-    chunks = [
-        signature.chunk(shape.role(stage), shape.stages[stage], shape.data_parallel)
-        for stage in shape.placement.stages[rank]
-    ]
-    figures = signature.rank(shape.chunks_of(rank), shape.data_parallel)
-    end = figures[Figure(Quantity.SECONDS, END)]
-    optimizer = end + closing_seconds(figures, shape, cluster)
-    return data_parallel(chunks, shape, cluster, optimizer)
-
-
-def messages(
-    signature: Signature, shape: Shape, rank: int, actions: Actions
-) -> dict[Figure, float]:
-    """Messages and waiting of a pipeline rank in a step, in its actions and between them."""
-    stages = shape.placement.stages[rank]
-    chunks = {one: signature.chunk(shape.role(one), shape.stages[one]) for one in stages}
-    return within_actions(chunks, actions, shape.micro_batches)
-
-
-def _waits(signature: Signature, shape: Shape, plans: StepPlan) -> list[dict[str, float]]:
-    """Seconds that each pipeline rank waits within its actions, by process group."""
-    every = [messages(signature, shape, *one) for one in enumerate(plans.actions)]
-    return [{n.name: v for n, v in one.items() if n.quantity is Quantity.WAIT} for one in every]
-
-
-def _flops(signature: Signature, shape: Shape) -> float:
-    """FLOPs of the mean device."""
-    stages, flops = enumerate(shape.stages), Figure(Quantity.FLOPS)
-    total = sum(signature.chunk(shape.role(s), kinds)[flops] for s, kinds in stages)
-    return total * shape.micro_batches / shape.ranks

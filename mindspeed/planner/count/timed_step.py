@@ -3,7 +3,7 @@
     step = time_step(settings.args, load_cluster("h100"), rank=0)
     step.chunks[0].forward, step.optimizer_seconds, step.exposed["TENSOR_MODEL_PARALLEL_GROUP"]
 
-The step is that of :mod:`mindspeed.planner.counted.counted_step`, on FakeTensors and in its real
+The step is that of :mod:`mindspeed.planner.count.counted_step`, on FakeTensors and in its real
 order. Operators and communications take the seconds of
 :class:`~mindspeed.planner.cluster.rates.DeviceRates`. Communication that the program waits for is
 exposed; computation is slower while communication runs. Counts are exact, times are a model.
@@ -38,7 +38,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.operations import Product
 from mindspeed.planner.cluster.program import program_of
 from mindspeed.planner.cluster.rates import DeviceRates
-from mindspeed.planner.counted.layer_costs import GRADIENTS, OPTIMIZER, START, Scope
+from mindspeed.planner.count.layer_costs import GRADIENTS, OPTIMIZER, START, Scope
 
 
 def layers_of(chunk: torch.nn.Module, index: int) -> Iterator[tuple[Scope, Any]]:
@@ -214,7 +214,7 @@ def time_step(
         micro_batches: micro-batches of the step; default: those of the job.
         watch: makes a context around the timed step.
     """
-    from mindspeed.planner.counted.balanced_routing import planned_rank
+    from mindspeed.planner.count.balanced_routing import planned_rank
 
     with planned_rank(args, rank) as own:
         return time_here(own, cluster, rank, micro_batches, watch)
@@ -228,7 +228,7 @@ def time_here(
     watch: Watch = contextlib.nullcontext,
 ) -> TimedStep:
     """Time one step of this process, whose process groups exist; see :func:`time_step`."""
-    from mindspeed.planner.counted.loop import StepOfRank
+    from mindspeed.planner.count.loop import StepOfRank
 
     step = StepOfRank(args, LiveMemory(), micro_batches)
     step.run()  # creates optimizer states, as later steps find them

@@ -1,14 +1,14 @@
 """Seconds and activation bytes of a layer, from one micro-batch of three layers.
 
-This costs a fraction of the runs of a signature and gives the same figures of a layer, without the
-ends of the model and of the step. A search bounds a layout with it
+This costs a fraction of a recording and gives the same figures of a layer, as it ends when they are
+known. A search bounds a layout with it
 (:mod:`mindspeed.planner.search.bounds`) before it counts the layout.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed.errors import PlanError
@@ -16,8 +16,10 @@ from mindspeed.instruments.clock import VirtualClock
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.cluster.program import program_of
 from mindspeed.planner.cluster.rates import DeviceRates
-from mindspeed.planner.composed.tiny_run import Point
+from mindspeed.planner.count.recording import Point
 from mindspeed.planner.job import Job
+from mindspeed.planner.layout import Layout, Recompute
+from mindspeed.planner.shape import DENSE, RECOMPUTED
 
 LAYERS = 3
 """Layers of the model that runs."""
@@ -38,6 +40,25 @@ class LayerRun:
     kept: float
 
 
+def layer_point(layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
+    """The model of three layers to run for one kind of layer.
+
+    Args:
+        layout: layout of the layer.
+        kinds: kinds of all layers of the model.
+        kind: kind of this one.
+    """
+    base = layout.signature()
+    dp = 2 * base.devices // (base.tp * base.cp)
+    alone = replace(base, devices=base.tp * base.cp * dp, global_batch_size=base.mbs * dp * 2)
+    flags: dict[str, Any] = {"num_layers": LAYERS, "noop_layers": None}
+    if any(not one.startswith(DENSE) for one in kinds):
+        flags["moe_layer_freq"] = f"[{int(not kind.startswith(DENSE))}]*{LAYERS}"
+    if any(one.endswith(RECOMPUTED) for one in kinds):
+        flags |= Recompute(layers=-1 if kind.endswith(RECOMPUTED) else 0).overrides()
+    return Point(alone.overrides() | flags, alone.devices, 0)
+
+
 def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
     """Run a model of three layers without a pipeline; changes the state of this process.
 
@@ -49,9 +70,9 @@ def layer_run(job: Job, point: Point, cluster: Cluster) -> LayerRun:
     Raises:
         MindSpeedError: the job cannot start, or cannot be counted.
     """
-    from mindspeed.planner.counted.balanced_routing import planned_rank
-    from mindspeed.planner.counted.loop import StepOfRank
-    from mindspeed.planner.counted.step_counter import StepCounter, claim
+    from mindspeed.planner.count.balanced_routing import planned_rank
+    from mindspeed.planner.count.loop import StepOfRank
+    from mindspeed.planner.count.step_counter import StepCounter, claim
 
     args = job.settings(point.overrides, point.devices).args
     clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))

@@ -5,7 +5,7 @@
     found.fits, found.ranks[0].peak
 
 The first rank of each stage runs one step on FakeTensors
-(:mod:`mindspeed.planner.counted.counted_step`): the tensor, context and data parallel ranks of a
+(:mod:`mindspeed.planner.count.counted_step`): the tensor, context and data parallel ranks of a
 stage are equal, with the exceptions in :attr:`Check.note`. Ranks with equal figures are grouped.
 :func:`megatron_formula` is Megatron-LM's estimate for comparison.
 """
@@ -23,7 +23,7 @@ from mindspeed.adaptor.repairs.experts.memory_estimate import has_unknown_expert
 from mindspeed.instruments.ledger import Communication
 from mindspeed.job import Parallel
 from mindspeed.planner import isolated
-from mindspeed.planner.counted.counted_step import CountedStep, count_step
+from mindspeed.planner.count.counted_step import CountedStep, count_step
 from mindspeed.profiling.model_flops import moe_pattern
 from mindspeed.training.fake_job import rank_in_stage
 
@@ -88,7 +88,7 @@ class Check:
         ranks: all pipeline ranks.
         memory_limit: bytes that the tensors of a rank may take; None: unknown.
         composed: whether figures are composed of small runs
-            (:mod:`mindspeed.planner.composed.compose`), not counted.
+            (:mod:`mindspeed.planner.compose.compose`), not counted.
         note: the counted rank of a stage, if others have other bytes.
     """
 

@@ -13,19 +13,19 @@ from typing import Any
 
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.rank import RankTrace
-from mindspeed.planner.composed.price import Prediction, RankFigures, assembled, stage_costs
-from mindspeed.planner.composed.step_plan import (
+from mindspeed.planner.count.check import RankCheck
+from mindspeed.planner.count.check import Traffic as Row
+from mindspeed.planner.count.recording import Message, Sent
+from mindspeed.planner.count.timed_step import BETWEEN_CHUNKS
+from mindspeed.planner.shape import Shape
+from mindspeed.planner.time.prediction import Prediction, RankFigures, assembled, stage_costs
+from mindspeed.planner.time.step_plan import (
     DataParallel,
     dense_ranks,
     expert_ranks,
     group_ranks,
     step_plan,
 )
-from mindspeed.planner.count.recording import Message, Sent
-from mindspeed.planner.counted.check import RankCheck
-from mindspeed.planner.counted.check import Traffic as Row
-from mindspeed.planner.counted.timed_step import BETWEEN_CHUNKS
-from mindspeed.planner.shape import Shape
 
 
 def predict(

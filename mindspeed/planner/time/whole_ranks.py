@@ -7,9 +7,9 @@ A rank runs the fewest micro-batches after which its memory and its actions repe
 
 * :func:`counted_peak` counts the ranks that can be the fullest: the one with most composed bytes,
   and the first and last pipeline ranks if theirs are close.
-* :func:`predict_whole` times every pipeline rank (:mod:`mindspeed.planner.counted.timed_step`). The
+* :func:`predict_whole` times every pipeline rank (:mod:`mindspeed.planner.count.timed_step`). The
   seconds of its chunks are those of the actions that
-  :func:`mindspeed.planner.composed.step_plan.step_plan` simulates for all micro-batches, plus what
+  :func:`mindspeed.planner.time.step_plan.step_plan` simulates for all micro-batches, plus what
   the slowest rank does after its last action. Without a pipeline, the difference of steps of two
   and three micro-batches is one micro-batch.
 """
@@ -26,11 +26,9 @@ from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed.price import Prediction, RankFigures, assembled, stage_costs
-from mindspeed.planner.composed.step_plan import DataParallel, step_plan
-from mindspeed.planner.counted.check import Check, Progress
-from mindspeed.planner.counted.counted_step import count_step
-from mindspeed.planner.counted.timed_step import (
+from mindspeed.planner.count.check import Check, Progress
+from mindspeed.planner.count.counted_step import count_step
+from mindspeed.planner.count.timed_step import (
     GRADIENTS,
     OPTIMIZER,
     between_chunks,
@@ -40,6 +38,8 @@ from mindspeed.planner.counted.timed_step import (
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import Shape, shape_of
+from mindspeed.planner.time.prediction import Prediction, RankFigures, assembled, stage_costs
+from mindspeed.planner.time.step_plan import DataParallel, step_plan
 from mindspeed.training.fake_job import rank_in_stage
 
 NEAR = 0.05

@@ -29,9 +29,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
-from mindspeed.planner.counted.fake_world import fake_world
-from mindspeed.planner.counted.known_values import KnownValues, assume, share_bytes
-from mindspeed.planner.counted.planned_tensors import PlannedTensors
+from mindspeed.planner.count.fake_world import fake_world
+from mindspeed.planner.count.known_values import KnownValues, assume, share_bytes
+from mindspeed.planner.count.planned_tensors import PlannedTensors
 
 MARGIN = 64.0
 """Logit of chosen experts; that of others is 0. Noise of gates does not change the choice."""

@@ -16,17 +16,17 @@ from pathlib import Path
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.planner import isolated
-from mindspeed.planner.changed_job import ChangeBounds, Predictor
-from mindspeed.planner.changes import changes
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.composed.compose import compose, count_where_needed
-from mindspeed.planner.composed.price import Prediction
-from mindspeed.planner.counted.check import Check
-from mindspeed.planner.counted.parts import Part, parts
-from mindspeed.planner.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
+from mindspeed.planner.compose.compose import compose, count_where_needed
+from mindspeed.planner.count.check import Check
+from mindspeed.planner.count.parts import Part, parts
+from mindspeed.planner.explain.changed_job import ChangeBounds, Predictor
+from mindspeed.planner.explain.changes import changes
+from mindspeed.planner.explain.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import layout_of
 from mindspeed.planner.shape import shape_of
+from mindspeed.planner.time.prediction import Prediction
 from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]
@@ -34,7 +34,7 @@ Progress = Callable[[str, int, int], None]
 Parts = Mapping[int, tuple[Part, ...]]
 """Parts by pipeline rank."""
 _Run = tuple[argparse.Namespace, Cluster, int, tuple[int, ...]]
-"""Arguments of :func:`mindspeed.planner.counted.parts.parts`."""
+"""Arguments of :func:`mindspeed.planner.count.parts.parts`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Explanation:
 
     Attributes:
         check: bytes, FLOPs and messages of all pipeline ranks.
-        error: relative error of composed bytes; 0 for a job that is counted whole.
         parts: layers, and the rest, of some pipeline ranks.
         prediction: predicted time; None for a job that can only be counted whole.
         helpful: the changes that help most.
@@ -57,7 +56,6 @@ class Explanation:
     helpful: tuple[Effect, ...] = ()
     nearest: Effect | None = None
     tried: tuple[Effect, ...] = ()
-    error: float = 0.0
 
     @property
     def interrupted(self) -> bool:
@@ -113,7 +111,7 @@ def explain(
     helpful = tuple(most_helpful(tried, now, memory_limit))
     fits = now.peak_bytes <= memory_limit or helpful
     close = None if fits else nearest(tried, now)
-    return Explanation(counted.check, pieces, now, helpful, close, tuple(tried), counted.error)
+    return Explanation(counted.check, pieces, now, helpful, close, tuple(tried))
 
 
 def _parts(ranks: Mapping[int, _Run], jobs: int) -> Parts:

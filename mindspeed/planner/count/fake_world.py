@@ -1,7 +1,7 @@
 """Run one rank of a job of any size in this process, on FakeTensors without values.
 
 Process groups are those of torch's ``fake`` backend. Collectives of objects return this rank's own.
-The tensors are those of :mod:`mindspeed.planner.counted.planned_tensors`.
+The tensors are those of :mod:`mindspeed.planner.count.planned_tensors`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
         args: final values; options that need values of tensors are changed in place.
         rank: global rank.
     """
-    from mindspeed.planner.counted.loop import loop_of
+    from mindspeed.planner.count.loop import loop_of
     from mindspeed.training.fake_job import fake_groups
 
     _refuse(args)

@@ -1,1 +1,0 @@
-"""Steps of single ranks on FakeTensors: bytes, FLOPs and messages counted, time modelled."""

@@ -1,0 +1,1 @@
+"""Explain a job, and predict the changes that help most."""
