@@ -13,7 +13,8 @@ counts with its live size: one that is resized to nothing counts nothing. Real t
 FakeTensors give the same figures.
 
 The tensors of a collective live until its ``wait``, also if the program has dropped them, as those
-of NCCL and HCCL do.
+of NCCL and HCCL do; those of a message between two ranks as long as the program keeps the handle
+that it has waited for, as gloo and NCCL hold them in it.
 
 Memory that :func:`mindspeed.device.host_tensor` and ``host_mapped_tensor`` make, or that is claimed
 as such, is the host's: it counts apart.
@@ -123,7 +124,10 @@ class LiveMemory(Instrument):
         self._change(key, storage.nbytes())
 
     def hold(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep inputs of a ``c10d`` operator alive until its ``wait``, or without a handle."""
+        """Keep inputs of a ``c10d`` operator alive until its ``wait``, or without a handle.
+
+        The handle of a message between two ranks keeps them as long as it lives.
+        """
         self._latest = None
         works = [x for x in tree_leaves(result) if isinstance(x, torch.ScriptObject)]
         if works and not _given(func, args, kwargs).get("async_op", True):
@@ -131,6 +135,9 @@ class LiveMemory(Instrument):
         for one in works:
             self._latest = work = Work.unbox(one)
             given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            if func.overloadpacket in _BETWEEN_TWO:
+                weakref.finalize(work, given.clear).atexit = False
+                continue
             self._sent[id(work)] = given
             weakref.finalize(work, self._sent.pop, id(work), None).atexit = False
 
@@ -151,6 +158,8 @@ class LiveMemory(Instrument):
             with _disable_current_modes():
                 result = wait(work, *args, **kwargs)
             self._sent.pop(id(work), None)
+            if work is self._latest:
+                self._latest = None
             return result
 
         return run
@@ -183,6 +192,13 @@ class LiveMemory(Instrument):
             self.host -= nbytes
         else:
             self._total -= nbytes
+
+
+_BETWEEN_TWO = (
+    torch.ops.c10d.send,
+    torch.ops.c10d.recv_,
+    torch.ops.c10d.recv_any_source_,
+)
 
 
 def kinds_of(work: Any) -> Iterator[Any]:

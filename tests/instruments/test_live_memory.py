@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 
-def test_what_is_sent_lives_until_its_wait(ranks) -> None:
-    assert ranks(1, sent, backend=None) == [[800, 800, 0, 800, 0, 0]]
+def test_what_is_sent_lives_with_its_handle(ranks) -> None:
+    assert ranks(1, sent, backend=None) == [[800, 800, 800, 0, 800, 0, 800, 0, 0]]
 
 
 def sent() -> list[int]:
-    """Bytes alive after a send, after its tensor is dropped, and once its handle says it is over.
+    """Bytes alive after a send, after its tensor is dropped, is waited for, and loses its handle.
 
-    Then: the handle is dropped instead, and a collective that the program's stream runs.
+    Then: a collective before and after its wait, one whose handle is dropped instead, and one that
+    the program's stream runs.
     """
     import torch
     import torch.distributed as dist
@@ -25,6 +26,12 @@ def sent() -> list[int]:
         work = dist.isend(tensor, 1)
         found.append(memory.total)
         del tensor
+        found.append(memory.total)
+        work.wait()
+        found.append(memory.total)
+        del work
+        found.append(memory.total)
+        work = dist.all_reduce(torch.zeros(200), async_op=True)
         found.append(memory.total)
         work.wait()
         found.append(memory.total)

@@ -9,6 +9,8 @@ from tests.planner.real_and_fake import SETUP
 
 CASES = {
     "1F1B": "--num-layers 20 --pipeline-model-parallel-size 4 --bf16 --global-batch-size 24",
+    "interleaved": "--num-layers 16 --pipeline-model-parallel-size 4 --global-batch-size 16 "
+    "--num-layers-per-virtual-pipeline-stage 2",
     "recomputed, tensor parallel": "--num-layers 10 --pipeline-model-parallel-size 2 --bf16 "
     "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 12 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
