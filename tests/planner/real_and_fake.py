@@ -25,9 +25,14 @@ EXPERTS = """
 
 
 def _args(given: str, world: int, *more: str) -> Any:
-    """Final values; ``~--flag`` takes a switch of the tiny model away."""
+    """Final values of :func:`words_of`."""
     from mindspeed.training.initialize import prepare
 
+    return prepare(words_of(given, *more), world).args
+
+
+def words_of(given: str, *more: str) -> list[str]:
+    """The flags of the tiny model and ``given``; ``~--flag`` takes one of its switches away."""
     words = given.split()
     base = EXPERTS if "--expert-model-parallel-size" in words else SMALL
     flags = command([*more, *base.split(), *(x for x in words if not x.startswith("~"))])
@@ -38,7 +43,7 @@ def _args(given: str, world: int, *more: str) -> Any:
         while "--num-query-groups" in flags:
             index = flags.index("--num-query-groups")
             del flags[index : index + 2]
-    return prepare(flags, world).args
+    return flags
 
 
 def real(flags: str, chosen: Sequence[int], imbalance: float) -> dict[str, Any] | None:

@@ -1,33 +1,43 @@
-"""Spliced bytes are those of real ranks, which a walk of their objects finds."""
+"""Bytes of real ranks, which a walk of their objects finds, are those of the planner.
+
+Jobs of all areas and jobs drawn by chance from printed seeds; ``python -m tests.planner.oracle``
+asks all of them and prints a table.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.planner import walked
-from tests.planner.real_and_fake import SETUP
+from tests.planner import oracle
+from tests.planner.oracle_jobs import AREAS, LISTED, SEEDS
 
-CASES = {
-    "1F1B": "--num-layers 20 --pipeline-model-parallel-size 4 --bf16 --global-batch-size 24",
-    "interleaved": "--num-layers 16 --pipeline-model-parallel-size 4 --global-batch-size 16 "
-    "--num-layers-per-virtual-pipeline-stage 2",
-    "recomputed, tensor parallel": "--num-layers 10 --pipeline-model-parallel-size 2 --bf16 "
-    "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 12 "
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-}
-"""Jobs of four ranks."""
+QUICK = ("latent attention: experts", 0)
+"""Asked without the splice."""
+DAILY = (
+    *("1F1B: deep", "interleaved: four stages", "recomputed: stages", "paddings: eight replicas"),
+    *("adapters: stages, recomputed", 1, 2, 3),
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_bytes_after_each_action_are_those_of_a_walk(ranks, name):
-    flags = CASES[name]
-    options = {"setup": SETUP, "backend": None, "timeout": 240}
-    stages = 2 if "tensor" in name else 4
-    (expected,) = ranks(1, walked.planned, flags, 4, list(range(stages)), **options)
-    found = ranks(4, walked.levels, flags, env={"LOCAL_WORLD_SIZE": "4"}, **options)
-    for stage, one in enumerate(expected):
-        real = found[stage * 4 // stages]
-        assert len(real) == len(one)
-        far = {i: a - b for i, (a, b) in enumerate(zip(real, one, strict=True)) if a != b}
-        assert not far, f"stage {stage}"
+def _case(name: str | int) -> object:
+    marks = [pytest.mark.slow] if name in DAILY else [pytest.mark.slow, pytest.mark.weekly]
+    return pytest.param(name, marks=marks, id=str(name))
+
+
+@pytest.mark.parametrize("name", QUICK, ids=str)
+def test_bytes_of_a_walk_are_those_of_fake_tensors(ranks, name):
+    found = oracle.ask(ranks, name, spliced=False)
+    assert not found.differences, found.job
+
+
+@pytest.mark.parametrize("name", [_case(name) for name in (*LISTED, *SEEDS)])
+def test_bytes_of_a_walk_are_those_of_the_planner(ranks, name):
+    """After every action those of spliced recordings, too."""
+    found = oracle.ask(ranks, name)
+    assert not found.differences and not found.wrong, found.job
+
+
+def test_jobs_are_of_all_areas_and_a_third_of_them_is_drawn():
+    assert len(LISTED) >= 80 and len(SEEDS) >= 40
+    assert len(SEEDS) >= (len(LISTED) + len(SEEDS)) / 3
+    assert len(AREAS) == 10

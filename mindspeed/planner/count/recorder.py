@@ -106,10 +106,18 @@ def record(job: Job, point: Point, cluster: Cluster | None = None) -> Recording:
         MindSpeedError: the job cannot start, or cannot be counted.
         PlanError: the executed actions are not those of the schedule's plan.
     """
+    from mindspeed.planner.cluster.program import program_of
     from mindspeed.planner.cluster.rates import DeviceRates
 
     args = job.settings(point.overrides, point.devices).args
-    clock = None if cluster is None else VirtualClock.of(DeviceRates(cluster))
+    clock = None
+    if cluster is not None:
+        clock = VirtualClock.of(DeviceRates(cluster, program_of(args)))
+    return record_point(args, point, clock)
+
+
+def record_point(args: argparse.Namespace, point: Point, clock: VirtualClock | None) -> Recording:
+    """Record the rank of a point, whose job has final values ``args``; see :func:`record`."""
     if not point.forward:
         return between_steps(args, point.stage, clock)
     return record_args(args, point.stage, clock, bare=point.bare)
