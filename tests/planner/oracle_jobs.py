@@ -42,7 +42,7 @@ _DIST = "--use-distributed-optimizer "
 _OVERLAP = _DIST + "--overlap-grad-reduce --overlap-param-gather "
 _FULL = "--recompute-granularity full --recompute-method "
 _SELECTIVE = "--recompute-granularity selective --recompute-modules "
-_ODD = "--hidden-size 72 --num-attention-heads 8 --ffn-hidden-size 100 --vocab-size 997 "
+_ODD = "--hidden-size 80 --num-attention-heads 8 --ffn-hidden-size 100 --vocab-size 997 "
 _MLA = (
     "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 12 "
@@ -91,8 +91,10 @@ AREAS = {
         ),
     },
     "paddings": {
-        "eight replicas": Job(8, "--bf16 " + _ODD + _OVERLAP),
-        "small buckets": Job(8, "--bf16 " + _ODD + _OVERLAP + "--ddp-bucket-size 20000"),
+        "eight replicas": Job(8, "--bf16 --global-batch-size 32 " + _ODD + _OVERLAP),
+        "small buckets": Job(
+            8, "--bf16 --micro-batch-size 1 --ddp-bucket-size 20000 " + _ODD + _OVERLAP
+        ),
         "fp32, four": Job(4, _ODD + _DIST),
         "stages": Job(8, _PP2 + _ODD + _DIST + "--num-layers 4"),
     },

@@ -13,17 +13,29 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 TRIES = 10
 """Walks until a thread of gloo, which holds tensors for some time after the wait, has ended."""
 
-Reading = tuple[str, int]
-"""Name of a place in a step, and bytes alive there."""
+
+class Reading(NamedTuple):
+    """Bytes alive at a place of a step.
+
+    Attributes:
+        place: its name.
+        alive: bytes, those of the host included.
+        host: bytes of host memory, where they are known.
+    """
+
+    place: str
+    alive: int
+    host: int = 0
 
 
 class Walk:
@@ -116,9 +128,10 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 class Tables(TorchDispatchMode):
-    """Storages of tensors that say how to compute: lengths, numbers of rows, meshes of ranks.
+    """Storages that no instrument counts.
 
-    They have values in a planned job, too, and no instrument counts them.
+    Tensors that say how to compute (lengths, numbers of rows, meshes of ranks) have values in a
+    planned job, too; pickled losses for the log, which another rank sends, do not exist in one.
     """
 
     def __init__(self) -> None:
@@ -146,9 +159,16 @@ class Tables(TorchDispatchMode):
                 yield
 
         host_tensors._disable_current_modes = fake_world._disable_current_modes = disabled
+        receive = dist.recv_object_list
+
+        def recv_object_list(*given: Any, **named: Any) -> Any:
+            with self:
+                return receive(*given, **named)
+
+        dist.recv_object_list = recv_object_list
 
 
-def readings(step: Any, read: Callable[[], int]) -> list[Reading]:
+def readings(step: Any, read: Callable[[], tuple[int, int]]) -> list[Reading]:
     """Run a step and read the bytes alive at places of it.
 
     These are its ends, those of every action of the schedule and of the optimizer's calls, and
@@ -163,7 +183,7 @@ def readings(step: Any, read: Callable[[], int]) -> list[Reading]:
     inside: list[str] = []
 
     def note(name: str) -> None:
-        found.append((name, read()))
+        found.append(Reading(name, *read()))
 
     def watched(function: Any, name: str) -> Any:
         def run(*given: Any, **named: Any) -> Any:
@@ -254,34 +274,33 @@ def real(
         step = StepOfRank(args, LiveMemory())
         step.run()
         gc.collect()
-        values = iter([value for _, value in expected[list(ranks).index(rank)]])
-        return readings(step, lambda: walk.settled(next(values, None)))
+        values = iter([one.alive for one in expected[list(ranks).index(rank)]])
+        return readings(step, lambda: (walk.settled(next(values, None)), 0))
 
 
 def fake(
     flags: str, world: int, ranks: Sequence[int], imbalance: float = 1.0
 ) -> list[list[Reading]]:
     """The same of ranks of a job of which nothing runs, by the planner's counter."""
+    from mindspeed.planner import isolated
+
+    return [isolated.call(_fake, flags, world, rank, imbalance) for rank in ranks]
+
+
+def _fake(flags: str, world: int, rank: int, imbalance: float) -> list[Reading]:
     from mindspeed.planner.count.balanced_routing import planned_rank
     from mindspeed.planner.count.counted_step import no_collections
     from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.planner.count.step_counter import StepCounter
     from tests.planner.real_and_fake import _args
 
-    found = []
-    for rank in ranks:
-        args = _args(flags, world, "--dry-run")
-        with (
-            planned_rank(args, rank, imbalance) as own,
-            no_collections(),
-            StepCounter() as counter,
-        ):
-            step = StepOfRank(own, counter)
-            step.run()
-            gc.collect()
-            with counter.counting():
-                found.append(readings(step, lambda: counter.total + counter.host))
-    return found
+    args = _args(flags, world, "--dry-run")
+    with planned_rank(args, rank, imbalance) as own, no_collections(), StepCounter() as counter:
+        step = StepOfRank(own, counter)
+        step.run()
+        gc.collect()
+        with counter.counting():
+            return readings(step, lambda: (counter.total + counter.host, counter.host))
 
 
 def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | str:
@@ -314,10 +333,10 @@ def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | 
 
 def differences(real: Sequence[Reading], fake: Sequence[Reading]) -> list[str]:
     """Places at which two ranks differ."""
-    if [name for name, _ in real] != [name for name, _ in fake]:
+    if [one.place for one in real] != [one.place for one in fake]:
         return [f"places differ: {len(real)} and {len(fake)}"]
     return [
-        f"{index} {name}: {a - b:+d}"
-        for index, ((name, a), (_, b)) in enumerate(zip(real, fake, strict=True))
-        if a != b
+        f"{index} {a.place}: {a.alive - b.alive:+d}"
+        for index, (a, b) in enumerate(zip(real, fake, strict=True))
+        if a.alive != b.alive
     ]

@@ -137,7 +137,10 @@ def count_where_needed(
 
 def describes(job: Job, layout: Layout, args: argparse.Namespace) -> bool:
     """Whether a job with the layout's flags has final values ``args``; changes this process."""
-    again = job.settings(layout.overrides(), layout.devices).args
+    try:
+        again = job.settings(layout.overrides(), layout.devices).args
+    except MindSpeedError:  # such as of a size that a flag multiplies once more
+        return False
     names = vars(args).keys() | vars(again).keys()
     return not [name for name in names if not _same(vars(args), vars(again), name)]
 

@@ -42,6 +42,30 @@ class Recordings(Protocol):
         """Store a recording."""
 
 
+def import_ahead() -> None:
+    """Import the modules of every run before its processes are forked.
+
+    Raises:
+        PlanError: the installed Megatron is too old to be counted.
+    """
+    if not at_least("0.15"):
+        raise PlanError(
+            f"jobs are planned (--dry-run, too) with megatron-core 0.15.3 and newer, not with "
+            f"{megatron_version()}: install megatron-core 0.16.1"
+        )
+    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
+
+    import megatron.core.tokenizers.text  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import mindspeed.pipeline.schedule.megatron_work
+    import mindspeed.planner.count.fake_world
+    import mindspeed.planner.count.loop
+    import mindspeed.training.model
+    import mindspeed.training.pretrain
+    import mindspeed.training.setup
+    import mindspeed.training.step  # noqa: F401
+
+
 def trace_job(
     job: Job,
     layout: Layout,
@@ -221,6 +245,8 @@ def _recorded(
             points.append(one)
     known = [None if cache is None else cache.get(point) for point in points]
     missing = [index for index, one in enumerate(known) if one is None]
+    if missing:
+        import_ahead()
     arguments = [(job, points[index], cluster) for index in missing]
     results = isolated.map(record, arguments, jobs, RUN_SECONDS)
     for index, result in zip(missing, results, strict=True):
@@ -236,30 +262,6 @@ def _recorded(
         return found
 
     return recording_of
-
-
-def import_ahead() -> None:
-    """Import the modules of every run before its processes are forked.
-
-    Raises:
-        PlanError: the installed Megatron is too old to be counted.
-    """
-    if not at_least("0.15"):
-        raise PlanError(
-            f"jobs are planned (--dry-run, too) with megatron-core 0.15.3 and newer, not with "
-            f"{megatron_version()}: install megatron-core 0.16.1"
-        )
-    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
-
-    import megatron.core.tokenizers.text  # noqa: F401
-    import torch._dynamo  # noqa: F401
-    import mindspeed.pipeline.schedule.megatron_work
-    import mindspeed.planner.count.fake_world
-    import mindspeed.planner.count.loop
-    import mindspeed.training.model
-    import mindspeed.training.pretrain
-    import mindspeed.training.setup
-    import mindspeed.training.step  # noqa: F401
 
 
 def shape_of_layout(job: Job, layout: Layout) -> Shape:
