@@ -255,8 +255,7 @@ def _lane(kind: str, communication: Communication | None) -> str:
 
 def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes; views and allocations move none."""
-    given = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
-    made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    given, made = _tensors(inputs), _tensors(result)
     known = set(map(storage_of, given))
     if func._schema.is_mutable:
         return sum(map(extent, given)) + sum(extent(x) for x in made if storage_of(x) in known)
@@ -266,6 +265,17 @@ def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     if name.startswith("new_") or name.endswith("_like"):
         given = []  # it gives shape and dtype only
     return sum(map(extent, [*given, *made]))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Tensors in sequences and dictionaries, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for one in value for tensor in _tensors(one)]
 
 
 def extent(tensor: torch.Tensor) -> int:

@@ -194,6 +194,11 @@ class CommunicationMode(TorchDispatchMode):
         self._record = record
         self._traits: dict[Any, OperatorTraits] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing here is compiled, and torch's wrapper takes longer than the rest of it."""
+        return False
+
     def traits_of(self, func: Any) -> OperatorTraits:
         """Those of an operator, found once."""
         traits = self._traits.get(func)

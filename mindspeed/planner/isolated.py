@@ -31,6 +31,8 @@ from typing import IO, Any, NoReturn
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.processes import die_with_parent
 
+in_child = False
+"""Whether this process is a child, whose inherited objects are frozen: counting them takes long."""
 _LAST_LINES = 12
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -229,6 +231,8 @@ def _run(
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+        global in_child
+        in_child = True
         gc.freeze()  # collecting the parent's objects would copy their pages
         message = _message(function, args)
         with os.fdopen(writer, "wb") as pipe:

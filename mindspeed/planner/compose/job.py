@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import MindSpeedError, PlanError
@@ -20,6 +20,7 @@ from mindspeed.planner.compose.covering import Cover, covering, is_interleaved, 
 from mindspeed.planner.compose.estimate import estimate
 from mindspeed.planner.compose.rank import RankTrace, trace, with_replicas
 from mindspeed.planner.compose.templates import NotSpliceable
+from mindspeed.planner.count import planned_tensors
 from mindspeed.planner.count.recorder import record
 from mindspeed.planner.count.recording import Point, Recording
 from mindspeed.planner.job import Job
@@ -55,7 +56,6 @@ def import_ahead() -> None:
         )
     import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
-    import megatron.core.tokenizers.text  # noqa: F401
     import torch._dynamo  # noqa: F401
     import mindspeed.pipeline.schedule.megatron_work
     import mindspeed.planner.count.fake_world
@@ -248,13 +248,14 @@ def _recorded(
     if missing:
         import_ahead()
     arguments = [(job, points[index], cluster) for index in missing]
-    results = isolated.map(record, arguments, jobs, RUN_SECONDS)
+    results = isolated.map(_record, arguments, jobs, RUN_SECONDS)
     for index, result in zip(missing, results, strict=True):
         if isinstance(result, MindSpeedError):
             raise result
-        known[index] = result
+        known[index] = result[0]
+        planned_tensors.learn(result[1])
         if cache is not None:
-            cache.put(points[index], result)
+            cache.put(points[index], result[0])
 
     def recording_of(point: Point) -> Recording:
         found = known[points.index(point)]
@@ -271,3 +272,8 @@ def shape_of_layout(job: Job, layout: Layout) -> Shape:
         MindSpeedError: the job cannot start.
     """
     return shape_of(job.settings(layout.overrides(), layout.devices).args)
+
+
+def _record(job: Job, point: Point, cluster: Cluster | None) -> tuple[Recording, list[Any]]:
+    """A recording, and what the next process need not find again."""
+    return record(job, point, cluster), planned_tensors.learned()

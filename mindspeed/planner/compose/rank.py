@@ -94,7 +94,7 @@ def trace(cover: Cover, recording_of: Lookup, built: Recording | None = None) ->
     for one, growth in zip(longer, growths, strict=True):
         add(shared, one.shared, growth.mean)
         add(shared, base.shared, -growth.mean)
-    kinds = {kind for one in (first, base, *longer) for kind in one.static}
+    kinds = dict.fromkeys(kind for one in (first, base, *longer) for kind in one.static)
     static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
     if built is not None:
         static = _kept(static) + built.static

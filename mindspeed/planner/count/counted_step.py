@@ -23,6 +23,7 @@ from typing import Any
 from mindspeed.instruments import Communication
 from mindspeed.instruments.flops import FlopCount
 from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.planner import isolated
 from mindspeed.planner.cluster.operations import Product
 
 Watch = Callable[[LiveMemory], AbstractContextManager[Any]]
@@ -138,7 +139,7 @@ def _found(counts: Counter[str]) -> Counter[str]:
 @contextmanager
 def no_collections() -> Iterator[None]:
     """Disable garbage collection, whose time would decide what is alive at the peak."""
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    enabled, frozen = gc.isenabled(), isolated.in_child or gc.get_freeze_count() > 0
     gc.disable()
     gc.freeze()  # exclude existing objects from the collection between the steps
     try:

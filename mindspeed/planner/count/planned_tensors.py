@@ -11,6 +11,7 @@ step; keys here know FakeTensors of fixed shapes alone, and every other call goe
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -62,7 +63,6 @@ class PlannedTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         # The cache of torch keeps storages alive, and gets freed memory back for views of it.
         self.cache_enabled = False
-        self._results: dict[Any, _Result | None] = {}  # None: not to be made from the key
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on FakeTensors.
@@ -77,13 +77,14 @@ class PlannedTensors(FakeTensorMode):
         key = self._key(func, args, kwargs)
         if key is None:
             return self._propagate(func, types, args, kwargs)
-        found = self._results.get(key)
+        found = _results.get(key)
         if found is not None:
             return found.made(self, args)
         result = self._propagate(func, types, args, kwargs)
-        if key not in self._results:
+        if key not in _results:
             changed = self._key(func, args, kwargs) != key
-            self._results[key] = None if changed else self._recorded(args, kwargs, result)
+            _results[key] = None if changed else self._recorded(args, kwargs, result)
+            _own.append(key)
         return result
 
     def _propagate(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -183,6 +184,25 @@ class _Result:
         if self.several is None:
             return self.outputs[0].made(mode, args)
         return self.several([one.made(mode, args) for one in self.outputs])
+
+
+_results: dict[Any, _Result | None] = {}
+"""Results of operators by all that they depend on; None: not to be made from the key."""
+_own: list[Any] = []
+"""Keys that this process has added."""
+
+
+def learned() -> list[Any]:
+    """What this process has found of operators, for :func:`learn`; can be pickled."""
+    found = ((key, result) for key in _own if (result := _results[key]) is not None)
+    return [((key[0]._schema.name, key[0]._overloadname), key[1:], one) for key, one in found]
+
+
+def learn(found: Iterable[Any]) -> None:
+    """Know what another process has found, so that those forked from now on need not find it."""
+    for (name, overload), rest, result in found:
+        packet = getattr(torch.ops.aten, name.partition("::")[2])
+        _results[(getattr(packet, overload), *rest)] = result
 
 
 _VALUES = frozenset(

@@ -17,7 +17,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.registry import planned_as
-from mindspeed.instruments.clock import VirtualClock
+from mindspeed.instruments.clock import Call, VirtualClock
+from mindspeed.instruments.flops import repeated_in
+from mindspeed.instruments.ledger import OperatorTraits
 from mindspeed.instruments.live_memory import HOST
 from mindspeed.planner.count.marks import Marks
 from mindspeed.planner.count.recording import (
@@ -77,6 +79,12 @@ class Recorder(StepCounter):
             else:
                 last.seconds = self._clock.now - self.starts[-1]
         self._before = now
+
+    def _count(self, traits: OperatorTraits, call: Call) -> None:
+        """Add FLOPs alone: nobody asks a recording for its operators."""
+        if traits.formula is not None:
+            flops = traits.formula(*call.args, **call.kwargs, out_val=call.result)
+            self._add(traits.name, flops, repeated_in(traits.packet, call.args, flops))
 
     def _change(self, key: int, nbytes: int) -> None:
         before, kind = self._storages[key]
