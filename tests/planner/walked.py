@@ -305,7 +305,7 @@ def _fake(flags: str, world: int, rank: int, imbalance: float) -> list[Reading]:
 
 def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | str:
     """Bytes after each action of pipeline ranks, spliced from small ones; or why they are not."""
-    from mindspeed.errors import PlanError
+    from mindspeed.errors import MindSpeedError
     from mindspeed.planner import isolated
     from mindspeed.planner.compose.job import trace_job
     from mindspeed.planner.compose.compose import describes
@@ -326,7 +326,7 @@ def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | 
         return f"not described: {described}"
     try:
         traces = trace_job(job, layout, found, ranks=stages)
-    except PlanError as error:
+    except MindSpeedError as error:
         return str(error)
     return [[one.static.total() + level for level in one.step.after] for one in traces]
 
