@@ -153,16 +153,17 @@ def price_of(
     from planner_recordings import RecordedRuns, ReplayedRuns
     from planner_stacks import cluster_of, rates_of
 
-    from mindspeed.planner.composed.measurement import signature_of
-    from mindspeed.planner.composed.price import predict
+    from mindspeed.planner.compose.job import trace_alike
     from mindspeed.planner.job import Job
+    from mindspeed.planner.time.price import predict
 
     job, cluster = Job(row.words), change(row, cluster_of(row))
     shape, vocabulary = _shape(job, row, recordings)
     kept = frozenset({vocabulary, *([row.routed[0]] if row.routed else [])})
     runs = RecordedRuns(recordings, job, only_recorded)
     replayed = ReplayedRuns(runs, lambda: rates_of(row, kept, cluster))
-    return predict(signature_of(shape, row.layout, replayed.get), shape, cluster, row.layout)
+    traces = trace_alike(job, row.layout, shape, cluster, cache=replayed)
+    return predict(traces, shape, cluster, row.layout)
 
 
 def _shape(job: Any, row: PublishedRow, recordings: Path) -> tuple[Any, int]:
@@ -380,7 +381,7 @@ def main() -> None:
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()
-    from mindspeed.planner.composed.measurement import import_ahead
+    from mindspeed.planner.compose.job import import_ahead
 
     import_ahead()
     chosen = [row for row in planned_rows() if row.system in (options.systems or [row.system])]

@@ -1,11 +1,11 @@
-"""Tiny runs that are executed once and timed for any device, precision and network.
+"""Recordings that are executed once and timed for any device, precision and network.
 
     runs = ReplayedRuns(RecordedRuns("run/recordings", job), rates)
-    signature = measure(job, layout, cluster, runs=runs)
+    traces = trace_alike(job, layout, shape, cluster, cache=runs)
 
 What the planner executes does not depend on the cluster. A recording has the operators, messages
-and waits of a tiny run in their order; to replay it takes milliseconds. A
-recording is named by the flags of its run, not by the code: start with an empty directory after a
+and waits of a run in their order; to replay it takes milliseconds. It is
+named by the flags of its run, not by the code: start with an empty directory after a
 change of what is executed.
 """
 
@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,25 @@ from mindspeed.instruments.ledger import Communication
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster.operations import Kernels, Operation
 from mindspeed.planner.cluster.rates import DeviceRates
-from mindspeed.planner.composed.tiny_run import Observation, Point, TinyRun, figures, observe
+from mindspeed.planner.count.recorder import assign, record_point
+from mindspeed.planner.count.recording import Point, Recording
 from mindspeed.planner.job import Job
-
-MARK = None
-"""An event that stands for a boundary of a segment."""
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A tiny run.
+class RecordedRun:
+    """A run.
 
     Attributes:
-        observed: the step; the times of its segments are those of no cluster.
+        recording: its blocks; in place of seconds they have the number of their events.
         events: in their order, as numbers of things: an operation takes time, a communication
-            starts, its second number is waited for, :data:`MARK` is a boundary of a segment.
+            starts, its second number is waited for.
         things: operations, communications, and for each wait the number of its communication's
             event.
     """
 
-    observed: Observation
-    events: list[int | None]
+    recording: Recording
+    events: list[int]
     things: list[Operation | tuple[str, Communication] | int]
 
 
@@ -71,17 +70,28 @@ class _NoTime:
 
 
 class _RecordingClock(VirtualClock):
-    """Notes what happens."""
+    """Notes what happens; its time is the number of events."""
 
-    def start(self) -> None:
-        self.events: list[int | None] = []
+    def __init__(self) -> None:
+        self.events: list[int] = []
         self.things: list[Any] = []
         self._numbers: dict[Any, int] = {}
         self._event_of: dict[int, int] = {}
+        super().__init__(1.0, None)  # type: ignore[arg-type]
         self._rates = _NoTime(self.add)
         self._counts_bytes = True
 
+    @property
+    def now(self) -> float:  # type: ignore[override]
+        """Events so far."""
+        return float(len(self.events))
+
+    @now.setter
+    def now(self, value: float) -> None:
+        """Time does not pass otherwise."""
+
     def add(self, thing: Any) -> None:
+        """Note an event."""
         if thing not in self._numbers:
             self._numbers[thing] = len(self.things)
             self.things.append(thing)
@@ -95,40 +105,24 @@ class _RecordingClock(VirtualClock):
 
     def _wait(self, interval: TimedCall) -> None:
         self.add(self._event_of[id(interval)])
-        super()._wait(interval)
 
 
-class _Marks:
-    """Tells the times of segments by noting that they were asked for."""
-
-    def __init__(self, clock: _RecordingClock) -> None:
-        self._clock = clock
-
-    @property
-    def now(self) -> float:
-        self._clock.events.append(MARK)
-        return 0.0
+def record(job: Job, point: Point) -> RecordedRun:
+    """Execute a run; changes the state of this process."""
+    clock = _RecordingClock()
+    args = job.settings(point.overrides, point.devices).args
+    found = record_point(args, point, clock)
+    return RecordedRun(found, clock.events, clock.things)
 
 
-def record(job: Job, point: Point) -> Recording:
-    """Execute a tiny run; changes the state of this process."""
-    clock = _RecordingClock(1.0, None)  # type: ignore[arg-type]
-    clock.start()
-    observed = observe(job, point, clock, _Marks(clock))
-    return Recording(observed, clock.events, clock.things)
-
-
-def replay(recording: Recording, rates: DeviceRates) -> TinyRun:
-    """The figures of a run with the times of rates."""
+def replay(run: RecordedRun, rates: DeviceRates) -> Recording:
+    """The recording of a run with the times of rates."""
     clock = VirtualClock.of(rates)
     seconds: dict[int, float] = {}
     started: dict[int, TimedCall] = {}
-    times: list[float] = []
-    for index, number in enumerate(recording.events):
-        if number is MARK:
-            times.append(clock.now)
-            continue
-        thing = recording.things[number]
+    times = [0.0]
+    for index, number in enumerate(run.events):
+        thing = run.things[number]
         if isinstance(thing, Operation):
             if number not in seconds:
                 seconds[number] = rates.seconds(thing)
@@ -137,12 +131,15 @@ def replay(recording: Recording, rates: DeviceRates) -> TinyRun:
             clock._wait(started[thing])
         else:
             started[index] = clock._communicate(*thing)
-    observed = recording.observed
-    segments = tuple(
-        replace(one, start=times[2 * i], end=times[2 * i + 1])
-        for i, one in enumerate(observed.segments)
+        times.append(clock.now)
+    ends = [round(one) for one in accumulate(block.seconds for block in run.recording.blocks)]
+    starts = [times[at] for at in (0, *ends[:-1])]
+    blocks = tuple(
+        replace(block, seconds=times[end] - start, sent={})
+        for block, start, end in zip(run.recording.blocks, starts, ends, strict=True)
     )
-    return figures(replace(observed, segments=segments), clock)
+    assign(clock, blocks, starts)
+    return replace(run.recording, blocks=blocks)
 
 
 class RecordedRuns:
@@ -158,9 +155,10 @@ class RecordedRuns:
         self._directory, self._job, self._only_recorded = Path(directory), job, only_recorded
         self._directory.mkdir(parents=True, exist_ok=True)
 
-    def recording(self, point: Point) -> Recording:
-        """The recording of a point."""
-        what = repr([self._job.argv, sorted(point.overrides.items()), point.devices, point.stage])
+    def run(self, point: Point) -> RecordedRun:
+        """The run of a point."""
+        where = [point.devices, point.stage, point.forward, point.bare]
+        what = repr([self._job.argv, sorted(point.overrides.items()), *where])
         path = self._directory / f"{digest(what)}.pickle"
         if not path.exists():
             if self._only_recorded:
@@ -175,13 +173,13 @@ def digest(text: str) -> str:
 
 
 @cache
-def _load(path: Path) -> Recording:
-    found: Recording = pickle.loads(path.read_bytes())
+def _load(path: Path) -> RecordedRun:
+    found: RecordedRun = pickle.loads(path.read_bytes())
     return found
 
 
 class ReplayedRuns:
-    """Recorded runs with the times of rates, as a cache of :func:`measure`.
+    """Recorded runs with the times of rates, as a cache of recordings.
 
     Args:
         runs: recordings.
@@ -191,9 +189,9 @@ class ReplayedRuns:
     def __init__(self, runs: RecordedRuns, rates: Callable[[], DeviceRates]) -> None:
         self._runs, self._rates = runs, rates
 
-    def get(self, point: Point) -> TinyRun:
-        """The run of a point."""
-        return replay(self._runs.recording(point), self._rates())
+    def get(self, point: Point) -> Recording:
+        """The recording of a point."""
+        return replay(self._runs.run(point), self._rates())
 
-    def put(self, point: Point, run: TinyRun) -> None:
+    def put(self, point: Point, recording: Recording) -> None:
         """Nothing is to keep."""

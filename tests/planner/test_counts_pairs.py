@@ -62,8 +62,8 @@ def test_a_job_of_pairs_is_not_composed_and_a_reference_pass_not_timed(ranks):
 def refusals(flags: str) -> list[str]:
     """Why a job is not composed of small runs, and a time of it is not predicted."""
     from mindspeed.errors import PlanError
-    from mindspeed.planner.time.whole_ranks import predict_whole
     from mindspeed.planner.shape import shape_of
+    from mindspeed.planner.time.whole_ranks import predict_whole
 
     args = _args(flags, 2)
     found = [shape_of(args).unspliceable]

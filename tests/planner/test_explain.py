@@ -34,10 +34,14 @@ def parts_of_the_first_rank():
 def kept_by_a_micro_batch():
     """Bytes between two forwards of the first pipeline rank in a step of the whole job."""
     from mindspeed.planner.cluster import load_cluster
-    from mindspeed.planner.composed.pieces import kept
-    from mindspeed.planner.composed.tiny_run import Point, run
+    from mindspeed.planner.count.recorder import record
+    from mindspeed.planner.count.recording import Part, Point
 
-    return kept(run(jobs.Job(PIPELINE), Point({}, 4, 0), load_cluster(CLUSTER)))
+    found = record(jobs.Job(PIPELINE), Point({}, 4, 0), load_cluster(CLUSTER))
+    first, second = (place.op for place in found.row[:2])
+    assert (first, second) == ("F", "F")
+    blocks = (block for block in found.blocks if block.action == (block.part is not Part.GAP))
+    return sum(block.net for block in blocks)
 
 
 def composed(words):

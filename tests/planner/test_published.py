@@ -157,7 +157,7 @@ SAMPLE = (
 @pytest.mark.slow
 def test_a_sample_of_rows_has_the_committed_figures(benchmark, predictions, tmp_path):
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
-    from mindspeed.planner.composed.measurement import import_ahead
+    from mindspeed.planner.compose.job import import_ahead
 
     import_ahead()
     rows = benchmark.planned_rows()
@@ -174,12 +174,13 @@ def test_a_sample_of_rows_has_the_committed_figures(benchmark, predictions, tmp_
 
 @pytest.mark.slow
 def test_a_recorded_run_is_timed_as_an_executed_one(benchmark):
-    """Operators, messages, waits and segments come back with the same times, on a pipeline."""
+    """Operators, messages, waits and blocks come back with the same times, on a pipeline."""
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
     from mindspeed.planner import isolated
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.cluster.rates import DeviceRates
-    from mindspeed.planner.composed.tiny_run import Point, run
+    from mindspeed.planner.count.recorder import record
+    from mindspeed.planner.count.recording import Point
     from mindspeed.planner.job import Job
     from mindspeed.planner.layout import Layout
 
@@ -192,7 +193,7 @@ def test_a_recorded_run_is_timed_as_an_executed_one(benchmark):
     )
     layout = Layout(devices=8, global_batch_size=6, tp=2, pp=2, mbs=1)
     point, cluster = Point(layout.overrides(), 8, 1), load_cluster("a100")
-    executed = isolated.call(run, Job(flags.split()), point, cluster)
+    executed = isolated.call(record, Job(flags.split()), point, cluster)
     recorded = isolated.call(recordings.record, Job(flags.split()), point)
     assert recordings.replay(recorded, DeviceRates(cluster)) == executed
 

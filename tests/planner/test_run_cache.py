@@ -1,4 +1,4 @@
-"""Tiny runs on disk: found again by what they depend on, and by nothing else."""
+"""Recordings on disk: found again by what they depend on, and by nothing else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from mindspeed.planner.cluster import load_cluster
 from tests.support.lazy import Lazy
 
 cache_module = Lazy("mindspeed.planner.count.cache")
-figures = Lazy("mindspeed.planner.composed.figures")
-tiny = Lazy("mindspeed.planner.composed.tiny_run")
+recordings = Lazy("mindspeed.planner.count.recording")
 
 
 class FakeJob:
@@ -21,31 +20,18 @@ class FakeJob:
 
 
 def some_run():
-    action = tiny.ActionRun("F", 0, 1, 2, -3, 0.1)
-    quantity = figures.Quantity
-    communication = {
-        figures.Figure(quantity.DENSE_BYTES, collective="all_gather"): 10,
-        figures.Figure(quantity.WIRE, "F", "TP", 8, "all_gather"): 10,
-        figures.Figure(quantity.CALLS, figures.END, "G", 2, "all_reduce"): 1,
-        figures.Figure(quantity.WAIT, "B", "TP"): 0.5,
-    }
-    return tiny.TinyRun(
-        Counter(weights=10),
-        7,
-        2,
-        2,
-        (action, action),
-        11,
-        0.5,
-        0.25,
-        100,
-        0,
-        Counter(communication),
+    sent = {recordings.Message("TP", 8, "all_gather"): recordings.Traffic(1, 10, 70, 0.5)}
+    block = recordings.Block(
+        0, recordings.Part.PRE, 0, [4, -4], ["activations"] * 2, 7, 1, 0.5, sent
     )
+    row = (recordings.Place("F", 0, 0),)
+    static = Counter(weights=10)
+    return recordings.Recording(row, (block,), (2,), static, 7, 0, 14, Counter(weights=10))
 
 
-def point(layers: int = 2):
-    return tiny.Point({"num_layers": layers, "recompute_granularity": None}, 2, 0)
+def point(layers: int = 2, **values: bool):
+    overrides = {"num_layers": layers, "recompute_granularity": None}
+    return recordings.Point(overrides, 2, 0, **values)
 
 
 def test_a_later_search_finds_a_run(tmp_path) -> None:
@@ -54,7 +40,7 @@ def test_a_later_search_finds_a_run(tmp_path) -> None:
     again = cache_module.RunCache(tmp_path, FakeJob(), cluster)
     assert again.get(point()) == some_run()
     assert isinstance(again.get(point()).static, Counter)
-    assert isinstance(next(iter(again.get(point()).communication)).quantity, figures.Quantity)
+    assert again.get(point(bare=True)) is None and again.get(point(forward=False)) is None
     assert again.get(point(3)) is None
     assert cache_module.RunCache(tmp_path, FakeJob(), load_cluster("a100")).get(point()) is None
     other = FakeJob()

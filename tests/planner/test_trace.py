@@ -90,8 +90,8 @@ def shape_in(job: Any, devices: int) -> Any:
 
 def whole(job: Any, devices: int, stage: int) -> Any:
     """Figures of a pipeline rank of the whole job."""
-    from mindspeed.planner.count.recorder import first_may_be_short
     from mindspeed.planner.count.counted_step import count_step
+    from mindspeed.planner.count.recorder import first_may_be_short
     from mindspeed.training.fake_job import rank_in_stage
 
     args = job.settings({}, devices).args
@@ -199,6 +199,6 @@ def test_megatrons_index_helpers_need_not_be_built(ranks: Any) -> None:
 
 def test_the_adaptor_comes_before_megatron_whichever_module_is_first(ranks: Any) -> None:
     (found,) = ranks(1, planner_doors.doors, backend=None)
-    modules = ("job", "scripts", "composed.signature", "composed.whole_ranks", "search.evaluator")
+    modules = ("job", "scripts", "compose.job", "time.whole_ranks", "search.evaluator")
     assert {f"mindspeed.planner.{name}" for name in modules} <= found.keys()
     assert all(found.values()), [name for name, before in found.items() if not before]

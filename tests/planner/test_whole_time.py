@@ -24,10 +24,10 @@ def predicted(flags: str) -> tuple[Any, Any, float]:
     from mindspeed.planner import isolated
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.compose.compose import compose
-    from mindspeed.planner.time.whole_ranks import predict_whole
     from mindspeed.planner.count.check import Check, RankCheck
     from mindspeed.planner.count.timed_step import time_step
     from mindspeed.planner.job import Job
+    from mindspeed.planner.time.whole_ranks import predict_whole
 
     cluster = load_cluster("h100")
     ranks = 2 if "pipeline" in flags else 1

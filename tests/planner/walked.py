@@ -307,8 +307,8 @@ def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | 
     """Bytes after each action of pipeline ranks, spliced from small ones; or why they are not."""
     from mindspeed.errors import MindSpeedError
     from mindspeed.planner import isolated
-    from mindspeed.planner.compose.job import trace_job
     from mindspeed.planner.compose.compose import describes
+    from mindspeed.planner.compose.job import trace_job
     from mindspeed.planner.job import Job
     from mindspeed.planner.layout import layout_of
     from mindspeed.planner.shape import shape_of

@@ -13,7 +13,7 @@ import contextlib
 import gc
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.registry import planned_as
@@ -171,7 +171,7 @@ def record_args(
         recorder.close()
         marks.check()
         if clock is not None:
-            _assign(clock, recorder)
+            assign(clock, recorder.blocks, recorder.starts)
         blocks, recorder.blocks = tuple(recorder.blocks), []  # what is freed now is no event
         return Recording(
             planned,
@@ -220,7 +220,7 @@ def between_steps(
             step.model.optimizer.step()
         recorder.close()
         if clock is not None:
-            _assign(clock, recorder)
+            assign(clock, recorder.blocks, recorder.starts)
         blocks, recorder.blocks = tuple(recorder.blocks), []
         none = Counter[str]()
         return Recording((), blocks, (), Counter(found), step.parameters, 0, 0, none)
@@ -270,13 +270,13 @@ def _traffic(communications: Iterable[Any]) -> dict[Message, Traffic]:
     return found
 
 
-def _assign(clock: VirtualClock, recorder: Recorder) -> None:
+def assign(clock: VirtualClock, blocks: Sequence[Block], starts: Sequence[float]) -> None:
     """Assign communications and waits to the blocks in which they begin."""
     for interval in clock.intervals:
         one = interval.communication
         if one is None or len(one.ranks) < 2 or interval.kind not in ("communication", "wait"):
             continue
-        block = recorder.blocks[max(0, bisect_right(recorder.starts, interval.start) - 1)]
+        block = blocks[max(0, bisect_right(starts, interval.start) - 1)]
         if interval.kind == "wait":
             key = Message(one.description, len(one.ranks), "")
             add(block.sent, {key: Traffic(waited=interval.seconds)})
