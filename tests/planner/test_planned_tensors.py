@@ -142,6 +142,7 @@ def test_torch_propagates_each_kind_of_call_once(monkeypatch) -> None:
 
     before = PlannedTensors._propagate
     monkeypatch.setattr(PlannedTensors, "_propagate", counted)
+    monkeypatch.setattr("mindspeed.planner.count.planned_tensors._results", {})
     with PlannedTensors():
         x = torch.ones(4, 6)
         counts = []

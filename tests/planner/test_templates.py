@@ -216,10 +216,12 @@ def test_few_ranks_cover_the_rows_of_many():
     from mindspeed.planner.compose import covering
 
     shape = SimpleNamespace(
-        request=ScheduleRequest(), ranks=16, micro_batches=64, placement=Placement.loop(16)
+        request=ScheduleRequest(), ranks=16, chunks=1, placement=Placement.loop(16)
     )
     for rank, row in enumerate(rows_of(16, 64)):
-        ranks, small, count = covering._fewest(shape, row, rank)
+        wanted = covering._seen(row)
+        size = covering._fewest(shape, wanted, covering._seen, rank == 0, rank == 15)
+        ranks, small, count = size
         assert ranks <= 5 and count <= 8
         assert covering._seen(row) <= covering._seen(rows_of(ranks, count)[small])
         assert (small == 0, small == ranks - 1) == (rank == 0, rank == 15)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.planner.test_signature import APART, MODEL
+from tests.planner.test_trace import APART, MODEL
 
 MICRO_BATCHES = 6
 JOBS = {
