@@ -98,14 +98,13 @@ def test_seconds_of_1f1b_are_those_of_the_formula(batches, free_messages):
 @pytest.mark.parametrize(("ranks", "batches"), [(3, 1001), (4, 803), (6, 502)])
 def test_long_steps_with_latency_are_those_of_the_whole_schedule(ranks, batches, monkeypatch):
     """1F1B with messages that take time repeats every p micro-batches, not every one."""
-    from mindspeed.planner.composed import step_plan
+    from mindspeed.planner.time import step_plan
 
     cluster = load_cluster("h100")
     job = shape(ranks, ranks, batches, message=1 << 30, overlap_messages=True)
-    one = signature(first=NOTHING, last=NOTHING)
-    short = predict(one, job, cluster)
+    short = predict(traces(job), job, cluster)
     monkeypatch.setattr(step_plan, "MOST_ACTIONS", 1 << 60)
-    whole = predict(one, job, cluster)
+    whole = predict(traces(job), job, cluster)
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-12)
     assert short.bubble == pytest.approx(whole.bubble, rel=1e-9)
 
