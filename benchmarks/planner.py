@@ -113,8 +113,8 @@ def predict_all(
 
     Args:
         rows: the rows.
-        recordings: directory of tiny runs.
-        only_recorded: a tiny run that is not there is an error.
+        recordings: directory of recordings.
+        only_recorded: a recording that is not there is an error.
         change: of the cluster of a row.
     """
     for row in rows:
@@ -374,7 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="*")
     parser.add_argument("--recordings", type=Path, default=Path("run/planner-recordings"))
-    parser.add_argument("--only-recorded", action="store_true", help="make no new tiny runs")
+    parser.add_argument("--only-recorded", action="store_true", help="make no new recordings")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     import mindspeed.megatron_adaptor  # noqa: F401

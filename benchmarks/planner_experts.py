@@ -5,7 +5,7 @@
 For three models of Megatron-Bridge's tables with an H100 layout, at the published number of devices
 and at two others (global batch scaled along), the layout of the table is priced, and the search
 looks for the fastest one: with all pipeline sizes and chunks, and with the tensor, context and
-expert sizes and micro-batches of the model's rows on any device, whose tiny runs are shared with
+expert sizes and micro-batches of the model's rows on any device, whose recordings are shared with
 planner.py. The rest is that of the expert. Both are bf16 with the preset ``h100``. The published
 runs are in fp8, which keeps fewer bytes: where the expert's layout needs more than the device has
 in bf16, the search may use as much as the expert. Beside the fastest layout stands the best one,
@@ -56,8 +56,8 @@ def compare(case: Case, devices: int, recordings: Path, only_recorded: bool) -> 
     Args:
         case: the published layout.
         devices: ranks; the batch grows with them.
-        recordings: directory of tiny runs.
-        only_recorded: layouts whose tiny runs are not there are no candidates.
+        recordings: directory of recordings.
+        only_recorded: layouts whose recordings are not there are no candidates.
     """
     from planner import planned_rows
     from planner_recordings import RecordedRuns, ReplayedRuns
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[case.model for case in CASES])
     parser.add_argument("--recordings", type=Path, default=Path("run/planner-recordings"))
-    parser.add_argument("--only-recorded", action="store_true", help="make no new tiny runs")
+    parser.add_argument("--only-recorded", action="store_true", help="make no new recordings")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     import mindspeed.megatron_adaptor  # noqa: F401

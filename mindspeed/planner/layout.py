@@ -251,7 +251,7 @@ class Layout:
         """The layout with the same counts of a layer and micro-batch, in a normal form.
 
         It has one pipeline stage and one micro-batch on one data-parallel rank; layouts with equal
-        signatures are priced from the same counts.
+        signatures are priced from the same recordings.
         """
         recompute = self.recompute
         if recompute is not None and recompute.layers > 0:

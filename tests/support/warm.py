@@ -18,7 +18,6 @@ ROOMS = (
     *("models", "ops", "pipeline", "te", "training"),
 )
 OTHERS = (
-    "megatron.core.tokenizers.text",
     "matplotlib.figure",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",

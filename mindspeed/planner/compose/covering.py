@@ -402,7 +402,7 @@ def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Middle | None]:
     """Micro-batches of a step that is long enough, and what ``row`` repeats more often."""
     ranks, chunks, count = shape.ranks, shape.chunks, shape.micro_batches
     group = (shape.request.group_size or ranks) if chunks > 1 else 1
-    enough = 2 * ranks + 3 * group
+    enough = 2 * ranks + 4 * group
     for short in range(enough + (count - enough) % group, count, group):
         try:
             small, more = (
@@ -427,13 +427,16 @@ def _middle(small: Row, row: Row, period: int) -> Middle | None:
     found = []
     for ahead in range(2 * period, equal + 1):
         start = ahead - period
+        if one[start - period : start] != one[start:ahead]:  # in the warm-up still
+            continue
         places = [
             i if i < ahead else i - more if i >= ahead + more else start + (i - start) % period
             for i in range(len(row))
         ]
         if all(other[i] == one[at] for i, at in enumerate(places)):
             found.append(Middle(places, start, period))
-    return found[len(found) // 2] if found else None  # far from both ends of the step
+    # What the warm-up left may live for some periods, what the end needs for some actions.
+    return found[3 * len(found) // 4] if found else None
 
 
 def _point(

@@ -36,9 +36,10 @@ class _Needs:
     @classmethod
     def of(cls, row: Row, step: Spliced) -> _Needs:
         """Read them from a step of 1F1B."""
-        levels = [0, *step.after]
-        changes = [b - a for a, b in pairwise(levels[1:])]
-        kept = max(map(abs, changes), default=0)
+        levels = zip(row, step.after, strict=True)
+        pairs = [(a.op + b.op, abs(y - x)) for (a, x), (b, y) in pairwise(levels)]
+        forwards = [change for ops, change in pairs if ops == "FF"]
+        kept = min(forwards or (change for _, change in pairs))
         most, alive = dict[str, int](), 0
         for place, top in zip(row, step.tops, strict=True):
             most[place.op] = max(most.get(place.op, 0), top - alive * kept)

@@ -1,1 +1,1 @@
-"""Recordings of one step of one rank: what is alive, from mark to mark."""
+"""Counts of one step of one rank: whole, timed, and as a recording from mark to mark."""

@@ -81,7 +81,7 @@ def explain(
         cluster: rates of devices and links.
         memory_limit: bytes that the tensors of a rank may take.
         jobs: processes that count.
-        cache: directory of tiny runs, which later calls reuse.
+        cache: directory of recordings, which later calls reuse.
         progress: progress callback.
 
     Raises:

@@ -155,7 +155,7 @@ class SearchResult:
         total: number of combinations, the sum of :attr:`removed` and :attr:`fitting`.
         removed: number of combinations that each constraint removed.
         fitting: number of combinations that were priced and fit.
-        measured: signatures that were counted or found in the cache.
+        measured: keys of layouts that were recorded or found in the cache.
         candidates: the best layouts, ties first; see :attr:`ties`.
         front: Pareto front of time and memory, the fastest first.
         closest: the layout closest to fitting, if none fits.
