@@ -108,8 +108,8 @@ PUBLIC: dict[str, tuple[str, str]] = {
         "linear layers of the local spec, random number generators, marks of parameters",
     ),
     "megatron.core.tokenizers": (
-        "MegatronTokenizer text",
-        "the tokenizer classes of data sets; a slow import, made once before processes are forked",
+        "MegatronTokenizer",
+        "the tokenizer classes of data sets",
     ),
     "megatron.core.transformer": (
         "MLATransformerConfig TransformerConfig TransformerLayer",
