@@ -130,7 +130,10 @@ def test_spliced_seconds_are_those_of_the_whole_job():
     job, devices = job_of("uneven stages")
     (found,), _ = traced("uneven stages", clusters.load_cluster("h100"), [3])
     expected = isolated.call(seconds, job, devices, 3)
-    assert [found.step.seconds[op, 0] for op in "FB"] == pytest.approx(expected, rel=0.01)
+    forward, backward = (found.step.seconds[op, 0] for op in "FB")
+    assert forward + backward == pytest.approx(sum(expected), rel=0.002)
+    # Where one ends is a matter of the host, which runs ahead of the device.
+    assert [forward, backward] == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.weekly_cases("zb-h1", "context, *", "interleaved")
