@@ -297,9 +297,9 @@ class StepOfRank:
         self._memory.kind = "activations"
         self._step()
 
-    def run_shortest(self) -> None:
-        """Run one step of a single micro-batch; later steps are as long as before."""
-        self._batch_of(1)
+    def run_shortest(self, micro_batches: int = 1) -> None:
+        """Run one step of so many micro-batches; later steps are as long as before."""
+        self._batch_of(micro_batches)
         self.run()
         self._batch_of(self.micro_batches)
 

@@ -155,7 +155,13 @@ def record_args(
         if bare:
             make_bare(step.model)
         claim(recorder, step.model)
-        (step.run_shortest if first_may_be_short(own) else step.run)()
+        if first_may_be_short(own):
+            step.run_shortest()
+        elif bare and own.virtual_pipeline_model_parallel_size and not own.pipeline_schedule:
+            group = own.microbatch_group_size_per_vp_stage or 0
+            step.run_shortest(max(group, own.pipeline_model_parallel_size))
+        else:
+            step.run()
         claim(recorder, step.model)
         gc.collect()
         static, host = Counter({k: n for k, n in recorder.now.items() if n}), recorder.host
