@@ -20,7 +20,8 @@ def found(rank_pool) -> list[adjoint.Measured]:
 
 @pytest.mark.slow
 def test_every_function_of_the_library_has_a_rule(found):
-    assert not found[0].without_rule
+    # A bare layer stands for a real one in a plan, on tensors without values.
+    assert found[0].without_rule == {"planner.count.bare._Passed"}
 
 
 def test_every_function_with_a_rule_is_measured(found):
