@@ -319,7 +319,7 @@ def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | 
     def shape() -> Any:
         args = job.settings({}, world).args
         layout, found = layout_of(args), shape_of(args)
-        return layout, found, found.uncomposable or describes(job, layout, args)
+        return layout, found, found.unspliceable or describes(job, layout, args)
 
     layout, found, described = isolated.call(shape)
     if described is not True:
