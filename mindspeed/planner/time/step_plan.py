@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
@@ -66,7 +66,7 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
         plan = Plan(shape.placement, (rows,), min(count, 2))
         one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
         return StepPlan(plan, count * one, 0.0, ({(op, 0): float(count) for op in "FB"},))
-    request = replace(shape.request, costs=costs)
+    request = shape.request  # the row that runs: a schedule is not planned with these costs
     group = (request.group_size or ranks) if chunks > 1 else ranks  # messages have a latency
     enough = 2 * ranks + 2 * group
     long = 2 * ranks * chunks * count > MOST_ACTIONS and count > enough + group
