@@ -31,6 +31,7 @@ class Priced:
     tokens_per_second_per_device: float = 1234.4
     limit: str = "matrix products"
     parts: dict[str, float] = field(default_factory=dict)
+    picture: Any = None
 
 
 FLAGS = ("--model", "llama2-7b", "--bf16", "--tensor-model-parallel-size", "2",

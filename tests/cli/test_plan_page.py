@@ -17,6 +17,7 @@ from mindspeed.planner.interval import JobKind, interval_of
 from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.search.page import html_of
 from mindspeed.planner.search.result import Candidate, Closest, SearchResult
+from mindspeed.planner.time.picture import Drawn, StepPicture
 from tests.cli.plan_search_job import GIB, Priced, Rank
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -28,11 +29,42 @@ def priced(layout: Layout, seconds: float, gib: int) -> tuple[Layout, Priced]:
     return layout, Priced(seconds, gib * GIB, ranks=ranks, parts=parts)
 
 
+def drawn() -> StepPicture:
+    """Two pipeline ranks with two micro-batches; the first keeps them longer."""
+    rows = [
+        [
+            ("F", 0, 0, 0.0, 0.1),
+            ("F", 0, 1, 0.1, 0.2),
+            ("B", 0, 0, 0.4, 0.6),
+            ("B", 0, 1, 0.7, 0.9),
+        ],
+        [
+            ("F", 1, 0, 0.1, 0.2),
+            ("B", 1, 0, 0.2, 0.4),
+            ("F", 1, 1, 0.4, 0.5),
+            ("B", 1, 1, 0.5, 0.7),
+        ],
+    ]
+    alive = [[2, 3, 2, 1], [2, 1, 2, 1]]
+    return StepPicture(
+        1.0,
+        ({"weights": GIB},) * 2,
+        tuple(
+            tuple(
+                Drawn(*one, (n + 1) * GIB, {"weights": GIB, "activations": (n - 1) * GIB})
+                for one, n in zip(row, after, strict=True)
+            )
+            for row, after in zip(rows, alive, strict=True)
+        ),
+    )
+
+
 BASE = Layout(16, 16, recompute=Recompute())
 FAST = replace(BASE, tp=2)
+TWO = priced(replace(FAST, pp=2), 1.5, 20)
 LAYOUTS = (
     priced(FAST, 1.0, 40),
-    priced(replace(FAST, pp=2), 1.5, 20),
+    (TWO[0], replace(TWO[1], picture=drawn())),
     priced(replace(BASE, tp=4, mbs=2), 2.0, 30),
     priced(replace(BASE, tp=4, pp=2, memory=("</script>",)), 3.0, 10),
 )
@@ -78,8 +110,12 @@ const change = (name, value) => {
 };
 const first = () => [...document.querySelectorAll("#rows tr td:first-child")];
 const names = () => first().map((cell) => cell.textContent);
+const rects = (what) => document.querySelectorAll(`#lanes rect${what}`).length;
+const title = (what) => document.querySelector(what + " title").textContent;
+const step = () => [byId("schedule").hidden, byId("over").hidden, byId("undrawn").hidden];
 const bars = () => document.querySelectorAll("#memory rect").length;
 seen.first = [row().cells[0].textContent, row().cells[2].textContent, text("command")];
+seen.undrawn = step();
 seen.sorted = names();
 document.querySelectorAll("#head button")[6].click();
 seen.byMemory = names();
@@ -90,6 +126,10 @@ seen.afterArrow = [row().cells[0].textContent, document.activeElement === row()]
 change("pp", "2");
 seen.afterWhatIf = [row().cells[0].textContent, text("answer")];
 seen.bars = bars();
+seen.drawn = [step(), rects(""), rects("[data-op=F]"), title("#lanes rect")];
+seen.kinds = ["weights", "activations"].map((kind) => title(`#alive polygon[data-kind=${kind}]`));
+change("rank", "1");
+seen.other = [title("#alive polygon[data-kind=activations]"), text("alive")];
 change("tp", "4");
 seen.nearest = [row().cells[0].textContent, text("answer")];
 document.querySelectorAll("#front circle")[0].dispatchEvent(new Event("click"));
@@ -118,6 +158,13 @@ def test_tables_sort_questions_answer_and_keys_move(tmp_path: Path) -> None:
     name, answer = seen["afterWhatIf"]
     assert name == two and answer.startswith("pp 2: time -25.0 %, memory -33.3 %; no such layout")
     assert seen["bars"] == 4  # two kinds on two ranks
+    assert seen["undrawn"] == [True, True, False]
+    shown, bars, forwards, what = seen["drawn"]
+    assert shown == [False, False, True] and (bars, forwards) == (8 + 2, 4)
+    assert what == "rank 0, forward of stage 0, micro-batch 0: 0.00 to 0.100 s"
+    assert seen["kinds"] == ["weights: up to 1.00 GiB", "activations: up to 2.00 GiB"]
+    assert seen["other"][0] == "activations: up to 1.00 GiB"
+    assert "the most within it, 3.00 GiB" in seen["other"][1]
     name, answer = seen["nearest"]
     assert name == small and answer.startswith("tp 4: time +100.0 %, memory -50.0 %; no such")
     assert answer.endswith(small)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.planner.cluster import load_cluster
 from tests.support.lazy import Lazy
 
@@ -248,3 +249,77 @@ def test_a_shape_for_another_pipeline():
     vee = replace(shape(4, 16, 8, 2), request=ScheduleRequest("zb-v"))
     found = reshaped(vee, layouts.Layout(16, 16, pp=2, schedule="zb-v"))
     assert (found.chunks, found.stages) == (2, (("dense",) * 4,) * 4)
+
+
+def with_memory(found: Any, job: Any) -> None:
+    """Let each trace keep 10 bytes from a forward to its backward, and 3 while an action runs."""
+    plan = build_plan(job.request, job.ranks, job.chunks, job.micro_batches)
+    for one, row in zip(found, plan.rows, strict=True):
+        step, alive = one.step, 0
+        actions = [action for action in row if action.microbatch is not None]
+        step.row = [
+            recordings.Place(a.op, plan.placement.chunk(a.stage), a.microbatch) for a in actions
+        ]
+        for action in actions:
+            step.tops.append(alive + 13)
+            alive += 10 if action.op == "F" else -10
+            step.after.append(alive)
+        after = list(step.after)
+        step.kinds_after = lambda after=after: [Counter(activations=n) for n in after]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_picture_has_the_actions_that_were_simulated_and_their_memory(chunks, free_messages):
+    job = shape(2, 4, 4, chunks)
+    found = traces(job, static=100)
+    with_memory(found, job)
+    price = predict(found, job, free_messages, drawn=True)
+    picture = price.picture
+    assert predict(found, job, free_messages).picture is None
+    assert max(one.end for row in picture.rows for one in row) <= picture.seconds == price.seconds
+    for row, one in zip(picture.rows, found, strict=True):
+        assert [(x.op, x.micro_batch) for x in row] == [(x.op, x.micro_batch) for x in one.step.row]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(row))
+        assert {x.end - x.start for x in row} == {2 / chunks, 4 / chunks}
+        assert max(x.top for x in row) == 100 + max(one.step.tops)
+        assert [x.alive.get("activations", 0) for x in row] == one.step.after
+        assert {x.alive["weights"] for x in row} == {100}
+
+
+def test_a_step_of_one_rank_is_drawn_and_a_very_long_one_is_not(free_messages):
+    from mindspeed.planner.time.picture import MOST_ACTIONS
+
+    pictures = []
+    for batches in (3, MOST_ACTIONS // 2 + 1):
+        job = shape(1, 2, batches)
+        (one,) = found = traces(job)
+        one.step.row = [recordings.Place(op, 0, n) for n in range(batches) for op in "FB"]
+        one.step.after = one.step.tops = [0] * len(one.step.row)
+        one.step.kinds_after = lambda row=one.step.row: [Counter()] * len(row)
+        pictures.append(predict(found, job, free_messages, drawn=True).picture)
+    (row,) = pictures[0].rows
+    assert [(one.start, one.end) for one in row] == [
+        (0, 2), (2, 6), (6, 8), (8, 12), (12, 14), (14, 18),
+    ]  # fmt: skip
+    assert pictures[1] is None
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "auto"])
+def test_time_is_that_of_the_row_that_runs(schedule, free_messages, monkeypatch):
+    """The trainer plans a schedule without the seconds of this cluster; so does a prediction."""
+    from mindspeed.planner.time import step_plan
+
+    job = shape(4, 8, 16, 2 if schedule == "zb-v" else 1, request=ScheduleRequest(schedule))
+    planned = []
+    simulate = step_plan.simulate
+    monkeypatch.setattr(step_plan, "simulate", lambda *x: planned.append(x[0]) or simulate(*x))
+    found = traces(job)
+    for one in found:
+        one.step.seconds = {
+            (op, chunk): seconds
+            for op, seconds in {"F": 1.0, "I": 1.3, "W": 0.3}.items()
+            for chunk in range(job.chunks)
+        }
+    predict(found, job, free_messages)
+    (plan,) = planned
+    assert plan.rows == build_plan(ScheduleRequest(schedule), 4, job.chunks, 16).rows

@@ -118,6 +118,8 @@ def test_spliced_steps_are_whole_ones(layers, batches, left):
     assert found.at_peak.total() == found.peak
     assert found.flops == sum(block.flops for block in whole.blocks)
     assert found.net == left * (batches - 3)
+    assert [kinds.total() for kinds in found.kinds_after()] == found.after
+    assert len(found.after) == len(found.tops) == len(found.row)
 
 
 def test_repetitions_that_differ_are_refused_with_both():

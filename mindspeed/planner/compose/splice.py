@@ -7,8 +7,9 @@ found.peak, found.flops                     # most bytes beyond those between st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from mindspeed.planner.compose.templates import Key, NotSpliceable, Templates, until_top
 from mindspeed.planner.compose.words import Word
@@ -32,6 +33,9 @@ class Spliced:
         closing: those after it.
         seconds: seconds of an action by its op and chunk.
         closing_seconds: seconds of computation after the last action.
+        row: its actions.
+        kinds_after: finds the changes of the bytes of each kind when each action ends; ``other``
+            where kinds are not known.
     """
 
     net: int = 0
@@ -46,6 +50,8 @@ class Spliced:
     closing: Sent = field(default_factory=dict)
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)
     closing_seconds: float = 0.0
+    row: Sequence[Place] = ()
+    kinds_after: Callable[[], list[Counter[str]]] = list
 
 
 def splice(
@@ -65,7 +71,8 @@ def splice(
     Raises:
         NotSpliceable: a block of the step was not recorded, or bytes are left at its end.
     """
-    found, uses = Spliced(), Counter[Key]()
+    found, uses = Spliced(row=row), Counter[Key]()
+    found.kinds_after = partial(_kinds_after, templates, row, words)
     best, order = -1, list[Key]()
     found.tops = [0] * len(row)
     for index, (action, key) in enumerate(templates.keys(row, words)):
@@ -114,3 +121,22 @@ def _kinds(templates: Templates, keys: Sequence[Key]) -> Counter[str]:
             total[kind] += delta * count
     total.update(until_top(templates.found[keys[-1]])[0])
     return total
+
+
+def _kinds_after(
+    templates: Templates, row: Sequence[Place], words: Sequence[Word]
+) -> list[Counter[str]]:
+    """Changes of each kind until the end of each action."""
+    net: dict[Key, Counter[str]] = {}
+    alive, found = Counter[str](), list[Counter[str]]()
+    for _, key in templates.keys(row, words):
+        one = templates.found[key]
+        if key not in net:
+            net[key] = Counter[str]()
+            for kind, delta in zip(one.kinds, one.deltas, strict=True):
+                net[key][kind] += delta
+            net[key]["other"] += one.net - sum(one.deltas)
+        if key.part in (Part.GAP, Part.END):
+            found.append(Counter({kind: n for kind, n in alive.items() if n}))
+        alive.update(net[key])
+    return found

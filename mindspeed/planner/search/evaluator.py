@@ -135,22 +135,22 @@ class JobEvaluator:
         return found
 
     def exact(self, layout: Layout) -> Prediction:
-        """Price a layout without estimating bytes.
+        """Price a layout without estimating bytes, with a picture of its step.
 
         Raises:
             MindSpeedError: they cannot be counted.
         """
         if layout not in self._exact:
-            self._exact[layout] = self._traced(trace_job, layout)
+            self._exact[layout] = self._traced(trace_job, layout, drawn=True)
         return self._exact[layout]
 
     def _alike(self, layout: Layout) -> Prediction:
         return self._traced(trace_alike, layout)
 
-    def _traced(self, trace: Any, layout: Layout) -> Prediction:
+    def _traced(self, trace: Any, layout: Layout, *, drawn: bool = False) -> Prediction:
         shape = reshaped(self._shapes[self.key(layout)], layout)
         traces = trace(self._job, layout, shape, self._cluster, self._jobs, self._cache)
-        return predict(traces, shape, self._cluster, layout)
+        return predict(traces, shape, self._cluster, layout, drawn=drawn)
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:

@@ -4,7 +4,9 @@ text = html_of([("16 devices", found, lambda layout: "mindspeed pretrain ...")])
 
 The page is ``page.html`` with its data in it: every layout that was priced, in a sortable table and
 in the plane of time and memory; of the chosen one the memory of pipeline ranks by kind, where the
-time goes and what to type; and the nearest priced layout for another value of one dimension.
+time goes and what to type; and the nearest priced layout for another value of one dimension. The
+candidates and the layouts of the front are drawn action by action, too: the schedule, and what is
+alive on each pipeline rank over the step.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from mindspeed.planner.layout import Layout
 from mindspeed.planner.search.result import SearchResult
 
 if TYPE_CHECKING:
+    from mindspeed.planner.time.picture import StepPicture
     from mindspeed.planner.time.prediction import Prediction
 
 MOST = 1000
@@ -80,4 +83,19 @@ def _layout(layout: Layout, found: Prediction) -> dict[str, Any]:
         "limit": found.limit,
         "time": found.parts,
         "ranks": [{**rank.static, "activations": rank.activations} for rank in found.ranks],
+        "picture": None if found.picture is None else _picture(found.picture),
+    }
+
+
+def _picture(found: StepPicture) -> dict[str, Any]:
+    drawn = [alive for row in found.rows for alive in (one.alive for one in row)]
+    kinds = list(dict.fromkeys(kind for one in (*found.between, *drawn) for kind in one))
+    return {
+        "seconds": found.seconds,
+        "kinds": kinds,
+        "between": [[one.get(kind, 0) for kind in kinds] for one in found.between],
+        "rows": [
+            [(*one[:-1], *(one.alive.get(kind, 0) for kind in kinds)) for one in row]
+            for row in found.rows
+        ],
     }

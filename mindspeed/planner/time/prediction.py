@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.shape import Shape
+from mindspeed.planner.time.picture import StepPicture
 from mindspeed.planner.time.step_plan import DataParallel, StageCosts, StepPlan
 
 
@@ -49,6 +50,7 @@ class Prediction:
         mfu: model FLOPs, without recomputation, as a fraction of what the devices could do.
         tokens_per_second_per_device: throughput.
         limit: largest part of the step: ``compute``, ``bubble`` or the name of a wait.
+        picture: its schedule and what is alive over it, if it was asked for and is short enough.
     """
 
     layout: Any
@@ -62,6 +64,7 @@ class Prediction:
     mfu: float
     tokens_per_second_per_device: float
     limit: str
+    picture: StepPicture | None = None
 
     @property
     def fits(self) -> bool:

@@ -9,6 +9,7 @@ chunks, then data-parallel communication and the optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mindspeed.planner.cluster import Cluster
@@ -18,6 +19,7 @@ from mindspeed.planner.count.check import Traffic as Row
 from mindspeed.planner.count.recording import Message, Sent
 from mindspeed.planner.count.timed_step import BETWEEN_CHUNKS
 from mindspeed.planner.shape import Shape
+from mindspeed.planner.time.picture import step_picture
 from mindspeed.planner.time.prediction import Prediction, RankFigures, assembled, stage_costs
 from mindspeed.planner.time.step_plan import (
     DataParallel,
@@ -29,7 +31,12 @@ from mindspeed.planner.time.step_plan import (
 
 
 def predict(
-    traces: Sequence[RankTrace], shape: Shape, cluster: Cluster, layout: Any = None
+    traces: Sequence[RankTrace],
+    shape: Shape,
+    cluster: Cluster,
+    layout: Any = None,
+    *,
+    drawn: bool = False,
 ) -> Prediction:
     """Predict memory and time of a job.
 
@@ -38,6 +45,7 @@ def predict(
         shape: the job.
         cluster: the machine.
         layout: passed through.
+        drawn: add a picture of the step.
 
     Raises:
         ConfigError: the schedule does not exist for this shape.
@@ -46,7 +54,8 @@ def predict(
     for one, stages in zip(traces, shape.placement.stages, strict=True):
         for (op, chunk), seconds in one.step.seconds.items():
             chunks[stages[chunk]][op] = seconds
-    plans = step_plan(shape, stage_costs(chunks, shape, cluster))
+    costs = stage_costs(chunks, shape, cluster)
+    plans = step_plan(shape, costs)
     ranks = tuple(
         RankFigures(rank, one.static, one.step.peak, one.peak, one.peak <= cluster.memory_limit)
         for rank, one in enumerate(traces)
@@ -54,7 +63,10 @@ def predict(
     ends = [_end_of_step(one, shape, cluster) for one in traces]
     waits = [_waits(one) for one in traces]
     flops = sum(one.step.flops for one in traces) / shape.ranks
-    return assembled(shape, cluster, plans, ranks, ends, waits, flops, layout)
+    found = assembled(shape, cluster, plans, ranks, ends, waits, flops, layout)
+    if drawn:
+        found = replace(found, picture=step_picture(traces, shape, costs, found.seconds))
+    return found
 
 
 def _waits(trace: RankTrace) -> dict[str, float]:
