@@ -255,7 +255,7 @@ def _lane(kind: str, communication: Communication | None) -> str:
 
 def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes; views and allocations move none."""
-    given, made = _tensors(inputs), _tensors(result)
+    given, made = tensors_in(inputs), tensors_in(result)
     known = set(map(storage_of, given))
     if func._schema.is_mutable:
         return sum(map(extent, given)) + sum(extent(x) for x in made if storage_of(x) in known)
@@ -267,7 +267,7 @@ def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     return sum(map(extent, [*given, *made]))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Tensors in sequences and dictionaries, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
@@ -275,7 +275,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         value = value.values()
     elif not isinstance(value, list | tuple):
         return []
-    return [tensor for one in value for tensor in _tensors(one)]
+    return [tensor for one in value for tensor in tensors_in(one)]
 
 
 def extent(tensor: torch.Tensor) -> int:

@@ -50,7 +50,7 @@ def valid(seed: int) -> Job:
         os.environ["LOCAL_WORLD_SIZE"] = str(job.world)
         try:
             _args(job.flags, job.world, "--dry-run")
-            walked.fake(job.flags, job.world, [0])
+            walked.fake(job.flags, job.world, [0, job.world - 1])
         except (MindSpeedError, SystemExit, AssertionError, ValueError) as error:
             print(f"seed {seed}, attempt {attempt}: {error}", file=sys.stderr)
             continue

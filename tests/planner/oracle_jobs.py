@@ -183,6 +183,7 @@ def draw(seed: int, attempt: int = 0) -> Job:
     if chance.random() < 0.3:
         flags.append(f"{_EXPERTS}--moe-ffn-hidden-size {chance.choice((32, 48))} {_TE}")
         flags.append(f"--expert-model-parallel-size {chance.choice((1, dp))}")
+        flags = [one.replace(" linear_fc", " experts.linear_fc") for one in flags]
     if chance.random() < 0.1:
         flags.append(_SWAPS)
     layers, count = pp * chance.randint(1, 3), chance.randint(1, 4) + pp

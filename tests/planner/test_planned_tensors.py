@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.planner.count import planned_tensors
 from mindspeed.planner.count.planned_tensors import PlannedTensors
 
 
@@ -133,7 +135,10 @@ def test_gradients_pass_results_that_were_made_again() -> None:
 
 
 def test_torch_propagates_each_kind_of_call_once(monkeypatch) -> None:
+    """What has been learned is pickled for processes that are forked later."""
     propagated: list[Any] = []
+    monkeypatch.setattr(planned_tensors, "_results", {})
+    monkeypatch.setattr(planned_tensors, "_own", [])
 
     def counted(mode: PlannedTensors, func: Any, *given: Any) -> Any:
         if func.namespace == "aten":
@@ -142,16 +147,26 @@ def test_torch_propagates_each_kind_of_call_once(monkeypatch) -> None:
 
     before = PlannedTensors._propagate
     monkeypatch.setattr(PlannedTensors, "_propagate", counted)
-    monkeypatch.setattr("mindspeed.planner.count.planned_tensors._results", {})
-    with PlannedTensors():
-        x = torch.ones(4, 6)
+
+    def calls(times: int) -> list[int]:
         counts = []
-        for _ in range(3):
-            y = torch.ops.aten.add.Tensor(x, x)
-            torch.ops.aten.mul_.Tensor(y, 2)
-            torch.ops.aten.view.default(y, [24])
-            torch.ops.aten.split.Tensor(y, 2)
-            torch.ops.aten.max.dim(y, 1)
-            counts.append(len(propagated))
+        with PlannedTensors():
+            x = torch.ones(4, 6)
+            for _ in range(times):
+                y = torch.ops.aten.add.Tensor(x, x)
+                torch.ops.aten.mul_.Tensor(y, 2)
+                torch.ops.aten.view.default(y, [24])
+                torch.ops.aten.split.Tensor(y, 2)
+                torch.ops.aten.max.dim(y, 1)
+                counts.append(len(propagated))
+        return counts
+
+    counts = calls(3)
     assert counts[0] > 5
     assert counts[1:] == counts[:1] * 2
+    found = pickle.loads(pickle.dumps(planned_tensors.learned()))
+    monkeypatch.setattr(planned_tensors, "_results", {})
+    propagated.clear()
+    planned_tensors.learn(found)
+    known = calls(1)[0]
+    assert counts[0] - known == len(found) > 3

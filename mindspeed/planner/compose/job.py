@@ -208,8 +208,9 @@ def _widening(
     for reach, kind in ways:
         try:
             return traced(covering(layout, shape, ranks, reach, kind))
-        except NotSpliceable:  # such as transfers that end two layers later
-            if (reach, kind) == ways[-1]:
+        except PlanError as error:  # such as transfers that end two layers later
+            crashed = not (kind or isinstance(error, NotSpliceable))  # real layers run as they are
+            if crashed or (reach, kind) == ways[-1]:
                 raise
     raise AssertionError("unreachable")
 

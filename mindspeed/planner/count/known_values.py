@@ -36,6 +36,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mindspeed.instruments.clock import tensors_in
 from mindspeed.journal import Journal
 
 MOST = 1 << 26
@@ -77,6 +78,11 @@ class KnownValues(TorchDispatchMode):
         self._journal = Journal()
         self._lost: dict[int, torch.UntypedStorage] = {}  # values that were overwritten
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing here is compiled."""
+        return False
+
     def __enter__(self) -> KnownValues:
         super().__enter__()
         self._journal.set(FakeTensor, "tolist", self._list_of(FakeTensor.tolist), owner="planner")
@@ -98,7 +104,7 @@ class KnownValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         values = [self.of(tensor) for tensor in tensors]
         known = sum(value is not None for value in values)
         if func.namespace == "c10d":
@@ -113,7 +119,7 @@ class KnownValues(TorchDispatchMode):
         if torch.Tag.dynamic_output_shape in func.tags:
             return self._real_first(func, args, kwargs)
         result = func(*args, **kwargs)
-        found = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        found = tensors_in(result)
         if not found or any(x.numel() > MOST for x in found):
             return result
         if not tensors and any(x.is_floating_point() and x.numel() > MOST_FLOATS for x in found):
