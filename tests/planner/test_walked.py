@@ -15,7 +15,7 @@ QUICK = ("latent attention: experts", 0)
 """Asked without the splice."""
 DAILY = (
     *("1F1B: deep", "interleaved: four stages", "recomputed: stages", "paddings: eight replicas"),
-    *("adapters: stages, recomputed", 1, 2, 3),
+    *("adapters: stages, recomputed", 1, 2),
 )
 
 
