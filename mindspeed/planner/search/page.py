@@ -57,8 +57,9 @@ def _data(title: str, found: SearchResult, command: Command) -> dict[str, Any]:
     return {
         "title": title,
         "facts": f"{found.devices} devices of {found.cluster}, {found.memory_limit / GIB:.1f} GiB "
-        f"for the tensors of each; {found.fitting:,} of {found.total:,} combinations fit. Bytes "
-        "are counted, seconds are a model.",
+        f"for the tensors of each; {found.fitting:,} of {found.total:,} combinations fit. Bytes of "
+        "candidates and of the front are counted, those of other layouts with several chunks are "
+        "estimates; seconds are a model.",
         "likely": "" if spread is None else spread.sentence,
         "interval": None if spread is None else {"low": spread.low, "high": spread.high},
         "memory_limit": found.memory_limit,
