@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 
-def calibrated(node: int) -> Any:
-    """The measured cluster, very small and short."""
-    from mindspeed.planner.cluster import load_cluster
+def calibrated(node: int, launch: float | None = None) -> Any:
+    """The measured cluster, very small and short; ``launch``: seconds of a busy host."""
+    from mindspeed.planner.cluster import load_cluster, measured_device
     from mindspeed.planner.cluster.calibrate import Settings, calibrate
 
     settings = Settings(
@@ -20,6 +20,8 @@ def calibrated(node: int) -> Any:
         samples=3,
         seconds=1e-4,
     )
+    if launch is not None:
+        measured_device.measure_launch = lambda *_: measured_device.Timing(launch, 0.0)
     base = load_cluster("generic")
     device = dataclasses.replace(base.device, peak_tflops={"fp32": 1e6, "bf16": 1e6})
     return calibrate(settings, dataclasses.replace(base, device=device), keep_peak=False)
