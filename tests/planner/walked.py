@@ -319,11 +319,12 @@ def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | 
     def shape() -> Any:
         args = job.settings({}, world).args
         layout, found = layout_of(args), shape_of(args)
-        return layout, found, found.unspliceable or describes(job, layout, args)
+        said = describes(job, layout, args)
+        return layout, found, found.unspliceable or ("" if said else "flags beyond its layout's")
 
-    layout, found, described = isolated.call(shape)
-    if described is not True:
-        return f"not described: {described}"
+    layout, found, whole = isolated.call(shape)
+    if whole:
+        return f"counted whole: {whole}"
     try:
         traces = trace_job(job, layout, found, ranks=stages)
     except MindSpeedError as error:
