@@ -205,7 +205,7 @@ def test_recordings_survive_json():
 def rows_of(ranks: int, count: int) -> Sequence:
     """1F1B rows."""
     from mindspeed.pipeline.schedule.schedules import ScheduleRequest
-    from mindspeed.planner.compose.covering import row_of
+    from mindspeed.planner.count.recording import row_of
 
     return [row_of(ScheduleRequest(), ranks, 1, count, rank) for rank in range(ranks)]
 

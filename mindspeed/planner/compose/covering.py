@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from mindspeed.errors import MindSpeedError
-from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.compose.templates import (
     Around,
     NotSpliceable,
@@ -32,7 +31,7 @@ from mindspeed.planner.compose.templates import (
     turns_of,
 )
 from mindspeed.planner.compose.words import Layer, Word, shortened
-from mindspeed.planner.count.recording import Part, Place, Point
+from mindspeed.planner.count.recording import Part, Place, Point, Row, row_of
 from mindspeed.planner.layout import V_SHAPES, Layout
 from mindspeed.planner.shape import DENSE, EXPERT, NOOP, RECOMPUTED, Shape
 
@@ -40,8 +39,6 @@ PREDICTION = "prediction"
 """Kind of a layer of multi-token prediction, which comes after those of the last stage."""
 MOST_RANKS, MOST_BATCHES = 10, 24
 """Largest 1F1B pipeline that is tried to cover another."""
-
-Row = tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -143,30 +140,6 @@ def words_of(shape: Shape, stage: int) -> Word:
             word.append(Layer(kind))
     extra = Layer(PREDICTION, 0, 1 if shape.recomputes_all else 0)
     return (*word, *[extra] * (shape.predictions if last else 0))
-
-
-def row_of(request: ScheduleRequest, ranks: int, chunks: int, count: int, rank: int) -> Row:
-    """Actions of a pipeline rank.
-
-    Raises:
-        ConfigError: the schedule does not exist for these sizes.
-    """
-    if ranks == 1:
-        return tuple(Place(op, 0, number) for number in range(count) for op in "FB")
-    return _rows(request, ranks, chunks, count)[rank]
-
-
-@lru_cache(maxsize=256)
-def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tuple[Row, ...]:
-    plan = build_plan(request, ranks, chunks, count)
-    return tuple(
-        tuple(
-            Place(a.op, plan.placement.chunk(a.stage), a.microbatch)
-            for a in row
-            if a.op not in "GOL" and a.microbatch is not None
-        )
-        for row in plan.rows
-    )
 
 
 def covering(

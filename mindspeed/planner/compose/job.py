@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import MindSpeedError, PlanError
@@ -21,6 +21,7 @@ from mindspeed.planner.compose.estimate import estimate
 from mindspeed.planner.compose.rank import RankTrace, trace, with_replicas
 from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count import planned_tensors
+from mindspeed.planner.count.cache import RunCache
 from mindspeed.planner.count.recorder import record
 from mindspeed.planner.count.recording import Point, Recording
 from mindspeed.planner.job import Job
@@ -31,16 +32,6 @@ LARGEST_REACH = 2
 """Most neighbours of a layer on either side that may matter."""
 RUN_SECONDS = 300.0
 """Timeout of a recording."""
-
-
-class Recordings(Protocol):
-    """A cache."""
-
-    def get(self, point: Point) -> Recording | None:
-        """The recording of a point; None if there is none."""
-
-    def put(self, point: Point, recording: Recording) -> None:
-        """Store a recording."""
 
 
 def import_ahead() -> None:
@@ -72,7 +63,7 @@ def trace_job(
     shape: Shape,
     cluster: Cluster | None = None,
     jobs: int = 1,
-    cache: Recordings | None = None,
+    cache: RunCache | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[RankTrace]:
     """Trace ranks of a job.
@@ -111,7 +102,7 @@ def trace_alike(
     shape: Shape,
     cluster: Cluster | None = None,
     jobs: int = 1,
-    cache: Recordings | None = None,
+    cache: RunCache | None = None,
 ) -> list[RankTrace]:
     """Trace all ranks of a job from recordings that its layouts share, for a search.
 
@@ -237,7 +228,7 @@ def _recorded(
     asked: Sequence[Point],
     cluster: Cluster | None,
     jobs: int,
-    cache: Recordings | None,
+    cache: RunCache | None,
 ) -> Callable[[Point], Recording]:
     """Make the recordings that the cache lacks; equal points once."""
     points: list[Point] = []

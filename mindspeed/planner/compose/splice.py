@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from mindspeed.planner.compose.templates import Key, NotSpliceable, Templates, until_top
+from mindspeed.planner.compose.templates import Key, NotSpliceable, Template, Templates, until_top
 from mindspeed.planner.compose.words import Word
 from mindspeed.planner.count.recording import AFTER, PER_STEP, Part, Place, Sent, add
 
@@ -116,11 +116,18 @@ def _kinds(templates: Templates, keys: Sequence[Key]) -> Counter[str]:
     """Changes of each kind until the top of the last block."""
     total: Counter[str] = Counter()
     for key, count in Counter(keys[:-1]).items():
-        one = templates.found[key]
-        for kind, delta in zip(one.kinds, one.deltas, strict=True):
-            total[kind] += delta * count
+        for kind, net in _net(templates.found[key]).items():
+            total[kind] += net * count
     total.update(until_top(templates.found[keys[-1]])[0])
     return total
+
+
+def _net(one: Template) -> Counter[str]:
+    """Change of each kind over a block, where kinds are known."""
+    found = Counter[str]()
+    for kind, delta in zip(one.kinds, one.deltas, strict=True):
+        found[kind] += delta
+    return found
 
 
 def _kinds_after(
@@ -132,9 +139,7 @@ def _kinds_after(
     for _, key in templates.keys(row, words):
         one = templates.found[key]
         if key not in net:
-            net[key] = Counter[str]()
-            for kind, delta in zip(one.kinds, one.deltas, strict=True):
-                net[key][kind] += delta
+            net[key] = _net(one)
             net[key]["other"] += one.net - sum(one.deltas)
         if key.part in (Part.GAP, Part.END):
             found.append(Counter({kind: n for kind, n in alive.items() if n}))

@@ -13,7 +13,7 @@ import contextlib
 import gc
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.registry import planned_as
@@ -27,11 +27,12 @@ from mindspeed.planner.count.recording import (
     Block,
     Message,
     Part,
-    Place,
     Point,
     Recording,
+    Row,
     Traffic,
     add,
+    row_of,
 )
 from mindspeed.planner.count.step_counter import StepCounter, claim
 from mindspeed.planner.job import Job
@@ -168,16 +169,9 @@ def record_args(
         static.pop(HOST, None)
         recorder.restart()
         marks = Marks(recorder.enter, planned)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(recorder.counting())
-            if clock is not None:
-                stack.enter_context(clock)
-            stack.enter_context(marks.watching(step.model))
+        with _recording(recorder, clock), marks.watching(step.model):
             step.run()
-        recorder.close()
         marks.check()
-        if clock is not None:
-            assign(clock, recorder.blocks, recorder.starts)
         blocks, recorder.blocks = tuple(recorder.blocks), []  # what is freed now is no event
         return Recording(
             planned,
@@ -216,37 +210,33 @@ def between_steps(
         gc.collect()
         found = {kind: recorder.now[kind] for kind in BUILT if recorder.now[kind]}
         recorder.restart()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(recorder.counting())
-            if clock is not None:
-                stack.enter_context(clock)
+        with _recording(recorder, clock):
             recorder.enter(-1, Part.CLEAR, 0)
             step.model.optimizer.zero_grad()
             recorder.enter(-1, Part.UPDATE, 0)
             step.model.optimizer.step()
-        recorder.close()
-        if clock is not None:
-            assign(clock, recorder.blocks, recorder.starts)
         blocks, recorder.blocks = tuple(recorder.blocks), []
         none = Counter[str]()
         return Recording((), blocks, (), Counter(found), step.parameters, 0, 0, none)
 
 
-def planned_row(args: argparse.Namespace, stage: int) -> tuple[Place, ...]:
+@contextlib.contextmanager
+def _recording(recorder: Recorder, clock: VirtualClock | None) -> Iterator[None]:
+    """Count and time what runs in this context, and complete its blocks."""
+    with recorder.counting(), clock or contextlib.nullcontext():
+        yield
+    recorder.close()
+    if clock is not None:
+        assign(clock, recorder.blocks, recorder.starts)
+
+
+def planned_row(args: argparse.Namespace, stage: int) -> Row:
     """The row that the schedule's plan has for a pipeline rank."""
-    from mindspeed.pipeline.schedule.schedules import build_plan
     from mindspeed.training.pipeline_figures import micro_batches, request_of
 
-    ranks, count = args.pipeline_model_parallel_size, micro_batches(args)
-    if ranks == 1:
-        return tuple(Place(op, 0, number) for number in range(count) for op in "FB")
     chunks = args.virtual_pipeline_model_parallel_size or 1
-    plan = build_plan(request_of(args), ranks, chunks, count)
-    return tuple(
-        Place(a.op, plan.placement.chunk(a.stage), a.microbatch)
-        for a in plan.rows[stage]
-        if a.op not in "GOL" and a.microbatch is not None
-    )
+    ranks = args.pipeline_model_parallel_size
+    return row_of(request_of(args), ranks, chunks, micro_batches(args), stage)
 
 
 def first_may_be_short(args: argparse.Namespace) -> bool:

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.planner.job import Overrides
 
 
@@ -52,6 +54,33 @@ class Place(NamedTuple):
     op: str
     chunk: int
     micro_batch: int
+
+
+Row = tuple[Place, ...]
+
+
+def row_of(request: ScheduleRequest, ranks: int, chunks: int, count: int, rank: int) -> Row:
+    """Actions of a pipeline rank.
+
+    Raises:
+        ConfigError: the schedule does not exist for these sizes.
+    """
+    if ranks == 1:
+        return tuple(Place(op, 0, number) for number in range(count) for op in "FB")
+    return _rows(request, ranks, chunks, count)[rank]
+
+
+@lru_cache(maxsize=256)
+def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tuple[Row, ...]:
+    plan = build_plan(request, ranks, chunks, count)
+    return tuple(
+        tuple(
+            Place(a.op, plan.placement.chunk(a.stage), a.microbatch)
+            for a in row
+            if a.op not in "GOL" and a.microbatch is not None
+        )
+        for row in plan.rows
+    )
 
 
 class Message(NamedTuple):
