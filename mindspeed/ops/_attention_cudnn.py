@@ -29,13 +29,13 @@ def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
     sixteen = q.dtype in (torch.float16, torch.bfloat16)
     size = q.shape[-1]
     fits = v.shape[-1] == size <= _LARGEST_HEAD and size % _HEAD_MULTIPLE == 0
-    if not (plain and sixteen and fits and q.numel() and k.numel()):
+    if not (plain and sixteen and fits and q.numel() and k.numel() and _is_there(q.device)):
         return False
     # Its backward adds up in an order that no two runs share.
     if problem.dropout or problem.layout == "TND" or torch.are_deterministic_algorithms_enabled():
         return False
     sight = _sight(problem, [bnsd(x, problem.layout) for x in (q, k)])
-    return sight.queries > 1 and (sight.is_full or _is_square(sight)) and _is_there(q.device)
+    return sight.queries > 1 and (sight.is_full or _is_square(sight))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
