@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -99,7 +100,7 @@ def train(turn: str, flags: list[str]) -> None:
     from mindspeed.cli.main import main
     from mindspeed.training import pretrain  # noqa: F401  before its turn comes
 
-    metrics = Path(f"{turn}-{id(flags)}.jsonl")
+    metrics = Path(f"{turn}-{os.getpid()}.jsonl")
     with open(turn, "w") as lock, contextlib.redirect_stdout(io.StringIO()):
         fcntl.flock(lock, fcntl.LOCK_EX)
         code = main(["pretrain", *flags, "--metrics-file", str(metrics)])

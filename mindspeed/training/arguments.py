@@ -243,12 +243,12 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
 def _resolve_old_switches(args: argparse.Namespace, parser: Parser) -> None:
     """Put the value that a switch of earlier releases stands for under its present name."""
     for switch, (name, value) in OLD_SWITCHES.items():
-        if getattr(args, switch, False) and _spelling(name) in parser._option_string_actions:
-            if getattr(args, name) not in (parser.get_default(name), value):
-                raise ConfigError(
-                    f"{_spelling(switch)} is {_spelling(name)} {value}, and "
-                    f"{_spelling(name)} {getattr(args, name)} is given, too: remove one of them"
-                )
+        old, new = _spelling(switch), _spelling(name)
+        if getattr(args, switch, False) and new in parser._option_string_actions:
+            given = getattr(args, name)
+            if given not in (parser.get_default(name), value):
+                said = f"{old} is {new} {value}, and {new} {given} is given, too"
+                raise ConfigError(f"{said}: remove one of them")
             setattr(args, name, value)
             setattr(args, switch, False)
 
@@ -330,7 +330,7 @@ def _add_megatron_field(
     if field.name in DERIVED or field.name.startswith("_") or not field.init:
         return
     meta = field.metadata.get("argparse_meta", {})
-    option, dest = SPELLING.get(field.name, ("--" + field.name.replace("_", "-"), field.name))
+    option, dest = SPELLING.get(field.name, (_spelling(field.name), field.name))
     factory = field.default_factory
     default = field.default if factory is dataclasses.MISSING else factory()
     default = DEFAULT.get(dest, meta.get("default", default))
@@ -404,7 +404,7 @@ def _both_forms(spellings: Sequence[str], default: Any, dest: str) -> tuple[list
     Megatron gives a switch that is on by default the spelling that turns it off
     (``--disable-bias-linear`` for ``add_bias_linear``).
     """
-    plain = "--" + dest.replace("_", "-")
+    plain = _spelling(dest)
     off = ("--no-", "--disable-")
     turns_off = bool(default) and any(spelling.startswith(off) for spelling in spellings)
     if turns_off:
