@@ -89,6 +89,7 @@ def test_a_cluster_survives_json_and_pickle(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"overlap_slow": 1.1}, "unknown field 'overlap_slow'; did you mean overlap_slowdown?"),
+        ({"fused_chains": False}, "unknown field 'fused_chains', of an earlier release: a plan"),
         ({"device__memory_gb": 64}, "device: unknown field 'memory_gb'; did you mean memory_gib?"),
         (
             {"levels__1__alpha_us": 64},

@@ -363,6 +363,10 @@ def _check_levels(levels: Sequence[Level], where: str) -> None:
             )
 
 
+_REMOVED = {"fused_chains": ", of an earlier release: a plan knows what is fused, delete it"}
+"""What to do about fields that files had."""
+
+
 def _check(values: Any, kind: type, where: str) -> None:
     """Check that the fields are exactly those of ``kind``, with allowed values."""
     known = {entry.name: entry for entry in dataclasses.fields(kind)}
@@ -371,7 +375,7 @@ def _check(values: Any, kind: type, where: str) -> None:
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else _REMOVED.get(name, "")
             raise ConfigError(f"{where}: unknown field {name!r}{hint} (known: {', '.join(known)})")
     for name, entry in known.items():
         required = entry.default is MISSING and entry.default_factory is MISSING
