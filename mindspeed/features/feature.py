@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Level = Literal[0, 1, 2]
 Stage = Literal["stable", "prototype"]
-Planning = Literal["changes layers", "needs steps", "layers differ", "divides layers", "no part"]
+Planning = Literal["changes layers", "needs steps", "layers differ", "lays out", "no part"]
 Megatron = Mapping[str, Any]
 """Megatron's arguments and our flags by name, read-only."""
 COMMAND_WORDS = "command_words"
@@ -127,7 +127,7 @@ class Feature:
             * ``needs steps``: its schedule needs several micro-batches, or later steps use what the
               first one found out.
             * ``layers differ``: layers of one kind do, so small runs cannot be composed.
-            * ``divides layers``: its flags divide the layers, as a planned layout does.
+            * ``lays out``: its flags stand for sizes that a planned layout says itself.
             * ``no part``: its flags are no part of the job that is planned.
         first_layers: Its flag that limits it to the first layers of a chunk or rank.
         schedule: The ``--pipeline-schedule`` that its first flag stands for.

@@ -149,7 +149,8 @@ class Layout:
     Attributes:
         devices: ranks of the job.
         global_batch_size: samples of a step.
-        tp: tensor parallel size, with sequence parallelism.
+        tp: tensor parallel size.
+        sequence_parallel: whether tensor-parallel ranks share the sequence between their products.
         cp: context parallel size.
         cp_algorithm: key of :data:`CP_ALGORITHMS`.
         ep: expert parallel size.
@@ -159,6 +160,8 @@ class Layout:
         stage_layers: transformer layers of each stage, in the order in which a micro-batch passes
             them; None: evenly.
         schedule: value of ``--pipeline-schedule``; None: Megatron's 1F1B or interleaved schedule.
+        schedule_flag: argument of the job that asks for this schedule instead, such as
+            ``use_nanopipe``.
         mbs: samples of a micro-batch.
         recompute: recomputation in backward.
         optimizer: key of :data:`OPTIMIZERS`.
@@ -169,6 +172,7 @@ class Layout:
     devices: int
     global_batch_size: int
     tp: int = 1
+    sequence_parallel: bool = True
     cp: int = 1
     cp_algorithm: str | None = None
     ep: int = 1
@@ -177,6 +181,7 @@ class Layout:
     vpp: int = 1
     stage_layers: tuple[int, ...] | None = None
     schedule: str | None = None
+    schedule_flag: str | None = None
     mbs: int = 1
     recompute: Recompute | None = None
     optimizer: str | None = None
@@ -204,6 +209,11 @@ class Layout:
         return self.global_batch_size // (self.mbs * self.dp)
 
     @property
+    def sequence_shards(self) -> int:
+        """Ranks that share what lies between the products of a layer."""
+        return self.cp * (self.tp if self.sequence_parallel else 1)
+
+    @property
     def several_chunks(self) -> bool:
         """Whether a pipeline rank has more than one chunk."""
         return self.pp > 1 and (self.vpp > 1 or self.schedule in V_SHAPES)
@@ -211,19 +221,20 @@ class Layout:
     def overrides(self) -> dict[str, Any]:
         """Values of the job's flags, by argument name."""
         flags: dict[str, Any] = dict.fromkeys(
-            (*_SPLITS, *flags_planned_as("divides layers"), *schedule_flags())
+            (*_SPLITS, *flags_planned_as("lays out"), *schedule_flags())
         )
+        flags.pop(self.schedule_flag or "", None)
         flags |= {
             "global_batch_size": self.global_batch_size,
             "tensor_model_parallel_size": self.tp,
-            "sequence_parallel": True if self.tp > 1 else None,
+            "sequence_parallel": True if self.tp > 1 and self.sequence_parallel else None,
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep if self.ep > 1 else None,
             "expert_tensor_parallel_size": self.etp,
             "pipeline_model_parallel_size": self.pp,
             "micro_batch_size": self.mbs,
             "gradient_accumulation_steps": None,
-            "pipeline_schedule": self.schedule,
+            "pipeline_schedule": None if self.schedule_flag else self.schedule,
         }
         if self.stage_layers is not None:
             flags["pipeline_num_transformer_layers"] = _matrix(self.stage_layers, self.pp)
@@ -267,6 +278,7 @@ class Layout:
             vpp=1,
             stage_layers=None,
             schedule=None,
+            schedule_flag=None,
             recompute=recompute,
         )
 
@@ -301,17 +313,21 @@ def layout_of(args: argparse.Namespace) -> Layout:
         counts = stage_counts(str(args.pipeline_model_parallel_layout))
         even = stage_layers(evenly(args.num_layers, pp, vpp))
         layers = None if len(set(counts)) == 1 and counts == even else counts
+    asked = {name: kind for name, kind in schedule_flags().items() if vars(args).get(name)}
+    flag, schedule = next(iter(asked.items()), (None, vars(args).get("pipeline_schedule")))
     return Layout(
         devices=args.world_size,
         global_batch_size=args.global_batch_size,
         tp=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel or args.tensor_model_parallel_size == 1,
         cp=args.context_parallel_size,
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size if args.num_experts else None,
         pp=pp,
         vpp=vpp,
         stage_layers=layers,
-        schedule=getattr(args, "pipeline_schedule", None),
+        schedule=schedule,
+        schedule_flag=flag,
         mbs=args.micro_batch_size,
     )
 

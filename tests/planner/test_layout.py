@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from mindspeed.planner.layout import Layout, Recompute
 from tests.planner.layout_jobs import SETUP, settings_of, words_of
 
@@ -23,6 +25,7 @@ def test_flags_of_a_layout_give_it(ranks) -> None:
         Layout(16, 32, pp=2, vpp=2, stage_layers=(1, 2, 2, 3)),
         Layout(8, 32, pp=2, vpp=2, schedule="zb-v"),
         Layout(8, 32, tp=2, cp=4),
+        Layout(8, 16, tp=2, sequence_parallel=False),
     ]
     named = Layout(
         16,
@@ -41,7 +44,7 @@ def test_flags_of_a_layout_give_it(ranks) -> None:
     for layout, (again, values, repeated) in zip(plain, found, strict=False):
         assert again == layout
         assert values["data_parallel_size"] == layout.dp
-        assert values["sequence_parallel"] == (layout.tp > 1)
+        assert values["sequence_parallel"] == (layout.tp > 1 and layout.sequence_parallel)
         assert repeated
     _, values, repeated = found[len(plain)]
     assert repeated
@@ -64,6 +67,28 @@ def test_experts(ranks) -> None:
     assert values["moe_alltoall_overlap_comm"]
     assert values["moe_zero_memory"] == "level0"
     assert layout.expert_dp == 2
+
+
+OWN_FLAGS = [
+    (
+        [*SMALL, "--use-nanopipe"],
+        Layout(8, 32, pp=2, vpp=2, schedule="nanopipe", schedule_flag="use_nanopipe"),
+    ),
+    (
+        [*SMALL, "--schedules-method", "dualpipev", "--dualpipev-dw-detach"],
+        Layout(8, 32, pp=2, vpp=2, schedule="dualpipev", schedule_flag="schedules_method"),
+    ),
+    ([*EXPERTS, "--moe-tp-extend-ep"], Layout(8, 16, tp=2, ep=8, etp=1)),
+]
+"""Jobs whose flags say in their own way what a layout says, and the layout."""
+
+
+@pytest.mark.parametrize(("argv", "layout"), OWN_FLAGS, ids=lambda one: str(one)[-30:])
+def test_other_flags_of_a_job_are_read_as_its_layout(argv, layout, ranks) -> None:
+    ((found,),) = ranks(1, settings_of, argv, [layout], setup=SETUP, backend=None)
+    again, _, repeated = found
+    assert again == layout
+    assert repeated
 
 
 def test_a_recipe_is_among_the_words(tmp_path, ranks) -> None:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 NAME = "--moe-tp-extend-ep"
-GIVEN = "moe_tp_extend_ep_of"
+GIVEN = "_moe_tp_extend_ep_of"
 """Name in the arguments: the expert parallel size that the user has given."""
 
 
-class MoeTpExtendEp(Feature, level=2, seams=("model_arguments",)):
+class MoeTpExtendEp(Feature, level=2, seams=("model_arguments",), planning=("lays out",)):
     """Tensor-parallel ranks hold whole experts instead of slices."""
 
     moe_tp_extend_ep: bool = flag(

@@ -31,7 +31,7 @@ class UnalignedPipeline(
     megatron_versions=">=0.15",
     seams=("model_arguments",),
     after=("automated-pipeline",),
-    planning=("divides layers",),
+    planning=("lays out",),
 ):
     """Pipeline stages with different numbers of layers."""
 

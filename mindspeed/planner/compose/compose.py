@@ -41,10 +41,9 @@ _LAUNCH = ("rank", "recipe", "planned_loop")
 
 @functools.cache
 def _not_compared() -> frozenset[str]:
-    """Arguments of the launch, and other ways to give ``virtual_pipeline_model_parallel_size`` and
-    ``pipeline_model_parallel_layout``, which are compared."""
-    layers = flags_planned_as("divides layers")
-    return frozenset((*_LAUNCH, *_CHUNKS, *layers, *not_planned()))
+    """Arguments of the launch, and other ways to give sizes of a layout, which are compared."""
+    sizes = flags_planned_as("lays out")
+    return frozenset((*_LAUNCH, *_CHUNKS, *sizes, *not_planned()))
 
 
 @dataclass(frozen=True)

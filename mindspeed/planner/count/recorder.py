@@ -145,8 +145,9 @@ def record_args(
     from mindspeed.planner.count.counted_step import no_collections
     from mindspeed.planner.count.loop import StepOfRank
     from mindspeed.training.fake_job import rank_in_stage
+    from mindspeed.training.pipeline_figures import scheduled_pipeline
 
-    planned = planned_row(args, stage)
+    planned, has_plan = planned_row(args, stage), scheduled_pipeline(args) is not None
     with (
         planned_rank(args, rank_in_stage(args, stage)) as own,
         no_collections(),
@@ -158,7 +159,7 @@ def record_args(
         claim(recorder, step.model)
         if first_may_be_short(own):
             step.run_shortest()
-        elif bare and own.virtual_pipeline_model_parallel_size and not own.pipeline_schedule:
+        elif bare and own.virtual_pipeline_model_parallel_size and not has_plan:
             group = own.microbatch_group_size_per_vp_stage or 0
             step.run_shortest(max(group, own.pipeline_model_parallel_size))
         else:

@@ -90,6 +90,8 @@ def changes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
                 chunks = 1 if name == "zb-h1" else 2
                 other = replace(layout, schedule=name, vpp=chunks)
                 yield Change(f"pipeline schedule {name}", other)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield Change("sequence parallelism", replace(layout, sequence_parallel=True))
     yield from _memory(layout, args)
     for what, flags in _OVERLAPS.items():
         parted = args.use_distributed_optimizer or "overlap_param_gather" not in flags

@@ -172,7 +172,7 @@ class Bounds:
         if again < 0:
             return 0.0
         kept = min(run.kept for run in runs.values())
-        inputs = 2 * layout.mbs * self._tokens / (layout.cp * layout.tp) * self._hidden
+        inputs = 2 * layout.mbs * self._tokens / layout.sequence_shards * self._hidden
         chunks = self._chunks(layout, rank)
         of_chunks = [max(0.0, max(0.0, count - again) * kept - inputs) for count in chunks]
         in_flight = _in_flight(layout, rank)
