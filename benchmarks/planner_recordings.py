@@ -27,7 +27,7 @@ from mindspeed.instruments.ledger import Communication
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster.operations import Kernels, Operation
 from mindspeed.planner.cluster.rates import DeviceRates
-from mindspeed.planner.count.recorder import assign, record_point
+from mindspeed.planner.count.recorder import add_routed, assign, record_point
 from mindspeed.planner.count.recording import Point, Recording
 from mindspeed.planner.job import Job
 
@@ -52,7 +52,7 @@ class RecordedRun:
 class _NoTime:
     """Rates of an infinitely fast device that notes what it is asked."""
 
-    slowdown = 1.0
+    slowdown, routed = 1.0, 0.0
 
     def __init__(self, note: Callable[[Any], None]) -> None:
         self._note, self._kernels = note, Kernels()
@@ -120,7 +120,7 @@ def replay(run: RecordedRun, rates: DeviceRates) -> Recording:
     clock = VirtualClock.of(rates)
     seconds: dict[int, float] = {}
     started: dict[int, TimedCall] = {}
-    times = [0.0]
+    times, routed = [0.0], [0.0]
     for index, number in enumerate(run.events):
         thing = run.things[number]
         if isinstance(thing, Operation):
@@ -132,12 +132,16 @@ def replay(run: RecordedRun, rates: DeviceRates) -> Recording:
         else:
             started[index] = clock._communicate(*thing)
         times.append(clock.now)
+        routed.append(rates.routed)
     ends = [round(one) for one in accumulate(block.seconds for block in run.recording.blocks)]
-    starts = [times[at] for at in (0, *ends[:-1])]
+    first = (0, *ends[:-1])
+    starts = [times[at] for at in first]
     blocks = tuple(
         replace(block, seconds=times[end] - start, sent={})
         for block, start, end in zip(run.recording.blocks, starts, ends, strict=True)
     )
+    for block, begin, end in zip(blocks, first, ends, strict=True):
+        add_routed(block, routed[end] - routed[begin])
     assign(clock, blocks, starts)
     return replace(run.recording, blocks=blocks)
 

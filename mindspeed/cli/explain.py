@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
         _refuse_without_timeline(own)
     limit, origin = memory_limit(own)
     assert limit is not None
-    job = job_of(flags)
+    job = job_of(flags).with_loads(own.expert_imbalance)
     args = job.settings(None, own.devices).args
     from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.explain.explain import explain

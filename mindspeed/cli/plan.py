@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, expert_loads
 from mindspeed.planner.layout import (
     CP_ALGORITHMS,
     EXPERT_PROGRAMS,
@@ -213,6 +214,14 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="for the tensors of a rank, such as 60GiB (default: that of --cluster)",
     )
+    add(
+        "--expert-imbalance",
+        type=_loads,
+        default=BALANCED,
+        metavar="X",
+        help="tokens of the busiest expert-parallel rank over the mean, as 1.25, or FILE.json with "
+        "the tokens of each expert (default: equal, and intervals reach to 1.25)",
+    )
     add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes")
     add("--json", action="store_true", help="print JSON")
 
@@ -229,6 +238,14 @@ def use_machine(own: argparse.Namespace) -> None:
         if getattr(own, name) is not None:
             raise ConfigError(f"--on says it: remove --{name}")
     own.cluster = own.on[0]
+
+
+def _loads(text: str) -> ExpertLoads:
+    try:
+        return expert_loads(text)
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"--expert-imbalance {text}: ")
+        raise argparse.ArgumentTypeError(f"{text}: {reason}") from None
 
 
 def _machine(text: str) -> tuple[str, int]:

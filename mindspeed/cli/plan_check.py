@@ -53,8 +53,9 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
         flags: of the job.
     """
     limit, origin = memory_limit(own)
-    job = job_of(flags)
+    job = job_of(flags).with_loads(own.expert_imbalance)
     from mindspeed.planner.count.check import megatron_formula
+    from mindspeed.planner.expert_loads import assumed
 
     args = job.settings(None, own.devices).args
     counted = _counted(own, job, args, limit)
@@ -67,6 +68,7 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
         console = Console(soft_wrap=True)
         if prediction is not None:
             console.print(modelled(prediction, args, own.cluster), highlight=False)
+            console.print(f"assumed: {assumed(args)}", highlight=False, markup=False)
         elif counted.untimed:
             text = f"the time of a step is not modelled: {counted.untimed}"
             console.print(text, highlight=False, markup=False)
@@ -116,10 +118,14 @@ def as_data(
     cluster: str | None,
 ) -> dict[str, Any]:
     """Plain data for JSON: bytes, and modelled seconds of a step."""
+    from mindspeed.planner.expert_loads import assumed
+
     found, prediction = counted.check, counted.prediction
     return {
         "composed": found.composed,
         "modelled_seconds": None if prediction is None else prediction.seconds,
+        "uneven_seconds": None if prediction is None else prediction.uneven_seconds,
+        "assumptions": assumed(args),
         "modelled_interval": None
         if prediction is None or cluster is None
         else asdict(interval_of_job(args, cluster)),
@@ -185,9 +191,10 @@ def interval_of_job(args: argparse.Namespace, cluster: str) -> Interval:
 def modelled(prediction: Prediction, args: argparse.Namespace, cluster: str) -> str:
     """The time of a step in one line."""
     spread = interval_of_job(args, cluster)
+    likely = spread.text(prediction.seconds, prediction.uneven_seconds)
     return (
         f"modelled, not counted: a step takes {prediction.seconds:,.4g} s on {cluster} "
-        f"({spread.text(prediction.seconds)} s by the spread of published runs), "
+        f"({likely} s by the spread of published runs), "
         f"{prediction.tokens_per_second_per_device:,.0f} tokens/s and device, MFU "
         f"{prediction.mfu:.1%}, bubble {prediction.bubble:.1%}; most of it is {prediction.limit}"
     )

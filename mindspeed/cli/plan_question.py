@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mindspeed.planner.question import Purpose
     from mindspeed.planner.search.result import SearchResult
 
-ASSUMED = "every sample is one document, and experts get equal numbers of tokens"
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -79,7 +77,7 @@ def run_question(own: argparse.Namespace, model: str, flags: Sequence[str]) -> i
     launch = launch_words(own.launch, own.cluster, devices)
     if own.json:
         data = {"model": name, "answers": [one.to_json() for one in answers]}
-        print(json.dumps(data | {"assumed": ASSUMED}, indent=2))
+        print(json.dumps(data | {"assumed": answers[0].plan.assumed}, indent=2))
     else:
         _print(name, answers, launch)
     if own.html is not None:
@@ -127,7 +125,7 @@ def _print(model: str, answers: Sequence[Answer], launch: str | None) -> None:
     print_whole(table)
     if first.interval is not None:
         line(first.interval.sentence)
-    line(f"assumed: {ASSUMED}")
+    line(f"assumed: {first.assumed}")
     for one in answers:
         line(f"\n{one.purpose.title}; not said, so assumed: {' '.join(one.assumed)}")
         if not one.plan.candidates:
@@ -147,7 +145,9 @@ def _row(plan: SearchResult, unit: Any) -> list[str]:
         return ["no", closest, "", "", "", "", needs]
     best = plan.best
     found = best.prediction
-    likely = "" if plan.interval is None else plan.interval.text(found.seconds)
+    likely = (
+        "" if plan.interval is None else plan.interval.text(found.seconds, found.uneven_seconds)
+    )
     return [
         "yes",
         str(best.layout),

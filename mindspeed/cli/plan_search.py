@@ -135,6 +135,7 @@ def search(
             jobs=own.jobs,
             cache=own.cache,
             progress=tell,
+            loads=own.expert_imbalance,
         )
 
 
@@ -167,6 +168,8 @@ def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None
             )
         if plan.interval is not None:
             line(plan.interval.sentence)
+        if plan.assumed:
+            line(f"assumed: {plan.assumed}")
         print_whole(_front(plan, unit))
     elif plan.closest is not None:
         line(f"nothing fits; closest: {plan.closest.layout}")
@@ -202,7 +205,9 @@ def _candidates(plan: SearchResult, unit: Unit) -> Table:
             f"{number}{' =' if number <= plan.ties > 1 else ''}",
             str(one.layout),
             _seconds(found.seconds),
-            "" if plan.interval is None else plan.interval.text(found.seconds),
+            ""
+            if plan.interval is None
+            else plan.interval.text(found.seconds, found.uneven_seconds),
             _optional(found, "tokens_per_second_per_device", "{:,.0f}"),
             _optional(found, "mfu", "{:.1%}"),
             _optional(found, "bubble", "{:.1%}"),

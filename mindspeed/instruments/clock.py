@@ -122,6 +122,11 @@ class VirtualClock(Instrument):
         return sum(interval.seconds for interval in self.select("wait"))
 
     @property
+    def routed(self) -> float:
+        """Seconds of operators that grow with the tokens that are routed to this rank."""
+        return self._rates.routed
+
+    @property
     def computing(self) -> float:
         """Seconds of operators that take time."""
         return sum(interval.seconds for interval in self.select("compute"))
@@ -329,6 +334,10 @@ class Rates(Protocol):
     def slowdown(self) -> float:
         """How many times as long computation takes while communication runs."""
 
+    @property
+    def routed(self) -> float:
+        """Seconds of operators so far that grow with the tokens that are routed to a rank."""
+
     def operator(self, call: Call) -> float:
         """Seconds of an operator, which may be 0; not of communications."""
 
@@ -347,6 +356,7 @@ class SimpleRates:
     link_of: Callable[[Communication], Link]
     memory: float | None
     slowdown: float = 1.0
+    routed: float = 0.0
 
     def operator(self, call: Call) -> float:
         """Computation, else bytes."""

@@ -87,9 +87,19 @@ class Interval:
             f"{self.text(1)} times what was predicted"
         )
 
-    def text(self, seconds: float) -> str:
-        """The interval around predicted seconds, to two digits."""
-        return f"{_two_digits(self.low * seconds)} to {_two_digits(self.high * seconds)}"
+    def seconds(self, shortest: float, longest: float) -> tuple[float, float]:
+        """The interval around predicted seconds.
+
+        Args:
+            shortest: seconds of a step.
+            longest: if experts get tokens as unevenly as they may.
+        """
+        return self.low * shortest, self.high * max(shortest, longest)
+
+    def text(self, shortest: float, longest: float = 0.0) -> str:
+        """:meth:`seconds` to two digits."""
+        low, high = self.seconds(shortest, longest)
+        return f"{_two_digits(low)} to {_two_digits(high)}"
 
 
 def _two_digits(value: float) -> str:

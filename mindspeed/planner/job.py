@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import flags_planned_as
+from mindspeed.planner.expert_loads import BALANCED, ExpertLoads
 from mindspeed.training import recipe
 from mindspeed.training.arguments import Parser, build_parser
 from mindspeed.training.resolve import Settings
@@ -109,6 +111,7 @@ class Job:
 
     Attributes:
         argv: flags of ``mindspeed pretrain``, with ``--config`` and ``--model``.
+        loads: what is assumed about the tokens of experts.
 
     Args:
         argv: these flags.
@@ -116,6 +119,7 @@ class Job:
     """
 
     argv: tuple[str, ...]
+    loads: ExpertLoads = BALANCED
     _parser: Parser = field(init=False, repr=False, compare=False)
     _words: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
@@ -149,7 +153,19 @@ class Job:
         words = ["--dry-run", *self._changed({**without, **(overrides or {})})]
         notices = io.StringIO()  # repeated for every candidate
         with contextlib.redirect_stderr(notices), contextlib.redirect_stdout(notices):
-            return prepare(words, devices, parser=self._parser)
+            settings = prepare(words, devices, parser=self._parser)
+        return self._assumed(settings)
+
+    def with_loads(self, loads: ExpertLoads) -> Job:
+        """The job, planned with these loads of experts."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "loads", loads)
+        return changed
+
+    def _assumed(self, settings: Settings) -> Settings:
+        self.loads.check(settings.args)
+        settings.args.expert_loads = self.loads
+        return settings
 
     def flags(self, overrides: Overrides | None = None) -> list[str]:
         """The words of the command line with some flags changed; recipes are expanded."""

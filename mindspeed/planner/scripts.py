@@ -126,7 +126,7 @@ class ScriptedJob(Job):
                 )
         add_names_of_the_trainer(args)
         args.planned_loop = ScriptLoop(script)
-        return Settings(args, "")
+        return self._assumed(Settings(args, ""))
 
     def command(self, overrides: Overrides | None = None) -> str:
         """The script and its flags as shell text."""

@@ -22,6 +22,7 @@ from mindspeed.optimizer.placement import ALL
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
+from mindspeed.planner.expert_loads import loads_of
 
 _DIFFER = {
     "window_attn_skip_freq": "--window-attn-skip-freq",
@@ -108,6 +109,7 @@ class Shape:
         recomputed_together: layers of a group of full recomputation; 0 without it.
         recomputes_some: whether the first layers of each chunk are recomputed.
         predictions: layers of multi-token prediction.
+        uneven: part of its tokens of experts that the busiest rank may get beyond what is assumed.
     """
 
     request: ScheduleRequest
@@ -135,6 +137,7 @@ class Shape:
     recomputed_together: int = 0
     recomputes_some: bool = False
     predictions: int = 0
+    uneven: float = 0.0
 
     @property
     def recomputes_all(self) -> bool:
@@ -224,6 +227,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         recomputed_together=args.recompute_num_layers or 1 if uniform else 0,
         recomputes_some=full and args.recompute_method == "block",
         predictions=args.mtp_num_layers or 0,
+        uneven=loads_of(args).more(args),
     )
 
 

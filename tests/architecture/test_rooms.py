@@ -164,6 +164,7 @@ MAY_WRITE_ARGUMENTS = {
     "checkpoint/weights/convert.py": "values of the checkpoint that is written",
     "inference/gpt_model.py": "flags, before they are resolved",
     "inference/load.py": "flags, before they are resolved",
+    "planner/job.py": "final values: what a plan assumes about experts",
     "planner/scripts.py": "final values of another's script",
     "planner/count/fake_world.py": "a copy",
     "planner/count/loop.py": "a copy with other micro-batches",

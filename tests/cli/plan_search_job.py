@@ -32,6 +32,7 @@ class Priced:
     limit: str = "matrix products"
     parts: dict[str, float] = field(default_factory=dict)
     picture: Any = None
+    uneven_seconds: float = 0.0
 
 
 FLAGS = ("--model", "llama2-7b", "--bf16", "--tensor-model-parallel-size", "2",
@@ -44,7 +45,8 @@ CANDIDATES = (
     Candidate(replace(BEST, pp=4), Priced(1.9, 20 * GIB), FLAGS),
 )
 FOUND = SearchResult("h100", 16, 77 * GIB, 1000, {"need more": 600, "no divisor": 300}, 100, 7,
-             CANDIDATES, (CANDIDATES[0], CANDIDATES[2]), wall_seconds=12.3)  # fmt: skip
+             CANDIDATES, (CANDIDATES[0], CANDIDATES[2]), wall_seconds=12.3,
+             assumed="one document each")  # fmt: skip
 
 
 def invented(found: SearchResult = FOUND) -> tuple[Any, list[Any]]:

@@ -53,7 +53,7 @@ def test_each_purpose_has_a_row_and_a_command(ask):
     start = "torchrun --nnodes=2 --nproc-per-node=8 -m mindspeed"
     assert f"{start} pretrain --model {MODEL} --bf16 --data FILE" in printed.out
     assert printed.out.count(f"{start} finetune --load hf:FOLDER --bf16 --data FILE.jsonl") == 2
-    assert "every sample is one document" in printed.out
+    assert "assumed: one document each" in printed.out
 
 
 def test_one_purpose_prints_its_plan_too(ask):

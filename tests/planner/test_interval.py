@@ -76,3 +76,5 @@ def test_percentiles_and_text() -> None:
     assert to == "to" and float(low) == pytest.approx(0.1 * found.low, rel=0.05)
     assert float(high) == pytest.approx(0.1 * found.high, rel=0.05)
     assert found.text(0.0) == "0 to 0"
+    assert found.text(0.1, 0.0) == found.text(0.1)
+    assert found.seconds(2.0, 3.0) == (2.0 * found.low, 3.0 * found.high)

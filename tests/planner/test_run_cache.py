@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from mindspeed.planner.cluster import load_cluster
+from mindspeed.planner.expert_loads import BALANCED
 from tests.support.lazy import Lazy
 
 cache_module = Lazy("mindspeed.planner.count.cache")
@@ -16,7 +17,7 @@ recordings = Lazy("mindspeed.planner.count.recording")
 class FakeJob:
     """What the cache reads of a job."""
 
-    argv = ("--bf16",)
+    argv, loads = ("--bf16",), BALANCED
 
 
 def some_run():

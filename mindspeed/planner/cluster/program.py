@@ -14,6 +14,9 @@ once for each rank and node that has one of its experts: with E experts on R ran
 token takes at random, a rank is taken with probability ``1 - C(E - E/R, k) / C(E, k)``; a node
 likewise.
 
+Ranks wait for the one that gets most tokens: an exchange takes as long as its busiest rank sends or
+receives, which is the counted one (:mod:`mindspeed.planner.expert_loads`).
+
 Sources: Transformer Engine's documentation of fp8 current scaling, MXFP8 and NVFP4; DeepEP's and
 HybridEP's description of their all-to-all.
 """
@@ -24,6 +27,7 @@ import argparse
 from dataclasses import dataclass
 from math import comb
 
+from mindspeed.planner.expert_loads import loads_of
 from mindspeed.planner.interval import job_kind
 
 
@@ -75,6 +79,7 @@ class Program:
         kept: sizes of products that stay in ``dtype``: of the vocabulary on a rank, of the router.
         once: experts, if a token is sent once to each rank that has one of its own.
         waits: whether the host waits for the sizes of an exchange, before it starts more kernels.
+        imbalance: tokens of the busiest expert-parallel rank over the mean.
     """
 
     dtype: str = "bf16"
@@ -82,6 +87,7 @@ class Program:
     kept: frozenset[int] = frozenset()
     once: Experts | None = None
     waits: bool = True
+    imbalance: float = 1.0
 
     @property
     def low(self) -> Precision | None:
@@ -100,4 +106,5 @@ def program_of(args: argparse.Namespace) -> Program:
         frozenset(sizes),
         Experts(number, args.moe_router_topk) if flexible else None,
         waits=not flexible,
+        imbalance=loads_of(args).imbalance(args.expert_model_parallel_size),
     )

@@ -13,8 +13,8 @@ An operation takes ``launch + max(computation, bytes / memory bandwidth)``.
 
   and tiles that cross an edge of the result count whole. The fastest of several tile sizes and
   splits of k is taken, as libraries do. Smaller tiles load more, so they attain less
-  (:data:`TILES`); parts of k are accumulated in fp32 in memory. Grouped products of experts are
-  counted as equal products: the planner assumes balanced experts.
+  (:data:`TILES`); parts of k are accumulated in fp32 in memory. Experts of a rank have equal
+  products: a plan is uneven between ranks.
 * **Measured products** of the cluster correct this formula: a product is scaled by the ratios of
   measured to computed time, weighted by the distance of its sizes on a logarithmic scale.
 * **Attention** takes FLOPs / (peak * efficiency), without FLOPs of masked pairs; the efficiency
@@ -32,6 +32,7 @@ User's Guide" (tile and wave quantisation); Osama et al., "Stream-K" (arXiv 2301
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import ceil, log2
 
 from mindspeed.instruments.clock import Call
@@ -67,12 +68,14 @@ class DeviceRates:
     Attributes:
         program: the job.
         products: executions of each matrix product.
+        routed: seconds of products of experts.
     """
 
     def __init__(self, cluster: Cluster, program: Program = PLAIN) -> None:
         self._cluster, self._device = cluster, cluster.device
         self.program = program
         self.products: Counter[Product] = Counter()
+        self.routed = 0.0
         self._kernels = Kernels()
         self._ahead = 0.0  # seconds of work in the queue of the device
         self._known: dict[tuple[Product, int], float] = {}
@@ -98,12 +101,16 @@ class DeviceRates:
                 self._ahead = -self._device.exchange_us * 1e-6
             if experts is not None:
                 return self._exchanged_once(communication, experts)
+            if self.program.imbalance > 1:
+                communication = _busiest(communication)
         return self._cluster.communication_seconds(communication)
 
     def _exchanged_once(self, communication: Communication, experts: Experts) -> float:
         """Seconds of an exchange in which a token goes once to each node, then to its ranks."""
         ranks, cluster = communication.ranks, self._cluster
         once = communication.payload / experts.taken
+        if self.program.imbalance > 1:
+            once = _busiest(communication).payload / experts.taken
         node, network = cluster.levels[0], cluster.levels[-1]
         nodes = len({node.domain(rank) for rank in ranks})
         reached = experts.reached(len(ranks)) * (1 - 1 / len(ranks))
@@ -126,6 +133,8 @@ class DeviceRates:
 
     def queued(self, operation: Operation, seconds: float) -> float:
         """Add the seconds in which the device waits for the host, which starts a kernel."""
+        if operation.grouped:
+            self.routed += seconds
         if not operation.starts or not seconds:
             return seconds
         ahead = self._ahead - self._device.host_us * 1e-6
@@ -226,3 +235,13 @@ class DeviceRates:
             weighted += ratio / distance
             total += 1 / distance
         return weighted / total if total else 1.0
+
+
+def _busiest(communication: Communication) -> Communication:
+    """An exchange of experts by what its busiest rank sends or receives, which is the counted one.
+
+    All ranks route equally, so it receives from each as much as it keeps.
+    """
+    size, own = len(communication.ranks), communication.payload - communication.wire
+    most = max(communication.payload, own * size)
+    return replace(communication, payload=most, wire=most * (size - 1) // size)

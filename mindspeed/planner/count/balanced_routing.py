@@ -2,8 +2,8 @@
 
 Balanced: numbers of tokens differ by at most one between experts; the k experts of a token are
 drawn at random, so as many of them share a rank as with a uniform router. With ``imbalance`` f > 1
-the experts of the first expert-parallel rank get f times the mean, the others share the rest. All
-ranks route equally.
+the experts of the first expert-parallel rank get f times the mean, the others share the rest; where
+tokens choose groups of experts first, within the groups of that rank. All ranks route equally.
 
 The rule sets the logits of the routers; everything after them is unchanged: scores, top-k, groups,
 capacity, drops, padding. FakeTensors get the values (:mod:`known_values`), real tensors are
@@ -32,6 +32,7 @@ from mindspeed.journal import Journal
 from mindspeed.planner.count.fake_world import fake_world
 from mindspeed.planner.count.known_values import KnownValues, assume, share_bytes
 from mindspeed.planner.count.planned_tensors import PlannedTensors
+from mindspeed.planner.expert_loads import loads_of
 
 MARGIN = 64.0
 """Logit of chosen experts; that of others is 0. Noise of gates does not change the choice."""
@@ -68,25 +69,49 @@ class Balance:
         """
         experts, ranks = args.num_experts, args.expert_model_parallel_size
         groups, topk = args.moe_router_num_groups or 1, args.moe_router_topk
-        most = min(ranks, experts / topk) if groups == 1 else 1
-        if not 1 <= imbalance <= most:
+        found = cls(experts, topk, ranks, imbalance, groups, args.moe_router_group_topk or 1)
+        if not 1 <= imbalance <= found.most:
             raise ConfigError(
                 f"an imbalance of {imbalance:g} is not possible: with {experts} experts on {ranks} "
-                f"ranks, {topk} to a token, in {groups} groups it is from 1 to {most:g}"
+                f"ranks, {topk} to a token, in {groups} groups it is from 1 to {found.most:g}"
             )
-        return cls(experts, topk, ranks, imbalance, groups, args.moe_router_group_topk or 1)
+        return found
+
+    @property
+    def most(self) -> float:
+        """The largest load of a rank over the mean that the choice of experts allows."""
+        if self._whole_groups:
+            return min(self.ranks, self.groups / self.group_topk)
+        within = self.ranks / self.groups
+        return min(within, self.experts / self.groups / (self.topk / self.group_topk))
+
+    @property
+    def _whole_groups(self) -> bool:
+        """Whether a rank has all experts of its groups."""
+        return self.groups > 1 and self.ranks <= self.groups
 
     def choice(self, tokens: int) -> torch.Tensor:
         """The experts of each of a rank's tokens, int64 ``[tokens, topk]``."""
         if self.groups == 1:
             return _spread(tokens, self.topk, self.loads)
         size, each = self.experts // self.groups, self.topk // self.group_topk
-        group = _spread(tokens, self.group_topk, lambda n: _even(n * self.group_topk, self.groups))
+        hot_groups = max(1, self.groups // self.ranks)
+        whole = self._whole_groups
+        group = _spread(
+            tokens,
+            self.group_topk,
+            lambda n: _hot(
+                n * self.group_topk, self.groups, hot_groups, self.imbalance if whole else 1.0
+            ),
+        )
         found = torch.empty(tokens, self.group_topk, each, dtype=torch.int64)
         for index in range(self.groups):
             mine = group == index
             count = int(mine.sum())
-            found[mine] = index * size + _spread(count, each, lambda n: _even(n * each, size))
+            factor = self.imbalance if index == 0 and not whole else 1.0
+            local = size if whole else self.experts // self.ranks
+            loads = functools.partial(_hot_of, each, size, local, factor)
+            found[mine] = index * size + _spread(count, each, loads)
         return found.view(tokens, -1)
 
     def loads(self, tokens: int) -> torch.Tensor:
@@ -97,6 +122,18 @@ class Balance:
         hot = round(slots * self.imbalance / ranks)
         cold = _even(slots - hot, self.experts - local).view(local, ranks - 1)
         return torch.cat([_even(hot, local), cold.t().reshape(-1)])
+
+
+def _hot_of(each: int, parts: int, hot: int, factor: float, tokens: int) -> torch.Tensor:
+    return _hot(tokens * each, parts, hot, factor)
+
+
+def _hot(slots: int, parts: int, hot: int, factor: float) -> torch.Tensor:
+    """Slots of each part, int64 ``[parts]``; the first ``hot`` get ``factor`` times the mean."""
+    if factor == 1:
+        return _even(slots, parts)
+    first = round(slots * factor * hot / parts)
+    return torch.cat([_even(first, hot), _even(slots - first, parts - hot)])
 
 
 def _even(slots: int, parts: int) -> torch.Tensor:
@@ -159,10 +196,18 @@ def assumed_routing(args: argparse.Namespace, imbalance: float = 1.0) -> Iterato
 
 @contextlib.contextmanager
 def planned_rank(
-    args: argparse.Namespace, rank: int, imbalance: float = 1.0
+    args: argparse.Namespace, rank: int, imbalance: float | None = None
 ) -> Iterator[argparse.Namespace]:
-    """Make this process a global rank of the job, on FakeTensors; yields a copy of its values."""
+    """Make this process a global rank of the job, on FakeTensors; yields a copy of its values.
+
+    Args:
+        args: final values of the job.
+        rank: the rank.
+        imbalance: of the routing; default: as the job is planned.
+    """
     args = copy.copy(args)
+    if imbalance is None:
+        imbalance = loads_of(args).imbalance(args.expert_model_parallel_size)
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
         yield args
 

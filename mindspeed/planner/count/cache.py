@@ -47,7 +47,7 @@ class RunCache:
         self._directory = None if directory is None else Path(directory)
         self._known: dict[str, Any] = {}
         machine = None if cluster is None else cluster.to_json()
-        program = [type(job).__name__, job.argv, _program(job)]
+        program = [type(job).__name__, job.argv, asdict(job.loads), _program(job)]
         self._base = json.dumps([_code(), program, machine], sort_keys=True, default=str)
         if self._directory is not None:
             make_dirs(self._directory)

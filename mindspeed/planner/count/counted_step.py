@@ -73,7 +73,7 @@ def count_step(
     *,
     micro_batches: int | None = None,
     watch: Watch = nullcontext,
-    imbalance: float = 1.0,
+    imbalance: float | None = None,
     short: bool = False,
 ) -> CountedStep:
     """Count one step of a rank of the job, on FakeTensors.
@@ -83,7 +83,7 @@ def count_step(
         rank: global rank.
         micro_batches: micro-batches of the step; default: those of the job.
         watch: makes a context around the counted step.
-        imbalance: load of the first expert-parallel rank over the mean.
+        imbalance: load of the first expert-parallel rank over the mean; default: as planned.
         short: run one micro-batch in the step before, which creates optimizer states.
     """
     from mindspeed.planner.count.balanced_routing import planned_rank

@@ -24,6 +24,7 @@ from mindspeed.instruments.live_memory import HOST
 from mindspeed.planner.count.marks import Marks
 from mindspeed.planner.count.recording import (
     BUILT,
+    EXPERT_PRODUCTS,
     Block,
     Message,
     Part,
@@ -57,6 +58,7 @@ class Recorder(StepCounter):
         self.starts: list[float] = []
         self._clock = clock
         self._before = 0, 0, 0
+        self._routed = 0.0
 
     def enter(self, action: int, part: Part, layer: int) -> None:
         """Begin a block; a block that goes on is not divided."""
@@ -79,7 +81,9 @@ class Recorder(StepCounter):
                 add(last.sent, _traffic(self.communications[sent:]))
             else:
                 last.seconds = self._clock.now - self.starts[-1]
+                add_routed(last, self._clock.routed - self._routed)
         self._before = now
+        self._routed = 0.0 if self._clock is None else self._clock.routed
 
     def _count(self, traits: OperatorTraits, call: Call) -> None:
         """Add FLOPs alone: nobody asks a recording for its operators."""
@@ -265,6 +269,12 @@ def _traffic(communications: Iterable[Any]) -> dict[Message, Traffic]:
             key = Message(one.description, len(one.ranks), one.op)
             add(found, {key: Traffic(1, one.payload, one.wire)})
     return found
+
+
+def add_routed(block: Block, seconds: float) -> None:
+    """Add seconds of products of experts to a block."""
+    if seconds:
+        add(block.sent, {EXPERT_PRODUCTS: Traffic(waited=seconds)})
 
 
 def assign(clock: VirtualClock, blocks: Sequence[Block], starts: Sequence[float]) -> None:

@@ -84,7 +84,8 @@ def _rows(request: ScheduleRequest, ranks: int, chunks: int, count: int) -> tupl
 
 
 class Message(NamedTuple):
-    """What is alike in communications that are summed; waits have no ``op``.
+    """What is alike in communications that are summed; waits have no ``op``, nor have seconds of
+    products of experts (:data:`EXPERT_PRODUCTS`), which are summed alike.
 
     Attributes:
         group: Megatron's description of the process group.
@@ -97,9 +98,17 @@ class Message(NamedTuple):
     op: str
 
     @property
+    def routed(self) -> bool:
+        """Whether it takes longer on a rank to which more tokens are routed."""
+        return "EXPERT" in self.group and "DATA_PARALLEL" not in self.group
+
+    @property
     def shared(self) -> bool:
         """Whether data-parallel ranks communicate: once in a step, not in each micro-batch."""
         return "DATA_PARALLEL" in self.group
+
+
+EXPERT_PRODUCTS = Message("EXPERT_PRODUCTS", 0, "")
 
 
 class Traffic(NamedTuple):

@@ -39,6 +39,7 @@ from mindspeed.planner.cluster.operations import Product
 from mindspeed.planner.cluster.program import program_of
 from mindspeed.planner.cluster.rates import DeviceRates
 from mindspeed.planner.count.layer_costs import GRADIENTS, OPTIMIZER, START, Scope
+from mindspeed.planner.count.recording import Message
 
 
 def layers_of(chunk: torch.nn.Module, index: int) -> Iterator[tuple[Scope, Any]]:
@@ -179,6 +180,7 @@ class TimedStep:
         optimizer_seconds: seconds of the optimizer step, including its gather of parameters.
         exposed: seconds of waiting for communication, by description of the group.
         products: executions of each matrix product ``(m, n, k, dtype)``.
+        routed: seconds of products of experts, and of waits for their exchanges.
     """
 
     rank: int
@@ -191,6 +193,7 @@ class TimedStep:
     optimizer_seconds: float
     exposed: Mapping[str, float]
     products: Counter[Product]
+    routed: float
 
 
 Watch = Callable[[VirtualClock], contextlib.AbstractContextManager[Any]]
@@ -237,6 +240,7 @@ def time_here(
     with scopes_set(clock, step.model), clock, watch(clock):
         step.run()
     scopes = _by_scope(clock.intervals, step.micro_batches)
+    exposed = exposed_by_group(clock.intervals)
     return TimedStep(
         rank,
         step.micro_batches,
@@ -246,8 +250,9 @@ def time_here(
         scopes,
         _seconds(clock.intervals, GRADIENTS),
         _seconds(clock.intervals, OPTIMIZER),
-        exposed_by_group(clock.intervals),
+        exposed,
         rates.products,
+        rates.routed + sum(t for name, t in exposed.items() if Message(name, 0, "").routed),
     )
 
 

@@ -61,6 +61,7 @@ def _data(title: str, found: SearchResult, command: Command) -> dict[str, Any]:
         "candidates and of the front are counted, those of other layouts with several chunks are "
         "estimates; seconds are a model.",
         "likely": "" if spread is None else spread.sentence,
+        "assumed": found.assumed,
         "interval": None if spread is None else {"low": spread.low, "high": spread.high},
         "memory_limit": found.memory_limit,
         "layouts": layouts,
@@ -77,6 +78,7 @@ def _layout(layout: Layout, found: Prediction) -> dict[str, Any]:
         "name": str(layout),
         "values": {name: str(values[name]) for name in _CHOICES},
         "seconds": found.seconds,
+        "longest": max(found.seconds, found.uneven_seconds),
         "peak": found.peak_bytes,
         "tokens": found.tokens_per_second_per_device,
         "mfu": found.mfu,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.features.registry import schedule_flags
 from mindspeed.planner.cluster import GIB, Cluster, load_cluster
+from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, assumed
 from mindspeed.planner.interval import interval_of, job_kind
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
@@ -53,6 +54,7 @@ def plan(
     cache: str | Path | None = None,
     progress: Progress = lambda done, of: None,
     prove: int = 1,
+    loads: ExpertLoads = BALANCED,
 ) -> SearchResult:
     """Find the best layouts of a job.
 
@@ -71,6 +73,7 @@ def plan(
         progress: progress callback, of keys.
         prove: number of the best layouts that are counted again in whole steps
             (:func:`~mindspeed.planner.time.whole_ranks.counted_peak`); 0: none.
+        loads: of experts.
 
     Raises:
         MindSpeedError: the job cannot start in any layout, or its flags are wrong.
@@ -83,6 +86,7 @@ def plan(
         from mindspeed.planner.scripts import job_of
 
         argv = job_of(argv)
+    argv = argv.with_loads(loads)
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     limit = machine.memory_limit if memory_limit is None else memory_limit
     names = SEARCHED if search is None else tuple(search)
@@ -122,6 +126,7 @@ def plan(
         wall_seconds=time.monotonic() - start,
         tolerance=TOLERANCE,
         interval=interval_of(job_kind(args), machine.name),
+        assumed=assumed(args),
         priced=tuple(sorted(outcome.priced, key=lambda one: one[1].seconds)),
     )
 

@@ -80,7 +80,7 @@ class Candidate:
         """The candidate as JSON."""
         found = self.prediction
         figures = {"seconds": found.seconds, "peak_bytes": self.peak_bytes}
-        for name in ("bubble", "mfu", "tokens_per_second_per_device", "limit"):
+        for name in ("uneven_seconds", "bubble", "mfu", "tokens_per_second_per_device", "limit"):
             if hasattr(found, name):
                 figures[name] = getattr(found, name)
         return {
@@ -163,6 +163,7 @@ class SearchResult:
         wall_seconds: duration of the search.
         tolerance: relative difference of times within which candidates tie.
         interval: how far predicted seconds may be off; None: not known.
+        assumed: what the flags do not say, in words.
         priced: all layouts that were priced and fit, the fastest first.
     """
 
@@ -181,6 +182,7 @@ class SearchResult:
     tolerance: float = TOLERANCE
     notes: tuple[str, ...] = field(default=())
     interval: Interval | None = None
+    assumed: str = ""
     priced: tuple[tuple[Layout, Prediction], ...] = ()
 
     @property
@@ -270,6 +272,7 @@ class SearchResult:
             "ties": self.ties,
             "tolerance": self.tolerance,
             "interval": None if self.interval is None else asdict(self.interval),
+            "assumptions": self.assumed,
             "interrupted": self.interrupted,
             "wall_seconds": self.wall_seconds,
             "candidates": [one.to_json() for one in self.candidates],

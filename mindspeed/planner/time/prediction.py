@@ -51,6 +51,8 @@ class Prediction:
         tokens_per_second_per_device: throughput.
         limit: largest part of the step: ``compute``, ``bubble`` or the name of a wait.
         picture: its schedule and what is alive over it, if it was asked for and is short enough.
+        uneven_seconds: duration if the busiest rank gets as many tokens of experts as it may beyond
+            what is assumed (:mod:`mindspeed.planner.expert_loads`).
     """
 
     layout: Any
@@ -65,6 +67,7 @@ class Prediction:
     tokens_per_second_per_device: float
     limit: str
     picture: StepPicture | None = None
+    uneven_seconds: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -94,6 +97,7 @@ def assembled(
     waits: Sequence[Mapping[str, float]],
     flops: float,
     layout: Any = None,
+    more: float = 0.0,
 ) -> Prediction:
     """Assemble a prediction from a simulated schedule and what is added to it.
 
@@ -106,6 +110,7 @@ def assembled(
         waits: seconds that each pipeline rank waits within its actions, by process group.
         flops: FLOPs of the mean device.
         layout: passed through.
+        more: part of the pipeline's seconds that uneven routing adds.
     """
     pipeline = plans.seconds
     slowest = max(ends, key=lambda end: end.seconds)
@@ -132,7 +137,22 @@ def assembled(
         mfu=shape.model_flops / (rate * peak) if rate else 0.0,
         tokens_per_second_per_device=shape.tokens / rate if rate else 0.0,
         limit=max(share, key=lambda name: share[name]),
+        uneven_seconds=seconds + more * pipeline,
     )
+
+
+def more_when_uneven(ranks: Sequence[tuple[float, float]], shape: Shape) -> float:
+    """Part of the pipeline's seconds that a busiest rank adds, which its slowest stage decides.
+
+    Args:
+        ranks: seconds of the actions of each pipeline rank, and those of products and exchanges of
+            experts among them.
+        shape: the job.
+    """
+    slowest = max(busy for busy, _ in ranks)
+    if not slowest:
+        return 0.0
+    return max(busy + shape.uneven * routed for busy, routed in ranks) / slowest - 1
 
 
 def stage_costs(

@@ -16,11 +16,17 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.rank import RankTrace
 from mindspeed.planner.count.check import RankCheck
 from mindspeed.planner.count.check import Traffic as Row
-from mindspeed.planner.count.recording import Message, Sent
+from mindspeed.planner.count.recording import EXPERT_PRODUCTS, Message, Sent
 from mindspeed.planner.count.timed_step import BETWEEN_CHUNKS
 from mindspeed.planner.shape import Shape
 from mindspeed.planner.time.picture import step_picture
-from mindspeed.planner.time.prediction import Prediction, RankFigures, assembled, stage_costs
+from mindspeed.planner.time.prediction import (
+    Prediction,
+    RankFigures,
+    assembled,
+    more_when_uneven,
+    stage_costs,
+)
 from mindspeed.planner.time.step_plan import (
     DataParallel,
     dense_ranks,
@@ -63,17 +69,29 @@ def predict(
     ends = [_end_of_step(one, shape, cluster) for one in traces]
     waits = [_waits(one) for one in traces]
     flops = sum(one.step.flops for one in traces) / shape.ranks
-    found = assembled(shape, cluster, plans, ranks, ends, waits, flops, layout)
+    more = more_when_uneven([(_busy(one), _routed(one)) for one in traces], shape)
+    found = assembled(shape, cluster, plans, ranks, ends, waits, flops, layout, more)
     if drawn:
         found = replace(found, picture=step_picture(traces, shape, costs, found.seconds))
     return found
+
+
+def _busy(trace: RankTrace) -> float:
+    """Seconds of the actions of a rank."""
+    return sum(trace.step.seconds[place[:2]] for place in trace.step.row)
+
+
+def _routed(trace: RankTrace) -> float:
+    """Those of products and exchanges of experts among them."""
+    return sum(one.waited for name, one in trace.step.sent.items() if name.routed)
 
 
 def _waits(trace: RankTrace) -> dict[str, float]:
     """Seconds that a rank waits within its actions, by process group."""
     found: dict[str, float] = {}
     for name, one in trace.step.sent.items():
-        if one.waited and not any(part in name.group for part in BETWEEN_CHUNKS):
+        no_wait = name == EXPERT_PRODUCTS or any(part in name.group for part in BETWEEN_CHUNKS)
+        if one.waited and not no_wait:
             found[name.group] = found.get(name.group, 0.0) + one.waited
     return found
 

@@ -38,7 +38,13 @@ from mindspeed.planner.count.timed_step import (
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import Shape, shape_of
-from mindspeed.planner.time.prediction import Prediction, RankFigures, assembled, stage_costs
+from mindspeed.planner.time.prediction import (
+    Prediction,
+    RankFigures,
+    assembled,
+    more_when_uneven,
+    stage_costs,
+)
 from mindspeed.planner.time.step_plan import DataParallel, step_plan
 from mindspeed.training.fake_job import rank_in_stage
 
@@ -161,7 +167,9 @@ def predict_whole(
     waits = [{n: t * shape.micro_batches for n, t in one.waits.items()} for one in figures]
     flops = sum(one.flops * len(one.pipeline_ranks) for one in found.ranks) / shape.ranks
     ends = [one.end for one in figures]
-    return assembled(shape, cluster, plans, tuple(_memory(found, cluster)), ends, waits, flops)
+    more = more_when_uneven([(one.busy, one.routed) for one in figures], shape)
+    memory = tuple(_memory(found, cluster))
+    return assembled(shape, cluster, plans, memory, ends, waits, flops, more=more)
 
 
 def _memory(found: Check, cluster: Cluster) -> Iterator[RankFigures]:
@@ -182,6 +190,7 @@ class _Figures:
         end: end of the step, with waits for data-parallel groups anywhere in it.
         step: the whole step.
         exposed: all waits of the step, by process group.
+        routed: seconds of a micro-batch in products and exchanges of experts.
     """
 
     chunks: tuple[tuple[float, float], ...]
@@ -189,6 +198,12 @@ class _Figures:
     end: DataParallel
     step: float
     exposed: dict[str, float]
+    routed: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds of a micro-batch."""
+        return sum(map(sum, self.chunks))
 
 
 _SHARED = "DATA_PARALLEL"
@@ -216,6 +231,7 @@ def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batche
         DataParallel(closing + earlier, end - closing),
         found.seconds,
         exposed_by_group(found.intervals),
+        found.routed / found.micro_batches,
     )
 
 
@@ -227,4 +243,4 @@ def _continued(two: _Figures, three: _Figures) -> _Figures:
     shared = [name for name in two.exposed if _SHARED in name]
     exposed = sum(two.exposed[name] - 2 * waits.get(name, 0.0) for name in shared)
     end = DataParallel(exposed, two.step - 2 * more - exposed)
-    return _Figures(((more, 0.0),), waits, end, two.step, two.exposed)
+    return _Figures(((more, 0.0),), waits, end, two.step, two.exposed, two.routed)
