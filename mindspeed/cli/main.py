@@ -54,6 +54,7 @@ COMMANDS: dict[str, str] = {
     "moe": "compare and draw programs of mixture-of-experts layers: bytes, exposed time, memory",
     "plan": "plan a job without a device: memory of every rank, FLOPs, messages, the best layout",
     "check": "check before a run that every gradient is summed over the right ranks",
+    "compare": "find the first tensor in which two recorded trainings differ",
     "calibrate": "measure devices and links of this machine for plan --cluster",
     "explain": "explain a job: where bytes, FLOPs, messages and bubbles are, and what would help",
     "features": "list the features: flag, level, devices, conflicts",
@@ -71,7 +72,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "weights": ("convert", "export", "verify", "merge-lora"),
     "inference": ("generate", "chat", "serve", "evaluate"),
     "plan": ("plan", "check", "explain", "calibrate", "profile", "attention", "pipeline", "moe"),
-    "inspect": ("features", "ops", "patches"),
+    "inspect": ("compare", "features", "ops", "patches"),
 }
 
 _format_for_developers = warnings.formatwarning
@@ -83,6 +84,7 @@ _READ_ONLY = (
     "moe",
     "plan",
     "explain",
+    "compare",
     "check",
     "features",
     "ops",

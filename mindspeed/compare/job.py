@@ -1,0 +1,125 @@
+"""The recording of a training job: which steps, and what happens at which seam.
+
+    step        around a step of a trainer: its number
+    schedule    the forward and backward of all micro-batches, recorded if the step is
+    optimizer   its step: a recorded step ends after it
+
+A framework without Megatron-LM's trainer has no seam ``step``: its calls of the schedule are
+counted. Between recorded steps the model has no hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed.compare.megatron import MegatronHooks
+from mindspeed.compare.noise import Noise
+from mindspeed.compare.recorder import Recorder, write_job
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What a job records.
+
+    Attributes:
+        directory: Of the recording.
+        steps: Numbers of steps, from 0.
+        micro_batches: Numbers in a step; empty: all.
+        what: Kinds of tensors.
+        noise: Number of this run with noise; 0 for a run without.
+    """
+
+    directory: Path
+    steps: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+    what: tuple[str, ...]
+    noise: int
+
+
+class JobRecording:
+    """Records chosen steps of this rank.
+
+    Args:
+        options: What to record.
+        job: Arguments of the job, for messages of a comparison.
+    """
+
+    def __init__(self, options: RecordOptions, job: Mapping[str, Any]) -> None:
+        self._options, self._job = options, job
+        self._announced: int | None = None
+        self._calls = 0
+        self._hooks: MegatronHooks | None = None
+        self._recorder: Recorder | None = None
+        self._ends_with_optimizer = False
+
+    @contextlib.contextmanager
+    def around_step(self, iteration: int) -> Iterator[None]:
+        """For the seam ``step``: the number of the step that runs."""
+        self._announced = iteration - 1
+        yield
+
+    def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """For the seam ``schedule``."""
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = _bound(signature, args, kwargs)
+            if given.get("forward_only"):
+                return function(*args, **kwargs)
+            number = self._calls if self._announced is None else self._announced
+            self._calls += 1
+            if number not in self._options.steps:
+                return function(*args, **kwargs)
+            hooks = self._prepared()
+            result = hooks.around(function, number, given)
+            hooks.gradients()
+            if not self._ends_with_optimizer:
+                self._end()
+            return result
+
+        return run
+
+    def with_optimizer(self, optimizer: Any) -> Any:
+        """For the seam ``optimizer``."""
+        step = optimizer.step
+        self._ends_with_optimizer = True
+
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self._end()
+            return result
+
+        optimizer.step = run
+        return optimizer
+
+    def _prepared(self) -> MegatronHooks:
+        """The hooks of this rank, once its groups exist."""
+        if self._hooks is None:
+            options, rank = self._options, dist.get_rank()
+            self._recorder = Recorder(options.directory, rank, dist.get_world_size())
+            noise = Noise(options.noise) if options.noise else None
+            self._hooks = MegatronHooks(self._recorder, options.what, options.micro_batches, noise)
+            if rank == 0:
+                write_job(options.directory, self._job)
+        return self._hooks
+
+    def _end(self) -> None:
+        if self._recorder is not None:
+            self._recorder.end()
+
+
+def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name; functions of features take keywords only."""
+    if not args:
+        return dict(kwargs)
+    return dict(signature.bind(*args, **kwargs).arguments)

@@ -1,0 +1,505 @@
+"""Records a Megatron model: hooks on its modules during the steps that are recorded.
+
+    begin     weights
+    forward   outputs of modules; query, key, value; the activation; the sum before an MLP's norm
+    backward  gradients of all these tensors
+    end       gradients of weights, reduced over all ranks
+
+A hook on a tensor's gradient is right for both kinds of recomputation: it is registered wherever
+the tensor requires a gradient, which is in the second forward where the first ran without a graph.
+The number of a micro-batch is bound to it then, because schedules run other forwards in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from mindspeed.compare.digest import Place
+from mindspeed.compare.megatron_places import (
+    Columns,
+    MicroBatchRows,
+    Ranks,
+    parameter_places,
+    rectangles,
+    rows_of,
+)
+from mindspeed.compare.names import NO_MICRO_BATCH, parameter_name
+from mindspeed.compare.noise import Noise
+from mindspeed.compare.recorder import Recorder
+
+_LAYER = re.compile(r"\.layers\.(\d+)(?=\.|$)")
+_NOT_RECORDED = re.compile(
+    r"(^|\.)(rotary_pos_emb|embedding\..*|core_attention\..*|experts\..*|.*dropout.*)$"
+)
+_NO_WORK = ("IdentityOp", "IdentityFuncOp")
+
+
+@dataclass
+class _MicroBatch:
+    number: int  # in the step, over all data-parallel ranks
+    rows: MicroBatchRows
+
+
+@dataclass
+class _Chunk:
+    module: Any
+    wrapped: Any
+    names: dict[str, str]  # name in the chunk -> name in the model
+    current: _MicroBatch | None = None
+    calls: defaultdict[str, list[_MicroBatch]] = field(default_factory=lambda: defaultdict(list))
+    recomputed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class MegatronHooks:
+    """Records steps of a Megatron job, on one rank.
+
+    Args:
+        recorder: Gets the tensors.
+        what: Kinds of tensors, as in ``--record-what``.
+        micro_batches: Numbers of those that are recorded; empty: all.
+        noise: Perturbs every recorded tensor; None in runs that are to be trusted.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        what: Collection[str],
+        micro_batches: Collection[int] = (),
+        noise: Noise | None = None,
+    ) -> None:
+        self._recorder, self._what, self._noise = recorder, frozenset(what), noise
+        self._only = frozenset(micro_batches)
+        self._handles: list[RemovableHandle] = []
+        self._chunks: list[_Chunk] = []
+        self._places: dict[int, dict[str, Place]] = {}
+        self._ranks: Ranks | None = None
+
+    def around(self, schedule: Callable[..., Any], number: int, options: dict[str, Any]) -> Any:
+        """Run the schedule of a step that is recorded.
+
+        Args:
+            schedule: Megatron's forward-backward function.
+            number: Of the step.
+            options: Arguments of the function, by name.
+        """
+        from megatron.core.utils import get_model_config
+
+        model = options["model"]
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        self._ranks = Ranks.of_job(config)
+        self._chunks = [_Chunk(_inner(one), one, _names(_inner(one))) for one in chunks]
+        step = self._recorder.begin(number)
+        step.scalars = _scalars(config, options["num_microbatches"], self._ranks)
+        step.place = asdict(self._ranks)
+        forward = self._counted(options["forward_step_func"], step.scalars)
+        try:
+            self._weights("begin", "weight", lambda parameter: parameter)
+            for chunk in self._chunks:
+                self._hook(chunk)
+            return schedule(**{**options, "forward_step_func": forward})
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def gradients(self) -> None:
+        """Record the reduced gradients of all weights, once the schedule has ended."""
+        if "weight-gradients" not in self._what:
+            return
+        own = _own_ranges(self._chunks)
+        tokens = next((c.current.rows.total for c in self._chunks if c.current), 1)
+        self._weights("end", "main_grad", _main_grad, own, tokens)
+
+    # Forward
+
+    def _counted(self, forward_step: Callable[..., Any], scalars: dict[str, Any]) -> Any:
+        """A forward step that notes which micro-batch runs, and its number of tokens."""
+        counts: defaultdict[int, int] = defaultdict(int)
+        assert self._ranks is not None
+        ranks = self._ranks
+
+        @functools.wraps(forward_step)
+        def run(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            inner = _inner(model)
+            chunk = next(one for one in self._chunks if one.module is inner)
+            local = counts[id(inner)]
+            counts[id(inner)] += 1
+            self._number = local * ranks.dp_size + ranks.dp
+            chunk.current = None
+            output, loss_function = forward_step(data_iterator, model, *args, **kwargs)
+            return output, _noting(loss_function, scalars["tokens"], self._number)
+
+        return run
+
+    def _hook(self, chunk: _Chunk) -> None:
+        module = chunk.module
+        self._handles.append(
+            module.register_forward_pre_hook(
+                functools.partial(self._begin_micro_batch, chunk), with_kwargs=True
+            )
+        )
+        if module.post_process:
+            self._handles.append(module.register_forward_hook(functools.partial(self._loss, chunk)))
+        for path, inner in module.named_modules():
+            if not path or _NOT_RECORDED.search(path) or type(inner).__name__ in _NO_WORK:
+                continue
+            name = chunk.names[path]
+            if {"inputs", "output-gradients"} & self._what:
+                for before in self._inputs_of(chunk, path, name, inner):
+                    handle = inner.register_forward_pre_hook(before, with_kwargs=True)
+                    self._handles.append(handle)
+            if _records_output(path, inner):
+                after = functools.partial(self._output, chunk, name)
+                self._handles.append(inner.register_forward_hook(after))
+
+    def _begin_micro_batch(self, chunk: _Chunk, module: Any, args: Any, kwargs: Any) -> None:
+        assert self._ranks is not None
+        if chunk.current is not None or _in_backward():
+            return  # recomputed, or a second forward of a forward step
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        packed = getattr(given.get("packed_seq_params"), "packed", None)
+        tokens, ranks = given.get("input_ids"), self._ranks
+        if tokens is None:
+            received = module.decoder.input_tensor
+            received = received[0] if isinstance(received, list) else received
+            length, samples = received.shape[:2]
+            length *= ranks.tp_size if ranks.sequence else 1
+        else:
+            samples, length = tokens.shape
+        rows = rows_of(ranks, samples, length, packed)
+        chunk.current = _MicroBatch(self._number, rows)
+        if "inputs" in self._what or "activations" in self._what:
+            for what, value in (("tokens", tokens), ("labels", given.get("labels"))):
+                if value is not None:
+                    place = rows.place(length, Columns(1))
+                    flat = value.t().reshape(-1, 1)
+                    self._add(chunk.current, "forward", "data", what, flat, place, exactly=True)
+
+    def _loss(self, chunk: _Chunk, module: Any, args: Any, output: Any) -> Any:
+        batch = chunk.current
+        if batch is None or not isinstance(output, torch.Tensor) or output.dim() != 2:
+            return None  # logits of a forward step with a loss of its own
+        return self._tensor(chunk, batch, "loss", "per_token", output, Columns(1), 1, loss=True)
+
+    def _output(self, chunk: _Chunk, name: str, module: Any, args: Any, output: Any) -> Any:
+        first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        batch = self._batch_of(chunk, name)
+        if batch is None or not isinstance(first, torch.Tensor):
+            return None
+        columns = _columns(module, name, first, self._ranks)
+        reduction = _reduction(module, name, batch.rows, first)
+        result = self._tensor(chunk, batch, name, "output", first, columns, reduction)
+        if result is None:
+            return None
+        return result if rest is None else (result, *rest)
+
+    def _inputs_of(self, chunk: _Chunk, path: str, name: str, module: Any) -> Iterator[Any]:
+        """Hooks for inputs that are no other module's output."""
+        ranks = self._ranks
+        assert ranks is not None
+        if path.endswith("core_attention"):
+            whats: tuple[str, ...] = ("query", "key", "value")
+        elif path.endswith("linear_fc2"):
+            whats = ("input",)
+        elif path.endswith("pre_mlp_layernorm") or (
+            path.endswith("linear_fc1") and hasattr(module, "layer_norm_weight")
+        ):
+            name, whats = re.sub(r"mlp\.linear_fc1$", "pre_mlp_layernorm", name), ("input",)
+        else:
+            return
+
+        def before(module: Any, args: Any, kwargs: Any) -> Any:
+            batch = self._batch_of(chunk, name + "|input")
+            if batch is None:
+                return None
+            changed = list(args)
+            for index, what in enumerate(whats):
+                value = args[index] if index < len(args) else None
+                if not isinstance(value, torch.Tensor):
+                    continue
+                columns = _input_columns(path, value, ranks, module)
+                result = self._tensor(chunk, batch, name, what, value, columns, 1)
+                changed[index] = value if result is None else result
+            return tuple(changed), kwargs
+
+        yield before
+
+    def _batch_of(self, chunk: _Chunk, name: str) -> _MicroBatch | None:
+        """The micro-batch of a call; in the backward that of the same call in the forward."""
+        if not _in_backward():
+            if chunk.current is not None:
+                chunk.calls[name].append(chunk.current)
+            return chunk.current
+        calls, index = chunk.calls[name], chunk.recomputed[name]
+        chunk.recomputed[name] += 1
+        return calls[index] if index < len(calls) else None
+
+    def _tensor(
+        self,
+        chunk: _Chunk,
+        batch: _MicroBatch,
+        name: str,
+        what: str,
+        x: torch.Tensor,
+        columns: Columns,
+        reduction: int,
+        loss: bool = False,
+    ) -> torch.Tensor | None:
+        """Record a tensor and its gradient; the perturbed tensor in a run with noise."""
+        step = self._recorder.step
+        if step is None or (self._only and batch.number not in self._only):
+            return None
+        kind = "loss" if loss else "activations" if what == "output" else "inputs"
+        flat = _flat(x, loss)
+        place = None
+        if flat is not None:
+            tokens = x.shape[1] if loss else x.shape[0]
+            place = batch.rows.place(tokens, columns)
+        if flat is None or place is None or flat.shape != (len(place.rows), len(place.columns)):
+            step.skipped[f"{name}/{what}"] = f"its place is not known: {list(x.shape)}"
+            return None
+        recomputes = _in_backward()
+        result = None
+        if self._noise is not None and not recomputes:
+            label = f"{batch.number}/{name}/{what}/{place.identity}"
+            noisy = self._noise.on(x, label, reduction)
+            if what == "input" and name.endswith("pre_mlp_layernorm"):
+                x.data.copy_(noisy)  # the residual branch takes the same tensor
+            else:
+                result = x + (noisy - x.detach())
+            flat = _flat(x if result is None else result, loss)
+        if kind in self._what and not recomputes:
+            self._add(batch, "forward", name, what, flat, place, reduction)
+        target = x if result is None else result
+        if "output-gradients" in self._what and target.requires_grad:
+            self._hook_gradient(target, batch, name, what, place, reduction, loss)
+        return result
+
+    def _hook_gradient(
+        self,
+        x: torch.Tensor,
+        batch: _MicroBatch,
+        name: str,
+        what: str,
+        place: Any,
+        reduction: int,
+        loss: bool,
+    ) -> None:
+        what = f"grad_{what}"
+
+        def record(gradient: torch.Tensor) -> torch.Tensor | None:
+            result = None
+            if self._noise is not None:
+                label = f"{batch.number}/{name}/{what}/{place.identity}"
+                result = self._noise.on(gradient, label, reduction)
+            flat = _flat(gradient if result is None else result, loss)
+            self._add(batch, "backward", name, what, flat, place, reduction)
+            return result
+
+        x.register_hook(record)
+
+    def _add(
+        self,
+        batch: _MicroBatch,
+        when: str,
+        module: str,
+        what: str,
+        flat: Any,
+        place: Any,
+        reduction: int = 1,
+        exactly: bool = False,
+    ) -> None:
+        if not self._only or batch.number in self._only:
+            self._recorder.add(
+                batch.number, when, module, what, flat, place, reduction, exactly=exactly
+            )
+
+    # Parameters
+
+    def _weights(
+        self,
+        when: str,
+        what: str,
+        value_of: Callable[[torch.nn.Parameter], torch.Tensor | None],
+        ranges: Callable[[torch.nn.Parameter], tuple[int, int]] | None = None,
+        reduction: int = 1,
+    ) -> None:
+        if when == "begin" and "weights" not in self._what:
+            return
+        step = self._recorder.step
+        assert step is not None
+        for chunk in self._chunks:
+            if id(chunk.module) not in self._places:
+                self._places[id(chunk.module)] = parameter_places(chunk.module)
+            places = self._places[id(chunk.module)]
+            for path, parameter in chunk.module.named_parameters():
+                value, place = value_of(parameter), places.get(path)
+                name = _parameter(path, chunk)
+                if value is None:
+                    continue
+                if place is None:
+                    step.skipped[f"{name}/{what}"] = "its place is not known"
+                    continue
+                module, _, kind = name.rpartition(".")
+                label = what if kind == "weight" else f"{kind}_{what}".replace("_weight", "")
+                flat = value.detach().reshape(-1)
+                start, end = ranges(parameter) if ranges else (0, flat.numel())
+                for first, last, own in rectangles(place, start, end):
+                    part = flat[first:last].view(len(own.rows), len(own.columns))
+                    self._recorder.add(
+                        NO_MICRO_BATCH, when, module, label, part, own, reduction, exactly=True
+                    )
+
+
+def _inner(model: Any) -> Any:
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(model)
+
+
+def _names(chunk: Any) -> dict[str, str]:
+    """Name in the whole model of each module of a chunk."""
+    numbers = {
+        path: module.layer_number - 1
+        for path, module in chunk.named_modules()
+        if path.startswith("decoder.layers.") and hasattr(module, "layer_number")
+    }
+
+    def renamed(path: str) -> str:
+        found = _LAYER.search(path)
+        if not found or not path.startswith("decoder."):
+            return path
+        number = numbers.get(path[: found.end()])
+        if number is None:
+            return path
+        return f"{path[: found.start()]}.layers.{number}{path[found.end() :]}"
+
+    return {path: renamed(path) for path, _ in chunk.named_modules()}
+
+
+def _parameter(path: str, chunk: _Chunk) -> str:
+    module, _, kind = path.rpartition(".")
+    return parameter_name(f"{chunk.names[module]}.{kind}" if module else kind)
+
+
+def _records_output(path: str, module: Any) -> bool:
+    """Leaves, layers and attention; what contains them returns the same tensors."""
+    leaf = next(module.children(), None) is None
+    chosen = path.endswith(("core_attention", "router", "embedding")) or hasattr(module, "router")
+    layer = bool(re.search(r"(^|\.)layers\.\d+$", path))
+    return leaf or chosen or layer or hasattr(module, "parallel_mode")
+
+
+def _columns(module: Any, name: str, x: torch.Tensor, ranks: Ranks | None) -> Columns:
+    """The columns of a module's output."""
+    assert ranks is not None
+    width = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
+    sharded = name.endswith("core_attention") or _column_parallel(module)
+    if not sharded or ranks.tp_size == 1:
+        return Columns(width)
+    gated = name.endswith("linear_fc1") and bool(module.config.gated_linear_unit)
+    return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size, 2 if gated else 1)
+
+
+def _column_parallel(module: Any) -> bool:
+    """Whether a linear layer returns this rank's columns."""
+    if hasattr(module, "gather_output"):
+        return not module.gather_output
+    return getattr(module, "parallel_mode", None) == "column"
+
+
+def _input_columns(path: str, x: torch.Tensor, ranks: Ranks, module: Any) -> Columns:
+    width = x[0, 0].numel()
+    if path.endswith(("pre_mlp_layernorm", "linear_fc1")) or ranks.tp_size == 1:
+        return Columns(width)
+    return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size)
+
+
+def _reduction(module: Any, name: str, rows: MicroBatchRows, x: torch.Tensor) -> int:
+    """How many terms make up one value of a module's output."""
+    if name.endswith("core_attention"):
+        return rows.total // rows.samples
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.dim() == 2:
+        return weight.shape[1]
+    return x.shape[-1]
+
+
+def _flat(x: torch.Tensor, loss: bool) -> Any:
+    """``[rows, columns]`` of ``[tokens, samples, ...]``, of a loss ``[samples, tokens]``."""
+    if loss:
+        return x.t().reshape(-1, 1)
+    return x.reshape(x.shape[0] * x.shape[1], -1) if x.dim() > 2 else None
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _noting(function: Callable[..., Any], tokens: dict[str, Any], number: int) -> Any:
+    """A loss function that notes the number of tokens it is a sum over."""
+
+    @functools.wraps(function)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        if isinstance(found, tuple) and len(found) == 3:
+            tokens[str(number)] = found[1]
+        return found
+
+    return loss
+
+
+def _scalars(config: Any, micro_batches: int, ranks: Ranks) -> dict[str, Any]:
+    """Factors of a job's gradients: what a comparison divides by."""
+    scale = 1.0
+    if config.grad_scale_func is not None:
+        scale = float(config.grad_scale_func(torch.ones(1)))
+    return {
+        "loss_scale": scale,
+        "micro_batches": micro_batches,
+        "per_token": bool(config.calculate_per_token_loss),
+        "cp": ranks.cp_size,
+        "tokens": {},
+    }
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    found = getattr(parameter, "main_grad", None)
+    return parameter.grad if found is None else found
+
+
+def _own_ranges(chunks: list[_Chunk]) -> Callable[[torch.nn.Parameter], tuple[int, int]]:
+    """The part of each gradient that is reduced on this rank."""
+    ranges: dict[torch.nn.Parameter, tuple[int, int]] = {}
+    for chunk in chunks:
+        groups = [
+            *getattr(chunk.wrapped, "bucket_groups", ()),
+            *getattr(chunk.wrapped, "expert_parallel_bucket_groups", ()),
+        ]
+        for group in groups:
+            if not group.ddp_config.use_distributed_optimizer:
+                continue
+            size, rank = (
+                group.intra_distributed_optimizer_instance_size,
+                group.intra_distributed_optimizer_instance_rank,
+            )
+            for bucket in group.buckets:
+                share = bucket.grad_data.numel() // size
+                for parameter, (start, end) in bucket.param_to_index.items():
+                    first, last = max(start, rank * share), min(end, (rank + 1) * share)
+                    ranges[parameter] = first - start, max(last, first) - start
+
+    def range_of(parameter: torch.nn.Parameter) -> tuple[int, int]:
+        return ranges.get(parameter, (0, parameter.numel()))
+
+    return range_of

@@ -1,0 +1,157 @@
+"""The result of a comparison: one page for a terminal, and the same as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed.compare.names import layer_of
+from mindspeed.compare.recording import Recording
+from mindspeed.compare.walk import Result, Row
+
+_COLUMNS = (
+    ("weights", ("begin", "weight")),
+    ("forward", ("forward", "")),
+    ("backward", ("backward", "")),
+    ("gradients", ("end", "main_grad")),
+)
+
+
+def lines(result: Result, a: Recording, b: Recording) -> Iterator[str]:
+    """The page, a line each."""
+    yield f"A {a.directory}: {_described(a)}"
+    yield f"B {b.directory}: {_described(b)}"
+    for name, (here, there) in result.arguments.items():
+        yield f"  {name}: {here} in A, {there} in B"
+    for text in result.before:
+        yield f"! {text}"
+    yield ""
+    yield from _verdict(result)
+    yield ""
+    yield from _table(result)
+    yield ""
+    yield from _limits(result)
+
+
+def _described(run: Recording) -> str:
+    sizes = ", ".join(
+        f"{name.removesuffix('_size').upper()} {size}"
+        for name, size in run.sizes.items()
+        if size > 1
+    )
+    steps = ", ".join(map(str, run.steps))
+    return f"{sizes or 'one rank'}; step {steps}; {len(run.tensors):,} tensors"
+
+
+def _verdict(result: Result) -> Iterator[str]:
+    first = result.first
+    compared = len(result.rows)
+    if first is None:
+        bits = sum(r.a.exact is not None and r.a.exact == r.b.exact for r in result.rows)
+        yield (
+            f"EQUAL within rounding: {compared:,} tensors compared, {bits:,} of them known to be "
+            "equal in bits"
+        )
+        return
+    yield f"FIRST DIFFERENCE: {first.name}"
+    yield f"  {first.verdict}"
+    if first.row is not None:
+        row = first.row
+        ratios = ", ".join(f"{k} {v:.3g}x" for k, v in row.difference.ratios.items())
+        yield (
+            f"  relative error {row.difference.error:.2g}, ||B||/||A|| "
+            f"{row.difference.scale:.6g}; in units of rounding: {ratios}"
+        )
+        yield f"  {row.a.dtype} in A, {row.b.dtype} in B, {row.a.shape[0]} x {row.a.shape[1]}"
+    for text in first.enters:
+        yield f"  enters: {text}"
+
+
+def _table(result: Result) -> Iterator[str]:
+    """Relative error by layer: the largest of its tensors; * where it is more than rounding."""
+    cells: defaultdict[str, dict[str, Row]] = defaultdict(dict)
+    for row in result.rows:
+        layer = layer_of(row.name.module)
+        place = f"layer {layer}" if layer is not None else row.name.module.split(".")[-1]
+        for title, (when, _) in _COLUMNS:
+            if row.name.when == when:
+                known = cells[place].get(title)
+                if known is None or row.difference.worst > known.difference.worst:
+                    cells[place][title] = row
+    width = max((len(place) for place in cells), default=5)
+    yield f"{'':{width}}" + "".join(f"{title:>13}" for title, _ in _COLUMNS)
+    for place in sorted(cells, key=_by_layer):
+        own = cells[place]
+        texts = (f"{_cell(own.get(title)):>13}" for title, _ in _COLUMNS)
+        yield f"{place:{width}}" + "".join(texts)
+
+
+def _by_layer(place: str) -> tuple[int, int, str]:
+    if place.startswith("layer "):
+        return 1, int(place[6:]), ""
+    first = place in ("data", "embedding", "word_embeddings", "position_embeddings")
+    return (0 if first else 2), 0, place
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    error = row.difference.error
+    text = "0" if error == 0 else "nan" if math.isinf(error) else f"{error:.1e}"
+    return text + ("*" if row.difference.differs else " ")
+
+
+def _limits(result: Result) -> Iterator[str]:
+    how = (
+        "measured by runs of A with noise"
+        if result.measured
+        else "estimated by formula; three runs of A with --record-noise 1, 2, 3 measure it"
+    )
+    yield f"* more than rounding explains, which is {how}"
+    blind = [row.difference.blind for row in result.rows if row.name.when == "forward"]
+    back = [row.difference.blind for row in result.rows if row.name.when in ("backward", "end")]
+    if blind:
+        yield (
+            f"blind below {100 * max(blind):.2g} % in the forward"
+            + (f", {100 * max(back):.2g} % in the backward" if back else "")
+        )
+    for name in result.recording:
+        yield f"recording: {name} differs although nothing after it does"
+    for whose, names in result.only.items():
+        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        yield f"only {whose} has: {some}"
+
+
+def as_data(result: Result) -> dict[str, Any]:
+    """The result as plain data."""
+    first = result.first
+    return {
+        "equal": result.equal,
+        "first": None
+        if first is None
+        else {**first.name._asdict(), "verdict": first.verdict, "enters": list(first.enters)},
+        "before": result.before,
+        "recording": [str(name) for name in result.recording],
+        "only": result.only,
+        "noise_measured": result.measured,
+        "arguments": {k: list(v) for k, v in result.arguments.items()},
+        "tensors": [
+            {
+                **row.name._asdict(),
+                "dtype": [row.a.dtype, row.b.dtype],
+                "shape": list(row.a.shape),
+                "error": _plain(row.difference.error),
+                "scale": _plain(row.difference.scale),
+                "ratios": row.difference.ratios,
+                "blind_below": _plain(row.difference.blind),
+                "differs": row.difference.differs,
+            }
+            for row in result.rows
+        ],
+    }
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

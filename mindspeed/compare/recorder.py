@@ -1,0 +1,159 @@
+"""Collects the digests of one rank during a step and writes them when the step ends.
+
+    DIR/run.json                       the job: arguments, versions (rank 0)
+    DIR/step-000000/rank-00003.safetensors     digests, [tensors, blocks, numbers]
+    DIR/step-000000/rank-00003.jsonl           a line for each: name, dtype, shape, place
+
+Digests stay on their device until the step ends: a hook neither waits nor copies. The lines are
+written last and atomically, so a rank that was killed has either the whole step or none of it. No
+rank communicates: parts of a tensor are added when recordings are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.compare.digest import Place, digest, exact
+from mindspeed.compare.names import Name
+from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has recorded of a tensor.
+
+    Attributes:
+        name: The tensor's.
+        dtype: As in ``torch.float32``, without ``torch.``.
+        shape: Rows and columns of the whole tensor.
+        place: Equal for copies.
+        count: Number of elements.
+        reduction: How many products or terms make up one value.
+    """
+
+    name: Name
+    dtype: str
+    shape: tuple[int, int]
+    place: str
+    count: int
+    reduction: int
+
+
+@dataclass
+class Step:
+    """What a rank records in one step."""
+
+    number: int
+    pieces: list[Piece] = field(default_factory=list)
+    digests: list[torch.Tensor] = field(default_factory=list)
+    exact: dict[int, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    place: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+class Recorder:
+    """Records steps of a rank.
+
+    Args:
+        directory: Of the recording.
+        rank: Global rank.
+        ranks: Of the job.
+    """
+
+    def __init__(self, directory: Path, rank: int, ranks: int) -> None:
+        self._directory, self._rank, self._ranks = directory, rank, ranks
+        self.step: Step | None = None
+
+    def begin(self, number: int) -> Step:
+        """Begin a step."""
+        self.step = Step(number)
+        return self.step
+
+    def add(
+        self,
+        micro_batch: int,
+        when: str,
+        module: str,
+        what: str,
+        x: torch.Tensor,
+        place: Place,
+        reduction: int = 1,
+        *,
+        exactly: bool = False,
+    ) -> None:
+        """Record a piece of a tensor.
+
+        Args:
+            micro_batch: As in :class:`Name`, like the three that follow.
+            when: Pass.
+            module: Path.
+            what: Of the module.
+            x: ``[rows, columns]`` of the piece, any dtype.
+            place: Its place in the whole tensor.
+            reduction: How many products or terms make up one value.
+            exactly: Take the exact digest, too.
+        """
+        step = self.step
+        assert step is not None
+        name = Name(step.number, micro_batch, when, module, what)
+        dtype = str(x.dtype).removeprefix("torch.")
+        piece = Piece(name, dtype, place.shape, place.identity, place.count, reduction)
+        if exactly:
+            step.exact[len(step.pieces)] = exact(x, place)
+        step.pieces.append(piece)
+        step.digests.append(digest(x, place))
+
+    def end(self) -> None:
+        """Write the step."""
+        step, self.step = self.step, None
+        if step is None:
+            return
+        from safetensors.torch import save
+
+        folder = make_dirs(self._directory / f"step-{step.number:06d}")
+        tensors = {"exact": torch.zeros(len(step.pieces), dtype=torch.int64)}
+        if step.digests:
+            tensors["digests"] = torch.stack(step.digests).double().cpu()
+        for index, value in step.exact.items():
+            tensors["exact"][index] = value.cpu()
+        path = folder / f"rank-{self._rank:05d}"
+        with atomic_writer(path.with_suffix(".safetensors"), "wb") as file:
+            file.write(save(tensors))
+        scalars = {
+            **step.scalars,
+            "tokens": {k: float(v) for k, v in step.scalars["tokens"].items()},
+        }
+        header = {
+            "format": FORMAT,
+            "step": step.number,
+            "rank": self._rank,
+            "ranks": self._ranks,
+            "place": step.place,
+            "scalars": scalars,
+            "skipped": step.skipped,
+            "exact": sorted(step.exact),
+            "pieces": len(step.pieces),
+        }
+        lines = [header, *(_line(piece) for piece in step.pieces)]
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        atomic_write_text(path.with_suffix(".jsonl"), text)
+
+
+def _line(piece: Piece) -> dict[str, Any]:
+    return {**asdict(piece), "name": piece.name[1:]}
+
+
+def write_job(directory: Path, job: Mapping[str, Any]) -> None:
+    """Write what the job is, for messages of a comparison."""
+    make_dirs(directory)
+    text = json.dumps({"format": FORMAT, **job}, indent=1, sort_keys=True, default=str)
+    atomic_write_text(directory / "run.json", text + "\n")

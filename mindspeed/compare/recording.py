@@ -1,0 +1,261 @@
+"""Reads a recording: the parts of each tensor that ranks have written, added to whole ones.
+
+Pieces of one tensor with different places are parts and add up; pieces with the same place are
+copies, which must be equal. Gradients are divided by the scale of the loss, so that they are those
+of the mean loss of their micro-batch whatever loss scale, number of micro-batches or ranks a run
+has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.compare.digest import LARGEST, NOT_FINITE, SKETCHES, SQUARES
+from mindspeed.compare.names import NO_MICRO_BATCH, PASSES, Name, depth
+from mindspeed.errors import DataError
+
+_MASK = (1 << 64) - 1
+_PHASE = {"begin": 0, "forward": 1, "recompute": 2, "backward": 3, "end": 4}
+
+
+@dataclass
+class Recorded:
+    """A whole tensor as a recording has it.
+
+    Attributes:
+        name: Its name.
+        dtype: Without ``torch.``.
+        shape: Rows and columns.
+        reduction: How many terms make up one value.
+        digest: ``[blocks, numbers]``, fp64.
+        exact: Exact digest; None where it was not taken.
+        count: Elements that were recorded.
+        copies: Ranks whose copy differs from that of the first rank in ``copies[0]``.
+    """
+
+    name: Name
+    dtype: str
+    shape: tuple[int, int]
+    reduction: int
+    digest: torch.Tensor
+    exact: int | None
+    count: int
+    copies: tuple[int, ...] = ()
+
+    @property
+    def sketch(self) -> torch.Tensor:
+        """Sketch of each block."""
+        return self.digest[:, :SKETCHES]
+
+    @property
+    def squares(self) -> torch.Tensor:
+        """Sum of squares of each block."""
+        return self.digest[:, SQUARES]
+
+    @property
+    def norm(self) -> float:
+        """Square root of the sum of squares."""
+        return float(self.squares.sum().clamp_min(0).sqrt())
+
+    @property
+    def largest(self) -> float:
+        """Largest magnitude."""
+        return float(self.digest[:, LARGEST].max())
+
+    @property
+    def not_finite(self) -> int:
+        """Number of values that are NaN or infinite."""
+        return int(self.digest[:, NOT_FINITE].sum())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all elements were recorded."""
+        return self.count == self.shape[0] * self.shape[1]
+
+
+@dataclass
+class Recording:
+    """A run's recording.
+
+    Attributes:
+        directory: Where it is.
+        job: Arguments of the job.
+        tensors: All of them, by name, in the order of a step.
+        scalars: Of each step, from one of its ranks.
+        missing: Ranks that have not written a step, by step.
+        skipped: What was not recorded, and why.
+        tensor_parallel: Ranks that share a layer.
+        micro_batches: Of a step, by step, over all ranks.
+    """
+
+    directory: Path
+    job: Mapping[str, Any]
+    tensors: dict[Name, Recorded]
+    scalars: dict[int, Mapping[str, Any]]
+    missing: dict[int, list[int]]
+    skipped: dict[str, str]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[int]:
+        """Recorded steps."""
+        return sorted(self.scalars)
+
+
+@dataclass
+class _Rank:
+    header: Mapping[str, Any]
+    pieces: list[Mapping[str, Any]]
+    digests: torch.Tensor
+    exact: torch.Tensor
+
+
+def read(directory: Path) -> Recording:
+    """Read a recording.
+
+    Raises:
+        DataError: the directory has none.
+    """
+    folders = sorted(directory.glob("step-*"))
+    if not folders:
+        raise DataError(
+            f"{directory}: no recording; a training with --record {directory} writes one"
+        )
+    tensors: dict[Name, Recorded] = {}
+    scalars, missing, skipped, sizes = {}, {}, {}, {}
+    for folder in folders:
+        ranks = [_rank(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+        if not ranks:
+            continue  # all ranks were killed while they wrote
+        number = ranks[0].header["step"]
+        have = {one.header["rank"] for one in ranks}
+        if lost := sorted(set(range(ranks[0].header["ranks"])) - have):
+            missing[number] = lost
+        scalars[number] = ranks[0].header["scalars"]
+        sizes = {k: v for k, v in ranks[0].header["place"].items() if k.endswith("_size")}
+        for rank in ranks:
+            skipped.update(rank.header["skipped"])
+        tensors.update(_step(number, ranks))
+    if not scalars:
+        raise DataError(f"{directory}: its only step was cut off; record again")
+    path = directory / "run.json"
+    job = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return Recording(directory, job, tensors, scalars, missing, skipped, sizes)
+
+
+def _rank(path: Path) -> _Rank:
+    from safetensors.torch import load
+
+    header, *pieces = map(json.loads, path.read_text("utf-8").splitlines())
+    data = load(path.with_suffix(".safetensors").read_bytes())
+    digests = data.get("digests", torch.zeros(0))
+    return _Rank(header, pieces, digests, data["exact"])
+
+
+def _step(number: int, ranks: list[_Rank]) -> dict[Name, Recorded]:
+    """The tensors of a step, in its order."""
+    scales = _Scales(ranks)
+    order: dict[tuple[str, str, str], int] = {}
+    parts: defaultdict[Name, dict[str, list[tuple[int, int]]]] = defaultdict(dict)
+    for index, rank in enumerate(ranks):
+        seen: set[tuple[str, str, str]] = set()
+        for at, piece in enumerate(rank.pieces):
+            name = Name(number, *piece["name"])
+            key = (name.when, name.module, name.what)
+            if key not in seen:
+                seen.add(key)
+                order.setdefault(key, at)
+            parts[name].setdefault(piece["place"], []).append((index, at))
+    found = {}
+    for name in sorted(parts, key=lambda one: _order(one, order)):
+        found[name] = _whole(name, parts[name], ranks, scales)
+    return found
+
+
+def _order(name: Name, order: Mapping[tuple[str, str, str], int]) -> tuple[int, ...]:
+    """Where a name is in a step: by pass, depth of the module, order on its rank."""
+    at = order[name.when, name.module, name.what]
+    backwards = name.when in ("backward", "recompute", "end")
+    level = depth(name.module) * (-1 if backwards else 1)
+    return (_PHASE[name.when], level, at, name.micro_batch)
+
+
+def _whole(
+    name: Name, places: Mapping[str, list[tuple[int, int]]], ranks: list[_Rank], scales: _Scales
+) -> Recorded:
+    total, exact, count = None, 0, 0
+    taken, differing = True, []
+    for copies in places.values():
+        index, at = copies[0]
+        rank = ranks[index]
+        piece = rank.pieces[at]
+        scale = scales.of(name, rank)
+        own = rank.digests[at].clone()
+        own[:, : SKETCHES + 1] /= scale
+        own[:, SQUARES] /= scale * scale
+        own[:, LARGEST] /= scale
+        if total is None:
+            total = own
+        else:
+            total += own
+            total[:, LARGEST] = torch.maximum(total[:, LARGEST] - own[:, LARGEST], own[:, LARGEST])
+        count += piece["count"]
+        taken &= at in rank.header["exact"]
+        exact = (exact + int(rank.exact[at])) & _MASK
+        differing += _other_copies(copies, ranks)
+    assert total is not None
+    shape = (piece["shape"][0], piece["shape"][1])
+    same = exact if taken else None
+    return Recorded(
+        name, piece["dtype"], shape, piece["reduction"], total, same, count, tuple(differing)
+    )
+
+
+def _other_copies(copies: list[tuple[int, int]], ranks: list[_Rank]) -> list[int]:
+    """The first rank and those whose copy differs from its; empty where all are equal."""
+    first, at = copies[0]
+    others = [
+        ranks[index].header["rank"]
+        for index, own in copies[1:]
+        if not torch.equal(ranks[index].digests[own], ranks[first].digests[at])
+        or int(ranks[index].exact[own]) != int(ranks[first].exact[at])
+    ]
+    return [ranks[first].header["rank"], *others] if others else []
+
+
+class _Scales:
+    """What gradients are divided by."""
+
+    def __init__(self, ranks: list[_Rank]) -> None:
+        self._tokens: dict[tuple[int, int], float] = {}
+        self._parts: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        for rank in ranks:
+            for number, tokens in rank.header["scalars"]["tokens"].items():
+                self._parts[int(number)][rank.header["place"]["cp"]] = max(tokens, 1.0)
+
+    def of(self, name: Name, rank: _Rank) -> float:
+        """The scale of a tensor on a rank."""
+        scalars = rank.header["scalars"]
+        if name.micro_batch == NO_MICRO_BATCH:
+            return scalars["loss_scale"] if name.what.endswith("main_grad") else 1.0
+        if name.when != "backward":
+            return 1.0
+        parts = self._parts.get(name.micro_batch)
+        scale, batches = scalars["loss_scale"], scalars["micro_batches"]
+        if not parts:  # the loss is a mean
+            return scale * scalars["cp"] / batches
+        total = sum(parts.values())
+        if scalars["per_token"]:
+            return scale * total
+        own = parts.get(rank.header["place"]["cp"], total / len(parts))
+        return scale * (total / own) / batches
+
+
+assert set(_PHASE) == set(PASSES)

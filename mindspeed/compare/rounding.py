@@ -1,0 +1,155 @@
+"""What rounding explains: the noise of each tensor, and how far two runs are apart in its units.
+
+Three statistics of a tensor, all from digests:
+
+    whole   ||A - B|| / ||A||                limit  6 times its noise
+    block   the same of the worst block      limit 10 times
+    norm    | ||B|| / ||A|| - 1 |            limit 12 times; smaller noise, sees systematic errors
+
+The noise is measured by runs of A whose every recorded tensor has errors of rounding's size
+(:mod:`.noise`), pooled over micro-batches. Without such runs it is a formula: the rounding of one
+value times the square root of the number of residual branches before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed.compare.names import Name, depth
+from mindspeed.compare.noise import UNIT, amplitude
+from mindspeed.compare.recording import Recorded, Recording
+
+LIMITS = {"whole": 6.0, "block": 10.0, "norm": 12.0}
+_TINY = 1e-300
+_EXACT = 1e9  # ratio of a difference where none is allowed
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor of B is from that of A.
+
+    Attributes:
+        error: ``||A - B|| / ||A||``.
+        ratios: Of each statistic to its noise.
+        blind: The smallest error that would have been seen.
+        scale: ``||B|| / ||A||``.
+    """
+
+    error: float
+    ratios: dict[str, float]
+    blind: float
+    scale: float
+
+    @property
+    def worst(self) -> float:
+        """Largest ratio in units of its limit; above 1 rounding does not explain it."""
+        return max(ratio / LIMITS[which] for which, ratio in self.ratios.items())
+
+    @property
+    def differs(self) -> bool:
+        """Whether rounding does not explain it."""
+        return self.worst > 1
+
+
+class NoiseLevels:
+    """The noise of A's tensors.
+
+    Args:
+        a: The run that is trusted.
+        runs: The same run with noise; empty for the formula.
+    """
+
+    def __init__(self, a: Recording, runs: Sequence[Recording] = ()) -> None:
+        self.measured = bool(runs)
+        layers = [at for name in a.tensors if (at := depth(name.module)) < 10**6]
+        self._layers = 1 + max(layers, default=0)
+        self._sums: defaultdict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
+        for name, own in a.tensors.items():
+            for run in runs:
+                if other := run.tensors.get(name):
+                    self._add(name, own, other)
+
+    def _add(self, name: Name, own: Recorded, other: Recorded) -> None:
+        apart = _squared_distances(own, other)
+        norm = own.norm + _TINY
+        sums = self._sums[_pooled(name)]
+        reference = own.squares + own.squares.mean() + _TINY
+        sums[0] += 1
+        sums[1] += float(apart.sum()) / norm**2
+        sums[2] += float((apart / reference).max())
+        sums[3] += (other.norm / norm - 1) ** 2
+
+    def of(self, tensor: Recorded) -> dict[str, float]:
+        """Noise of each statistic of a tensor."""
+        unit = UNIT.get(tensor.dtype, UNIT["float32"])
+        floor, elements = 0.4 * unit, tensor.shape[0] * tensor.shape[1]
+        least = {"whole": floor, "block": floor, "norm": max(floor / math.sqrt(elements), 2.0**-26)}
+        sums = self._sums.get(_pooled(tensor.name))
+        if sums is not None and sums[0]:
+            measured = [math.sqrt(one / sums[0]) for one in sums[1:]]
+            return {k: max(v, m) for (k, v), m in zip(least.items(), measured, strict=True)}
+        whole = self._formula(tensor)
+        return {"whole": whole, "block": 2 * whole, "norm": whole / math.sqrt(min(elements, 256))}
+
+    def _formula(self, tensor: Recorded) -> float:
+        """Rounding of one value, and of what comes before it."""
+        name, layers = tensor.name, self._layers
+        at = min(depth(name.module), layers)
+        before = {"begin": 0, "forward": 2 * at, "recompute": 2 * at}.get(
+            name.when, 2 * layers + 2 * (layers - at)
+        )
+        return amplitude(tensor.dtype, tensor.reduction) * math.sqrt(1 + before)
+
+
+def _pooled(name: Name) -> tuple[object, ...]:
+    return (name.step, name.when, name.module, name.what)
+
+
+def exactly(name: Name, first: int) -> bool:
+    """Whether no difference is allowed: tokens, and weights before the first step."""
+    begins = name.when == "begin" and name.step == first == 0
+    return name.module == "data" or begins
+
+
+def difference(a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool) -> Difference:
+    """Compare a tensor.
+
+    Args:
+        a: Of the run that is trusted.
+        b: Of the other one.
+        noise: Of A.
+        exact: No difference is allowed.
+    """
+    levels = noise.of(a)
+    limit = LIMITS["whole"] * levels["whole"]
+    norm = a.norm + _TINY
+    scale = b.norm / norm
+    none = dict.fromkeys(LIMITS, 0.0)
+    if a.exact is not None and a.exact == b.exact:
+        return Difference(0.0, none, limit, 1.0)
+    if b.not_finite != a.not_finite:
+        return Difference(math.inf, dict.fromkeys(LIMITS, _EXACT), limit, scale)
+    if a.not_finite:
+        return Difference(0.0, none, math.inf, 1.0)
+    apart = _squared_distances(a, b)
+    error = math.sqrt(float(apart.sum())) / norm
+    if exact and a.exact is not None and b.exact is not None:
+        return Difference(error, dict.fromkeys(LIMITS, _EXACT), 0.0, scale)
+    reference = a.squares + a.squares.mean() + _TINY
+    found = {
+        "whole": error,
+        "block": math.sqrt(float((apart / reference).max())),
+        "norm": abs(scale - 1) if norm > 1e-30 else 0.0,
+    }
+    ratios = {which: value / levels[which] for which, value in found.items()}
+    return Difference(error, ratios, limit, scale)
+
+
+def _squared_distances(a: Recorded, b: Recorded) -> torch.Tensor:
+    """Estimate of ``||a - b||^2`` of each block."""
+    return (a.sketch - b.sketch).square().mean(1)

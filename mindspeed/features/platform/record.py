@@ -1,0 +1,67 @@
+"""Record digests of a training's tensors: ``--record DIR``.
+
+Written for ``mindspeed compare A B``, which names the first tensor in which two runs differ: on
+other devices, in other layouts, with other versions or flags. Nothing runs between recorded steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed.compare.kinds import WHAT
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
+from mindspeed.ranges import NOT_NEGATIVE, Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+
+class Record(
+    Feature,
+    level=0,
+    seams=("schedule", "step", "optimizer"),
+    planning=("no part",),
+    excludes={
+        "overlap_moe_expert_parallel_comm": "modules of two micro-batches run in parts",
+    },
+):
+    """Digests of a training's tensors, for mindspeed compare."""
+
+    record: str = flag("", "directory for digests of the tensors, for mindspeed compare")
+    record_steps: tuple[int, ...] = flag(
+        (0,), "steps that are recorded, from 0", range=NOT_NEGATIVE
+    )
+    record_micro_batches: tuple[int, ...] = flag(
+        (), "micro-batches of a step that are recorded, from 0; none: all", range=NOT_NEGATIVE
+    )
+    record_what: tuple[str, ...] = flag(WHAT, "kinds of tensors that are recorded")
+    record_noise: int = flag(
+        0,
+        "number of a run with errors as large as rounding in every recorded tensor; 0: none",
+        range=Range(0, 1000),
+    )
+
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if not self.record:
+            yield Problem("--record-steps and its like", "record nothing", "add --record DIR")
+        unknown = [one for one in self.record_what if one not in WHAT]
+        if unknown:
+            yield Problem("--record-what", f"{unknown[0]!r} is none of {', '.join(WHAT)}")
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.compare.job import JobRecording, RecordOptions
+
+        options = RecordOptions(
+            Path(self.record),
+            self.record_steps,
+            self.record_micro_batches,
+            self.record_what,
+            self.record_noise,
+        )
+        recording = JobRecording(options, dict(megatron))
+        seams.step.add(recording.around_step, owner=self.name)
+        seams.schedule.add(recording.with_schedule, owner=self.name)
+        seams.optimizer.add(recording.with_optimizer, owner=self.name)
