@@ -14,9 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
+
+if TYPE_CHECKING:
+    from mindspeed.compare.walk import Result
 
 HELP = "find the first tensor in which two recorded trainings differ"
 
@@ -31,21 +35,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="recordings of A with --record-noise (default: noise-* in A)",
     )
+    add("--demo", action="store_true", help="plant a fault in a small job and find it")
     add("--json", type=Path, metavar="FILE", help="write all tensors as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare two recordings; print the page."""
+    if args.demo:
+        return _demo()
     if len(args.runs) != 2:
-        raise ConfigError("give two recordings: mindspeed compare A B")
+        raise ConfigError("give two recordings: mindspeed compare A B (or see it with --demo)")
+    return 0 if _compare(*args.runs, args.noise, args.json).equal else 1
+
+
+def _compare(
+    a: Path, b: Path, noise: list[Path] | None = None, json_file: Path | None = None
+) -> Result:
     from mindspeed.compare import page
     from mindspeed.compare.recording import read
     from mindspeed.compare.walk import compare
 
-    a, b = map(read, args.runs)
-    noise = args.noise if args.noise is not None else sorted(a.directory.glob("noise-*"))
-    result = compare(a, b, [read(path) for path in noise])
-    print("\n".join(page.lines(result, a, b)))
-    if args.json:
-        atomic_write_text(args.json, json.dumps(page.as_data(result), indent=1) + "\n")
-    return 0 if result.equal else 1
+    here, there = read(a), read(b)
+    noise = sorted(a.glob("noise-*")) if noise is None else noise
+    result = compare(here, there, [read(path) for path in noise])
+    print("\n".join(page.lines(result, here, there)))
+    if json_file:
+        atomic_write_text(json_file, json.dumps(page.as_data(result), indent=1) + "\n")
+    return result
+
+
+def _demo() -> int:
+    from mindspeed.cli.compare_demo import LAYER, demo
+
+    folder, holder = demo()
+    with holder:
+        print(f"\nmindspeed compare {folder}/a {folder}/b\n")
+        first = _compare(folder / "a", folder / "b").first
+    wanted = f"decoder.layers.{LAYER}.self_attention.core_attention"
+    found = first is not None and first.name.module == wanted
+    print(f"\nthe planted fault was {'found' if found else 'NOT found'}: {wanted}")
+    return 0 if found else 1

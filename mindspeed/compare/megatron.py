@@ -227,7 +227,7 @@ class MegatronHooks:
                 value = args[index] if index < len(args) else None
                 if not isinstance(value, torch.Tensor):
                     continue
-                columns = _input_columns(path, value, ranks, module)
+                columns = _input_columns(what, value, ranks, module)
                 result = self._tensor(chunk, batch, name, what, value, columns, 1)
                 changed[index] = value if result is None else result
             return tuple(changed), kwargs
@@ -256,7 +256,8 @@ class MegatronHooks:
         loss: bool = False,
     ) -> torch.Tensor | None:
         """Record a tensor and its gradient; the perturbed tensor in a run with noise."""
-        step = self._recorder.step
+        step, ranks = self._recorder.step, self._ranks
+        assert ranks is not None
         if step is None or (self._only and batch.number not in self._only):
             return None
         kind = "loss" if loss else "activations" if what == "output" else "inputs"
@@ -281,7 +282,8 @@ class MegatronHooks:
         if kind in self._what and not recomputes:
             self._add(batch, "forward", name, what, flat, place, reduction)
         target = x if result is None else result
-        if "output-gradients" in self._what and target.requires_grad:
+        partial = what in ("key", "value") and columns.parts < ranks.tp_size
+        if "output-gradients" in self._what and target.requires_grad and not partial:
             self._hook_gradient(target, batch, name, what, place, reduction, loss)
         return result
 
@@ -418,11 +420,19 @@ def _column_parallel(module: Any) -> bool:
     return getattr(module, "parallel_mode", None) == "column"
 
 
-def _input_columns(path: str, x: torch.Tensor, ranks: Ranks, module: Any) -> Columns:
+def _input_columns(what: str, x: torch.Tensor, ranks: Ranks, module: Any) -> Columns:
+    """The columns of a module's input that is no other module's output."""
     width = x[0, 0].numel()
-    if path.endswith(("pre_mlp_layernorm", "linear_fc1")) or ranks.tp_size == 1:
+    if what == "input" and not hasattr(module, "input_is_parallel") and not _row_parallel(module):
         return Columns(width)
+    groups = getattr(module.config, "num_query_groups", None) or ranks.tp_size
+    if what in ("key", "value") and groups < ranks.tp_size:  # ranks share a group
+        return Columns(width * groups, ranks.tp * groups // ranks.tp_size, groups)
     return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size)
+
+
+def _row_parallel(module: Any) -> bool:
+    return getattr(module, "parallel_mode", None) == "row"
 
 
 def _reduction(module: Any, name: str, rows: MicroBatchRows, x: torch.Tensor) -> int:

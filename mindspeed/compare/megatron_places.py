@@ -119,7 +119,7 @@ class Columns:
     halves: int = 1
 
     def index(self) -> torch.Tensor:
-        """Global column of each column of the rank."""
+        """Global column of each column of the rank: ``[columns]`` int64."""
         halves = torch.arange(self.total).chunk(self.halves)
         return torch.cat([half.chunk(self.parts)[self.part] for half in halves])
 

@@ -43,7 +43,7 @@ class Noise:
         """A perturbed copy, of the same dtype.
 
         Args:
-            x: Any floating dtype.
+            x: Any shape and floating dtype ``[...]``.
             name: Of the tensor on this rank, which chooses the numbers.
             reduction: How many products or terms make up one value.
         """

@@ -51,12 +51,12 @@ class Recorded:
 
     @property
     def sketch(self) -> torch.Tensor:
-        """Sketch of each block."""
+        """Sketch of each block: ``[blocks, sketches]`` fp64."""
         return self.digest[:, :SKETCHES]
 
     @property
     def squares(self) -> torch.Tensor:
-        """Sum of squares of each block."""
+        """Sum of squares of each block: ``[blocks]`` fp64."""
         return self.digest[:, SQUARES]
 
     @property

@@ -7,6 +7,7 @@ pointless is found first: other data, other sizes of the model, other weights at
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,11 +163,6 @@ def _find_first(result: Result, a: Recording, b: Recording) -> None:
             continue
         result.first = Finding(row.name, _verdict(rows, index, a, b), row, _enters(rows, index))
         return
-    for whose, names in result.only.items():
-        lost = [name for name in names if name.endswith("(all)")]
-        if lost:
-            text = f"only {whose} has {', '.join(lost)}"
-            result.before.append(text)
 
 
 def _copies(row: Row) -> Finding:
@@ -270,7 +266,9 @@ def _enters(rows: Sequence[Row], index: int) -> tuple[str, ...]:
         if row.name.step == name.step
         and row.name.when == name.when
         and row.name.micro_batch == name.micro_batch
-    ][-2:]
+    ]
+    own = [row for row in before if row.name.module == name.module]
+    before = own if len(own) > 1 else before[-2:]
     weights = [
         row
         for row in rows[:index]
@@ -350,8 +348,12 @@ def _only(a: Recording, b: Mapping[Name, Recorded]) -> dict[str, list[str]]:
     found = {}
     for whose, more in (("A", here - there), ("B", there - here)):
         if more:
-            found[whose] = sorted({f"{module} {what}" for _, module, what in more})
+            found[whose] = sorted({f"{_any_layer(module)} {what}" for _, module, what in more})
     return found
+
+
+def _any_layer(module: str) -> str:
+    return re.sub(r"layers\.\d+", "layers.*", module)
 
 
 def _arguments(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:

@@ -1,0 +1,89 @@
+"""Trainings that record, with a planted fault, on the ranks of a pool."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.trainer_job import SETUP, command
+
+NOISE = (1, 2, 3)
+
+
+def train(flags: str, fault: str = "") -> str | None:
+    """Train on this rank; returns the error of a run that was refused."""
+    from mindspeed.cli.pretrain import _prepare
+    from mindspeed.errors import MindSpeedError
+    from mindspeed.training.model import gpt_model
+    from mindspeed.training.pretrain import pretrain
+    from tests.compare.faults import FAULTS
+
+    def provider(*given: Any) -> Any:
+        model = gpt_model(*given)
+        if fault:
+            FAULTS[fault].plant(model, int(os.environ["RANK"]))
+        return model
+
+    try:
+        pretrain(_prepare(command(shlex.split(flags)), int(os.environ["WORLD_SIZE"])), provider)
+    except MindSpeedError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class Runs:
+    """Recordings of one job, which begin with the same weights.
+
+    Args:
+        ranks: of the pool.
+        folder: for weights and recordings.
+        model: flags of every run.
+    """
+
+    def __init__(self, ranks: Callable[..., Any], folder: Path, model: str = "") -> None:
+        self._ranks, self.folder, self._model = ranks, folder, model
+        self._count = 0
+
+    @functools.cached_property
+    def _weights(self) -> str:
+        path = self.folder / "weights"
+        self._train(1, f"{self._model} --train-iters 1 --lr 0 --save {path}")
+        return f"--load {path} --finetune --no-load-optim --no-load-rng"
+
+    def _train(self, world: int, flags: str, fault: str = "") -> None:
+        given = dict(setup=SETUP, backend=None, timeout=120)
+        errors = self._ranks(world, train, flags, fault, **given)
+        assert set(errors) == {None}, errors
+
+    def record(self, world: int, flags: str, fault: str = "", at: str = "") -> Path:
+        """A recording of a run; its directory."""
+        self._count += 1
+        path = self.folder / (at or f"run-{self._count}")
+        job = f"{self._model} --global-batch-size 4 --train-iters 1 {self._weights} {flags}"
+        self._train(world, f"{job} --record {path}", fault)
+        return path
+
+    @functools.cached_property
+    def trusted(self) -> Path:
+        """The run of one rank, and three more with noise."""
+        for number in NOISE:
+            self.record(1, f"--record-noise {number}", at=f"a/noise-{number}")
+        return self.record(1, "", at="a")
+
+    def compare(self, other: Path) -> Any:
+        """Compare a recording with the trusted one."""
+        from mindspeed.compare.recording import read
+        from mindspeed.compare.walk import compare
+
+        a, noise = self._read
+        return compare(a, read(other), noise)
+
+    @functools.cached_property
+    def _read(self) -> Any:
+        from mindspeed.compare.recording import read
+
+        return read(self.trusted), [read(self.trusted / f"noise-{n}") for n in NOISE]

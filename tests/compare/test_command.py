@@ -1,0 +1,60 @@
+"""``mindspeed compare``: the page, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mindspeed.cli.main import main
+from tests.compare.faults import SP2
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+
+def test_page_json_and_exit_status(runs, tmp_path, capsys):
+    a, wrong = runs.trusted, runs.record(2, SP2, "norm plus 2 %")
+    assert main(["compare", str(a), str(wrong), "--json", str(tmp_path / "out.json")]) == 1
+    page = capsys.readouterr().out
+    assert re.search(r"FIRST DIFFERENCE: .*layers\.1\.pre_mlp_layernorm, output\n", page)
+    assert "pre_mlp_layernorm input: equal within rounding" in page
+    assert re.search(r"layer 1 +0 +2\.0e-02\*", page) and re.search(
+        r"layer 0 +0 +\S+e-0[67] ", page
+    )
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert not found["equal"] and found["first"]["module"] == "decoder.layers.1.pre_mlp_layernorm"
+    assert len(found["tensors"]) > 200
+
+    assert main(["compare", str(a), str(a)]) == 0
+    assert "EQUAL within rounding" in capsys.readouterr().out
+
+
+def test_runs_with_other_data_or_sizes_are_said_first(runs, capsys):
+    a, b = runs.trusted, runs.record(1, "--seed 7", at="other-seed")
+    assert main(["compare", str(a), str(b)]) == 1
+    page = capsys.readouterr().out
+    assert "seed: 1234 in A, 7 in B" in page and "! the data differ: 2 of 2 micro-batches" in page
+
+
+def test_a_rank_that_was_killed_is_named(runs, capsys):
+    b = runs.record(2, SP2, at="cut-off")
+    (b / "step-000000" / "rank-00001.jsonl").unlink()
+    main(["compare", str(runs.trusted), str(b)])
+    assert "B's step 0 was cut off: nothing of rank 1" in capsys.readouterr().out
+
+
+def test_without_a_recording_the_message_says_how_to_make_one(tmp_path, capsys):
+    assert main(["compare", str(tmp_path), str(tmp_path)]) == 1
+    assert f"a training with --record {tmp_path} writes one" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_demonstration_finds_its_fault():
+    words = [sys.executable, "-m", "mindspeed", "compare", "--demo"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the planted fault was found" in done.stdout

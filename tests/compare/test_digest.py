@@ -1,0 +1,122 @@
+"""Digests: parts add up, one bit changes the exact one, sketches estimate distances."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed.compare.digest import LARGEST, NOT_FINITE, SKETCHES, SQUARES, Place, digest, exact
+from mindspeed.compare.digest import whole as whole_place
+from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, rectangles
+
+ROWS, COLUMNS = 24, 20
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return (10 * torch.randn(ROWS, COLUMNS, generator=generator)).to(dtype)
+
+
+def split(x: torch.Tensor) -> list[tuple[torch.Tensor, Place]]:
+    """Four parts: even and odd rows, columns in two unequal ranges."""
+    parts = []
+    for rows in (torch.arange(0, ROWS, 2), torch.arange(1, ROWS, 2)):
+        for columns in (torch.arange(7), torch.arange(7, COLUMNS)):
+            place = Place((ROWS, COLUMNS), rows, columns)
+            parts.append((x[rows][:, columns], place))
+    return parts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_add_up_to_the_whole(dtype):
+    x = values(dtype)
+    full = digest(x, whole_place(ROWS, COLUMNS))
+    total = torch.zeros_like(full)
+    largest = []
+    for part, place in split(x):
+        own = digest(part, place)
+        largest.append(own[:, LARGEST])
+        total += own
+    total[:, LARGEST] = torch.stack(largest).amax(0)
+    torch.testing.assert_close(total, full, rtol=1e-5, atol=1e-4)
+    norms = x.double().view(8, 3, COLUMNS).square().sum((1, 2))
+    torch.testing.assert_close(full[:, SQUARES], norms, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_digest_adds_up_and_sees_one_bit(dtype):
+    x = values(dtype)
+    full = int(exact(x, whole_place(ROWS, COLUMNS)))
+    total = sum(int(exact(part, place)) for part, place in split(x))
+    assert (total - full) % 2**64 == 0
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
+    for bit in (0, 8 * x.element_size() - 1):
+        y = x.clone()
+        y.view(kind)[5, 6] ^= -1 << bit if bit % 8 == 7 else 1 << bit
+        assert int(exact(y, whole_place(ROWS, COLUMNS))) != full
+
+
+def test_minus_zero_counts_as_zero():
+    zero = torch.zeros(2, 2)
+    assert int(exact(zero, whole_place(2, 2))) == int(exact(-zero, whole_place(2, 2)))
+
+
+@pytest.mark.parametrize("rows", [256, 2048], ids=["one product", "products of columns"])
+def test_sketches_estimate_the_distance(rows):
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(rows, 300, generator=generator)
+    b = a + 1e-3 * torch.randn(rows, 300, generator=generator)
+    place = whole_place(rows, 300)
+    apart = (digest(a, place) - digest(b, place))[:, :SKETCHES].square().mean(1)
+    true = (a - b).double().view(8, -1).square().sum(1)
+    assert 0.6 < float((apart.sum() / true.sum()).sqrt()) < 1.6
+
+
+def test_an_exchange_of_rows_in_a_block_is_seen():
+    x = values(torch.float32)
+    y = x.clone()
+    y[[0, 1]] = x[[1, 0]]
+    place = whole_place(ROWS, COLUMNS)
+    apart = digest(x, place) - digest(y, place)
+    assert apart[0, :SKETCHES].abs().max() > 1 and apart[1:].abs().max() == 0
+
+
+def test_values_that_are_not_finite_are_counted_by_block():
+    x = values(torch.float32)
+    x[0, 0], x[23, 1], x[23, 2] = float("nan"), float("inf"), float("-inf")
+    assert digest(x, whole_place(ROWS, COLUMNS))[:, NOT_FINITE].tolist() == [1.0, *[0.0] * 6, 2.0]
+
+
+def test_a_flat_range_is_rectangles():
+    x = torch.arange(35).view(5, 7)
+    place = whole_place(5, 7)
+    for start, end in ((0, 35), (3, 5), (3, 33), (7, 21), (5, 9), (4, 4)):
+        found = torch.cat(
+            [
+                x[p.rows][:, p.columns].reshape(-1)
+                for a, b, p in rectangles(place, start, end)
+                if p.count == b - a
+            ]
+            or [torch.arange(0)]
+        )
+        assert found.tolist() == list(range(start, end))
+
+
+def ranks(**given: int) -> Ranks:
+    one = dict(tp=0, tp_size=1, cp=0, cp_size=1, dp=0, dp_size=1, pp=0, pp_size=1, sequence=False)
+    return Ranks(**{**one, **given})  # type: ignore[arg-type]
+
+
+def test_gate_and_up_are_halves_of_the_columns():
+    assert Columns(12, 1, 3, 2).index().tolist() == [2, 3, 8, 9]
+    assert Columns(12, 1, 3).index().tolist() == [4, 5, 6, 7]
+
+
+def test_sequence_parallelism_takes_a_chunk_of_zigzag_rows():
+    place = MicroBatchRows(
+        ranks(tp=1, tp_size=2, cp=1, cp_size=2, sequence=True), samples=2, length=8
+    ).place(4, Columns(3))
+    # Tokens of context rank 1 of 2: 4..11; tensor rank 1 has the last four of them.
+    assert place.rows.tolist() == [2 * t + b for t in (8, 9, 10, 11) for b in (0, 1)]
+    assert place.shape == (32, 3)
