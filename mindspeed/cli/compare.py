@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         return _demo()
     if len(args.runs) != 2:
         raise ConfigError("give two recordings: mindspeed compare A B (or see it with --demo)")
-    return 0 if _compare(*args.runs, args.noise, args.json).equal else 1
+    a, b = args.runs
+    return 0 if _compare(a, b, args.noise, args.json).equal else 1
 
 
 def _compare(

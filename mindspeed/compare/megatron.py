@@ -227,7 +227,7 @@ class MegatronHooks:
                 value = args[index] if index < len(args) else None
                 if not isinstance(value, torch.Tensor):
                     continue
-                columns = _input_columns(what, value, ranks, module)
+                columns = _input_columns(what, value, ranks, module, chunk.module.config)
                 result = self._tensor(chunk, batch, name, what, value, columns, 1)
                 changed[index] = value if result is None else result
             return tuple(changed), kwargs
@@ -420,12 +420,12 @@ def _column_parallel(module: Any) -> bool:
     return getattr(module, "parallel_mode", None) == "column"
 
 
-def _input_columns(what: str, x: torch.Tensor, ranks: Ranks, module: Any) -> Columns:
+def _input_columns(what: str, x: torch.Tensor, ranks: Ranks, module: Any, config: Any) -> Columns:
     """The columns of a module's input that is no other module's output."""
     width = x[0, 0].numel()
     if what == "input" and not hasattr(module, "input_is_parallel") and not _row_parallel(module):
         return Columns(width)
-    groups = getattr(module.config, "num_query_groups", None) or ranks.tp_size
+    groups = config.num_query_groups or ranks.tp_size
     if what in ("key", "value") and groups < ranks.tp_size:  # ranks share a group
         return Columns(width * groups, ranks.tp * groups // ranks.tp_size, groups)
     return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size)

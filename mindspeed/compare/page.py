@@ -117,8 +117,6 @@ def _limits(result: Result) -> Iterator[str]:
             f"blind below {100 * max(blind):.2g} % in the forward"
             + (f", {100 * max(back):.2g} % in the backward" if back else "")
         )
-    for name in result.recording:
-        yield f"recording: {name} differs although nothing after it does"
     for whose, names in result.only.items():
         some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         yield f"only {whose} has: {some}"
@@ -133,7 +131,6 @@ def as_data(result: Result) -> dict[str, Any]:
         if first is None
         else {**first.name._asdict(), "verdict": first.verdict, "enters": list(first.enters)},
         "before": result.before,
-        "recording": [str(name) for name in result.recording],
         "only": result.only,
         "noise_measured": result.measured,
         "arguments": {k: list(v) for k, v in result.arguments.items()},

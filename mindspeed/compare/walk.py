@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed.compare.names import Name, layer_of
+from mindspeed.compare.names import Name
 from mindspeed.compare.recording import Recorded, Recording
 from mindspeed.compare.rounding import Difference, NoiseLevels, difference, exactly
 
@@ -84,7 +84,6 @@ class Result:
         rows: All tensors that both runs have, in the order of the walk.
         first: The first difference; None if rounding explains all.
         before: What makes the runs differ before any tensor does.
-        recording: Names that differ although nothing after them does.
         only: Modules and kinds that one run has, by run.
         measured: Noise was measured.
         arguments: Arguments that differ.
@@ -93,7 +92,6 @@ class Result:
     rows: list[Row] = field(default_factory=list)
     first: Finding | None = None
     before: list[str] = field(default_factory=list)
-    recording: list[Name] = field(default_factory=list)
     only: dict[str, list[str]] = field(default_factory=dict)
     measured: bool = False
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -158,10 +156,10 @@ def _find_first(result: Result, a: Recording, b: Recording) -> None:
             return
         if not row.difference.differs:
             continue
+        verdict = _verdict(rows, index, a, b)
         if _nothing_follows(rows, index):
-            result.recording.append(row.name)
-            continue
-        result.first = Finding(row.name, _verdict(rows, index, a, b), row, _enters(rows, index))
+            verdict += "; nothing after it differs: it is small, or a fault of the recording"
+        result.first = Finding(row.name, verdict, row, _enters(rows, index))
         return
 
 
@@ -177,17 +175,9 @@ def _copies(row: Row) -> Finding:
 
 
 def _nothing_follows(rows: Sequence[Row], index: int) -> bool:
-    """Whether a forward or backward tensor differs, and nothing computed from it does."""
+    """Whether no tensor of another module differs after this one."""
     name = rows[index].name
-    if name.when not in ("forward", "backward") or name.module in ("data", "loss"):
-        return False
-    after = [
-        row
-        for row in rows[index + 1 :]
-        if (row.name.step, row.name.when) == (name.step, name.when)
-        and row.name.micro_batch == name.micro_batch
-        and layer_of(row.name.module) != layer_of(name.module)
-    ]
+    after = [row for row in rows[index + 1 :] if row.name.module != name.module]
     return bool(after) and not any(row.difference.differs for row in after)
 
 

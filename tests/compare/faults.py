@@ -110,7 +110,7 @@ def flipped(x: torch.Tensor, rank: int) -> torch.Tensor:
     """One exponent bit of one value, on rank 1."""
     if rank != 1:
         return x
-    y = x.detach().clone()
+    y = x.detach().clone(memory_format=torch.contiguous_format)
     kind, bit = (torch.int32, 28) if x.element_size() == 4 else (torch.int16, 12)
     y.view(-1)[7:8].view(kind).bitwise_xor_(1 << bit)
     return x + (y - x.detach())
