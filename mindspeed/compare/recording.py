@@ -8,7 +8,6 @@ has.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,9 @@ import torch
 
 from mindspeed.compare.digest import LARGEST, NOT_FINITE, SKETCHES, SQUARES
 from mindspeed.compare.names import NO_MICRO_BATCH, PASSES, Name, depth
+from mindspeed.compare.recorder import FORMAT
 from mindspeed.errors import DataError
+from mindspeed.parsing import decode_json
 
 _MASK = (1 << 64) - 1
 _PHASE = {"begin": 0, "forward": 1, "recompute": 2, "backward": 3, "end": 4}
@@ -146,15 +147,23 @@ def read(directory: Path) -> Recording:
     if not scalars:
         raise DataError(f"{directory}: its only step was cut off; record again")
     path = directory / "run.json"
-    job = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    job = decode_json(path.read_text("utf-8")) if path.is_file() else {}
     return Recording(directory, job, tensors, scalars, missing, skipped, sizes)
 
 
 def _rank(path: Path) -> _Rank:
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    header, *pieces = map(json.loads, path.read_text("utf-8").splitlines())
-    data = load(path.with_suffix(".safetensors").read_bytes())
+    try:
+        header, *pieces = map(decode_json, path.read_text("utf-8").splitlines())
+        data = load(path.with_suffix(".safetensors").read_bytes())
+    except (ValueError, OSError, SafetensorError) as error:
+        raise DataError(f"{path}: damaged, record again: {error}") from error
+    if header["format"] != FORMAT:
+        raise DataError(
+            f"{path}: written by another version (format {header['format']}); record again"
+        )
     digests = data.get("digests", torch.zeros(0))
     return _Rank(header, pieces, digests, data["exact"])
 
