@@ -30,14 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.features.registry import options
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, expert_loads
-from mindspeed.planner.layout import (
-    CP_ALGORITHMS,
-    EXPERT_PROGRAMS,
-    MEMORY,
-    OPTIMIZERS,
-    Recompute,
-)
+from mindspeed.planner.layout import EXPERT_PROGRAMS, OPTIMIZERS, Recompute
 from mindspeed.planner.search.space import SEARCHED, Space
 from mindspeed.ranges import MAX_RANKS, HelpFormatter, Parser, whole
 
@@ -344,7 +339,7 @@ def _recompute(text: str) -> Recompute:
 def _memory(text: str) -> tuple[str, ...]:
     if text == "none":
         return ()
-    return tuple(sorted(_one_of("memory", MEMORY)(name) for name in text.split("+")))
+    return tuple(sorted(_one_of("memory", options("memory"))(name) for name in text.split("+")))
 
 
 def _one_of(name: str, table: Mapping[str, Any]) -> Callable[[str], str]:
@@ -373,7 +368,7 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
     "recompute": _recompute,
     "memory": _memory,
     "split": _split,
-    "cp_algorithm": _one_of("cp_algorithm", CP_ALGORITHMS),
+    "cp_algorithm": lambda text: _one_of("cp_algorithm", options("cp_algorithm"))(text),
     "optimizer": _one_of("optimizer", OPTIMIZERS),
     "expert_program": _one_of("expert_program", EXPERT_PROGRAMS),
 }

@@ -41,6 +41,29 @@ COMMAND_WORDS = "command_words"
 
 
 @dataclass(frozen=True)
+class Option:
+    """A value of a dimension of the planner's search.
+
+    Attributes:
+        dimension: A field of :class:`mindspeed.planner.search.space.Space`.
+        name: The value.
+        flags: Arguments that it sets; None removes a flag.
+        what: What it does to a job, for messages.
+        faster: It may make a step faster.
+        kept: It is never worse, so a job that has it keeps it.
+        exact: The numbers of a training stay the same, so a search tries it by itself.
+    """
+
+    dimension: str
+    name: str
+    flags: Mapping[str, Any]
+    what: str = ""
+    faster: bool = False
+    kept: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True)
 class Problem:
     """An error in the flags, and its fix.
 
@@ -131,6 +154,7 @@ class Feature:
             * ``no part``: its flags are no part of the job that is planned.
         first_layers: Its flag that limits it to the first layers of a chunk or rank.
         schedule: The ``--pipeline-schedule`` that its first flag stands for.
+        options: Values of dimensions of a planner's search that it stands for.
         adds_states: States of the optimizer that only checkpoints of runs with it have.
         omits_states: States of the optimizer that checkpoints of runs with it lack.
     """
@@ -149,6 +173,7 @@ class Feature:
     planning: ClassVar[tuple[Planning, ...]]
     first_layers: ClassVar[str]
     schedule: ClassVar[str]
+    options: ClassVar[tuple[Option, ...]]
     adds_states: ClassVar[str]
     omits_states: ClassVar[str]
 
@@ -168,6 +193,7 @@ class Feature:
         planning: tuple[Planning, ...] = (),
         first_layers: str = "",
         schedule: str = "",
+        options: tuple[Option, ...] = (),
         adds_states: str = "",
         omits_states: str = "",
     ) -> None:
@@ -182,6 +208,7 @@ class Feature:
         cls.level, cls.stage, cls.devices = level, stage, devices
         cls.megatron_versions = megatron_versions
         cls.planning, cls.first_layers, cls.schedule = planning, first_layers, schedule
+        cls.options = options
         cls.adds_states, cls.omits_states = adds_states, omits_states
         cls.seams, cls.requires, cls.after = seams, requires, after
         named = conflicts if isinstance(conflicts, Mapping) else dict.fromkeys(conflicts, "")

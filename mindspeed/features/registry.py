@@ -22,7 +22,7 @@ from packaging.version import Version
 from mindspeed import plugins
 from mindspeed.adaptor.versions import TESTED, megatron_version
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Planning, Problem, conflict, exclusions
+from mindspeed.features.feature import Feature, Option, Planning, Problem, conflict, exclusions
 from mindspeed.flags import (
     add_flags,
     changed_flags,
@@ -129,6 +129,13 @@ def flags_planned_as(planning: Planning) -> tuple[str, ...]:
 def schedule_flags() -> Mapping[str, str]:
     """Other flags that select a pipeline schedule, and the equivalent ``--pipeline-schedule``."""
     return {flags_of(kind)[0].name: kind.schedule for kind in all_features() if kind.schedule}
+
+
+@lru_cache
+def options(dimension: str) -> Mapping[str, Option]:
+    """Values of a dimension of the planner's search that features declare, by name."""
+    declared = (one for kind in all_features() for one in kind.options)
+    return {one.name: one for one in declared if one.dimension == dimension}
 
 
 def recorded(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,39 +10,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
-from mindspeed.features.registry import flags_planned_as, schedule_flags
+from mindspeed.features.registry import flags_planned_as, options, schedule_flags
 from mindspeed.moe.comparison import ENTRIES
+from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
 
 Flags = Mapping[str, Any]
-
-CP_ALGORITHMS: dict[str, Flags] = {
-    "ulysses": {"context_parallel_algo": "ulysses_cp_algo"},
-    "ring": {"context_parallel_algo": "megatron_cp_algo"},
-    "hybrid": {"context_parallel_algo": "hybrid_cp_algo"},
-    "kv-allgather": {"context_parallel_algo": "kvallgather_cp_algo"},
-}
-"""Flags by context-parallel algorithm; ``hybrid:4`` also sets ``ulysses_degree_in_cp`` to 4."""
-
-FLASH_ATTENTION = "flash-attention"
-MEMORY: dict[str, Flags] = {
-    FLASH_ATTENTION: {"use_flash_attn": True},
-    "swap-attention": {"swap_attention": True},
-    "recompute-norm": {"recompute_norm": True},
-    "recompute-activation": {"recompute_activation_function": True},
-    "reuse-fp32-param": {"reuse_fp32_param": True},
-    "swap-optimizer": {"swap_optimizer": True},
-    "grad-reduce-in-bf16": {
-        "grad_reduce_in_bf16": True,
-        "accumulate_allreduce_grads_in_fp32": None,
-        "release_fp32_grad": True,
-    },
-}
-"""Flags by feature that saves memory. A job with flash attention keeps it: it is never worse."""
 
 OPTIMIZERS: dict[str, Flags] = {
     "replicated": {"use_distributed_optimizer": None, "zero_stage": None},
@@ -70,6 +47,18 @@ EXPERT_PROGRAMS: dict[str, Flags] = {
     name: _program(entry.flags, entry.dispatcher) for name, entry in ENTRIES.items()
 }
 """Flags by expert program of :mod:`mindspeed.moe.comparison`."""
+
+
+def memory_flags(names: Collection[str]) -> dict[str, Any]:
+    """Flags with which a job has these memory options, and no others but those that it keeps."""
+    known = options("memory")
+    others = [one.flags for one in known.values() if not one.kept]
+    flags: dict[str, Any] = dict.fromkeys(
+        name for table in others for name, value in table.items() if value is True
+    )
+    for name in names:
+        flags |= known[name].flags
+    return flags
 
 
 @dataclass(frozen=True)
@@ -123,14 +112,16 @@ _RECOMPUTE = (
 def algorithm_flags(name: str, cp: int) -> Flags:
     """Flags of a context-parallel algorithm, which replace Megatron's ``--cp-comm-type``."""
     base, _, degree = name.partition(":")
-    flags = {"cp_comm_type": None, "ulysses_degree_in_cp": None, **CP_ALGORITHMS[base]}
+    flags = {
+        "cp_comm_type": None,
+        "ulysses_degree_in_cp": None,
+        **options("cp_algorithm")[base].flags,
+    }
     if degree:
         flags["ulysses_degree_in_cp"] = int(degree)
     return flags if cp > 1 else dict.fromkeys(flags)
 
 
-V_SHAPES = ("zb-v", "dualpipev")
-"""Schedules that always have two chunks on a rank."""
 _SPLITS = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -152,7 +143,7 @@ class Layout:
         tp: tensor parallel size.
         sequence_parallel: whether tensor-parallel ranks share the sequence between their products.
         cp: context parallel size.
-        cp_algorithm: key of :data:`CP_ALGORITHMS`.
+        cp_algorithm: an option of a feature; ``hybrid:4`` also sets ``ulysses_degree_in_cp`` to 4.
         ep: expert parallel size.
         etp: expert tensor parallel size; None: Megatron's default, ``tp``.
         pp: pipeline parallel size.
@@ -166,7 +157,7 @@ class Layout:
         recompute: recomputation in backward.
         optimizer: key of :data:`OPTIMIZERS`.
         expert_program: key of :data:`EXPERT_PROGRAMS`.
-        memory: keys of :data:`MEMORY`, sorted.
+        memory: options of features that save memory, sorted.
     """
 
     devices: int
@@ -214,9 +205,14 @@ class Layout:
         return self.cp * (self.tp if self.sequence_parallel else 1)
 
     @property
+    def v_shaped(self) -> bool:
+        """Whether a pipeline rank has two chunks, the first and the last stage on rank 0."""
+        return self.schedule in V_SHAPES
+
+    @property
     def several_chunks(self) -> bool:
         """Whether a pipeline rank has more than one chunk."""
-        return self.pp > 1 and (self.vpp > 1 or self.schedule in V_SHAPES)
+        return self.pp > 1 and (self.vpp > 1 or self.v_shaped)
 
     def overrides(self) -> dict[str, Any]:
         """Values of the job's flags, by argument name."""
@@ -236,9 +232,11 @@ class Layout:
             "gradient_accumulation_steps": None,
             "pipeline_schedule": None if self.schedule_flag else self.schedule,
         }
-        if self.stage_layers is not None:
+        if self.stage_layers is not None and self.v_shaped:
+            flags["pipeline_model_parallel_layout"] = _text_of_stages(self.stage_layers)
+        elif self.stage_layers is not None:
             flags["pipeline_num_transformer_layers"] = _matrix(self.stage_layers, self.pp)
-        elif self.vpp > 1 and self.schedule not in V_SHAPES:
+        elif self.vpp > 1 and not self.v_shaped:
             flags["num_virtual_stages_per_pipeline_rank"] = self.vpp
         if self.recompute is not None:
             flags |= self.recompute.overrides()
@@ -250,13 +248,14 @@ class Layout:
             flags |= dict.fromkeys(name for table in EXPERT_PROGRAMS.values() for name in table)
             flags |= EXPERT_PROGRAMS[self.expert_program]
         if self.memory is not None:
-            others = [table for name, table in MEMORY.items() if name != FLASH_ATTENTION]
-            flags |= dict.fromkeys(
-                name for table in others for name, value in table.items() if value is True
-            )
-            for name in self.memory:
-                flags |= MEMORY[name]
+            flags |= memory_flags(self.memory)
         return flags
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages of a pipeline rank, by chunk."""
+        if self.v_shaped:
+            return rank, 2 * self.pp - 1 - rank
+        return tuple(range(rank, self.pp * self.vpp, self.pp))
 
     def signature(self) -> Layout:
         """The layout with the same counts of a layer and micro-batch, in a normal form.
@@ -336,6 +335,11 @@ def _matrix(stage_layers: tuple[int, ...], pp: int) -> str:
     """Format as ``[[9,10],[10,10],[10,9]]``: a row per rank, a column per chunk."""
     rows = [stage_layers[rank::pp] for rank in range(pp)]
     return "[" + ",".join("[" + ",".join(map(str, row)) + "]" for row in rows) + "]"
+
+
+def _text_of_stages(stage_layers: tuple[int, ...]) -> str:
+    """Format as Megatron's layout string."""
+    return "E" + "|".join("t" * count for count in stage_layers) + "L"
 
 
 def _text(value: Any) -> str:

@@ -45,7 +45,8 @@ def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: st
             found.append((layout, str(error)))
             continue
         shape = shape_of(settings.args)
-        assert evaluator.refine(layout)
+        while evaluator.refine(layout):
+            pass
         evaluator.measure(layout)
         priced = evaluator.price(layout)
         again = reshaped(evaluator._shapes[evaluator.key(layout)], layout)
@@ -158,3 +159,12 @@ def accepted_outside(
             continue
         accepted.append((reason, layout))
     return tried, accepted
+
+
+def best_of(argv: list[str], devices: int, options: dict[str, Any]) -> Any:
+    """The best layout of a plan, its composed and its counted bytes, and what was searched."""
+    from mindspeed.planner.search.plan import plan
+
+    found = plan(argv, CLUSTER, devices=devices, **options)
+    best = found.best
+    return best.layout, best.prediction.peak_bytes, best.counted, found.searched

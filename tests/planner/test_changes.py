@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mindspeed.errors import ConfigError
+from mindspeed.features.registry import options
 from mindspeed.planner.explain.changes import BOTH, MEMORY_ONLY, SPEED, Change, changes
 from mindspeed.planner.explain.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
-from mindspeed.planner.layout import MEMORY, Layout
+from mindspeed.planner.layout import Layout
 from mindspeed.planner.search.bounds import Bound
 
 LAYOUT = Layout(64, 128, tp=2, pp=4)
@@ -48,7 +49,7 @@ NO_BOUNDS = Bounds(lambda change: Bound())
 
 
 def job(**values):
-    flags = {name for table in MEMORY.values() for name in table}
+    flags = {name for one in options("memory").values() for name in one.flags}
     base = dict.fromkeys(flags, False) | {
         "num_experts": None, "recompute_granularity": None, "use_distributed_optimizer": True,
         "overlap_grad_reduce": False, "overlap_param_gather": False,

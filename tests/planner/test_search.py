@@ -71,8 +71,9 @@ class Toy:
         return Bound(slack * found.seconds, slack * found.peak_bytes)
 
     def refine(self, layout: Layout) -> bool:
+        new = layout.signature() not in self.refined
         self.refined.add(layout.signature())
-        return True
+        return new
 
     def check(self, layout: Layout) -> None:
         self.checked += 1

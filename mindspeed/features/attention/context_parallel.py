@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed import device
 from mindspeed.adaptor.printing import print_rank_0
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Option, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import RANKS, SIZE, Range
 
@@ -50,7 +50,18 @@ _COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _CP_SIZE = "--context-parallel-size"
 
 
-class ContextParallel(Feature, level=2, seams=("kernels", "parallel_groups")):
+class ContextParallel(
+    Feature,
+    level=2,
+    seams=("kernels", "parallel_groups"),
+    options=tuple(
+        Option("cp_algorithm", name, {"context_parallel_algo": f"{algorithm}_cp_algo"})
+        for name, algorithm in (
+            *(("ulysses", "ulysses"), ("ring", "megatron"), ("hybrid", "hybrid")),
+            ("kv-allgather", "kvallgather"),
+        )
+    ),
+):
     """Long sequences over several ranks: ring, Ulysses, hybrid, all-gather, adaptive."""
 
     context_parallel_algo: Literal[

@@ -10,14 +10,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed.features.feature import Feature, Megatron
+from mindspeed.features.feature import Feature, Megatron, Option
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class FlashAttention(Feature, level=1, seams=("kernels",)):
+class FlashAttention(
+    Feature,
+    level=1,
+    seams=("kernels",),
+    options=(
+        Option(
+            "memory",
+            "flash-attention",
+            {"use_flash_attn": True},
+            "attention is one operator that keeps no scores",
+            faster=True,
+            kept=True,
+        ),
+    ),
+):
     """Core attention as one operator, forward and backward."""
 
     use_flash_attn: bool = flag(False, "core attention as one operator", megatron=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Option, Problem
 from mindspeed.features.memory.activation_memory import (
     EXCLUDES,
     attach_recomputed_outputs,
@@ -35,6 +35,14 @@ class RecomputeActivationFunction(
         "moe_shared_expert_overlap": "it computes the shared experts in parts",
     },
     first_layers="recompute_activation_function_num_layers",
+    options=(
+        Option(
+            "memory",
+            "recompute-activation",
+            {"recompute_activation_function": True},
+            "activation functions are computed again",
+        ),
+    ),
 ):
     """The output of the MLP's activation function is computed again in backward."""
 

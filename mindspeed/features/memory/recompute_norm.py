@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Option, Problem
 from mindspeed.features.memory.activation_memory import (
     EXCLUDES,
     attach_recomputed_outputs,
@@ -34,6 +34,9 @@ class RecomputeNorm(
     seams=("chunk",),
     excludes=EXCLUDES,
     first_layers="recompute_norm_num_layers",
+    options=(
+        Option("memory", "recompute-norm", {"recompute_norm": True}, "norms are computed again"),
+    ),
 ):
     """The outputs of norms are computed again in backward."""
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.feature import Feature, Megatron, Option, Problem, conflict
 from mindspeed.features.memory.activation_memory import EXCLUDES, attach_plan
 from mindspeed.flags import flag
 from mindspeed.ranges import MAX_COUNT, Range
@@ -36,6 +36,14 @@ class SwapAttention(
     seams=("chunk",),
     excludes=EXCLUDES,
     planning=("changes layers", "needs steps"),
+    options=(
+        Option(
+            "memory",
+            "swap-attention",
+            {"swap_attention": True},
+            "inputs of attention layers wait on the host",
+        ),
+    ),
 ):
     """Activations of attention and norms wait in host memory until backward."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Option, Problem
 from mindspeed.features.optimizer import precision_aware
 from mindspeed.flags import flag
 
@@ -23,7 +23,25 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class ReleaseFp32Grad(Feature, level=2, seams=precision_aware.SEAMS):
+class ReleaseFp32Grad(
+    Feature,
+    level=2,
+    seams=precision_aware.SEAMS,
+    options=(
+        Option(
+            "memory",
+            "grad-reduce-in-bf16",
+            {
+                "grad_reduce_in_bf16": True,
+                "accumulate_allreduce_grads_in_fp32": None,
+                "release_fp32_grad": True,
+            },
+            "gradients are kept and reduced in bf16, which rounds their sums",
+            faster=True,
+            exact=False,
+        ),
+    ),
+):
     """The update reads 16-bit gradients, without fp32 copies."""
 
     release_fp32_grad: bool = flag(False, "update from 16-bit gradients, without fp32 copies")

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.feature import Feature, Megatron, Option, Problem, conflict
 from mindspeed.features.optimizer import precision_aware
 from mindspeed.flags import flag
 
@@ -24,7 +24,19 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class ReuseFp32Param(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels")):
+class ReuseFp32Param(
+    Feature,
+    level=2,
+    seams=(*precision_aware.SEAMS, "kernels"),
+    options=(
+        Option(
+            "memory",
+            "reuse-fp32-param",
+            {"reuse_fp32_param": True},
+            "bf16 weights share the memory of the fp32 ones",
+        ),
+    ),
+):
     """Master weights share their upper half with the bf16 parameters."""
 
     reuse_fp32_param: bool = flag(

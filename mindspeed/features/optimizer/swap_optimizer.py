@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
+from mindspeed.features.feature import Feature, Megatron, Option, Problem, conflict, option_of
 from mindspeed.features.optimizer import precision_aware
 from mindspeed.flags import flag
 from mindspeed.optimizer.rules import chosen
@@ -38,6 +38,11 @@ class SwapOptimizer(
     level=2,
     seams=(*precision_aware.SEAMS, "kernels"),
     planning=("needs steps",),
+    options=(
+        Option(
+            "memory", "swap-optimizer", {"swap_optimizer": True}, "optimizer states are on the host"
+        ),
+    ),
 ):
     """Optimizer states in host memory, streamed through the device in every step."""
 

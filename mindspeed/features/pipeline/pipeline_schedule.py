@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.feature import Feature, Megatron, Problem, conflict, exclusions
+from mindspeed.features.feature import Feature, Megatron, Option, Problem, conflict, exclusions
 from mindspeed.features.memory.scheduled_recomputation import (
     LAYER_EXCLUDES,
     drop_layers,
@@ -31,6 +31,7 @@ from mindspeed.features.pipeline.divided_backward import (
     divided_backward_problems,
 )
 from mindspeed.flags import flag
+from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
 from mindspeed.pipeline.v_shape import flag_of
 from mindspeed.ranges import Range
 
@@ -64,6 +65,10 @@ class PipelineSchedule(
     seams=("chunk", "schedule"),
     excludes=shared.EXCLUDES,
     planning=("needs steps",),
+    options=tuple(
+        Option("schedule", name, {"pipeline_schedule": name}, f"pipeline schedule {name}")
+        for name in ("zb-h1", *V_SHAPES)
+    ),
 ):
     """The order of forwards and backwards in a pipeline, by name or from a file."""
 

@@ -32,7 +32,7 @@ from mindspeed.planner.compose.templates import (
 )
 from mindspeed.planner.compose.words import Layer, Word, shortened
 from mindspeed.planner.count.recording import Part, Place, Point, Row, row_of
-from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import DENSE, EXPERT, NOOP, RECOMPUTED, Shape
 
 PREDICTION = "prediction"
@@ -282,8 +282,6 @@ def _cover(
 
     found = [shortened(word, reach) for word in whole]
     words = tuple(one.word for one in found)
-    if layout.schedule in V_SHAPES:  # their chunks have as many layers each
-        words = _equally_long(words, whole)
     units = dict.fromkeys(unit for one in found for unit in one.units)
     longer = []
     for unit in units:
@@ -306,12 +304,6 @@ def _cover(
         )
 
     return cover
-
-
-def _equally_long(words: tuple[Word, ...], whole: tuple[Word, ...]) -> tuple[Word, ...]:
-    if len({len(word) for word in words}) == 1:
-        return words
-    raise NotSpliceable("chunks of a V whose layers differ")
 
 
 def _seen(row: Row) -> set[tuple[Place, Turn, Around]]:
@@ -422,15 +414,16 @@ def _point(
     """
     own = shape.request.placement(ranks, shape.chunks).stages[rank] if ranks > 1 else (0,)
     stages = [tuple(words[0][:1]) for _ in range(ranks * shape.chunks)]
-    if layout.schedule in V_SHAPES:
+    even = layout.v_shaped and layout.stage_layers is None and len(set(map(len, words))) == 1
+    if even:  # a V divides its layers by itself
         stages = [tuple(words[0])] * len(stages)
     for stage, word in zip(own, words, strict=True):
         stages[stage] = tuple(one for one in word if one.kind != PREDICTION)
     others = [stage for stage in range(len(stages)) if stage not in own]
     rest = sum(map(len, shape.stages)) - sum(map(len, stages))
-    if others and rest > 0 and layout.schedule not in V_SHAPES:
+    if others and rest > 0 and not even:
         stages[others[0]] += words[0][:1] * rest
-    split = ranks > 1 and layout.schedule not in V_SHAPES
+    split = ranks > 1 and not even
     small = replace(
         layout,
         pp=ranks,

@@ -128,7 +128,8 @@ class ChangeBounds:
         """Tighten the bound of a change by runs of its layers."""
         if not change.flags:
             with contextlib.suppress(MindSpeedError):  # the error is reported when it is priced
-                self._of(change).refine(change.layout)
+                while self._of(change).refine(change.layout):
+                    pass
 
     def _of(self, change: Change) -> JobEvaluator:
         text = _text(change.flags)

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mindspeed.planner.layout import FLASH_ATTENTION, MEMORY, Layout, Recompute
+from mindspeed.features.registry import options
+from mindspeed.planner.layout import Layout, Recompute
 
 _SIZES = {
     "tp": "tensor parallel size",
@@ -23,7 +24,6 @@ _SIZES = {
     "vpp": "model chunks of a pipeline rank",
     "mbs": "micro-batch size",
 }
-_SCHEDULES = ("zb-h1", "zb-v", "dualpipev")
 _OVERLAPS: Mapping[str, Mapping[str, Any]] = {
     "gradients are reduced while backward runs": {"overlap_grad_reduce": True},
     "parameters are gathered while forward runs": {
@@ -32,18 +32,6 @@ _OVERLAPS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-
-_MEMORY_WORDS = {
-    FLASH_ATTENTION: "attention is one operator that keeps no scores",
-    "swap-attention": "inputs of attention layers wait on the host",
-    "recompute-norm": "norms are computed again",
-    "recompute-activation": "activation functions are computed again",
-    "reuse-fp32-param": "bf16 weights share the memory of the fp32 ones",
-    "swap-optimizer": "optimizer states are on the host",
-    "grad-reduce-in-bf16": "gradients are kept and reduced in bf16, which rounds their sums",
-}
-_ALSO_FASTER = ("grad-reduce-in-bf16", FLASH_ATTENTION)
-"""Memory features that may make a step faster."""
 SPEED, MEMORY_ONLY, BOTH = "speed", "memory", "both"
 
 
@@ -85,11 +73,11 @@ def changes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
         if layout.vpp == 1 and layout.schedule is None:
             vpp = replace(layout, vpp=2)
             yield Change("two model chunks on each pipeline rank (interleaved)", vpp)
-        for name in _SCHEDULES:
-            if name != layout.schedule and (layout.schedule is None or name == "zb-h1"):
-                chunks = 1 if name == "zb-h1" else 2
-                other = replace(layout, schedule=name, vpp=chunks)
-                yield Change(f"pipeline schedule {name}", other)
+        for name, one in options("schedule").items():
+            other = replace(layout, schedule=name, schedule_flag=None)
+            other = replace(other, vpp=2 if other.v_shaped else 1)
+            if name != layout.schedule and (layout.schedule is None or not other.v_shaped):
+                yield Change(one.what, other)
     if layout.tp > 1 and not layout.sequence_parallel:
         yield Change("sequence parallelism", replace(layout, sequence_parallel=True))
     yield from _memory(layout, args)
@@ -128,12 +116,12 @@ def _memory(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
     for what, (granularity, recompute, may) in kinds.items():
         if granularity != now:
             yield Change(what, replace(layout, recompute=recompute), may=may)
-    used = [name for name, flags in MEMORY.items() if _is_on(flags, args)]
-    for name in MEMORY:
+    known = options("memory")
+    used = [name for name, one in known.items() if _is_on(one.flags, args)]
+    for name, one in known.items():
         if name not in used:
             changed = replace(layout, memory=tuple(sorted([*used, name])))
-            may = BOTH if name in _ALSO_FASTER else MEMORY_ONLY
-            yield Change(_MEMORY_WORDS.get(name, name), changed, may=may)
+            yield Change(one.what, changed, may=BOTH if one.faster else MEMORY_ONLY)
     if not args.use_distributed_optimizer and layout.dp * layout.cp > 1:
         yield Change("distributed optimizer", replace(layout, optimizer="distributed"))
 

@@ -6,9 +6,9 @@ a bound microseconds. Keys are visited in the order of their fastest bound. A la
     bytes    the bound exceeds the memory limit
     seconds  the bound is slower than the k-th best and no tie of the best
 
-Bounds have two stages. The first is a formula. Where it does not rule a key out, one cheap run
-tightens it (:meth:`~mindspeed.planner.search.evaluator.JobEvaluator.refine`), and the key is queued
-again.
+Bounds have several stages. The first is a formula. Where it does not rule a key out, cheap runs
+tighten it (:meth:`~mindspeed.planner.search.evaluator.JobEvaluator.refine`): first one that many
+keys share, then its own. After each the key is queued again.
 
 A layout that would be among the best is checked by a dry run first, so only layouts that can start
 are proposed or displace others. :class:`Refusals` predicts what a dry run would refuse.
@@ -20,6 +20,7 @@ import bisect
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -190,21 +191,19 @@ class _Search:
         while heap:
             _, number, group, refined = heapq.heappop(heap)
             if not refined and group[0][0] <= self.threshold:
-                group = self._refined(group)
+                group, refined = self._refined(group)
                 if group:
-                    heapq.heappush(heap, (_order(group[0]), number, group, True))
+                    heapq.heappush(heap, (_order(group[0]), number, group, refined))
                     continue
             self.take(group)
             done += 1
             yield done
 
-    def _refined(self, group: _Group) -> _Group:
-        """The group with tighter bounds, without those that cannot fit any more."""
-        try:
-            if not self._evaluator.refine(group[0][1]):
-                return group
-        except MindSpeedError:
-            return group  # the error is reported when its runs are counted
+    def _refined(self, group: _Group) -> tuple[_Group, bool]:
+        """The group with tighter bounds, without those that cannot fit, and if it is the end."""
+        last = False
+        with suppress(MindSpeedError):  # the error is reported when its runs are counted
+            last = not self._evaluator.refine(group[0][1])
         found: _Group = []
         for least, layout in group:
             bound = self._evaluator.bound(layout)
@@ -212,7 +211,7 @@ class _Search:
                 self._skip(layout, self._need)
             else:
                 found.append((max(least, bound.seconds), layout))
-        return sorted(found, key=_order)
+        return sorted(found, key=_order), last
 
     @property
     def threshold(self) -> float:

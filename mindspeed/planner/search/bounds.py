@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from mindspeed.job import Precision
 from mindspeed.optimizer.rules import chosen
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.layout import Layout, memory_flags
 from mindspeed.planner.shape import DENSE, EXPERT
 from mindspeed.profiling.model_flops import attention_products, mlp_weights
 from mindspeed.training.flops import model_shape
@@ -84,15 +84,13 @@ class Bounds:
         self._cluster, self._known = cluster, dict[tuple[str, float, int, int], float]()
         self._waits_for_gradients = not args.overlap_grad_reduce
         self._waits_for_parameters = not args.overlap_param_gather
-        self._reduced = 4 if args.accumulate_allreduce_grads_in_fp32 else 2
 
         self._trained = not args.lora_target_modules
         self._weight: float = 1 if args.fp8 else precision.element
         if base := getattr(args, "base_weights", None):
             self._weight = 0.5 if base == "nf4" else 1
         self._gradient = precision.element
-        offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
-        self._state = 0.0 if offloaded else _state_bytes(args, precision.element)
+        self._args, self._states = args, dict[tuple[str, ...] | None, tuple[float, int]]()
         self._distributed = bool(args.use_distributed_optimizer or args.use_megatron_fsdp)
         self._stage = 3 if args.data_parallel_sharding_strategy == "optim_grads_params" else 2
         self._stage *= bool(args.use_megatron_fsdp)
@@ -120,19 +118,19 @@ class Bounds:
         pp = layout.pp
         if layout.stage_layers is None or not self._equal:
             return [self._layers / pp] * pp
-        return [float(sum(layout.stage_layers[rank::pp])) for rank in range(pp)]
+        return [sum(self._chunks(layout, rank)) for rank in range(pp)]
 
     def _chunks(self, layout: Layout, rank: int) -> list[float]:
         """Layers of the chunks of a pipeline rank."""
         if layout.stage_layers is None or not self._equal:
             return [self._layers / (layout.pp * layout.vpp)] * layout.vpp
-        return [float(count) for count in layout.stage_layers[rank :: layout.pp]]
+        return [float(layout.stage_layers[stage]) for stage in layout.stages_of(rank)]
 
     def _bytes(self, layout: Layout, runs: Runs) -> float:
         dense, edge = self._dense / layout.tp, self._edge / layout.tp
         expert = self._expert / (layout.ep * layout.expert_tp)
         layers = self._ranks(layout)
-        v_shape = layout.schedule in V_SHAPES
+        v_shape = layout.v_shaped
         most = 0.0
         for rank in {0, len(layers) // 2, len(layers) - 1}:
             ends = (rank == 0) + (rank == (0 if v_shape else len(layers) - 1))
@@ -143,12 +141,8 @@ class Bounds:
         return most
 
     def _of_parameters(self, layout: Layout, dense: float, expert: float) -> float:
-        distributed, stage, state = self._sharding(layout)
-        for name in layout.memory or ():
-            if name == "swap-optimizer":
-                state = 0.0
-            if name == "reuse-fp32-param":
-                state = max(0.0, state - 2)
+        distributed, stage = self._sharding(layout)
+        state, _ = self._held(layout.memory)
         total = 0.0
         for number, shards in ((dense, layout.dp * layout.cp), (expert, layout.expert_dp)):
             weights = self._weight / (shards if stage == 3 else 1)
@@ -157,12 +151,22 @@ class Bounds:
             total += number * (weights + self._trained * (gradients + states))
         return total
 
-    def _sharding(self, layout: Layout) -> tuple[bool, int, float]:
-        """Whether optimizer states are sharded, the ZeRO stage, and the bytes of states."""
+    def _sharding(self, layout: Layout) -> tuple[bool, int]:
+        """Whether optimizer states are sharded, and the ZeRO stage."""
         if layout.optimizer is None:
-            return self._distributed, self._stage, self._state
+            return self._distributed, self._stage
         stage = {"zero2": 2, "zero3": 3}.get(layout.optimizer, 0)
-        return layout.optimizer != "replicated", stage, self._state
+        return layout.optimizer != "replicated", stage
+
+    def _held(self, memory: tuple[str, ...] | None) -> tuple[float, int]:
+        """Bytes of the states of a parameter, and of a gradient that is reduced."""
+        if memory not in self._states:
+            values = {**vars(self._args), **({} if memory is None else memory_flags(memory))}
+            args = argparse.Namespace(**values)
+            offloaded = args.swap_optimizer or args.virtual_optimizer or args.optimizer_cpu_offload
+            state = 0.0 if offloaded else _state_bytes(args, self._gradient)
+            self._states[memory] = state, 4 if args.accumulate_allreduce_grads_in_fp32 else 2
+        return self._states[memory]
 
     def _activations(self, layout: Layout, rank: int, runs: Runs) -> float:
         """Activation bytes of a rank's layers at its peak, without inputs of chunks."""
@@ -185,7 +189,7 @@ class Bounds:
         plain, repeated = self._layer_seconds(layout, runs, tokens, backward)
         behind = plain.backward if layout.schedule is None else plain.input_gradient
         again = layout.recompute.layers if layout.recompute is not None else 0
-        v_shape = layout.schedule in V_SHAPES
+        v_shape = layout.v_shaped
         ahead, found = 0.0, []
         for rank, layers in enumerate(self._ranks(layout)):
             chunks = self._chunks(layout, rank)
@@ -201,11 +205,11 @@ class Bounds:
 
     def _end_of_step(self, layout: Layout) -> float:
         """Seconds in which the rank with most layers waits for data-parallel ranks."""
-        distributed, stage, _ = self._sharding(layout)
+        distributed, stage = self._sharding(layout)
         if not self._trained or stage:
             return 0.0
         layers = max(self._ranks(layout))
-        reduced = 2 if "grad-reduce-in-bf16" in (layout.memory or ()) else self._reduced
+        _, reduced = self._held(layout.memory)
         total, experts = 0.0, layout.ep * layout.expert_tp
         for number, step in (
             (layers * self._dense / layout.tp, layout.tp),
@@ -230,15 +234,22 @@ class Bounds:
     ) -> tuple[_LayerSeconds, float]:
         """Seconds of the mean layer, and of its recomputation."""
         forward = tokens * self._layer_flops / self._rate
-        if not runs or layout.schedule not in (None, *V_SHAPES):
+        if not runs or not (layout.schedule is None or layout.v_shaped):
             return _LayerSeconds(forward, forward * backward, forward), forward
-        share = {EXPERT: self._sparse, DENSE: 1 - self._sparse} if len(runs) > 1 else {}
-        found = _LayerSeconds(
-            sum(share.get(kind, 1.0) * run.forward for kind, run in runs.items()),
-            sum(share.get(kind, 1.0) * run.backward for kind, run in runs.items()),
-            0.0,
-        )
+        mean = self.mean(runs)
+        found = _LayerSeconds(mean.forward, mean.backward, 0.0)
         return found, found.forward if self._repeats_all else forward
+
+    def mean(self, runs: Runs) -> LayerRun:
+        """The mean of the layers of the model."""
+        share = {EXPERT: self._sparse, DENSE: 1 - self._sparse} if len(runs) > 1 else {}
+
+        def of(name: str) -> float:
+            each = ((kind, getattr(run, name)) for kind, run in runs.items())
+            return float(sum(share.get(kind, 1.0) * value for kind, value in each))
+
+        first = next(iter(runs.values()))
+        return replace(first, forward=of("forward"), backward=of("backward"), kept=of("kept"))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mindspeed.errors import ConfigError
-from mindspeed.features.registry import planned_as
+from mindspeed.errors import ConfigError, MindSpeedError
+from mindspeed.features.registry import options, planned_as
 from mindspeed.pipeline.layout import evenly
 from mindspeed.pipeline.layout import stage_layers as in_order
 from mindspeed.planner import isolated
@@ -24,8 +24,9 @@ from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count.cache import RunCache
 from mindspeed.planner.count.layer_run import LayerRun, layer_point, layer_run
 from mindspeed.planner.job import Job
-from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
+from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.search.bounds import Bound, Bounds
+from mindspeed.planner.search.selective import Saving
 from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
 from mindspeed.planner.time.prediction import Prediction
 from mindspeed.planner.time.price import predict
@@ -64,23 +65,71 @@ class JobEvaluator:
         self._exact: dict[Layout, Prediction] = {}
         self._kinds = () if _changes_layers(args) else shape_of(args).kinds
         self._layers: dict[Hashable, dict[str, LayerRun]] = {}
+        self._steps: dict[Hashable, int] = {}
 
     def bound(self, layout: Layout) -> Bound:
-        """Bound a layout by the sizes of its matrices, or by the runs of its layers."""
-        return self._bounds.of(layout, self._layers.get(_layer_key(layout)))
+        """Bound a layout by the sizes of its matrices, or by the runs of its layers.
+
+        Layers that save no memory are no slower; what others keep is not known from them.
+        """
+        runs = self._layers.get(_layer_key(layout))
+        if not runs:
+            fastest = self._layers.get(_fastest(layout).signature(), {})
+            runs = {kind: replace(run, kept=0.0) for kind, run in fastest.items()}
+        return self._bounds.of(layout, runs)
 
     def refine(self, layout: Layout) -> bool:
-        """Tighten the bounds of a layout by a run of each kind of layer; False: nothing can.
+        """Tighten the bounds of layouts with one key; False: nothing is left that can.
 
-        Layers run without recomputation if the layout says how many are recomputed.
+        First by a run of each kind of layer without what saves memory, which many keys share, then
+        by their own. Layers run without recomputation if the layout says how many are recomputed.
+
+        Raises:
+            MindSpeedError: a layer cannot be counted.
         """
-        key = _layer_key(layout)
-        if key not in self._layers:
-            self._layers[key] = {}  # kept if a run fails
-            kinds = self._kinds_of(layout)
-            found = {kind: self._layer(_alone(layout), kinds, kind) for kind in kinds}
-            self._layers[key] = found
-        return bool(self._layers[key])
+        steps = list(dict.fromkeys((_fastest(layout), _alone(layout))))
+        done = self._steps.get(self.key(layout), 0)
+        if done == len(steps):
+            return False
+        self._steps[self.key(layout)] = done + 1
+        if (signature := steps[done].signature()) not in self._layers:
+            self._layers[signature] = {}  # kept if a run fails
+            self._layers[signature] = self._runs_of_layers(steps[done])
+        return True
+
+    def savings(
+        self, layout: Layout, modules: Sequence[str]
+    ) -> tuple[dict[str, Saving], Saving] | None:
+        """What computing modules of a layer again saves, and the whole layer; None: unknown.
+
+        Args:
+            layout: a layout in which layers keep everything.
+            modules: of ``--recompute-modules``.
+        """
+        sets = [Recompute(), Recompute(layers=-1), *(Recompute((name,)) for name in modules)]
+        layouts = [replace(layout, recompute=one) for one in sets]
+        known = {str(one.recompute): self._mean_layer(one) for one in layouts}
+        plain, whole = known.pop(str(sets[0])), known.pop(str(sets[1]))
+        if plain is None or whole is None:
+            return None
+        found = {
+            name: Saving(plain.kept - one.kept, one.backward - plain.backward)
+            for name, one in known.items()
+            if one is not None
+        }
+        return found, Saving(plain.kept - whole.kept, whole.backward - plain.backward)
+
+    def _mean_layer(self, layout: Layout) -> LayerRun | None:
+        """The mean layer of a layout; None if it cannot be counted."""
+        try:
+            runs = self._runs_of_layers(layout)
+        except MindSpeedError:
+            return None
+        return self._bounds.mean(runs) if runs else None
+
+    def _runs_of_layers(self, layout: Layout) -> dict[str, LayerRun]:
+        kinds = self._kinds_of(layout)
+        return {kind: self._layer(layout, kinds, kind) for kind in kinds}
 
     def _kinds_of(self, layout: Layout) -> tuple[str, ...]:
         """Kinds of layers to run; none if a single layer does not bound the layout."""
@@ -168,9 +217,20 @@ def _alone(layout: Layout) -> Layout:
     return replace(layout, recompute=Recompute())
 
 
-def _layer_key(layout: Layout) -> Hashable:
+def _layer_key(layout: Layout) -> Layout:
     """Equal for layouts with the same layers."""
     return _alone(layout).signature()
+
+
+def _fastest(layout: Layout) -> Layout:
+    """The layout without what a layer does to save memory."""
+    recompute, memory = layout.recompute, layout.memory
+    if recompute is not None:
+        recompute = Recompute()
+    if memory is not None:
+        known = options("memory")
+        memory = tuple(name for name in memory if known[name].faster)
+    return replace(layout, recompute=recompute, memory=memory)
 
 
 def reshaped(shape: Shape, layout: Layout) -> Shape:
@@ -179,7 +239,7 @@ def reshaped(shape: Shape, layout: Layout) -> Shape:
     They differ in the pipeline, the split of layers and the number of recomputed layers.
     """
     kinds = [kind.removesuffix(RECOMPUTED) for stage in shape.stages for kind in stage]
-    chunks = max(layout.vpp, 2 if layout.schedule in V_SHAPES else 1)
+    chunks = max(layout.vpp, 2 if layout.v_shaped else 1)
     counts = layout.stage_layers or in_order(evenly(len(kinds), layout.pp, chunks))
     again = layout.recompute.layers if layout.recompute is not None else 0
     request = shape.request

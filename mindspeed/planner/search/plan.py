@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError, MindSpeedError
-from mindspeed.features.registry import schedule_flags
+from mindspeed.features.registry import options, schedule_flags
+from mindspeed.memory.selective import modules_of
 from mindspeed.planner.cluster import GIB, Cluster, load_cluster
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, assumed
 from mindspeed.planner.interval import interval_of, job_kind
 from mindspeed.planner.job import Job
-from mindspeed.planner.layout import MEMORY, Layout, Recompute, layout_of
+from mindspeed.planner.layout import Layout, Recompute, layout_of
 from mindspeed.planner.search.bounded_search import Found, Outcome, Progress
 from mindspeed.planner.search.bounded_search import search as bounded_search
 from mindspeed.planner.search.result import (
@@ -34,6 +35,7 @@ from mindspeed.planner.search.result import (
     SearchResult,
     front_of,
 )
+from mindspeed.planner.search.selective import subsets
 from mindspeed.planner.search.space import SEARCHED, Sizes, Space
 from mindspeed.planner.time.whole_ranks import counted_peak
 
@@ -101,6 +103,8 @@ def plan(
     removed: Counter[str] = Counter()
     closest, best = None, list[Candidate]()
     with _interruptible():
+        if "recompute" in {*names} - {*(fix or {})}:
+            space = _with_modules(space, sizes, evaluator, modules_of(vars(args)))
         layouts = list(space.layouts(sizes, removed))
         outcome = bounded_search(layouts, evaluator, limit, top=top, progress=progress)
         front = _made_exact(outcome, evaluator, limit)
@@ -116,6 +120,7 @@ def plan(
         devices=own.devices,
         memory_limit=int(limit),
         total=space.total,
+        searched=space.several,
         removed=removed + outcome.removed,
         fitting=len(outcome.priced),
         measured=outcome.measured,
@@ -129,6 +134,22 @@ def plan(
         assumed=assumed(args),
         priced=tuple(sorted(outcome.priced, key=lambda one: one[1].seconds)),
     )
+
+
+def _with_modules(
+    space: Space, sizes: Sizes, evaluator: JobEvaluator, modules: Sequence[str]
+) -> Space:
+    """Add sets of modules that are computed again, measured in the layout that may be fastest."""
+    plain = space.with_values({"recompute": [Recompute()]}).layouts(sizes, Counter())
+    ordered = sorted(plain, key=lambda one: (evaluator.bound(one).seconds, str(one)))
+    layout = next((one for one in ordered[:TRIED] if _accepted(evaluator, one)), None)
+    found = None if layout is None else evaluator.savings(layout, modules)
+    sets = () if found is None else map(Recompute, subsets(*found))
+    return space.with_values({"recompute": [*space.recompute, *sets]})
+
+
+TRIED = 8
+"""Layouts of which one has to start for modules to be measured."""
 
 
 def _made_exact(outcome: Outcome, evaluator: JobEvaluator, limit: float) -> list[Found]:
@@ -311,7 +332,7 @@ def _changes(layout: Layout) -> Iterator[tuple[str, Layout]]:
     if layout.recompute is None or layout.recompute.layers >= 0:
         yield "--recompute-granularity full", replace(layout, recompute=Recompute(layers=-1))
     has = layout.memory or ()
-    for name in MEMORY:
+    for name in options("memory"):
         if name not in has:
             yield name, replace(layout, memory=tuple(sorted({*has, name})))
     if layout.global_batch_size % (2 * layout.mbs * layout.dp) == 0:

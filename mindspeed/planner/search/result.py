@@ -165,6 +165,7 @@ class SearchResult:
         interval: how far predicted seconds may be off; None: not known.
         assumed: what the flags do not say, in words.
         priced: all layouts that were priced and fit, the fastest first.
+        searched: values of each dimension that has several.
     """
 
     cluster: str
@@ -184,6 +185,7 @@ class SearchResult:
     interval: Interval | None = None
     assumed: str = ""
     priced: tuple[tuple[Layout, Prediction], ...] = ()
+    searched: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def best(self) -> Candidate:
@@ -222,7 +224,8 @@ class SearchResult:
 
     def counts(self) -> list[str]:
         """Format the number of combinations that each constraint removed."""
-        lines = [f"of {self.total:,} combinations:"]
+        lines = [f"searched: {name} {', '.join(v)}" for name, v in self.searched.items()]
+        lines.append(f"of {self.total:,} combinations:")
         lines += [f"{count:>12,}  {reason}" for reason, count in _largest(self.removed.items())]
         lines.append(f"{self.fitting:>12,}  fit")
         if self.interrupted:
@@ -265,6 +268,7 @@ class SearchResult:
             "cluster": self.cluster,
             "devices": self.devices,
             "memory_limit_bytes": self.memory_limit,
+            "searched": {name: list(values) for name, values in self.searched.items()},
             "combinations": self.total,
             "removed": dict(_largest(self.removed.items())),
             "fitting": self.fitting,

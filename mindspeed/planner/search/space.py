@@ -19,7 +19,9 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
-from mindspeed.planner.layout import V_SHAPES, Layout, Recompute
+from mindspeed.features.registry import options
+from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
+from mindspeed.planner.layout import Layout, Recompute
 
 Split = str | tuple[int, ...]
 Point = Mapping[str, Any]
@@ -65,7 +67,9 @@ class Sizes:
         )
 
 
-def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] | None:
+def stage_layers(
+    num_layers: int, stages: int, split: Split, v_shaped: bool = False
+) -> tuple[int, ...] | None:
     """Layers of each stage; None if the split does not exist.
 
     Args:
@@ -74,6 +78,8 @@ def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] 
         split: ``even``, ``ends`` or the layers themselves. With ``ends`` the stages that have one
             layer less than the others are the last one, with the output layer, then the first ones,
             which hold most micro-batches.
+        v_shaped: whether a rank has a stage on the way down and one on the way up. Then every rank
+            gets one of these stages, from the first rank on, before one gets two.
     """
     if isinstance(split, tuple):
         return split if len(split) == stages and sum(split) == num_layers else None
@@ -83,7 +89,8 @@ def stage_layers(num_layers: int, stages: int, split: Split) -> tuple[int, ...] 
         return None
     longest = -(-num_layers // stages)
     fewer = stages * longest - num_layers
-    lighter = [stages - 1, *range(stages - 1)][:fewer]
+    order = range(stages - 1, stages // 2 - 1, -1) if v_shaped else (stages - 1,)
+    lighter = [*order, *range(stages - len(order))][:fewer]
     return tuple(longest - (stage in lighter) for stage in range(stages)) if fewer else None
 
 
@@ -151,14 +158,23 @@ def _chunks(sizes: Sizes, point: Point) -> str | None:
     return None
 
 
+def _v_shaped(point: Point) -> bool:
+    return point["schedule"] in V_SHAPES
+
+
+def _chunks_of(point: Point) -> int:
+    """Chunks of a pipeline rank; a V-shape has two, whatever else is asked for."""
+    return 2 if _v_shaped(point) else int(point["vpp"])
+
+
 def _schedule(sizes: Sizes, point: Point) -> str | None:
     schedule = point["schedule"]
     if schedule is None:
         return None
     if point["pp"] == 1:
         return "schedules need pp of at least 2"
-    if schedule in V_SHAPES and point["vpp"] != 2:
-        return "schedules in a V-shape have vpp 2"
+    if point["pp"] * _chunks_of(point) > sizes.num_layers:
+        return "more stages than layers"
     dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
     micro_batches = sizes.global_batch_size // (point["mbs"] * dp)
     if schedule == "dualpipev" and micro_batches < 2 * point["pp"]:
@@ -167,10 +183,8 @@ def _schedule(sizes: Sizes, point: Point) -> str | None:
 
 
 def _split(sizes: Sizes, point: Point) -> str | None:
-    stages, split = point["pp"] * point["vpp"], point["split"]
-    if split != "even" and point["schedule"] in V_SHAPES:
-        return "schedules in a V-shape divide layers evenly"
-    if stage_layers(sizes.num_layers, stages, split) is not None:
+    stages, split = point["pp"] * _chunks_of(point), point["split"]
+    if stage_layers(sizes.num_layers, stages, split, _v_shaped(point)) is not None:
         return None
     if isinstance(split, tuple):
         return "the layers of stages are those of another pp x vpp"
@@ -247,7 +261,7 @@ class Space:
             pp=tuple(n for n in _divisors(sizes.devices) if n <= layers),
             mbs=tuple(n for n in (1, 2, 4, 8) if n <= longest),
             vpp=tuple(n for n in range(1, 13) if not (layers % n and (layers + 2) % n)),
-            schedule=(None, "zb-h1", "zb-v", "dualpipev"),
+            schedule=(None, *options("schedule")),
             split=("even", "ends"),
             recompute=(Recompute(), *(Fraction(n, 8) for n in range(1, 9))),
             optimizer=("distributed",),
@@ -257,6 +271,12 @@ class Space:
     def total(self) -> int:
         """Number of combinations."""
         return math.prod(len(getattr(self, item.name)) for item in fields(self))
+
+    @property
+    def several(self) -> dict[str, tuple[str, ...]]:
+        """Values of the dimensions that have several, as texts."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: tuple(map(text_of, v)) for name, v in values.items() if len(v) > 1}
 
     def only(self, names: Sequence[str], otherwise: Layout) -> Space:
         """Fix all dimensions but those in ``names`` to the values of a layout."""
@@ -309,11 +329,20 @@ class Space:
         return extend(0)
 
 
+def text_of(value: Any) -> str:
+    """A value of a dimension as ``--fix`` takes it; a fraction is that of the layers of a chunk."""
+    if isinstance(value, Fraction):
+        return "all layers" if value == 1 else f"{value} of the layers"
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
 def _layout(sizes: Sizes, point: Mapping[str, Any]) -> Layout:
-    values = dict(point)
+    values = {**point, "vpp": _chunks_of(point)}
     stages = values["pp"] * values["vpp"]
     split, layers = values.pop("split"), None
-    counts = stage_layers(sizes.num_layers, stages, split) or (0,)
+    counts = stage_layers(sizes.num_layers, stages, split, _v_shaped(point)) or (0,)
     if split != "even" and len(set(counts)) > 1:
         layers = counts
     share = values["recompute"]
