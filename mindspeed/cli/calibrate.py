@@ -94,12 +94,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {args.out}: the file must end in .json")
     from mindspeed import device
     from mindspeed.files import check_path
-    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.cluster import one_kind
     from mindspeed.planner.cluster.calibrate import Settings
     from mindspeed.planner.cluster.measured_device import NAMES
 
     check_path(args.out, "output")
-    base = load_cluster(args.base or "generic")
+    base = one_kind(args.base or "generic", "mindspeed calibrate")
     dtypes = tuple(args.dtypes.split(","))
     for name in dtypes:
         if name not in NAMES:

@@ -36,6 +36,7 @@ from mindspeed.cli.plan_check import (
     modelled,
     traffic_table,
     verdict,
+    verdicts_by_kind,
 )
 from mindspeed.cli.plan_output import bytes_unit, flops_unit, new_table, print_whole
 from mindspeed.cli.plan_run import command, interruptible, job_of, launch_words, named_progress
@@ -82,6 +83,7 @@ def run(argv: Sequence[str]) -> int:
     from mindspeed.planner.layout import layout_of
 
     cluster = load_cluster(own.cluster)
+    cluster.check_stages(args)
     if own.timeline:
         explain_timeline.run_timeline(own, args, cluster)
         return 0
@@ -165,7 +167,8 @@ def print_page(
         console.print(text, highlight=False, markup=False)
 
     line(f"{layout_of(args)}; {found.check.micro_batches} micro-batches of {args.micro_batch_size}")
-    line(verdict(found.check, origin))
+    for text in verdicts_by_kind(cluster, found.prediction, args) or [verdict(found.check, origin)]:
+        line(text)
     print_whole(memory_table(found.check))
     if any(rank.traffic for rank in found.check.ranks):
         print_whole(traffic_table(found.check))

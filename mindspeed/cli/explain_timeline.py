@@ -82,7 +82,7 @@ def run_timeline(own: argparse.Namespace, args: argparse.Namespace, cluster: Clu
     rank = rank_in_stage(args, own.stage)
     with progress("running the step") as tell:
         tell(0, 1)
-        step = isolated.call(lambda: time_step(args, cluster, rank, micro_batches=count))
+        step = isolated.call(lambda: time_step(args, cluster.at(rank), rank, micro_batches=count))
     print_figures(args, cluster, own.stage, step)
     _write(own, cluster, step)
 

@@ -54,6 +54,7 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
     """
     limit, origin = memory_limit(own)
     job = job_of(flags).with_loads(own.expert_imbalance)
+    from mindspeed.planner.cluster import load_cluster
     from mindspeed.planner.count.check import megatron_formula
     from mindspeed.planner.expert_loads import assumed
 
@@ -61,13 +62,19 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
     counted = _counted(own, job, args, limit)
     found, prediction = counted.check, counted.prediction
     others = {"Megatron-LM's formula": megatron_formula(args, found.micro_batches)}
+    cluster = None if own.cluster is None else load_cluster(own.cluster)
+    name = None if cluster is None else cluster.name
+    fits, verdicts = found.fits, [verdict(found, origin)]
+    if own.memory_limit is None and (kinds := verdicts_by_kind(cluster, prediction, args)):
+        fits, verdicts = prediction is not None and prediction.fits, kinds
     if own.json:
-        print(json.dumps(as_data(args, counted, others, own.cluster), indent=2))
+        data = as_data(args, counted, others, name)
+        print(json.dumps({**data, "fits": fits, "verdict": verdicts}, indent=2))
     else:
-        print_check(args, found, others, origin)
+        print_check(args, found, others, verdicts)
         console = Console(soft_wrap=True)
-        if prediction is not None:
-            console.print(modelled(prediction, args, own.cluster), highlight=False)
+        if prediction is not None and name is not None:
+            console.print(modelled(prediction, args, name), highlight=False)
             console.print(f"assumed: {assumed(args)}", highlight=False, markup=False)
         elif counted.untimed:
             text = f"the time of a step is not modelled: {counted.untimed}"
@@ -76,7 +83,20 @@ def run_check(own: argparse.Namespace, flags: Sequence[str]) -> int:
         from mindspeed.cli.plan_output import draw_memory
 
         draw_memory(found, own.plot, layout_of(args))
-    return DOES_NOT_FIT if found.fits is False else 0
+    return DOES_NOT_FIT if fits is False else 0
+
+
+def verdicts_by_kind(
+    cluster: Cluster | None, prediction: Prediction | None, args: argparse.Namespace
+) -> list[str]:
+    """Whether each of several kinds of devices has enough memory; empty for one kind."""
+    from mindspeed.planner.cluster.mixed import MixedCluster
+    from mindspeed.planner.layout import layout_of as layout_of_job
+    from mindspeed.planner.search.kinds import by_kind
+
+    if not isinstance(cluster, MixedCluster) or prediction is None:
+        return []
+    return by_kind(cluster, layout_of_job(args), prediction, args.num_layers)
 
 
 def _counted(
@@ -87,6 +107,8 @@ def _counted(
     from mindspeed.planner.compose.compose import compose, count_where_needed
 
     cluster = None if own.cluster is None else load_cluster(own.cluster)
+    if cluster is not None:
+        cluster.check_stages(args)
     composed = None
     if not own.whole:
         with progress("counting small runs") as tell:
@@ -155,9 +177,12 @@ def layout_of(args: Any) -> str:
 
 
 def print_check(
-    args: argparse.Namespace, found: Check, others: Mapping[str, float | None], origin: str
+    args: argparse.Namespace,
+    found: Check,
+    others: Mapping[str, float | None],
+    verdicts: Sequence[str],
 ) -> None:
-    """Print tables and the verdict."""
+    """Print tables and the verdicts."""
     console = Console(soft_wrap=True)
 
     def line(text: str) -> None:
@@ -177,15 +202,15 @@ def print_check(
         line(f"{name}: {text}")
     if found.note:
         line(found.note)
-    line(verdict(found, origin))
+    for text in verdicts:
+        line(text)
 
 
 def interval_of_job(args: argparse.Namespace, cluster: str) -> Interval:
-    """How far modelled seconds of a job may be off."""
-    from mindspeed.planner.cluster import load_cluster
+    """How far modelled seconds of a job on the cluster of a name may be off."""
     from mindspeed.planner.interval import interval_of, job_kind
 
-    return interval_of(job_kind(args), load_cluster(cluster).name)
+    return interval_of(job_kind(args), cluster)
 
 
 def modelled(prediction: Prediction, args: argparse.Namespace, cluster: str) -> str:
@@ -293,9 +318,10 @@ def _ranks(own: argparse.Namespace) -> int | None:
 
 
 def _cluster(own: argparse.Namespace) -> Cluster:
-    from mindspeed.planner.cluster import load_cluster
+    from mindspeed.planner.cluster import one_kind
 
-    return load_cluster(own.cluster or "generic")
+    what = "--plan-pipeline" if own.plan_pipeline else "--plan-activations"
+    return one_kind(own.cluster or "generic", what)
 
 
 def _data(plan: ActivationPlan, flags: Sequence[str]) -> dict[str, object]:

@@ -93,7 +93,11 @@ def launch_words(given: str | None, cluster: str | None, devices: int) -> str | 
         return given
     from mindspeed.planner.cluster import load_cluster
 
-    node = load_cluster(cluster).levels[0].size or devices
+    machine = load_cluster(cluster)
+    sizes = {kind.levels[0].size or devices for kind in machine.kinds}
+    if len(sizes) > 1:
+        return None
+    node = sizes.pop()
     if devices <= node:
         return f"{_ON_A_NODE}{devices}"
     if devices % node:

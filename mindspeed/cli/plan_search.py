@@ -63,6 +63,10 @@ def run_search(own: argparse.Namespace, flags: Sequence[str]) -> int:
         plan_run.install_adaptor()
 
         check_devices(own.devices[0])
+    if own.measure:
+        from mindspeed.planner.cluster import one_kind
+
+        one_kind(own.cluster, "--measure")
     if own.out is not None:
         make_dirs(own.out)
     plans: list[SearchResult] = []

@@ -56,7 +56,9 @@ def test_a_machine_is_a_number_and_a_kind(text: str, name: str, devices: int) ->
         ("xh100", "give devices and their kind"),
         ("8xh10", "no preset of that name; closest: h100"),
         ("8xaway.json", "there is no such file"),
-        ("8xh100+8xa100", "two kinds of devices is not planned"),
+        ("8xh100+", "give devices and their kind"),
+        ("8xh100+8x910b", "no collectives in common: h100 has NCCL and ascend-910b has HCCL"),
+        ("2xh999", r"--on 2xh999: no preset of that name \(there are a100,"),
     ],
 )
 def test_wrong_machines_are_named(text: str, message: str) -> None:

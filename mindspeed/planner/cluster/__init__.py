@@ -3,6 +3,7 @@
     cluster = load_cluster("h100")                   # a preset: presets/*.json
     name, devices = machine_of("16xh100")            # as in --on
     cluster = load_cluster("run/measured.json")      # written by ``mindspeed calibrate``
+    cluster = load_cluster("8xh100+8xa100")          # two kinds of nodes (mixed.py)
     cluster.memory_limit                             # bytes for tensors on a device
     cluster.collective_seconds("all_reduce", nbytes, ranks)
 
@@ -13,6 +14,7 @@ measure them (calibrate).
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import json
@@ -46,7 +48,16 @@ from mindspeed.ranges import MAX_RANKS
 GIB = 1 << 30
 _PRESETS = Path(__file__).parent / "presets"
 
-__all__ = ["Cluster", "Device", "Level", "Measured", "load_cluster", "machine_of", "presets"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Level",
+    "Measured",
+    "load_cluster",
+    "machine_of",
+    "one_kind",
+    "presets",
+]
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class Cluster:
         levels: links from inside out; consecutive ranks share a domain.
         overlap_slowdown: slowdown of computation while communication runs.
         collective_us: fixed microseconds of each communication.
+        library: of collectives, such as NCCL; empty: not known.
         source: sources of the figures, by field.
         note: additional remarks.
     """
@@ -155,8 +167,32 @@ class Cluster:
     levels: tuple[Level, ...]
     overlap_slowdown: float = 1.0
     collective_us: float = 0.0
+    library: str = ""
     source: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.device.name, self.levels))
+
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """The kinds of nodes."""
+        return (self,)
+
+    def at(self, rank: int) -> Cluster:
+        """The kind of a rank."""
+        return self
+
+    def check_stages(self, args: argparse.Namespace) -> None:
+        """Refuse a job that several kinds of devices cannot have.
+
+        Raises:
+            ConfigError: it has another number of ranks, or a pipeline stage is on two kinds.
+        """
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of dense products of the mean device."""
+        return self.device.peak(dtype)
 
     @property
     def memory_limit(self) -> int:
@@ -247,6 +283,7 @@ _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
         "levels": _LIST,
         "overlap_slowdown": Real(1, 10),
         "collective_us": _NOT_NEGATIVE,
+        "library": TEXT,
         "source": MapOf(TEXT),
         "note": TEXT,
     },
@@ -259,21 +296,74 @@ def presets() -> list[str]:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """Load a preset by its name, or a file that ends in ``.json``.
+    """Load a preset by its name, a file that ends in ``.json``, or several: ``8xh100+8xa100``.
 
     Raises:
         ConfigError: there is no such preset or file, or a field is wrong.
     """
     text = str(name_or_path)
+    where = f"--cluster {text}"
+    if "+" in text:
+        from mindspeed.planner.cluster.mixed import mixed_cluster
+
+        return mixed_cluster(_parts(text, where))
+    return _load(text, where)
+
+
+def one_kind(name_or_path: str | Path, what: str) -> Cluster:
+    """:func:`load_cluster` for what knows one kind of devices only.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    found = load_cluster(name_or_path)
+    if found.kinds != (found,):
+        raise ConfigError(f"{what} knows one kind of devices, not {found.name}: name one of them")
+    return found
+
+
+def _load(text: str, where: str) -> Cluster:
+    """A preset or a file; ``where`` begins the message about a name that is not known."""
     if text.endswith(".json"):
-        return parse_cluster(read_object(Path(text), ConfigError), text)
+        values = read_object(Path(text), ConfigError)
+        return _of_kinds(values, text) if "kinds" in values else parse_cluster(values, text)
     name = _preset(text)
     if name is None:
         near = ", ".join(difflib.get_close_matches(text, presets(), n=2, cutoff=0.4))
         hint, known = f"; closest: {near}" if near else "", ", ".join(presets())
-        message = f"--cluster {text}: no preset of that name{hint} (there are {known})"
+        message = f"{where}: no preset of that name{hint} (there are {known})"
         raise ConfigError(f"{message}; a cluster file ends in .json")
     return parse_cluster(read_object(_PRESETS / f"{name}.json", ConfigError), name)
+
+
+def _parts(text: str, where: str) -> list[tuple[int, Cluster]]:
+    """Number of devices and kind of each part of ``8xh100+8xa100``."""
+    parts = []
+    for part in text.split("+"):
+        count, times, name = part.partition("x")
+        if not times or not count.isdigit() or not 0 < int(count) <= MAX_RANKS:
+            raise ConfigError(f"{where}: give devices and their kind, as 16xh100 or 8xh100+8xa100")
+        parts.append((int(count), _load(name, where)))
+    return parts
+
+
+def _of_kinds(values: Mapping[str, Any], where: str) -> Cluster:
+    """A file that lists kinds of nodes."""
+    from mindspeed.planner.cluster.mixed import mixed_cluster
+
+    check(values, {"name": TEXT, "kinds": _LIST}, where, ConfigError)
+    if unknown := sorted(set(values) - {"name", "kinds"}):
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r} (known: name, kinds)")
+    parts = []
+    for index, one in enumerate(values["kinds"]):
+        here = f"{where}: kinds[{index}]"
+        if not isinstance(one, Mapping) or set(one) != {"devices", "cluster"}:
+            raise ConfigError(f"{here} is no object with devices and cluster")
+        check(one, {"devices": Whole(1, MAX_RANKS), "cluster": TEXT}, here, ConfigError)
+        parts.append((one["devices"], _load(one["cluster"], here)))
+    if not parts:
+        raise ConfigError(f"{where}: kinds is empty; list devices and cluster of each kind")
+    return mixed_cluster(parts, values.get("name", ""))
 
 
 def _preset(text: str) -> str | None:
@@ -283,18 +373,28 @@ def _preset(text: str) -> str | None:
 
 
 def machine_of(text: str) -> tuple[str, int]:
-    """Cluster and number of devices of ``16xh100`` or ``8xmeasured.json``.
+    """Cluster and number of devices of ``16xh100``, ``8xmeasured.json`` or ``8xh100+8xa100``.
+
+    A file that lists several kinds of nodes says their numbers: ``nodes.json``.
 
     Raises:
         ConfigError: it is not written so, or there is no such cluster.
     """
-    count, times, name = text.partition("x")
-    if not times or not count.isdigit() or not 0 < int(count) <= MAX_RANKS:
-        raise ConfigError(f"--on {text}: give devices and their kind, as 16xh100")
-    if "," in name or "+" in name:
-        raise ConfigError(f"--on {text}: a job on two kinds of devices is not planned; give one")
-    load_cluster(name)
-    return name, int(count)
+    from mindspeed.planner.cluster.mixed import MixedCluster, mixed_cluster
+
+    where = f"--on {text}"
+    if text.endswith(".json") and not text.partition("x")[0].isdigit():
+        found = _load(text, where)
+        if not isinstance(found, MixedCluster):
+            raise ConfigError(f"{where}: say how many devices, as 16x{text}")
+        return text, found.devices
+    parts = _parts(text, where)
+    if len(parts) > 1:
+        return text, mixed_cluster(parts).devices
+    ((count, kind),) = parts
+    if isinstance(kind, MixedCluster) and kind.devices != count:
+        raise ConfigError(f"{where}: the file lists {kind.devices} devices")
+    return text.partition("x")[2], count
 
 
 def parse_cluster(values: Mapping[str, Any], where: str) -> Cluster:

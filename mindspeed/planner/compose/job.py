@@ -82,6 +82,9 @@ def trace_job(
         NotSpliceable: it can only be counted whole.
     """
     asked = list(range(shape.ranks) if ranks is None else ranks)
+    if cluster is not None and len(cluster.kinds) > 1:
+        one = partial(trace_job, job, layout, shape, jobs=jobs, ranks=asked)
+        return _by_kind(one, shape, cluster, cache, asked)
     built = _built(layout, shape, asked)
 
     def traced(covers: Sequence[Cover]) -> list[RankTrace]:
@@ -94,6 +97,31 @@ def trace_job(
 
     plain = is_plain(layout, shape) or EXPERT in shape.layer_kinds
     return _widening(traced, layout, shape, asked, [False] if plain else [True, False])
+
+
+def _by_kind(
+    traced: Callable[..., list[RankTrace]],
+    shape: Shape,
+    cluster: Cluster,
+    cache: RunCache | None,
+    ranks: Sequence[int],
+) -> list[RankTrace]:
+    """Traces of pipeline ranks on several kinds of devices, each by a clock of its kind.
+
+    Args:
+        traced: traces all these ranks on a cluster.
+        shape: the job.
+        cluster: the kinds.
+        cache: cache of recordings.
+        ranks: pipeline ranks.
+    """
+    each = shape.devices // shape.ranks
+    kinds = [cluster.at(rank * each) for rank in ranks]
+    found = {
+        kind: traced(cluster=kind, cache=None if cache is None else cache.on(kind))
+        for kind in dict.fromkeys(kinds)
+    }
+    return [found[kind][index] for index, kind in enumerate(kinds)]
 
 
 def trace_alike(
@@ -124,6 +152,9 @@ def trace_alike(
         MindSpeedError: the job cannot start, or cannot be counted.
         NotSpliceable: it can only be counted whole.
     """
+    if cluster is not None and len(cluster.kinds) > 1:
+        one = partial(trace_alike, job, layout, shape, jobs=jobs)
+        return _by_kind(one, shape, cluster, cache, range(shape.ranks))
     own_row = not is_plain(layout, shape) and not is_interleaved(shape)
     if own_row or shape.shards_gradients:
         return trace_job(job, layout, shape, cluster, jobs, cache)

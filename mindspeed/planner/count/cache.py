@@ -45,6 +45,8 @@ class RunCache:
 
     def __init__(self, directory: str | Path | None, job: Job, cluster: Cluster | None) -> None:
         self._directory = None if directory is None else Path(directory)
+        self._job = job
+        self._others: dict[str, RunCache] = {}
         self._known: dict[str, Any] = {}
         machine = None if cluster is None else cluster.to_json()
         program = [type(job).__name__, job.argv, asdict(job.loads), _program(job)]
@@ -52,6 +54,13 @@ class RunCache:
         if self._directory is not None:
             make_dirs(self._directory)
         self.misses = 0
+
+    def on(self, cluster: Cluster) -> RunCache:
+        """The cache of the same job on another cluster, such as one kind of several."""
+        name = json.dumps(cluster.to_json(), sort_keys=True)
+        if name not in self._others:
+            self._others[name] = RunCache(self._directory, self._job, cluster)
+        return self._others[name]
 
     def get(self, point: Point) -> Recording | None:
         """The recording of a point; None if there is none."""

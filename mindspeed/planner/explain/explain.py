@@ -129,7 +129,7 @@ def _whole(args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:
     """The first, the second and the last pipeline rank."""
     last = args.pipeline_model_parallel_size - 1
     return {
-        stage: (args, cluster, rank_in_stage(args, stage), ())
+        stage: (args, cluster.at(rank_in_stage(args, stage)), rank_in_stage(args, stage), ())
         for stage in sorted({0, min(1, last), last})
     }
 
@@ -147,7 +147,12 @@ def _shorter(job: Job, args: argparse.Namespace, cluster: Cluster) -> dict[int, 
     are those of the job: stages have different layers, or messages go over different links.
     """
     layout, shape = layout_of(args), shape_of(args)
-    if layout.pp <= _SHORT or not layout.several_chunks or len(set(shape.stages)) > 1:
+    if (
+        len(cluster.kinds) > 1
+        or layout.pp <= _SHORT
+        or not layout.several_chunks
+        or len(set(shape.stages)) > 1
+    ):
         return _whole(args, cluster)
     stage = layout.devices // layout.pp
     pairs = [(0, rank * stage) for rank in (1, _SHORT - 1, layout.pp - 1)]

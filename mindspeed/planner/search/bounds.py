@@ -95,6 +95,16 @@ class Bounds:
         self._stage = 3 if args.data_parallel_sharding_strategy == "optim_grads_params" else 2
         self._stage *= bool(args.use_megatron_fsdp)
 
+    @property
+    def layer_seconds(self) -> float:
+        """Seconds of the products of a layer for one token, forward, at the best rate."""
+        return self._layer_flops / self._rate
+
+    @property
+    def head_layers(self) -> float:
+        """Layers that take as long as the output layer."""
+        return self._head_flops / self._layer_flops
+
     @staticmethod
     def _is_causal(args: argparse.Namespace) -> bool:
         """Whether every query sees half of the keys on average; other masks are not bounded."""

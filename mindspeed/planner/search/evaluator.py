@@ -59,7 +59,10 @@ class JobEvaluator:
         memory_limit: float = float("inf"),
     ) -> None:
         self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
-        self._bounds = Bounds(args, cluster)
+        self._bounds = [Bounds(args, kind) for kind in cluster.kinds]
+        self._fastest = min(
+            zip(self._bounds, cluster.kinds, strict=True), key=lambda one: one[0].layer_seconds
+        )[1]
         self._limit = memory_limit
         self._shapes: dict[Hashable, Shape] = {}
         self._exact: dict[Layout, Prediction] = {}
@@ -76,7 +79,13 @@ class JobEvaluator:
         if not runs:
             fastest = self._layers.get(_fastest(layout).signature(), {})
             runs = {kind: replace(run, kept=0.0) for kind, run in fastest.items()}
-        return self._bounds.of(layout, runs)
+        found = [bounds.of(layout, runs) for bounds in self._bounds]
+        return min(found, key=lambda one: one.seconds)
+
+    @property
+    def head_layers(self) -> float:
+        """Layers that take as long as the output layer."""
+        return self._bounds[0].head_layers
 
     def refine(self, layout: Layout) -> bool:
         """Tighten the bounds of layouts with one key; False: nothing is left that can.
@@ -125,7 +134,7 @@ class JobEvaluator:
             runs = self._runs_of_layers(layout)
         except MindSpeedError:
             return None
-        return self._bounds.mean(runs) if runs else None
+        return self._bounds[0].mean(runs) if runs else None
 
     def _runs_of_layers(self, layout: Layout) -> dict[str, LayerRun]:
         kinds = self._kinds_of(layout)
@@ -139,12 +148,15 @@ class JobEvaluator:
 
     def _layer(self, layout: Layout, kinds: tuple[str, ...], kind: str) -> LayerRun:
         point = layer_point(layout, kinds, kind)
-        found = self._cache.layer(point)
+        cache = self._cache
+        if len(self._cluster.kinds) > 1:
+            cache = cache.on(self._fastest)
+        found = cache.layer(point)
         if found is None:
             import_ahead()
-            arguments = self._job, point, self._cluster
+            arguments = self._job, point, self._fastest
             found = isolated.call(layer_run, *arguments, timeout=RUN_SECONDS)
-            self._cache.put_layer(point, found)
+            cache.put_layer(point, found)
         return found
 
     def key(self, layout: Layout) -> Hashable:

@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.features.registry import options, schedule_flags
+from mindspeed.job import Precision
 from mindspeed.memory.selective import modules_of
 from mindspeed.planner.cluster import GIB, Cluster, load_cluster
+from mindspeed.planner.cluster.mixed import MixedCluster
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, assumed
 from mindspeed.planner.interval import interval_of, job_kind
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, Recompute, layout_of
 from mindspeed.planner.search.bounded_search import Found, Outcome, Progress
 from mindspeed.planner.search.bounded_search import search as bounded_search
+from mindspeed.planner.search.kinds import by_kind, on_kinds
 from mindspeed.planner.search.result import (
     TOLERANCE,
     Candidate,
@@ -91,6 +94,12 @@ def plan(
     argv = argv.with_loads(loads)
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     limit = machine.memory_limit if memory_limit is None else memory_limit
+    mixed = machine if isinstance(machine, MixedCluster) else None
+    if mixed is not None:
+        machine = mixed = mixed if memory_limit is None else mixed.limited(memory_limit)
+        if devices not in (None, mixed.devices):
+            raise ConfigError(f"--devices {devices}: {mixed.name} has {mixed.devices} devices")
+        devices, prove = mixed.devices, 0  # a whole count does not know kinds
     names = SEARCHED if search is None else tuple(search)
     _check_names([*names, *(fix or {})])
     args, own = _own(argv, devices)
@@ -106,20 +115,29 @@ def plan(
         if "recompute" in {*names} - {*(fix or {})}:
             space = _with_modules(space, sizes, evaluator, modules_of(vars(args)))
         layouts = list(space.layouts(sizes, removed))
+        total = space.total
+        if mixed is not None:
+            dtype, head = Precision.of(args).products, evaluator.head_layers
+            found = on_kinds(layouts, mixed, sizes.num_layers, dtype, head, removed)
+            layouts = list(found)
+            total = removed.total() + len(layouts)
         outcome = bounded_search(layouts, evaluator, limit, top=top, progress=progress)
         front = _made_exact(outcome, evaluator, limit)
         best.extend(_proven(argv, outcome, limit, prove))
         if not best and not outcome.interrupted:
             try:
-                closest = closest_of(space.layouts(sizes, Counter()), evaluator, limit)
+                closest = closest_of(layouts, evaluator, limit)
             except KeyboardInterrupt:
                 outcome.interrupted = True
     counted = {one.layout: one.counted for one in best}
+    notes: list[str] = []
+    if mixed is not None and best:
+        notes = by_kind(mixed, best[0].layout, best[0].prediction, sizes.num_layers)
     return SearchResult(
         cluster=machine.name,
         devices=own.devices,
         memory_limit=int(limit),
-        total=space.total,
+        total=total,
         searched=space.several,
         removed=removed + outcome.removed,
         fitting=len(outcome.priced),
@@ -130,6 +148,7 @@ def plan(
         interrupted=outcome.interrupted,
         wall_seconds=time.monotonic() - start,
         tolerance=TOLERANCE,
+        notes=tuple(notes),
         interval=interval_of(job_kind(args), machine.name),
         assumed=assumed(args),
         priced=tuple(sorted(outcome.priced, key=lambda one: one[1].seconds)),

@@ -41,7 +41,8 @@ class Prediction:
     Attributes:
         layout: the layout.
         seconds: duration of a step.
-        peak_bytes: peak memory of the fullest rank.
+        peak_bytes: peak memory of the fullest rank; with several kinds of devices, what one kind
+            has less than the largest counts as used.
         ranks: memory of each pipeline rank.
         bubble: fraction of the pipeline's time in which the mean rank computes nothing useful.
         exposed: seconds of a step in which the busiest rank waits, by process group.
@@ -118,17 +119,17 @@ def assembled(
     busiest = max(range(shape.ranks), key=lambda rank: sum(waits[rank].values()))
     exposed = {**waits[busiest], "data parallel": slowest.exposed}
     if shape.ranks > 1 and not shape.overlap_messages:
-        each = message_seconds(shape, cluster)
+        each = max(message_seconds(shape, cluster))
         exposed["messages"] = each * 2 * shape.micro_batches * shape.chunks
     idle = plans.bubble * pipeline
-    devices, peak = shape.devices, cluster.device.peak(shape.dtype)
+    devices, peak = shape.devices, cluster.peak(shape.dtype)
     rate = seconds * devices
     share = {**exposed, "bubble": idle}
     share["compute"] = seconds - sum(share.values())
     return Prediction(
         layout=layout,
         seconds=seconds,
-        peak_bytes=max(rank.peak for rank in ranks),
+        peak_bytes=max(rank.peak + _missing(rank.rank, shape, cluster) for rank in ranks),
         ranks=ranks,
         bubble=plans.bubble,
         exposed=exposed,
@@ -139,6 +140,12 @@ def assembled(
         limit=max(share, key=lambda name: share[name]),
         uneven_seconds=seconds + more * pipeline,
     )
+
+
+def _missing(rank: int, shape: Shape, cluster: Cluster) -> int:
+    """Bytes that the devices of a pipeline rank have less than the largest kind."""
+    kind = cluster.at(rank * (shape.devices // shape.ranks))
+    return cluster.memory_limit - kind.memory_limit
 
 
 def more_when_uneven(ranks: Sequence[tuple[float, float]], shape: Shape) -> float:
@@ -165,15 +172,15 @@ def stage_costs(
         shape: the job.
         cluster: the machine.
     """
-    message = message_seconds(shape, cluster)
-    blocking = 0.0 if shape.overlap_messages else message
+    messages = message_seconds(shape, cluster)
+    blocking = [0.0, *(0.0 if shape.overlap_messages else one for one in messages), 0.0]
     stages = []
     for stage, known in enumerate(chunks):
         seconds = dict(known)
-        seconds["F"] = seconds.get("F", 0.0) + (blocking if stage + 1 < len(chunks) else 0)
+        seconds["F"] = seconds.get("F", 0.0) + blocking[stage + 1]
         for op in ("B", "I"):
             if op in seconds:
-                seconds[op] += blocking if stage else 0
+                seconds[op] += blocking[stage]
         if "I" not in seconds:  # whole backwards are recorded only
             seconds["I"] = seconds["W"] = seconds.get("B", 0.0) / 2
         elif "B" not in seconds:
@@ -184,13 +191,20 @@ def stage_costs(
         forward=mean[0],
         input_gradient=mean[1],
         weight_gradient=mean[2],
-        latency=message if shape.overlap_messages else 0.0,
+        latency=max(messages, default=0.0) if shape.overlap_messages else 0.0,
         of_stages=tuple(stages),
     )
 
 
-def message_seconds(shape: Shape, cluster: Cluster) -> float:
-    """Seconds of a message to the next pipeline rank."""
+def message_seconds(shape: Shape, cluster: Cluster) -> list[float]:
+    """Seconds of a message from each stage to the next one; none between chunks of one rank."""
     if shape.ranks == 1:
-        return 0.0
-    return cluster.collective_seconds("send", shape.message, (0, shape.devices // shape.ranks))
+        return []
+    each = shape.devices // shape.ranks
+    owners = {stage: rank for rank, stages in enumerate(shape.placement.stages) for stage in stages}
+    found = []
+    for stage in range(len(owners) - 1):
+        pair = owners[stage] * each, owners[stage + 1] * each
+        same = pair[0] == pair[1]
+        found.append(0.0 if same else cluster.collective_seconds("send", shape.message, pair))
+    return found

@@ -62,11 +62,15 @@ def predict(
             chunks[stages[chunk]][op] = seconds
     costs = stage_costs(chunks, shape, cluster)
     plans = step_plan(shape, costs)
+    each = shape.devices // shape.ranks
+    kinds = [cluster.at(rank * each) for rank in range(shape.ranks)]
     ranks = tuple(
-        RankFigures(rank, one.static, one.step.peak, one.peak, one.peak <= cluster.memory_limit)
-        for rank, one in enumerate(traces)
+        RankFigures(rank, one.static, one.step.peak, one.peak, one.peak <= kind.memory_limit)
+        for rank, (one, kind) in enumerate(zip(traces, kinds, strict=True))
     )
-    ends = [_end_of_step(one, shape, cluster) for one in traces]
+    ends = [
+        _end_of_step(one, shape, cluster, kind) for one, kind in zip(traces, kinds, strict=True)
+    ]
     waits = [_waits(one) for one in traces]
     flops = sum(one.step.flops for one in traces) / shape.ranks
     more = more_when_uneven([(_busy(one), _routed(one)) for one in traces], shape)
@@ -96,20 +100,27 @@ def _waits(trace: RankTrace) -> dict[str, float]:
     return found
 
 
-def _end_of_step(trace: RankTrace, shape: Shape, cluster: Cluster) -> DataParallel:
+def _end_of_step(trace: RankTrace, shape: Shape, cluster: Cluster, kind: Cluster) -> DataParallel:
     """Seconds after the last action, and those of data-parallel collectives that nothing hides.
 
     A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
     forwards of the rank.
+
+    Args:
+        trace: a pipeline rank.
+        shape: the job.
+        cluster: the machine.
+        kind: of the devices of the rank.
     """
     optimizer = trace.step.closing_seconds
     for name, one in trace.step.closing.items():
         ranks = group_ranks(name.group, name.size, shape)
         if name.op and one.payload > 0 and len(ranks) > 1:
             calls = max(1, round(one.calls))
-            optimizer += calls * cluster.collective_seconds(name.op, one.payload / calls, ranks)
-    reduce = _collectives(trace.shared, ("reduce_scatter", "all_reduce"), shape, cluster)
-    gather = _collectives(trace.shared, ("all_gather",), shape, cluster)
+            machine = kind if max(ranks) < shape.devices // shape.ranks else cluster
+            optimizer += calls * machine.collective_seconds(name.op, one.payload / calls, ranks)
+    reduce = _collectives(trace.shared, ("reduce_scatter", "all_reduce"), shape, kind)
+    gather = _collectives(trace.shared, ("all_gather",), shape, kind)
     if shape.overlap_gradients:
         reduce -= sum(t for (op, _), t in trace.step.seconds.items() if op == "B")
     if shape.overlap_parameters:

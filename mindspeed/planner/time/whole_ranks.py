@@ -146,7 +146,7 @@ def predict_whole(
     ranks = range(shape.ranks)
     counts = [(2, 3)] if shape.ranks == 1 else [(enough_micro_batches(shape, r),) for r in ranks]
     asked = [
-        (args, cluster, rank_in_stage(args, rank), count)
+        (args, cluster.at(rank_in_stage(args, rank)), rank_in_stage(args, rank), count)
         for rank in ranks
         for count in counts[rank]
     ]
@@ -168,15 +168,16 @@ def predict_whole(
     flops = sum(one.flops * len(one.pipeline_ranks) for one in found.ranks) / shape.ranks
     ends = [one.end for one in figures]
     more = more_when_uneven([(one.busy, one.routed) for one in figures], shape)
-    memory = tuple(_memory(found, cluster))
+    memory = tuple(_memory(found, cluster, shape))
     return assembled(shape, cluster, plans, memory, ends, waits, flops, more=more)
 
 
-def _memory(found: Check, cluster: Cluster) -> Iterator[RankFigures]:
+def _memory(found: Check, cluster: Cluster, shape: Shape) -> Iterator[RankFigures]:
+    each = shape.devices // shape.ranks
     for one in found.ranks:
         more = one.peak - sum(one.static.values())
-        fits = one.peak <= cluster.memory_limit
         for rank in one.pipeline_ranks:
+            fits = one.peak <= cluster.at(rank * each).memory_limit
             yield RankFigures(rank, one.static, more, one.peak, fits)
 
 
