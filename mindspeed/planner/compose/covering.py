@@ -413,7 +413,8 @@ def _point(
     have an entry for every layer of the model.
     """
     own = shape.request.placement(ranks, shape.chunks).stages[rank] if ranks > 1 else (0,)
-    stages = [tuple(words[0][:1]) for _ in range(ranks * shape.chunks)]
+    some = words[0][:1] or (Layer(shape.kinds[0]),)  # a stage may have none
+    stages = [some for _ in range(ranks * shape.chunks)]
     even = layout.v_shaped and layout.stage_layers is None and len(set(map(len, words))) == 1
     if even:  # a V divides its layers by itself
         stages = [tuple(words[0])] * len(stages)
@@ -422,7 +423,7 @@ def _point(
     others = [stage for stage in range(len(stages)) if stage not in own]
     rest = sum(map(len, shape.stages)) - sum(map(len, stages))
     if others and rest > 0 and not even:
-        stages[others[0]] += words[0][:1] * rest
+        stages[others[0]] += some * rest
     split = ranks > 1 and not even
     small = replace(
         layout,
