@@ -94,10 +94,7 @@ def launch_words(given: str | None, cluster: str | None, devices: int) -> str | 
     from mindspeed.planner.cluster import load_cluster
 
     machine = load_cluster(cluster)
-    sizes = {kind.levels[0].size or devices for kind in machine.kinds}
-    if len(sizes) > 1:
-        return None
-    node = sizes.pop()
+    node = machine.node_size or devices
     if devices <= node:
         return f"{_ON_A_NODE}{devices}"
     if devices % node:

@@ -34,6 +34,7 @@ def test_ranks_are_numbered_kind_by_kind():
     assert [found.at(rank).name for rank in (0, 7, 8, 23)] == ["h100", "h100", "a100", "a100"]
     assert found.devices == 24 and [kind.name for kind in found.kinds] == ["h100", "a100"]
     assert found.peak("bf16") == pytest.approx((989.4e12 + 2 * 312e12) / 3)
+    assert [one.node_size for one in (found, mixed(4, 4), mixed(4, 8))] == [8, 4, None]
     assert FAST.kinds == (FAST,) and FAST.at(100) is FAST
 
 

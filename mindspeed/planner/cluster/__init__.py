@@ -175,6 +175,11 @@ class Cluster:
         return hash((self.name, self.device.name, self.levels))
 
     @property
+    def node_size(self) -> int | None:
+        """Devices of a node; None: all are in one, or nodes have different numbers."""
+        return self.levels[0].size
+
+    @property
     def kinds(self) -> tuple[Cluster, ...]:
         """The kinds of nodes."""
         return (self,)

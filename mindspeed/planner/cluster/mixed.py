@@ -48,6 +48,12 @@ class MixedCluster(Cluster):
         """Number of devices."""
         return sum(count for count, _ in self.parts)
 
+    @property
+    def node_size(self) -> int | None:
+        """See :attr:`Cluster.node_size`; a kind with fewer devices than a node is one."""
+        sizes = {min(count, kind.node_size or count) for count, kind in self.parts}
+        return sizes.pop() if len(sizes) == 1 else None
+
     def at(self, rank: int) -> Cluster:
         """The kind of a rank; ranks beyond the last are of the last kind."""
         ends = accumulate(count for count, _ in self.parts)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed.planner.cluster import GIB, Cluster
 from mindspeed.planner.cluster.mixed import MixedCluster
-from mindspeed.planner.layout import V_SHAPES, Layout
+from mindspeed.planner.layout import Layout
 
 if TYPE_CHECKING:
     from mindspeed.planner.time.prediction import Prediction
@@ -95,7 +95,7 @@ def _uneven(
     layout: Layout, num_layers: int, weights: Sequence[float], head: float
 ) -> Iterator[Layout]:
     """The layout with splits for ranks whose layers take ``weights``."""
-    if layout.stage_layers is not None or layout.pp == 1 or layout.schedule in V_SHAPES:
+    if layout.stage_layers is not None or layout.pp == 1 or layout.v_shaped:
         return
     most = layout.recompute.layers if layout.recompute is not None else 0
     for factor in FACTORS:
