@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed.compare.megatron import MegatronHooks
+from mindspeed.compare.megatron_optimizer import learning_rate
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder, write_job
 
@@ -95,7 +96,11 @@ class JobRecording:
 
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if self._recorder is None or self._recorder.step is None:
+                return step(*args, **kwargs)
+            rate = learning_rate(optimizer)
             result = step(*args, **kwargs)
+            self._prepared().optimizer(optimizer, rate, result[1])
             self._end()
             return result
 

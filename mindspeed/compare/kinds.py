@@ -6,5 +6,7 @@ WHAT = (
     "output-gradients",
     "weights",
     "weight-gradients",
+    "main-weights",
+    "optimizer",
     "loss",
 )

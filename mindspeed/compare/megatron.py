@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mindspeed.compare.digest import Place
+from mindspeed.compare.digest import Place, whole
+from mindspeed.compare.megatron_optimizer import owned
 from mindspeed.compare.megatron_places import (
     Columns,
     MicroBatchRows,
@@ -35,11 +36,17 @@ from mindspeed.compare.megatron_places import (
 from mindspeed.compare.names import NO_MICRO_BATCH, parameter_name
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
+from mindspeed.journal import Journal
 
 _LAYER = re.compile(r"\.layers\.(\d+)(?=\.|$)")
 _NOT_RECORDED = re.compile(
     r"(^|\.)(rotary_pos_emb|embedding\..*|core_attention\..*|experts\..*|.*dropout.*)$"
 )
+_EXPERT = re.compile(
+    r"\.experts\.(?:local_experts\.(?P<single>\d+)\.(?P<layer>linear_fc\d)\.\w+"
+    r"|(?P<grouped>linear_fc\d)\.(?P<kind>weight|bias)(?P<number>\d+))$"
+)
+_OUTPUTS = ("output", "choice", "logits")
 _NO_WORK = ("IdentityOp", "IdentityFuncOp")
 
 
@@ -47,6 +54,15 @@ _NO_WORK = ("IdentityOp", "IdentityFuncOp")
 class _MicroBatch:
     number: int  # in the step, over all data-parallel ranks
     rows: MicroBatchRows
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module: its micro-batch, and the module's name with the number of the call."""
+
+    batch: _MicroBatch
+    name: str
 
 
 @dataclass
@@ -55,7 +71,7 @@ class _Chunk:
     wrapped: Any
     names: dict[str, str]  # name in the chunk -> name in the model
     current: _MicroBatch | None = None
-    calls: defaultdict[str, list[_MicroBatch]] = field(default_factory=lambda: defaultdict(list))
+    calls: defaultdict[str, list[_Call]] = field(default_factory=lambda: defaultdict(list))
     recomputed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -79,6 +95,7 @@ class MegatronHooks:
         self._recorder, self._what, self._noise = recorder, frozenset(what), noise
         self._only = frozenset(micro_batches)
         self._handles: list[RemovableHandle] = []
+        self._journal = Journal()
         self._chunks: list[_Chunk] = []
         self._places: dict[int, dict[str, Place]] = {}
         self._ranks: Ranks | None = None
@@ -103,6 +120,7 @@ class MegatronHooks:
         step.place = asdict(self._ranks)
         forward = self._counted(options["forward_step_func"], step.scalars)
         try:
+            self._complete_parameters()
             self._weights("begin", "weight", lambda parameter: parameter)
             for chunk in self._chunks:
                 self._hook(chunk)
@@ -111,6 +129,14 @@ class MegatronHooks:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+            self._journal.undo()
+
+    def _complete_parameters(self) -> None:
+        """Gather the shards of parameters that would be gathered layer by layer."""
+        for chunk in self._chunks:
+            config = getattr(chunk.wrapped, "ddp_config", None)
+            if "weights" in self._what and getattr(config, "overlap_param_gather", False):
+                chunk.wrapped.start_param_sync(force_sync=True)
 
     def gradients(self) -> None:
         """Record the reduced gradients of all weights, once the schedule has ended."""
@@ -119,6 +145,55 @@ class MegatronHooks:
         own = _own_ranges(self._chunks)
         tokens = next((c.current.rows.total for c in self._chunks if c.current), 1)
         self._weights("end", "main_grad", _main_grad, own, tokens)
+
+    def optimizer(self, optimizer: Any, rate: float | None, grad_norm: Any) -> None:
+        """Record what a step of the optimizer has made.
+
+        Args:
+            optimizer: Of Megatron.
+            rate: Learning rate of the step.
+            grad_norm: What the step returned; None where a rank has no parameters.
+        """
+        for what, value in (("learning_rate", rate), ("grad_norm", grad_norm)):
+            if value is not None and "optimizer" in self._what:
+                scalar = torch.as_tensor(float(value), dtype=torch.float32).view(1, 1)
+                terms = 1 if what == "learning_rate" else _largest(self._chunks)
+                self._recorder.add(
+                    NO_MICRO_BATCH, "end", "optimizer", what, scalar, whole(1), terms
+                )
+        wanted = {"main_weight"} if "main-weights" in self._what else set()
+        named = {
+            parameter: (chunk, path)
+            for chunk in self._chunks
+            for path, parameter in chunk.module.named_parameters()
+        }
+        for own in owned(optimizer):
+            chunk, path = named.get(own.parameter, (None, ""))
+            place = self._places[id(chunk.module)].get(path) if chunk else None
+            if chunk is None or place is None:
+                continue
+            module, kind = _module_and_kind(path, chunk)
+            for name, value in own.tensors.items():
+                if name in wanted or (name != "main_weight" and "optimizer" in self._what):
+                    label = f"{kind}{name}"
+                    self._add_flat("end", module, label, value, place, own.start)
+
+    def _add_flat(
+        self,
+        when: str,
+        module: str,
+        what: str,
+        value: torch.Tensor,
+        place: Place,
+        start: int = 0,
+        reduction: int = 1,
+    ) -> None:
+        """Record consecutive elements of a parameter's shard, from ``start`` on."""
+        for first, last, own in rectangles(place, start, start + value.numel()):
+            part = value[first - start : last - start].view(len(own.rows), len(own.columns))
+            self._recorder.add(
+                NO_MICRO_BATCH, when, module, what, part, own, reduction, exactly=True
+            )
 
     # Forward
 
@@ -158,9 +233,27 @@ class MegatronHooks:
                 for before in self._inputs_of(chunk, path, name, inner):
                     handle = inner.register_forward_pre_hook(before, with_kwargs=True)
                     self._handles.append(handle)
+            if path.endswith("router") and hasattr(inner, "gating"):
+                self._hook_logits(chunk, name, inner)
             if _records_output(path, inner):
                 after = functools.partial(self._output, chunk, name)
                 self._handles.append(inner.register_forward_hook(after))
+
+    def _hook_logits(self, chunk: _Chunk, name: str, router: Any) -> None:
+        """A router computes its logits in a method, not in a module."""
+        gating = router.gating
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            logits = gating(*args, **kwargs)
+            call = self._call_of(chunk, name, "logits")
+            if call is None:
+                return logits
+            reduction = router.weight.shape[1]
+            columns = Columns(logits.shape[-1])
+            result = self._tensor(call, "logits", logits, columns, reduction)
+            return logits if result is None else result
+
+        self._journal.set(router, "gating", recorded, owner="compare")
 
     def _begin_micro_batch(self, chunk: _Chunk, module: Any, args: Any, kwargs: Any) -> None:
         assert self._ranks is not None
@@ -178,6 +271,8 @@ class MegatronHooks:
             samples, length = tokens.shape
         rows = rows_of(ranks, samples, length, packed)
         chunk.current = _MicroBatch(self._number, rows)
+        if not module.pre_process:
+            chunk.current.calls["embedding output"] = 1  # for tokens that are predicted ahead
         if "inputs" in self._what or "activations" in self._what:
             for what, value in (("tokens", tokens), ("labels", given.get("labels"))):
                 if value is not None:
@@ -189,16 +284,19 @@ class MegatronHooks:
         batch = chunk.current
         if batch is None or not isinstance(output, torch.Tensor) or output.dim() != 2:
             return None  # logits of a forward step with a loss of its own
-        return self._tensor(chunk, batch, "loss", "per_token", output, Columns(1), 1, loss=True)
+        call = _Call(batch, "loss")
+        return self._tensor(call, "per_token", output, Columns(1), 1, loss=True)
 
     def _output(self, chunk: _Chunk, name: str, module: Any, args: Any, output: Any) -> Any:
         first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-        batch = self._batch_of(chunk, name)
-        if batch is None or not isinstance(first, torch.Tensor):
+        call = self._call_of(chunk, name, "output")
+        if call is None or not isinstance(first, torch.Tensor):
             return None
         columns = _columns(module, name, first, self._ranks)
-        reduction = _reduction(module, name, batch.rows, first)
-        result = self._tensor(chunk, batch, name, "output", first, columns, reduction)
+        reduction = _reduction(module, name, call.batch.rows, first)
+        result = self._tensor(call, "output", first, columns, reduction)
+        if name.endswith("router") and rest and isinstance(rest[0], torch.Tensor):
+            self._tensor(call, "choice", rest[0], columns, 1)
         if result is None:
             return None
         return result if rest is None else (result, *rest)
@@ -219,8 +317,8 @@ class MegatronHooks:
             return
 
         def before(module: Any, args: Any, kwargs: Any) -> Any:
-            batch = self._batch_of(chunk, name + "|input")
-            if batch is None:
+            call = self._call_of(chunk, name, "input")
+            if call is None:
                 return None
             changed = list(args)
             for index, what in enumerate(whats):
@@ -228,27 +326,30 @@ class MegatronHooks:
                 if not isinstance(value, torch.Tensor):
                     continue
                 columns = _input_columns(what, value, ranks, module, chunk.module.config)
-                result = self._tensor(chunk, batch, name, what, value, columns, 1)
+                result = self._tensor(call, what, value, columns, 1)
                 changed[index] = value if result is None else result
             return tuple(changed), kwargs
 
         yield before
 
-    def _batch_of(self, chunk: _Chunk, name: str) -> _MicroBatch | None:
-        """The micro-batch of a call; in the backward that of the same call in the forward."""
+    def _call_of(self, chunk: _Chunk, name: str, side: str) -> _Call | None:
+        """A module's call; in the backward the same call in the forward."""
+        calls = chunk.calls[f"{name} {side}"]
         if not _in_backward():
-            if chunk.current is not None:
-                chunk.calls[name].append(chunk.current)
-            return chunk.current
-        calls, index = chunk.calls[name], chunk.recomputed[name]
-        chunk.recomputed[name] += 1
+            batch = chunk.current
+            if batch is None:
+                return None
+            batch.calls[f"{name} {side}"] += 1
+            count = batch.calls[f"{name} {side}"]
+            calls.append(_Call(batch, name if count == 1 else f"{name}#{count}"))
+            return calls[-1]
+        index = chunk.recomputed[f"{name} {side}"]
+        chunk.recomputed[f"{name} {side}"] += 1
         return calls[index] if index < len(calls) else None
 
     def _tensor(
         self,
-        chunk: _Chunk,
-        batch: _MicroBatch,
-        name: str,
+        call: _Call,
         what: str,
         x: torch.Tensor,
         columns: Columns,
@@ -256,22 +357,22 @@ class MegatronHooks:
         loss: bool = False,
     ) -> torch.Tensor | None:
         """Record a tensor and its gradient; the perturbed tensor in a run with noise."""
+        batch, name = call.batch, call.name
         step, ranks = self._recorder.step, self._ranks
         assert ranks is not None
         if step is None or (self._only and batch.number not in self._only):
             return None
-        kind = "loss" if loss else "activations" if what == "output" else "inputs"
+        kind = "loss" if loss else "activations" if what in _OUTPUTS else "inputs"
         flat = _flat(x, loss)
         place = None
-        if flat is not None:
-            tokens = x.shape[1] if loss else x.shape[0]
-            place = batch.rows.place(tokens, columns)
+        if flat is not None and len(flat) % batch.rows.samples == 0:
+            place = batch.rows.place(len(flat) // batch.rows.samples, columns)
         if flat is None or place is None or flat.shape != (len(place.rows), len(place.columns)):
             step.skipped[f"{name}/{what}"] = f"its place is not known: {list(x.shape)}"
             return None
         recomputes = _in_backward()
         result = None
-        if self._noise is not None and not recomputes:
+        if self._noise is not None and not recomputes and x.is_floating_point():
             label = f"{batch.number}/{name}/{what}/{place.identity}"
             noisy = self._noise.on(x, label, reduction)
             if what == "input" and name.endswith("pre_mlp_layernorm"):
@@ -280,7 +381,8 @@ class MegatronHooks:
                 result = x + (noisy - x.detach())
             flat = _flat(x if result is None else result, loss)
         if kind in self._what and not recomputes:
-            self._add(batch, "forward", name, what, flat, place, reduction)
+            exactly = what == "choice"
+            self._add(batch, "forward", name, what, flat, place, reduction, exactly=exactly)
         target = x if result is None else result
         partial = what in ("key", "value") and columns.parts < ranks.tp_size
         if "output-gradients" in self._what and target.requires_grad and not partial:
@@ -352,15 +454,12 @@ class MegatronHooks:
                 if place is None:
                     step.skipped[f"{name}/{what}"] = "its place is not known"
                     continue
-                module, _, kind = name.rpartition(".")
-                label = what if kind == "weight" else f"{kind}_{what}".replace("_weight", "")
-                flat = value.detach().reshape(-1)
-                start, end = ranges(parameter) if ranges else (0, flat.numel())
-                for first, last, own in rectangles(place, start, end):
-                    part = flat[first:last].view(len(own.rows), len(own.columns))
-                    self._recorder.add(
-                        NO_MICRO_BATCH, when, module, label, part, own, reduction, exactly=True
-                    )
+                module, kind = _module_and_kind(path, chunk)
+                start, end = ranges(parameter) if ranges else (0, value.numel())
+                own = value.detach().view(-1)[start:end]
+                if self._noise is not None and when == "end":
+                    own.copy_(self._noise.on(own, f"{name}/{what}/{place.identity}", reduction))
+                self._add_flat(when, module, f"{kind}{what}", own, place, start, reduction)
 
 
 def _inner(model: Any) -> Any:
@@ -390,8 +489,23 @@ def _names(chunk: Any) -> dict[str, str]:
 
 
 def _parameter(path: str, chunk: _Chunk) -> str:
+    """Name of a parameter in the whole model; experts have their number in it."""
     module, _, kind = path.rpartition(".")
-    return parameter_name(f"{chunk.names[module]}.{kind}" if module else kind)
+    name = f"{chunk.names[module]}.{kind}" if module else kind
+    if found := _EXPERT.search(path):
+        own = chunk.module.get_submodule(path[: found.start()]).local_expert_indices
+        grouped = found["grouped"] is not None
+        layer, number = found["layer"] or found["grouped"], found["number"] or found["single"]
+        kind = found["kind"] if grouped else kind
+        head = chunk.names[path[: found.start()]]
+        name = f"{head}.experts.{own[int(number)]}.{layer}.{kind}"
+    return parameter_name(name)
+
+
+def _module_and_kind(path: str, chunk: _Chunk) -> tuple[str, str]:
+    """Module of a parameter, and what begins the kinds of its tensors: empty for a weight."""
+    module, _, kind = _parameter(path, chunk).rpartition(".")
+    return module, "" if kind == "weight" else f"{kind}_"
 
 
 def _records_output(path: str, module: Any) -> bool:
@@ -445,10 +559,12 @@ def _reduction(module: Any, name: str, rows: MicroBatchRows, x: torch.Tensor) ->
     return x.shape[-1]
 
 
-def _flat(x: torch.Tensor, loss: bool) -> Any:
+def _flat(x: torch.Tensor, loss: bool) -> torch.Tensor | None:
     """``[rows, columns]`` of ``[tokens, samples, ...]``, of a loss ``[samples, tokens]``."""
     if loss:
         return x.t().reshape(-1, 1)
+    if x.dim() == 2:  # of a router, whose rows are tokens of all samples
+        return x
     return x.reshape(x.shape[0] * x.shape[1], -1) if x.dim() > 2 else None
 
 
@@ -481,6 +597,11 @@ def _scalars(config: Any, micro_batches: int, ranks: Ranks) -> dict[str, Any]:
         "cp": ranks.cp_size,
         "tokens": {},
     }
+
+
+def _largest(chunks: list[_Chunk]) -> int:
+    """Elements of the largest parameter on this rank, whose squares are added in one go."""
+    return max(p.numel() for chunk in chunks for p in chunk.module.parameters())
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -141,10 +141,13 @@ def parameter_places(chunk: Any) -> dict[str, Place]:
 
     A parameter whose place is no rectangle, or that a checkpoint does not have, is left out.
     """
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     by_storage: dict[tuple[int, torch.Size], Any] = {}
-    for entry in _entries(chunk.sharded_state_dict()):
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
+    for entry in _entries(state):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
             by_storage[entry.data.data_ptr(), entry.data.shape] = entry
     found = {}

@@ -15,7 +15,7 @@ _COLUMNS = (
     ("weights", ("begin", "weight")),
     ("forward", ("forward", "")),
     ("backward", ("backward", "")),
-    ("gradients", ("end", "main_grad")),
+    ("end", ("end", "")),
 )
 
 

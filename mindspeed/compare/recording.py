@@ -24,6 +24,7 @@ from mindspeed.parsing import decode_json
 
 _MASK = (1 << 64) - 1
 _PHASE = {"begin": 0, "forward": 1, "recompute": 2, "backward": 3, "end": 4}
+_LATER = {"learning_rate": 5, "grad_norm": 5, "main_weight": 7}
 
 
 @dataclass
@@ -193,7 +194,10 @@ def _order(name: Name, order: Mapping[tuple[str, str, str], int]) -> tuple[int, 
     at = order[name.when, name.module, name.what]
     backwards = name.when in ("backward", "recompute", "end")
     level = depth(name.module) * (-1 if backwards else 1)
-    return (_PHASE[name.when], level, at, name.micro_batch)
+    phase = _PHASE[name.when]
+    if name.when == "end" and not name.what.endswith("main_grad"):
+        phase = next((at for what, at in _LATER.items() if name.what.endswith(what)), 6)
+    return (phase, level, at, name.micro_batch)
 
 
 def _whole(

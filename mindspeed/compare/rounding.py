@@ -88,6 +88,8 @@ class NoiseLevels:
         """Noise of each statistic of a tensor."""
         unit = UNIT.get(tensor.dtype, UNIT["float32"])
         floor, elements = 0.4 * unit, tensor.shape[0] * tensor.shape[1]
+        if elements == 1:  # no other values whose noise could be pooled
+            floor = amplitude(tensor.dtype, tensor.reduction)
         least = {"whole": floor, "block": floor, "norm": max(floor / math.sqrt(elements), 2.0**-26)}
         sums = self._sums.get(_pooled(tensor.name))
         if sums is not None and sums[0]:
@@ -113,7 +115,7 @@ def _pooled(name: Name) -> tuple[object, ...]:
 def exactly(name: Name, first: int) -> bool:
     """Whether no difference is allowed: tokens, and weights before the first step."""
     begins = name.when == "begin" and name.step == first == 0
-    return name.module == "data" or begins
+    return name.module == "data" or name.what == "choice" or begins
 
 
 def difference(a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool) -> Difference:

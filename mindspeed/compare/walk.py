@@ -38,6 +38,18 @@ _MODEL = (
 )
 """Arguments whose difference is said with a result."""
 
+_OF_OPTIMIZER = {
+    "learning_rate": "the learning rate: its schedule, or the step that the runs are at",
+    "grad_norm": (
+        "the gradient norm, of equal gradients: parameters that are left out, or copies that are "
+        "counted twice"
+    ),
+    "main_weight": (
+        "the update, of equal gradients and states: weight decay, eps, or a shard that is not "
+        "updated"
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -197,6 +209,13 @@ def _verdict(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str
                 "a weight differs before the step: loading, initialisation, or the order of shards"
             )
         return kind + "a weight differs before the step: the update of an earlier step"
+    if name.what == "choice":
+        tokens = max(1, round((row.difference.error * row.a.norm) ** 2 / 2))
+        return kind + (
+            f"about {tokens} of {row.a.shape[0]} tokens go to other experts though the logits are "
+            "equal within rounding: ties, or the choice of the router. After ties runs in narrow "
+            "types differ: compare in fp32"
+        )
     if name.when == "forward":
         if _weight_differs(rows, name):
             return kind + f"its weight differs: see {name.module}"
@@ -206,10 +225,17 @@ def _verdict(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str
             return (
                 kind + "what stands between this tensor and those before it: addition, activation"
             )
+        if name.module.endswith(".mlp"):
+            return kind + "its experts, or the dispatch of tokens to them and back"
         return kind + "this operator" + _communication(name, a, b)
     if name.when == "backward":
         return kind + f"the backward that makes this gradient{_communication(name, a, b)}"
-    return kind + _of_gradients(rows, index, scale)
+    if name.what.endswith("main_grad"):
+        return kind + _of_gradients(rows, index, scale)
+    for what, text in _OF_OPTIMIZER.items():
+        if name.what.endswith(what):
+            return kind + text
+    return kind + "the optimizer's states: its decay rates, or what was loaded"
 
 
 def _communication(name: Name, a: Recording, b: Recording) -> str:

@@ -204,6 +204,20 @@ def not_summed(chunk: Any, rank: int) -> None:
         module.weight.sequence_parallel = False
 
 
+def learning_rate(chunk: Any, rank: int) -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler as Schedule
+
+    right = Schedule.get_lr
+    Schedule.get_lr = lambda *given: 1.01 * right(*given)
+
+
+def gradient_norm(chunk: Any, rank: int) -> None:
+    from megatron.core.optimizer import optimizer
+
+    right = optimizer.get_grad_norm_fp32
+    optimizer.get_grad_norm_fp32 = lambda *given, **named: 1.001 * right(*given, **named)
+
+
 F, B, E, W = "forward", "backward", "end", "begin"
 ATTENTION = "decoder.layers.2.self_attention.core_attention"
 QKV = "decoder.layers.2.self_attention.linear_qkv"
@@ -314,5 +328,7 @@ FAULTS: dict[str, Fault] = {
         ((E, PROJ, "main_grad"),),
         (ZERO, DP2, CP2),
     ),
+    "learning rate": Fault(learning_rate, ((E, "optimizer", "learning_rate"),)),
+    "gradient norm": Fault(gradient_norm, ((E, "optimizer", "grad_norm"),)),
     "norm's gradient not summed": Fault(not_summed, ((E, NORM, "main_grad"),), (SP2,)),
 }  # fmt: skip

@@ -42,10 +42,13 @@ class Runs:
         ranks: of the pool.
         folder: for weights and recordings.
         model: flags of every run.
+        recorded: flags of every run that records.
     """
 
-    def __init__(self, ranks: Callable[..., Any], folder: Path, model: str = "") -> None:
-        self._ranks, self.folder, self._model = ranks, folder, model
+    def __init__(
+        self, ranks: Callable[..., Any], folder: Path, model: str = "", recorded: str = ""
+    ) -> None:
+        self._ranks, self.folder, self._model, self._recorded = ranks, folder, model, recorded
         self._count = 0
 
     @functools.cached_property
@@ -63,8 +66,8 @@ class Runs:
         """A recording of a run; its directory."""
         self._count += 1
         path = self.folder / (at or f"run-{self._count}")
-        job = f"{self._model} --global-batch-size 4 --train-iters 1 {self._weights} {flags}"
-        self._train(world, f"{job} --record {path}", fault)
+        job = f"{self._model} --global-batch-size 4 --train-iters 1 {self._recorded}"
+        self._train(world, f"{job} {self._weights} {flags} --record {path}", fault)
         return path
 
     @functools.cached_property
