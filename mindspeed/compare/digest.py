@@ -5,7 +5,7 @@ A tensor is seen as ``[rows, columns]``, in :data:`BLOCKS` blocks of rows. Of ea
     sketch   K numbers: sum of r_k(i) * c_k(j) * x_ij, r and c = +-1 from a hash of the GLOBAL
              indices. Linear, so ``sketch(a) - sketch(b)`` is that of ``a - b``, and its mean square
              estimates ``||a - b||^2``: the distance of two runs without the values
-    others   sum, sum of squares, largest magnitude, number of values that are not finite
+    others   sum, sum of squares, number of values that are not finite; largest magnitude
 
 The exact digest is a sum modulo 2^64 of the values' bits times odd numbers from hashes of the
 indices: a single changed bit always changes it. Product sketches need signs of rows and of columns
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ SKETCHES = 16
 BLOCKS = 8
 SUM, SQUARES, LARGEST, NOT_FINITE = range(SKETCHES, SKETCHES + 4)
 WIDTH = SKETCHES + 4
+_AT_ONCE = 1 << 18  # elements
 _CHUNK = 256  # columns added in fp32; more lose what rounding of fp32 values is compared with
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,14 +74,28 @@ class Place:
         blocks = (self.rows * BLOCKS).div(max(self.shape[0], 1), rounding_mode="floor")
         columns = torch.cat([_signs(self.columns, 2), torch.ones(len(self.columns), 1)], 1)
         rows = torch.cat([_signs(self.rows, 1), torch.ones(len(self.rows), 1)], 1)
-        return _Signs(columns.to(device), rows.to(device, wide), blocks.to(device), wide)
+        members = torch.nn.functional.one_hot(blocks, BLOCKS).t().contiguous()
+        return _Signs(columns.to(device), rows.to(device, wide), members.to(device, wide), wide)
+
+    def factors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Odd numbers of the rows and of the columns of the exact digest: ``[n]`` int64 each."""
+        found = self._factors.get(device)
+        if found is None:
+            pairs = ((self.rows, 3), (self.columns, 4))
+            rows, columns = ((_mixed(index, seed) | 1).to(device) for index, seed in pairs)
+            found = self._factors[device] = rows, columns
+        return found
+
+    @functools.cached_property
+    def _factors(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
 
 @dataclass(frozen=True)
 class _Signs:
     columns: torch.Tensor  # [columns, K + 1] fp32; the last column is one, for the sum
     rows: torch.Tensor  # [rows, K + 1]
-    blocks: torch.Tensor  # [rows]
+    blocks: torch.Tensor  # [BLOCKS, rows]: 1 where a row is in a block
     wide: torch.dtype
 
 
@@ -96,7 +112,8 @@ def digest(x: torch.Tensor, place: Place) -> torch.Tensor:
         place: where they are in the whole tensor.
 
     Returns:
-        ``[BLOCKS, WIDTH]`` fp64 (fp32 where a device has no fp64), on the device of ``x``.
+        ``[BLOCKS, WIDTH]`` fp64 (fp32 where a device has no fp64), on the device of ``x``. The
+        largest magnitude is that of the piece, in the first block.
     """
     signs = place.on(x.device)
     found = x.new_zeros((BLOCKS, WIDTH), dtype=signs.wide)
@@ -105,35 +122,37 @@ def digest(x: torch.Tensor, place: Place) -> torch.Tensor:
     x = x.detach()
     if not x.is_floating_point():
         x = x.double()
-    products = _products(x, signs) * signs.rows
-    found[:, : SKETCHES + 1].index_add_(0, signs.blocks, products)
-    norms = torch.linalg.vector_norm(x, dim=1, dtype=_accumulator(x)).to(signs.wide)
-    found[:, SQUARES].index_add_(0, signs.blocks, norms.square())
-    largest = torch.linalg.vector_norm(x, float("inf"), dim=1).to(signs.wide)
-    found[:, LARGEST] = found[:, LARGEST].scatter_reduce(0, signs.blocks, largest, "amax")
-    if x.device.type != "cpu" or not torch.isfinite(largest).all():
+    parts = [_of_rows(part, signs) for part in _by_rows(x)]
+    sums = torch.cat(parts) if len(parts) > 1 else parts[0]
+    signed = torch.cat([sums[:, : SKETCHES + 1] * signs.rows, sums[:, SKETCHES + 1 :]], 1)
+    found[:, : SQUARES + 1] = signs.blocks @ signed
+    least, most = torch.aminmax(x)
+    found[0, LARGEST] = torch.maximum(-least, most)
+    if x.device.type != "cpu" or not torch.isfinite(found[0, LARGEST]):
         bad = (~torch.isfinite(x)).sum(1).to(signs.wide)
-        found[:, NOT_FINITE].index_add_(0, signs.blocks, bad)
+        found[:, NOT_FINITE] = signs.blocks @ bad
     return found
 
 
-def _accumulator(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
-
-
-def _products(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
-    """``[rows, K + 1]``: each row times the signs of its columns."""
+def _of_rows(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
+    """``[rows, K + 2]``: each row times the signs of its columns, its sum, its squares' sum."""
     if x.dtype is torch.float64 or x.numel() <= 1 << 14:
-        return x.to(signs.wide) @ signs.columns.to(signs.wide)
+        x = x.to(signs.wide)
+        return torch.cat([x @ signs.columns.to(signs.wide), x.square().sum(1, keepdim=True)], 1)
     x = x.float()
-    parts = [
-        part @ own
-        for part, own in zip(x.split(_CHUNK, 1), signs.columns.split(_CHUNK), strict=True)
-    ]
-    total = parts[0].to(signs.wide)
-    for part in parts[1:]:
-        total += part
+    total = x.new_zeros((len(x), SKETCHES + 2), dtype=signs.wide)
+    products = total[:, : SKETCHES + 1]
+    for part, own in zip(x.split(_CHUNK, 1), signs.columns.split(_CHUNK), strict=True):
+        products += part @ own
+    total[:, SKETCHES + 1] = torch.linalg.vector_norm(x, dim=1).to(signs.wide).square()
     return total
+
+
+def _by_rows(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Rows whose temporaries fit into the caches of a CPU; all of them on other devices."""
+    if x.device.type != "cpu" or x.numel() <= _AT_ONCE:
+        return (x,)
+    return x.split(max(1, _AT_ONCE // x.shape[1]))
 
 
 def exact(x: torch.Tensor, place: Place) -> torch.Tensor:
@@ -143,13 +162,13 @@ def exact(x: torch.Tensor, place: Place) -> torch.Tensor:
         x: ``[rows, columns]`` of the piece, any dtype.
         place: where they are in the whole tensor.
     """
-    x = x.detach() + 0 if x.is_floating_point() else x.detach()
-    bits = x.contiguous().view(_BITS[x.element_size()]).to(torch.int64)
-    rows, columns = (
-        (_mixed(index, seed) | 1).to(x.device)
-        for index, seed in ((place.rows, 3), (place.columns, 4))
-    )
-    return (rows * (bits * columns).sum(1)).sum()
+    rows, columns = place.factors(x.device)
+    sums = []
+    for part in _by_rows(x.detach()):
+        part = part + 0 if part.is_floating_point() else part
+        bits = part.contiguous().view(_BITS[x.element_size()]).to(torch.int64)
+        sums.append((bits * columns).sum(1))
+    return (rows * torch.cat(sums)).sum()
 
 
 def _signs(index: torch.Tensor, seed: int) -> torch.Tensor:

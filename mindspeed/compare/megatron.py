@@ -192,7 +192,7 @@ class MegatronHooks:
         for first, last, own in rectangles(place, start, start + value.numel()):
             part = value[first - start : last - start].view(len(own.rows), len(own.columns))
             self._recorder.add(
-                NO_MICRO_BATCH, when, module, what, part, own, reduction, exactly=True
+                NO_MICRO_BATCH, when, module, what, part, own, reduction, exactly=when == "begin"
             )
 
     # Forward
