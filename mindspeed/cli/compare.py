@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="recordings of A with --record-noise (default: noise-* in A)",
     )
     add("--demo", action="store_true", help="plant a fault in a small job and find it")
+    add("--plot", type=Path, metavar="FILE", help="draw the error by layer: PNG, SVG or PDF")
     add("--json", type=Path, metavar="FILE", help="write all tensors as JSON")
 
 
@@ -46,12 +47,21 @@ def run(args: argparse.Namespace) -> int:
     if len(args.runs) != 2:
         raise ConfigError("give two recordings: mindspeed compare A B (or see it with --demo)")
     a, b = args.runs
-    return 0 if _compare(a, b, args.noise, args.json).equal else 1
+    result, lines = _compare(a, b, args.noise)
+    if args.json:
+        from mindspeed.compare import page
+
+        atomic_write_text(args.json, json.dumps(page.as_data(result), indent=1) + "\n")
+    if args.plot:
+        from mindspeed.cli.compare_plot import draw
+
+        draw(args.plot, result)
+    print("\n".join(lines))
+    return 0 if result.equal else 1
 
 
-def _compare(
-    a: Path, b: Path, noise: list[Path] | None = None, json_file: Path | None = None
-) -> Result:
+def _compare(a: Path, b: Path, noise: list[Path] | None = None) -> tuple[Result, list[str]]:
+    """The comparison and its page."""
     from mindspeed.compare import page
     from mindspeed.compare.recording import read
     from mindspeed.compare.walk import compare
@@ -59,10 +69,7 @@ def _compare(
     here, there = read(a), read(b)
     noise = sorted(a.glob("noise-*")) if noise is None else noise
     result = compare(here, there, [read(path) for path in noise])
-    print("\n".join(page.lines(result, here, there)))
-    if json_file:
-        atomic_write_text(json_file, json.dumps(page.as_data(result), indent=1) + "\n")
-    return result
+    return result, list(page.lines(result, here, there))
 
 
 def _demo() -> int:
@@ -71,7 +78,9 @@ def _demo() -> int:
     folder, holder = demo()
     with holder:
         print(f"\nmindspeed compare {folder}/a {folder}/b\n")
-        first = _compare(folder / "a", folder / "b").first
+        result, lines = _compare(folder / "a", folder / "b")
+    print("\n".join(lines))
+    first = result.first
     wanted = f"decoder.layers.{LAYER}.self_attention.core_attention"
     found = first is not None and first.name.module == wanted
     print(f"\nthe planted fault was {'found' if found else 'NOT found'}: {wanted}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from mindspeed.compare.megatron import MegatronHooks
 from mindspeed.compare.megatron_optimizer import learning_rate
 from mindspeed.compare.noise import Noise
-from mindspeed.compare.recorder import Recorder, write_job
+from mindspeed.compare.recorder import BYTES_OF_PIECE, Recorder, write_job
+from mindspeed.errors import ConfigError
+from mindspeed.files import make_dirs
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class JobRecording:
             if given.get("forward_only"):
                 return function(*args, **kwargs)
             number = self._calls if self._announced is None else self._announced
+            if not self._calls:
+                self._check_size(given)
             self._calls += 1
             if number not in self._options.steps:
                 return function(*args, **kwargs)
@@ -106,6 +111,28 @@ class JobRecording:
 
         optimizer.step = run
         return optimizer
+
+    def _check_size(self, given: Mapping[str, Any]) -> None:
+        """Say what the recording will take, before the first step.
+
+        Raises:
+            ConfigError: The disk has less.
+        """
+        options, ranks = self._options, dist.get_world_size()
+        size = self._prepared().expected(given) * BYTES_OF_PIECE
+        make_dirs(options.directory)
+        free = shutil.disk_usage(options.directory).free
+        total = size * ranks * len(options.steps)
+        text = (
+            f"--record {options.directory}: about {total / 1e6:,.0f} MB, {size / 1e6:.1f} MB a step"
+        )
+        if dist.get_rank() == 0:
+            print(f"{text} and rank", flush=True)
+        if total > free:
+            raise ConfigError(
+                f"{text} and rank, and {free / 1e6:,.0f} MB are free: fewer --record-steps, "
+                "--record-micro-batches or --record-what"
+            )
 
     def _prepared(self) -> MegatronHooks:
         """The hooks of this rank, once its groups exist."""

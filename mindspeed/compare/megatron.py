@@ -16,7 +16,7 @@ import functools
 import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -99,6 +99,27 @@ class MegatronHooks:
         self._chunks: list[_Chunk] = []
         self._places: dict[int, dict[str, Place]] = {}
         self._ranks: Ranks | None = None
+
+    def expected(self, options: Mapping[str, Any]) -> int:
+        """About how many pieces this rank will record in a step; no tensor is touched.
+
+        Args:
+            options: Arguments of the schedule, by name.
+        """
+        batches = len(self._only) or options["num_microbatches"]
+        forward = "activations" in self._what
+        inputs, backward = "inputs" in self._what, "output-gradients" in self._what
+        of_batch, of_weights = 3, 0
+        for chunk in _chunks(options["model"]):
+            for path, module in chunk.named_modules():
+                if not _is_recorded(path, module):
+                    continue
+                of_batch += (forward + backward) * _records_output(path, module)
+                of_batch += (inputs + backward) * len(_inputs(path, module))
+            kinds = [("weights", 1), ("weight-gradients", 1), ("main-weights", 1), ("optimizer", 2)]
+            each = sum(count for kind, count in kinds if kind in self._what)
+            of_weights += each * sum(1 for _ in chunk.parameters())
+        return batches * of_batch + of_weights
 
     def around(self, schedule: Callable[..., Any], number: int, options: dict[str, Any]) -> Any:
         """Run the schedule of a step that is recorded.
@@ -226,7 +247,7 @@ class MegatronHooks:
         if module.post_process:
             self._handles.append(module.register_forward_hook(functools.partial(self._loss, chunk)))
         for path, inner in module.named_modules():
-            if not path or _NOT_RECORDED.search(path) or type(inner).__name__ in _NO_WORK:
+            if not _is_recorded(path, inner):
                 continue
             name = chunk.names[path]
             if {"inputs", "output-gradients"} & self._what:
@@ -305,16 +326,10 @@ class MegatronHooks:
         """Hooks for inputs that are no other module's output."""
         ranks = self._ranks
         assert ranks is not None
-        if path.endswith("core_attention"):
-            whats: tuple[str, ...] = ("query", "key", "value")
-        elif path.endswith("linear_fc2"):
-            whats = ("input",)
-        elif path.endswith("pre_mlp_layernorm") or (
-            path.endswith("linear_fc1") and hasattr(module, "layer_norm_weight")
-        ):
-            name, whats = re.sub(r"mlp\.linear_fc1$", "pre_mlp_layernorm", name), ("input",)
-        else:
+        whats = _inputs(path, module)
+        if not whats:
             return
+        name = re.sub(r"mlp\.linear_fc1$", "pre_mlp_layernorm", name)
 
         def before(module: Any, args: Any, kwargs: Any) -> Any:
             call = self._call_of(chunk, name, "input")
@@ -460,6 +475,23 @@ class MegatronHooks:
                 if self._noise is not None and when == "end":
                     own.copy_(self._noise.on(own, f"{name}/{what}/{place.identity}", reduction))
                 self._add_flat(when, module, f"{kind}{what}", own, place, start, reduction)
+
+
+def _chunks(model: Any) -> list[Any]:
+    return [_inner(one) for one in (model if isinstance(model, list) else [model])]
+
+
+def _is_recorded(path: str, module: Any) -> bool:
+    """Whether a module computes something whose place is known."""
+    return bool(path) and not _NOT_RECORDED.search(path) and type(module).__name__ not in _NO_WORK
+
+
+def _inputs(path: str, module: Any) -> tuple[str, ...]:
+    """Inputs of a module that are no other module's output."""
+    if path.endswith("core_attention"):
+        return "query", "key", "value"
+    fused_norm = path.endswith("linear_fc1") and hasattr(module, "layer_norm_weight")
+    return ("input",) if path.endswith(("linear_fc2", "pre_mlp_layernorm")) or fused_norm else ()
 
 
 def _inner(model: Any) -> Any:

@@ -11,6 +11,7 @@ from mindspeed.compare.names import layer_of
 from mindspeed.compare.recording import Recording
 from mindspeed.compare.walk import Result, Row
 
+_ARGUMENTS = 12
 _COLUMNS = (
     ("weights", ("begin", "weight")),
     ("forward", ("forward", "")),
@@ -23,8 +24,10 @@ def lines(result: Result, a: Recording, b: Recording) -> Iterator[str]:
     """The page, a line each."""
     yield f"A {a.directory}: {_described(a)}"
     yield f"B {b.directory}: {_described(b)}"
-    for name, (here, there) in result.arguments.items():
+    for name, (here, there) in list(result.arguments.items())[:_ARGUMENTS]:
         yield f"  {name}: {here} in A, {there} in B"
+    if (more := len(result.arguments) - _ARGUMENTS) > 0:
+        yield f"  and {more} other arguments (--json has all)"
     for text in result.before:
         yield f"! {text}"
     yield ""
@@ -107,11 +110,15 @@ def _limits(result: Result) -> Iterator[str]:
     how = (
         "measured by runs of A with noise"
         if result.measured
-        else "estimated by formula; three runs of A with --record-noise 1, 2, 3 measure it"
+        else (
+            "estimated: only the first recorded step is judged, up to its gradients; three runs of "
+            "A with --record-noise 1, 2, 3 measure it"
+        )
     )
     yield f"* more than rounding explains, which is {how}"
-    blind = [row.difference.blind for row in result.rows if row.name.when == "forward"]
-    back = [row.difference.blind for row in result.rows if row.name.when in ("backward", "end")]
+    limits = [(row.name.when, row.difference.blind) for row in result.rows]
+    blind = [limit for when, limit in limits if when == "forward" and limit < math.inf]
+    back = [limit for when, limit in limits if when in ("backward", "end") and limit < math.inf]
     if blind:
         yield (
             f"blind below {100 * max(blind):.2g} % in the forward"

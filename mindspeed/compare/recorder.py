@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import Place, digest, exact
+from mindspeed.compare.digest import BLOCKS, WIDTH, Place, digest, exact
 from mindspeed.compare.names import Name
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 
 FORMAT = 1
+BYTES_OF_PIECE = BLOCKS * WIDTH * 8 + 180
+"""Digest, and its line."""
 
 
 @dataclass(frozen=True)

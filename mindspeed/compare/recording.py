@@ -137,6 +137,12 @@ def read(directory: Path) -> Recording:
         if not ranks:
             continue  # all ranks were killed while they wrote
         number = ranks[0].header["step"]
+        counts = sorted({one.header["ranks"] for one in ranks})
+        if len(counts) > 1:
+            raise DataError(
+                f"{folder}: of jobs on {' and '.join(map(str, counts))} ranks; give each job a "
+                "directory"
+            )
         have = {one.header["rank"] for one in ranks}
         if lost := sorted(set(range(ranks[0].header["ranks"])) - have):
             missing[number] = lost

@@ -8,7 +8,9 @@ Three statistics of a tensor, all from digests:
 
 The noise is measured by runs of A whose every recorded tensor has errors of rounding's size
 (:mod:`.noise`), pooled over micro-batches. Without such runs it is a formula: the rounding of one
-value times the square root of the number of residual branches before it.
+value times the square root of the number of residual branches before it. It is blind to systematic
+errors that small, and knows nothing of what an optimizer makes of noise: only the first recorded
+step is compared then, up to its gradients.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class NoiseLevels:
 
     def __init__(self, a: Recording, runs: Sequence[Recording] = ()) -> None:
         self.measured = bool(runs)
+        outputs = (t.dtype for n, t in a.tensors.items() if n.what == "output")
+        self._dtype = max(outputs, key=lambda dtype: UNIT.get(dtype, 0.0), default="float32")
         layers = [at for name in a.tensors if (at := depth(name.module)) < 10**6]
         self._layers = 1 + max(layers, default=0)
         self._sums: defaultdict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
@@ -96,16 +100,22 @@ class NoiseLevels:
             measured = [math.sqrt(one / sums[0]) for one in sums[1:]]
             return {k: max(v, m) for (k, v), m in zip(least.items(), measured, strict=True)}
         whole = self._formula(tensor)
-        return {"whole": whole, "block": 2 * whole, "norm": whole / math.sqrt(min(elements, 256))}
+        return {"whole": whole, "block": 2 * whole, "norm": whole / 2}
 
     def _formula(self, tensor: Recorded) -> float:
-        """Rounding of one value, and of what comes before it."""
+        """Rounding of one value, and of what comes before it; infinite where it says nothing.
+
+        Adam's first steps turn the noise of a gradient into a whole step, which no formula knows.
+        """
         name, layers = tensor.name, self._layers
+        own = amplitude(tensor.dtype, tensor.reduction)
+        if name.what == "learning_rate" or name.when == "begin":
+            return own
+        if name.when == "end" and not name.what.endswith(("main_grad", "grad_norm")):
+            return math.inf
         at = min(depth(name.module), layers)
-        before = {"begin": 0, "forward": 2 * at, "recompute": 2 * at}.get(
-            name.when, 2 * layers + 2 * (layers - at)
-        )
-        return amplitude(tensor.dtype, tensor.reduction) * math.sqrt(1 + before)
+        before = 2 * at if name.when == "forward" else 2 * layers + 2 * (layers - at)
+        return math.sqrt(own**2 + before * amplitude(self._dtype, tensor.reduction) ** 2)
 
 
 def _pooled(name: Name) -> tuple[object, ...]:

@@ -16,27 +16,11 @@ from mindspeed.compare.names import Name
 from mindspeed.compare.recording import Recorded, Recording
 from mindspeed.compare.rounding import Difference, NoiseLevels, difference, exactly
 
-_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "num_experts",
-    "normalization",
-    "position_embedding_type",
-    "padded_vocab_size",
-    "seq_length",
-    "seed",
-    "global_batch_size",
-    "micro_batch_size",
-    "hidden_dropout",
-    "attention_dropout",
-    "lr",
-    "params_dtype",
+_OF_NO_ACCOUNT = (
+    *("rank", "local_rank", "world_size", "data_parallel_size", "command_words", "load", "save"),
+    *("metrics_file", "transformer_pipeline_model_parallel_size", "config", "global_rank"),
 )
-"""Arguments whose difference is said with a result."""
+"""Arguments that name files, or that follow from the layout."""
 
 _OF_OPTIMIZER = {
     "learning_rate": "the learning rate: its schedule, or the step that the runs are at",
@@ -132,7 +116,7 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
         other = tensors.get(name)
         if other is None or not own.whole or not other.whole:
             continue
-        if own.shape != other.shape:
+        if own.shape != other.shape or (not levels.measured and name.step != first_step):
             continue
         found = difference(own, other, levels, exactly(name, first_step))
         rows.append(Row(own, other, found))
@@ -373,11 +357,14 @@ def _any_layer(module: str) -> str:
 
 
 def _arguments(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
+    """Arguments that both jobs have with other values."""
     here, there = a.job, b.job
     return {
-        name: (here.get(name), there.get(name))
-        for name in _MODEL
-        if here.get(name) != there.get(name)
+        name: (here[name], there[name])
+        for name in sorted(here.keys() & there.keys())
+        if here[name] != there[name]
+        and name not in _OF_NO_ACCOUNT
+        and not name.startswith("record")
     }
 
 

@@ -218,6 +218,13 @@ def gradient_norm(chunk: Any, rank: int) -> None:
     optimizer.get_grad_norm_fp32 = lambda *given, **named: 1.001 * right(*given, **named)
 
 
+def little_disk(chunk: Any, rank: int) -> None:
+    import shutil
+    from types import SimpleNamespace
+
+    shutil.disk_usage = lambda path: SimpleNamespace(free=1000)
+
+
 F, B, E, W = "forward", "backward", "end", "begin"
 ATTENTION = "decoder.layers.2.self_attention.core_attention"
 QKV = "decoder.layers.2.self_attention.linear_qkv"
@@ -332,3 +339,6 @@ FAULTS: dict[str, Fault] = {
     "gradient norm": Fault(gradient_norm, ((E, "optimizer", "grad_norm"),)),
     "norm's gradient not summed": Fault(not_summed, ((E, NORM, "main_grad"),), (SP2,)),
 }  # fmt: skip
+
+SITUATIONS = {"little disk": Fault(little_disk, ())}
+"""Planted like faults, of which there is nothing to find."""

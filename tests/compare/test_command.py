@@ -18,7 +18,9 @@ needs("megatron.core")
 
 def test_page_json_and_exit_status(runs, tmp_path, capsys):
     a, wrong = runs.trusted, runs.record(2, SP2, "norm plus 2 %")
-    assert main(["compare", str(a), str(wrong), "--json", str(tmp_path / "out.json")]) == 1
+    written = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    assert main(["compare", str(a), str(wrong), *written]) == 1
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     page = capsys.readouterr().out
     assert re.search(r"FIRST DIFFERENCE: .*layers\.1\.pre_mlp_layernorm, output\n", page)
     assert "pre_mlp_layernorm input: equal within rounding" in page
@@ -50,6 +52,29 @@ def test_a_rank_that_was_killed_is_named(runs, capsys):
 def test_without_a_recording_the_message_says_how_to_make_one(tmp_path, capsys):
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 1
     assert f"a training with --record {tmp_path} writes one" in capsys.readouterr().err
+
+
+def test_what_is_written_is_what_was_predicted(runs):
+    from mindspeed.compare.recorder import BYTES_OF_PIECE
+
+    folder = runs.trusted / "step-000000"
+    written = sum(path.stat().st_size for path in folder.iterdir())
+    lines = (folder / "rank-00000.jsonl").read_text().splitlines()
+    pieces = len(lines) - 1
+    assert 0.7 < written / (BYTES_OF_PIECE * pieces) < 1.2
+    log = runs.record(1, f"--metrics-file {runs.folder}/metrics.jsonl", "little disk")
+    assert not list(log.glob("step-*"))
+    [error] = runs.errors
+    megabytes = float(re.search(r"about \d+ MB, ([\d.]+) MB a step", error)[1])
+    assert abs(1e6 * megabytes / (BYTES_OF_PIECE * pieces) - 1) < 0.15
+    assert "0 MB are free: fewer --record-steps" in error
+
+
+def test_recordings_of_two_jobs_in_one_directory_are_refused(runs, capsys):
+    for flags in (SP2, ""):
+        path = runs.record(2 if flags else 1, flags, at="mixed")
+    assert main(["compare", str(runs.trusted), str(path)]) == 1
+    assert "step-000000: of jobs on 1 and 2 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow
