@@ -172,9 +172,11 @@ def _shape(job: Any, row: PublishedRow, recordings: Path) -> tuple[Any, int]:
 
     from mindspeed.files import atomic_write_bytes
     from mindspeed.planner import isolated
+    from mindspeed.planner.shape import Shape
 
     recordings.mkdir(parents=True, exist_ok=True)
-    path = recordings / f"{digest(repr((row.words, row.layout)))}.shape"
+    known = [item.name for item in fields(Shape)]  # a file of other code has others
+    path = recordings / f"{digest(repr((row.words, row.layout, known)))}.shape"
     if not path.exists():
         atomic_write_bytes(path, pickle.dumps(isolated.call(_shape_here, job, row.layout)))
     found: tuple[Any, int] = pickle.loads(path.read_bytes())

@@ -94,6 +94,8 @@ def launch_words(given: str | None, cluster: str | None, devices: int) -> str | 
     from mindspeed.planner.cluster import load_cluster
 
     machine = load_cluster(cluster)
+    if machine.node_size is None and len(machine.kinds) > 1:  # of different sizes
+        return None
     node = machine.node_size or devices
     if devices <= node:
         return f"{_ON_A_NODE}{devices}"

@@ -109,6 +109,8 @@ class Shape:
         recomputed_together: layers of a group of full recomputation; 0 without it.
         recomputes_some: whether the first layers of each chunk are recomputed.
         predictions: layers of multi-token prediction.
+        bucket: parameters of a bucket of gradients, where they are reduced while backward runs; 0:
+            all are one.
         uneven: part of its tokens of experts that the busiest rank may get beyond what is assumed.
     """
 
@@ -137,6 +139,7 @@ class Shape:
     recomputed_together: int = 0
     recomputes_some: bool = False
     predictions: int = 0
+    bucket: int = 0
     uneven: float = 0.0
 
     @property
@@ -227,8 +230,14 @@ def shape_of(args: argparse.Namespace) -> Shape:
         recomputed_together=args.recompute_num_layers or 1 if uniform else 0,
         recomputes_some=full and args.recompute_method == "block",
         predictions=args.mtp_num_layers or 0,
+        bucket=_bucket(args, parallel.data) if args.overlap_grad_reduce else 0,
         uneven=loads_of(args).more(args),
     )
+
+
+def _bucket(args: argparse.Namespace, data_parallel: int) -> int:
+    """Parameters of a bucket, as Megatron-Core's default has them for many ranks."""
+    return args.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel)
 
 
 def _stages(args: argparse.Namespace, counts: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:

@@ -28,7 +28,9 @@ FORWARD, BACKWARD = 1.0, 2.0
 """Seconds of a layer."""
 
 
-def traces(shape: Any, head: float = 0.0, static: float = 0.0, shared: Any = None) -> list[Any]:
+def traces(
+    shape: Any, head: float = 0.0, static: float = 0.0, shared: Any = None, parameters: int = 0
+) -> list[Any]:
     """Ranks whose chunks take the seconds of their layers; the last one also those of a head."""
     found, last = [], len(shape.stages) - 1
     for stages in shape.placement.stages:
@@ -38,7 +40,7 @@ def traces(shape: Any, head: float = 0.0, static: float = 0.0, shared: Any = Non
             seconds["F", chunk] = layers * FORWARD + more
             seconds["B", chunk] = layers * BACKWARD + 2 * more
         step = Spliced(seconds=seconds)
-        found.append(ranks.RankTrace(Counter(weights=static), 0, 0, step, shared or {}))
+        found.append(ranks.RankTrace(Counter(weights=static), parameters, 0, step, shared or {}))
     return found
 
 
@@ -134,29 +136,67 @@ def test_messages_that_block_lengthen_the_stages_between(free_messages):
     assert found.exposed["messages"] == pytest.approx(2 * 64 * message)
 
 
-def test_data_parallel_reduction_hides_behind_the_last_backward():
+@pytest.mark.parametrize("nbytes", [80e9, 1600e9])
+def test_data_parallel_reduction_hides_behind_the_last_backward(nbytes):
+    """But for the last of its four buckets, which is complete when backward is."""
     cluster = load_cluster("h100")
     one = shape(2, 4, 4)
-    heavy = traces(one, shared=sent(reduce_scatter=800e9, all_gather=200e9))
+    heavy = traces(one, shared=sent(reduce_scatter=nbytes, all_gather=200e9), parameters=40)
     shown = predict(heavy, one, cluster).exposed["data parallel"]
-    hidden = predict(heavy, replace(one, overlap_gradients=True), cluster)
-    expected = cluster.collective_seconds("reduce_scatter", 800e9, (0, 1))
-    expected += cluster.collective_seconds("all_gather", 200e9, (0, 1))
-    assert shown == pytest.approx(expected)
+    hidden = predict(heavy, replace(one, overlap_gradients=True, bucket=10), cluster)
+    reduce = cluster.collective_seconds("reduce_scatter", nbytes, (0, 1))
     gather = cluster.collective_seconds("all_gather", 200e9, (0, 1))
+    assert shown == pytest.approx(reduce + gather)
     backward = 2 * 2.0
-    left = max(0.0, expected - gather - backward) + gather
-    assert hidden.exposed["data parallel"] == pytest.approx(left)
+    left = max(reduce / 4, reduce - backward) + gather
+    assert hidden.exposed["data parallel"] == pytest.approx(left, rel=1e-3)
+
+
+def test_one_bucket_hides_behind_nothing():
+    cluster = load_cluster("h100")
+    one = shape(1, 2, 4, overlap_gradients=True, bucket=100)
+    found = predict(traces(one, shared=sent(reduce_scatter=8e9), parameters=40), one, cluster)
+    reduce = cluster.collective_seconds("reduce_scatter", 8e9, (0, 1))
+    assert found.exposed["data parallel"] == pytest.approx(reduce)
+
+
+def test_every_bucket_has_its_latency():
+    cluster = load_cluster("h100")
+    one = shape(1, 2, 4, overlap_gradients=True, bucket=10, data_parallel=256, devices=256)
+    found = predict(traces(one, shared=sent(reduce_scatter=1.0), parameters=10_000), one, cluster)
+    each = cluster.collective_seconds("reduce_scatter", 0.001, range(256))
+    assert found.exposed["data parallel"] == pytest.approx(each, rel=1e-3)
+    light = replace(one, data_parallel=8, devices=8)
+    few = predict(traces(light, shared=sent(reduce_scatter=1.0), parameters=10_000), light, cluster)
+    assert few.exposed["data parallel"] < found.exposed["data parallel"] / 4
+
+
+def test_later_ranks_reduce_while_the_pipeline_ends():
+    """The last rank is done a backward of the first one before the end."""
+    cluster = load_cluster("h100")
+    one = shape(2, 4, 4)
+    found = traces(one, parameters=40)
+    found[1] = replace(found[1], shared=sent(reduce_scatter=4000e9))
+    reduce = cluster.collective_seconds("reduce_scatter", 4000e9, (0, 1))
+    backward = 2 * 2.0
+    assert reduce > backward
+    price = predict(found, one, cluster)
+    assert price.exposed["data parallel"] == pytest.approx(reduce - backward)
 
 
 def test_a_gather_hides_behind_the_next_forward():
+    """But for the first of its buckets; on later ranks it hides until an activation comes."""
     cluster = load_cluster("h100")
-    one = shape(2, 4, 4, overlap_parameters=True)
+    one = shape(2, 4, 4, overlap_parameters=True, bucket=10)
     seconds = cluster.collective_seconds("all_gather", 800e9, (0, 1))
-    hidden = predict(traces(one, shared=sent(all_gather=800e9)), one, cluster)
+    heavy = traces(one, shared=sent(all_gather=800e9), parameters=40)
     forward = 2 * 1.0
     assert seconds > forward
-    assert hidden.exposed["data parallel"] == pytest.approx(seconds - forward)
+    left = max(seconds / 4, seconds - forward)
+    assert predict(heavy, one, cluster).exposed["data parallel"] == pytest.approx(left, rel=1e-4)
+    heavy[0] = replace(heavy[0], shared={})
+    last = predict(heavy, one, cluster)
+    assert last.exposed["data parallel"] == pytest.approx(seconds - forward, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -4,7 +4,7 @@ bytes    weights, gradients and optimizer states of the fullest pipeline rank; n
          or biases
 seconds  matrix products of the slowest pipeline rank at the device's best rate, plus the forward
          and backward of one micro-batch in the stages before it, which nothing can hide, plus the
-         time that the rank with most layers waits for data-parallel ranks
+         time that the first rank waits for data-parallel ranks
 
 They take microseconds; a search skips layouts whose bounds are worse than its best. With a counted
 layer (:mod:`mindspeed.planner.count.layer_run`) they use all of its seconds instead of its
@@ -214,11 +214,13 @@ class Bounds:
         return pipeline + self._end_of_step(layout)
 
     def _end_of_step(self, layout: Layout) -> float:
-        """Seconds in which the rank with most layers waits for data-parallel ranks."""
+        """Seconds in which the first rank waits for data-parallel ranks; the end of the pipeline
+        hides those of others, and with other schedules also its own."""
         distributed, stage = self._sharding(layout)
         if not self._trained or stage:
             return 0.0
-        layers = max(self._ranks(layout))
+        layers = self._ranks(layout)[0]
+        hidden = layout.pp > 1 and layout.schedule is not None
         _, reduced = self._held(layout.memory)
         total, experts = 0.0, layout.ep * layout.expert_tp
         for number, step in (
@@ -226,7 +228,7 @@ class Bounds:
             (layers * self._expert / experts, experts),
         ):
             size = layout.dp * layout.cp * layout.tp // step
-            if number and size > 1 and self._waits_for_gradients:
+            if number and size > 1 and self._waits_for_gradients and not hidden:
                 total += self._collective("reduce_scatter", number * reduced, size, step)
             if number and size > 1 and self._waits_for_parameters and distributed:
                 total += self._collective("all_gather", number * self._weight / size, size, step)

@@ -68,8 +68,10 @@ def predict(
         RankFigures(rank, one.static, one.step.peak, one.peak, one.peak <= kind.memory_limit)
         for rank, (one, kind) in enumerate(zip(traces, kinds, strict=True))
     )
+    edges = zip(plans.starts, plans.idle, strict=True)
     ends = [
-        _end_of_step(one, shape, cluster, kind) for one, kind in zip(traces, kinds, strict=True)
+        _end_of_step(one, shape, cluster, kind, edge)
+        for one, kind, edge in zip(traces, kinds, edges, strict=True)
     ]
     waits = [_waits(one) for one in traces]
     flops = sum(one.step.flops for one in traces) / shape.ranks
@@ -100,17 +102,22 @@ def _waits(trace: RankTrace) -> dict[str, float]:
     return found
 
 
-def _end_of_step(trace: RankTrace, shape: Shape, cluster: Cluster, kind: Cluster) -> DataParallel:
+def _end_of_step(
+    trace: RankTrace, shape: Shape, cluster: Cluster, kind: Cluster, edge: tuple[float, float]
+) -> DataParallel:
     """Seconds after the last action, and those of data-parallel collectives that nothing hides.
 
-    A reduction that overlaps hides behind the last backward of its chunk, a gather behind the next
-    forwards of the rank.
+    On the first pipeline rank Megatron-Core reduces gradients bucket by bucket while the last
+    backward runs, and gathers parameters while the next forward runs; nothing hides the last bucket
+    to reduce and the first one to gather. Other ranks have one bucket, which the end and the start
+    of the pipeline hide.
 
     Args:
         trace: a pipeline rank.
         shape: the job.
         cluster: the machine.
         kind: of the devices of the rank.
+        edge: seconds before the first and after the last action of the rank.
     """
     optimizer = trace.step.closing_seconds
     for name, one in trace.step.closing.items():
@@ -119,24 +126,37 @@ def _end_of_step(trace: RankTrace, shape: Shape, cluster: Cluster, kind: Cluster
             calls = max(1, round(one.calls))
             machine = kind if max(ranks) < shape.devices // shape.ranks else cluster
             optimizer += calls * machine.collective_seconds(name.op, one.payload / calls, ranks)
-    reduce = _collectives(trace.shared, ("reduce_scatter", "all_reduce"), shape, kind)
-    gather = _collectives(trace.shared, ("all_gather",), shape, kind)
-    if shape.overlap_gradients:
-        reduce -= sum(t for (op, _), t in trace.step.seconds.items() if op == "B")
+    start, idle = edge
+    buckets = 1
+    if shape.bucket and not start:  # of the first pipeline rank
+        buckets = max(1, round(trace.parameters / shape.bucket))
+    reduce = _collectives(trace.shared, ("reduce_scatter", "all_reduce"), shape, kind, buckets)
+    gather = _collectives(trace.shared, ("all_gather",), shape, kind, buckets)
+    exposed = max(0.0, reduce - idle)
+    if shape.overlap_gradients and buckets > 1:
+        backward = sum(t for (op, _), t in trace.step.seconds.items() if op == "B")
+        exposed = max(reduce / buckets, reduce - backward)
     if shape.overlap_parameters:
-        gather -= sum(t for (op, _), t in trace.step.seconds.items() if op == "F")
-    return DataParallel(max(0.0, reduce) + max(0.0, gather), optimizer)
+        forward = sum(t for (op, _), t in trace.step.seconds.items() if op == "F")
+        gather = max(gather / buckets, gather - forward) if buckets > 1 else gather - start
+    return DataParallel(exposed + max(0.0, gather), optimizer)
 
 
-def _collectives(sent: Sent, ops: Sequence[str], shape: Shape, cluster: Cluster) -> float:
+def _collectives(
+    sent: Sent, ops: Sequence[str], shape: Shape, cluster: Cluster, buckets: int
+) -> float:
+    """Seconds of collectives that have so many buckets together."""
+    asked = {name: one for name, one in sent.items() if name.op in ops and one.payload > 0}
+    whole = sum(one.payload for one in asked.values())
     total = 0.0
-    for name, one in sent.items():
+    for name, one in asked.items():
         ranks = _replicas(name, shape)
-        if name.op in ops and one.payload > 0 and len(ranks) > 1:
-            payload = float(one.payload)
+        if len(ranks) > 1:
+            calls = max(1, round(buckets * one.payload / whole))
+            payload = one.payload / calls
             if name.op == "all_gather":  # of the shard, which may be recorded on fewer ranks
                 payload *= name.size / len(ranks)
-            total += cluster.collective_seconds(name.op, payload, ranks)
+            total += calls * cluster.collective_seconds(name.op, payload, ranks)
     return total
 
 

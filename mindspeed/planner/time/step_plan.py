@@ -10,7 +10,7 @@ from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import build_plan
-from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.pipeline.schedule.simulate import Simulation, simulate
 from mindspeed.planner.shape import Shape
 
 Actions = Mapping[tuple[str, int], float]
@@ -46,12 +46,16 @@ class StepPlan:
         seconds: duration of the whole step.
         bubble: fraction of it in which the mean rank computes nothing useful.
         actions: actions of each op and stage in the whole step, by pipeline rank.
+        starts: seconds until the first action of each pipeline rank.
+        idle: seconds from the last action of each pipeline rank to the end of the pipeline.
     """
 
     short: Plan
     seconds: float
     bubble: float
     actions: tuple[Actions, ...]
+    starts: tuple[float, ...]
+    idle: tuple[float, ...]
 
 
 def step_plan(shape: Shape, costs: Costs) -> StepPlan:
@@ -65,7 +69,8 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
         rows = tuple(Action(op, 0, i) for i in range(min(count, 2)) for op in "FB")
         plan = Plan(shape.placement, (rows,), min(count, 2))
         one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
-        return StepPlan(plan, count * one, 0.0, ({(op, 0): float(count) for op in "FB"},))
+        each = {(op, 0): float(count) for op in "FB"}
+        return StepPlan(plan, count * one, 0.0, (each,), (0.0,), (0.0,))
     request = shape.request  # the row that runs: a schedule is not planned with these costs
     group = (request.group_size or ranks) if chunks > 1 else ranks  # messages have a latency
     enough = 2 * ranks + 2 * group
@@ -73,7 +78,7 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
     if not long or request.sizes is not None or request.plan is not None:
         plan = build_plan(request, ranks, chunks, count)
         whole = simulate(plan, costs)
-        return StepPlan(plan, whole.makespan, whole.bubble, _actions(plan))
+        return StepPlan(plan, whole.makespan, whole.bubble, _actions(plan), *_edges(whole))
     short = enough + (count - enough) % group
     plans = [build_plan(request, ranks, chunks, n) for n in (short, short + group)]
     first, second = (simulate(plan, costs) for plan in plans)
@@ -84,7 +89,15 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
     actions = tuple(
         {k: a.get(k, 0) + steps * (n - a.get(k, 0)) for k, n in b.items()} for a, b in ends
     )
-    return StepPlan(plans[1], seconds, 1 - useful / seconds if seconds else 0.0, actions)
+    bubble = 1 - useful / seconds if seconds else 0.0
+    return StepPlan(plans[1], seconds, bubble, actions, *_edges(second))
+
+
+def _edges(found: Simulation) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds before the first and after the last action of each rank."""
+    rows = [[one for one in row if one.action.microbatch is not None] for row in found.timeline]
+    starts = tuple(row[0].start if row else 0.0 for row in rows)
+    return starts, tuple(found.makespan - row[-1].end if row else 0.0 for row in rows)
 
 
 def _actions(plan: Plan) -> tuple[Actions, ...]:
