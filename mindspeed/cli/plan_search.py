@@ -175,6 +175,8 @@ def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None
         if plan.assumed:
             line(f"assumed: {plan.assumed}")
         print_whole(_front(plan, unit))
+        if any(one.estimated for one in (*plan.candidates, *plan.front)):
+            line("~ estimated within 3 %; the best layout and those near the limit are counted")
     elif plan.closest is not None:
         line(f"nothing fits; closest: {plan.closest.layout}")
         unit = bytes_unit([plan.closest.prediction.peak_bytes])
@@ -200,7 +202,7 @@ def _candidates(plan: SearchResult, unit: Unit) -> Table:
     table = new_table(
         f"modelled seconds of a step, {unit.name} at the peak of the fullest rank",
         ["", "layout"],
-        ["seconds", "likely", "tokens/s/device", "MFU", "bubble", unit.name, "counted"],
+        ["seconds", "likely", "tokens/s/device", "MFU", "bubble", unit.name],
     )
     table.add_column("limited by")
     for number, one in enumerate(plan.candidates, start=1):
@@ -215,8 +217,7 @@ def _candidates(plan: SearchResult, unit: Unit) -> Table:
             _optional(found, "tokens_per_second_per_device", "{:,.0f}"),
             _optional(found, "mfu", "{:.1%}"),
             _optional(found, "bubble", "{:.1%}"),
-            unit(one.peak_bytes),
-            "" if one.counted is None else unit(one.counted),
+            "~" * one.estimated + unit(one.peak_bytes),
             _optional(found, "limit", "{}"),
         )
     return table
@@ -229,8 +230,8 @@ def _front(plan: SearchResult, unit: Unit) -> Table:
         ["seconds", unit.name],
     )
     for one in plan.pareto():
-        seconds, size = _seconds(one.prediction.seconds), unit(one.prediction.peak_bytes)
-        table.add_row(str(one.layout), seconds, size)
+        size = "~" * one.estimated + unit(one.peak_bytes)
+        table.add_row(str(one.layout), _seconds(one.prediction.seconds), size)
     return table
 
 

@@ -52,17 +52,3 @@ def test_a_short_step_has_as_many_in_flight(kind, chunks):
         ]
         assert most[0] == most[1]
         assert short < count / 2
-
-
-@pytest.mark.parametrize(
-    ("composed", "counted"),
-    [
-        ([9.0], [0]),
-        ([9.0, 8.0, 7.0, 8.9], [0, 3]),  # the last one has the head, and little less
-        ([9.0, 8.0, 7.0, 8.0], [0]),
-        ([5.0, 9.0, 7.0, 6.0], [1]),
-        ([8.8, 9.0, 7.0, 9.0], [0, 1, 3]),
-    ],
-)
-def test_ranks_that_may_be_the_fullest_are_counted(composed, counted):
-    assert proof.ranks_to_count(composed) == counted

@@ -46,6 +46,7 @@ class Toy:
     formula: float = 0.8
     refined: set[Layout] = field(default_factory=set)
     measured: list[Layout] = field(default_factory=list)
+    exactly: list[Layout] = field(default_factory=list)
     checked: int = 0
 
     def price(self, layout: Layout) -> Priced:
@@ -112,6 +113,21 @@ def exhaustive(toy: Toy, limit: float, top: int) -> list[tuple[Layout, Priced]]:
     return sorted(found, key=rank)[:top]
 
 
+@pytest.mark.parametrize("limit", [150, 260, 400, 1000])
+def test_estimates_near_the_limit_decide_nothing(limit: float) -> None:
+    toy = Estimating({one: one % 7 / 20 for one in range(11)})
+    outcome = search(SPACE.layouts(SIZES, Counter()), toy, limit, error=ERROR)
+    expected = exhaustive(toy, limit, 10**6)
+    found, true = ([one.seconds for _, one in ones] for ones in (outcome.priced, expected))
+    assert min(found, default=None) == min(true, default=None)  # ties are ordered by estimates
+    assert len(outcome.best) == min(5, len(expected))
+    assert all(toy.truth(layout).peak_bytes <= limit for layout, _ in outcome.priced)
+    slowest = sorted(true)[4] if len(true) > 4 else float("inf")
+    for layout in toy.exactly:
+        assert abs(toy.price(layout).peak_bytes / limit - 1) < ERROR
+        assert toy.truth(layout).seconds <= slowest * (1 + TOLERANCE)
+
+
 def run(toy: Toy, limit: float, top: int = 5) -> tuple[Outcome, int]:
     """The outcome, and how many combinations are accounted for."""
     removed: Counter[str] = Counter()
@@ -119,6 +135,20 @@ def run(toy: Toy, limit: float, top: int = 5) -> tuple[Outcome, int]:
     return outcome, removed.total() + outcome.removed.total() + len(outcome.priced)
 
 
+class Estimating(Toy):
+    """Bytes are estimates until they are asked for exactly."""
+
+    def price(self, layout: Layout) -> Priced:
+        true = super().price(layout)
+        error = ERROR * (hash(str(layout)) % 100 / 100)
+        return Priced(true.seconds, int(true.peak_bytes * (1 + error)), true.exposed)
+
+    def exact(self, layout: Layout) -> Priced:
+        self.exactly.append(layout)
+        return self.truth(layout)
+
+
+ERROR = 0.03
 parts = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.just(1))
 
 

@@ -367,7 +367,7 @@ def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Middle | None]:
     """Micro-batches of a step that is long enough, and what ``row`` repeats more often."""
     ranks, chunks, count = shape.ranks, shape.chunks, shape.micro_batches
     group = (shape.request.group_size or ranks) if chunks > 1 else 1
-    enough = 2 * ranks + 4 * group
+    enough = 2 * ranks // chunks + 3 * group
     for short in range(enough + (count - enough) % group, count, group):
         try:
             small, more = (
@@ -389,19 +389,35 @@ def _middle(small: Row, row: Row, period: int) -> Middle | None:
     equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
     if more % period:
         return None
-    found = []
-    for ahead in range(2 * period, equal + 1):
+    first = 2 * period + _settled(small)
+    steady = [
+        ahead
+        for ahead in range(first, equal + 1)
+        if one[ahead - 2 * period : ahead - period] == one[ahead - period : ahead]
+    ]
+    late = 3 * len(steady) // 4  # what the end needs may be there for some actions
+    for ahead in (*steady[late:], *reversed(steady[:late])):
         start = ahead - period
-        if one[start - period : start] != one[start:ahead]:  # in the warm-up still
-            continue
         places = [
             i if i < ahead else i - more if i >= ahead + more else start + (i - start) % period
             for i in range(len(row))
         ]
         if all(other[i] == one[at] for i, at in enumerate(places)):
-            found.append(Middle(places, start, period))
-    # What the warm-up left may live for some periods, what the end needs for some actions.
-    return found[3 * len(found) // 4] if found else None
+            return Middle(places, start, period)
+    return None
+
+
+def _settled(row: Row) -> int:
+    """Actions after which those before the first backward have no effect any more.
+
+    Megatron's schedule keeps what it received last before that until the end of the step: the
+    input of the next forward, and the gradient that its backward makes.
+    """
+    warm_up = next((i for i, place in enumerate(row) if place.op != "F"), len(row))
+    of = next((place for place in row[warm_up:] if place.op == "F"), None)
+    if of is None:
+        return warm_up
+    return 1 + next(i for i, x in enumerate(row) if x.op in "BI" and x[1:] == of[1:])
 
 
 def _point(

@@ -1,4 +1,4 @@
-"""Seconds and activation bytes of a layer, from one micro-batch of three layers.
+"""Seconds and activation bytes of a layer and of the output, from a micro-batch of three layers.
 
 This costs a fraction of a recording and gives the same figures of a layer, as it ends when they are
 known. A search bounds a layout with it
@@ -33,11 +33,13 @@ class LayerRun:
         forward: seconds of a micro-batch.
         backward: seconds of a micro-batch, recomputation included.
         kept: bytes kept from forward to backward.
+        output: seconds from the end of the last layer until its gradient, of a micro-batch.
     """
 
     forward: float
     backward: float
     kept: float
+    output: float
 
 
 def layer_point(layout: Layout, kinds: tuple[str, ...], kind: str) -> Point:
@@ -97,6 +99,7 @@ class _Marks:
         self._clock, self._memory = clock, memory
         self._forward: dict[int, tuple[float, int]] = {}
         self._backward: dict[int, float] = {}
+        self._output = [0.0, 0.0]
 
     def follow(self, chunks: Any) -> None:
         """Hook the layers of the model."""
@@ -107,6 +110,16 @@ class _Marks:
             raise PlanError("a model of three layers was expected")
         for number, layer in enumerate(layers[:LAYERS]):  # those of multi-token prediction follow
             layer.register_forward_pre_hook(self._entering(number), with_kwargs=True)
+        layers[LAYERS - 1].register_forward_hook(self._leaving)
+
+    def _leaving(self, module: Any, args: Any, result: Any) -> None:
+        hidden = result[0] if isinstance(result, tuple) else result
+
+        def left(gradient: Any) -> None:
+            self._output[1] = self._clock.now
+
+        self._output[0] = self._clock.now
+        hidden.register_hook(left)
 
     def _entering(self, number: int) -> Any:
         def entering(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,4 +145,5 @@ class _Marks:
             raise PlanError("the layers of the model did not run one after the other")
         (start, before), (end, after) = self._forward[1], self._forward[2]
         backward = self._backward[1] - self._backward[2]
-        return LayerRun(end - start, backward, after - before)
+        output = self._output[1] - self._output[0]
+        return LayerRun(end - start, backward, after - before, output)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
@@ -74,6 +75,9 @@ class PlannedTensors(FakeTensorMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(args[0])
         kwargs = kwargs or {}
+        if func in _MESSAGES:  # whose tensors stay what they are
+            with in_kernel_invocation_manager(self):
+                return func(*args, **kwargs)
         key = self._key(func, args, kwargs)
         if key is None:
             return self._propagate(func, types, args, kwargs)
@@ -185,6 +189,8 @@ class _Result:
             return self.outputs[0].made(mode, args)
         return self.several([one.made(mode, args) for one in self.outputs])
 
+
+_MESSAGES = frozenset({torch.ops.c10d.send.default, torch.ops.c10d.recv_.default})
 
 _results: dict[Any, _Result | None] = {}
 """Results of operators by all that they depend on; None: not to be made from the key."""

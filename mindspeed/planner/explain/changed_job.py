@@ -1,6 +1,6 @@
 """Predictions and bounds of changed jobs, from runs that they share.
 
-predictor = Predictor(job, args, cluster, memory_limit)
+predictor = Predictor(job, args, cluster)
 predictor.estimate(change).seconds, predictor.price(change).peak_bytes
 """
 
@@ -35,7 +35,6 @@ class Predictor:
         job: the job before changes.
         args: its final values.
         cluster: rates of devices and links.
-        memory_limit: bytes of a rank.
         jobs: processes that count.
         cache: directory of recordings; None: they are kept in memory only.
     """
@@ -45,12 +44,11 @@ class Predictor:
         job: Job,
         args: argparse.Namespace,
         cluster: Cluster,
-        memory_limit: float,
         jobs: int = 1,
         cache: str | Path | None = None,
     ) -> None:
         self._job, self._cluster, self._jobs, self._cache = job, cluster, jobs, cache
-        self.args, self._limit = args, memory_limit
+        self.args = args
         self._runs: dict[tuple[str, ...], RunCache] = {}
         self._shapes: dict[Layout, dict[str, Shape | Exception]] = {}
 
@@ -64,7 +62,7 @@ class Predictor:
         """Build bounds of the job's layouts with other values of some flags."""
         args = argparse.Namespace(**{**vars(self.args), **flags})
         runs = self.runs(self._job)
-        return JobEvaluator(self._job, args, self._cluster, runs, self._jobs, self._limit)
+        return JobEvaluator(self._job, args, self._cluster, runs, self._jobs)
 
     def prepare(self, found: Sequence[Change]) -> None:
         """Dry-run changed jobs, so that those that cannot start cost nothing later."""

@@ -88,7 +88,7 @@ def explain(
         MindSpeedError: the job cannot be counted; says what is in the way.
     """
     progress("counting the job", 0, 2)
-    predictor = Predictor(job, args, cluster, memory_limit, jobs, cache)
+    predictor = Predictor(job, args, cluster, jobs, cache)
     runs = predictor.runs(job)
     composed = compose(job, args, cluster, memory_limit, jobs, runs)
     counted = count_where_needed(composed, args, cluster, memory_limit, jobs)

@@ -114,9 +114,15 @@ class Outcome:
     measured: int = 0
     interrupted: bool = False
 
+    def improve(self, layout: Layout, found: Any) -> None:
+        """Replace the figures of a layout that was priced."""
+        for ones in (self.best, self.priced):
+            ones[:] = [(one, found if one == layout else known) for one, known in ones]
+
     def drop(self, layout: Layout, reason: str) -> None:
         """Remove a layout that was priced."""
         self.removed[reason] += 1
+        self.best = [one for one in self.best if one[0] != layout]
         self.priced = [one for one in self.priced if one[0] != layout]
 
 
@@ -126,6 +132,7 @@ def search(
     memory_limit: float,
     *,
     top: int = 5,
+    error: float = 0.0,
     tolerance: float = TOLERANCE,
     progress: Progress = lambda done, of: None,
 ) -> Outcome:
@@ -136,15 +143,18 @@ def search(
         evaluator: bounds, checks, counts and prices them.
         memory_limit: bytes of a rank.
         top: number of layouts to find.
+        error: relative distance from the limit within which priced bytes, which may be estimates,
+            decide nothing: such layouts are priced exactly in the end, if they are fast enough.
         tolerance: relative distance from the fastest time within which others are a tie.
         progress: progress callback, of keys.
     """
-    run = _Search(evaluator, memory_limit, top, tolerance)
+    run = _Search(evaluator, memory_limit, top, error, tolerance)
     groups = run.groups(layouts)
     progress(0, len(groups))
     try:
         for done in run.taken(groups):
             progress(done, len(groups))
+        run.settle()
         run.finish()
     except KeyboardInterrupt:
         run.outcome.interrupted = True
@@ -159,14 +169,20 @@ _Group = list[tuple[float, Layout]]
 
 class _Search:
     def __init__(
-        self, evaluator: JobEvaluator, memory_limit: float, top: int, tolerance: float
+        self,
+        evaluator: JobEvaluator,
+        memory_limit: float,
+        top: int,
+        error: float,
+        tolerance: float,
     ) -> None:
-        self._evaluator, self._limit = evaluator, memory_limit
+        self._evaluator, self._limit, self._error = evaluator, memory_limit, error
         self._top, self._tolerance = top, tolerance
         self._times: list[float] = []  # of accepted layouts, sorted
         self._accepted: set[Layout] = set()
         self._refusals = Refusals()
         self._waiting: set[Layout] = set()
+        self._near: list[Found] = []  # as near the limit as estimates err
         self._need = f"need more than {memory_limit / GIB:.4g} GiB"
         self.outcome = Outcome()
 
@@ -252,6 +268,23 @@ class _Search:
         except MindSpeedError as error:
             self._skip(layout, f"cannot be priced: {_first_line(error)}")
             return
+        if abs(found.peak_bytes / self._limit - 1) < self._error:
+            self._near.append((layout, found))
+        else:
+            self._admit(layout, found)
+
+    def settle(self) -> None:
+        """Price those exactly that are near the limit, unless they are too slow."""
+        for layout, estimate in sorted(self._near, key=lambda one: one[1].seconds):
+            if estimate.seconds > self.threshold:
+                self._skip(layout, SLOWER)
+                continue
+            try:
+                self._admit(layout, self._evaluator.exact(layout))
+            except MindSpeedError as error:
+                self._skip(layout, f"cannot be priced: {_first_line(error)}")
+
+    def _admit(self, layout: Layout, found: Any) -> None:
         if found.peak_bytes > self._limit:
             self._skip(layout, self._need)
             return

@@ -152,11 +152,12 @@ class Bounds:
 
     def _of_parameters(self, layout: Layout, dense: float, expert: float) -> float:
         distributed, stage = self._sharding(layout)
-        state, _ = self._held(layout.memory)
+        state, reduced = self._held(layout.memory)
+        gradient = self._gradient if stage else max(self._gradient, reduced)
         total = 0.0
         for number, shards in ((dense, layout.dp * layout.cp), (expert, layout.expert_dp)):
             weights = self._weight / (shards if stage == 3 else 1)
-            gradients = self._gradient / (shards if stage >= 2 else 1)
+            gradients = gradient / (shards if stage >= 2 else 1)
             states = state / (shards if distributed else 1)
             total += number * (weights + self._trained * (gradients + states))
         return total
@@ -196,6 +197,8 @@ class Bounds:
         tokens = layout.mbs * self._tokens / (layout.cp * layout.tp)
         backward = 2.0 if self._trained else 1.0
         head = tokens * self._head_flops * (1 + backward) / self._rate
+        if layout.schedule is None or layout.v_shaped:
+            head = max((head, *(run.output for run in runs.values())))
         plain, repeated = self._layer_seconds(layout, runs, tokens, backward)
         behind = plain.backward if layout.schedule is None else plain.input_gradient
         again = layout.recompute.layers if layout.recompute is not None else 0

@@ -31,14 +31,9 @@ from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
 from mindspeed.planner.time.prediction import Prediction
 from mindspeed.planner.time.price import predict
 
-ESTIMATED = 0.03
-"""Relative distance from the memory limit within which estimated bytes decide nothing."""
-
 
 class JobEvaluator:
     """Evaluates the layouts of a job on a cluster.
-
-    Bytes of ranks with several chunks are estimates where they are far from the memory limit.
 
     Args:
         job: the job.
@@ -46,7 +41,6 @@ class JobEvaluator:
         cluster: the machine.
         cache: cache of recordings.
         jobs: concurrent recordings.
-        memory_limit: bytes of a rank.
     """
 
     def __init__(
@@ -56,14 +50,12 @@ class JobEvaluator:
         cluster: Cluster,
         cache: RunCache,
         jobs: int = 1,
-        memory_limit: float = float("inf"),
     ) -> None:
         self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
         self._bounds = [Bounds(args, kind) for kind in cluster.kinds]
         self._fastest = min(
             zip(self._bounds, cluster.kinds, strict=True), key=lambda one: one[0].layer_seconds
         )[1]
-        self._limit = memory_limit
         self._shapes: dict[Hashable, Shape] = {}
         self._exact: dict[Layout, Prediction] = {}
         self._kinds = () if _changes_layers(args) else shape_of(args).kinds
@@ -189,11 +181,8 @@ class JobEvaluator:
         self._alike(layout)
 
     def price(self, layout: Layout) -> Prediction:
-        """Price a layout by the recordings of its key, exactly if it is near the limit."""
-        found = self._alike(layout)
-        if abs(found.peak_bytes / self._limit - 1) <= ESTIMATED:
-            return self.exact(layout)
-        return found
+        """Price a layout by the recordings of its key; bytes may be estimated."""
+        return self._alike(layout)
 
     def exact(self, layout: Layout) -> Prediction:
         """Price a layout without estimating bytes, with a picture of its step.
@@ -204,6 +193,10 @@ class JobEvaluator:
         if layout not in self._exact:
             self._exact[layout] = self._traced(trace_job, layout, drawn=True)
         return self._exact[layout]
+
+    def is_exact(self, layout: Layout) -> bool:
+        """Whether a layout was priced without estimating bytes."""
+        return layout in self._exact
 
     def _alike(self, layout: Layout) -> Prediction:
         return self._traced(trace_alike, layout)

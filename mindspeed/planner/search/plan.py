@@ -31,6 +31,7 @@ from mindspeed.planner.search.bounded_search import Found, Outcome, Progress
 from mindspeed.planner.search.bounded_search import search as bounded_search
 from mindspeed.planner.search.kinds import by_kind, on_kinds
 from mindspeed.planner.search.result import (
+    ESTIMATED,
     TOLERANCE,
     Candidate,
     Closest,
@@ -40,7 +41,6 @@ from mindspeed.planner.search.result import (
 )
 from mindspeed.planner.search.selective import subsets
 from mindspeed.planner.search.space import SEARCHED, Sizes, Space
-from mindspeed.planner.time.whole_ranks import counted_peak
 
 if TYPE_CHECKING:
     from mindspeed.planner.search.evaluator import JobEvaluator
@@ -58,7 +58,6 @@ def plan(
     jobs: int = 1,
     cache: str | Path | None = None,
     progress: Progress = lambda done, of: None,
-    prove: int = 1,
     loads: ExpertLoads = BALANCED,
 ) -> SearchResult:
     """Find the best layouts of a job.
@@ -76,8 +75,6 @@ def plan(
         jobs: processes that count.
         cache: directory for counts, which the next search reuses.
         progress: progress callback, of keys.
-        prove: number of the best layouts that are counted again in whole steps
-            (:func:`~mindspeed.planner.time.whole_ranks.counted_peak`); 0: none.
         loads: of experts.
 
     Raises:
@@ -99,7 +96,7 @@ def plan(
         machine = mixed = mixed if memory_limit is None else mixed.limited(memory_limit)
         if devices not in (None, mixed.devices):
             raise ConfigError(f"--devices {devices}: {mixed.name} has {mixed.devices} devices")
-        devices, prove = mixed.devices, 0  # a whole count does not know kinds
+        devices = mixed.devices
     names = SEARCHED if search is None else tuple(search)
     _check_names([*names, *(fix or {})])
     args, own = _own(argv, devices)
@@ -108,9 +105,9 @@ def plan(
     given = (fix or {}).items()
     space = space.with_values({n: v if isinstance(v, list) else [v] for n, v in given})
     runs = RunCache(cache, argv, machine)
-    evaluator = JobEvaluator(argv, args, machine, runs, jobs, limit)
+    evaluator = JobEvaluator(argv, args, machine, runs, jobs)
     removed: Counter[str] = Counter()
-    closest, best = None, list[Candidate]()
+    closest = None
     with _interruptible():
         if "recompute" in {*names} - {*(fix or {})}:
             space = _with_modules(space, sizes, evaluator, modules_of(vars(args)))
@@ -121,18 +118,18 @@ def plan(
             found = on_kinds(layouts, mixed, sizes.num_layers, dtype, head, removed)
             layouts = list(found)
             total = removed.total() + len(layouts)
-        outcome = bounded_search(layouts, evaluator, limit, top=top, progress=progress)
-        front = _made_exact(outcome, evaluator, limit)
-        best.extend(_proven(argv, outcome, limit, prove))
-        if not best and not outcome.interrupted:
+        outcome = bounded_search(
+            layouts, evaluator, limit, top=top, error=ESTIMATED, progress=progress
+        )
+        _make_best_exact(outcome, evaluator, limit)
+        if not outcome.best and not outcome.interrupted:
             try:
                 closest = closest_of(layouts, evaluator, limit)
             except KeyboardInterrupt:
                 outcome.interrupted = True
-    counted = {one.layout: one.counted for one in best}
     notes: list[str] = []
-    if mixed is not None and best:
-        notes = by_kind(mixed, best[0].layout, best[0].prediction, sizes.num_layers)
+    if mixed is not None and outcome.best:
+        notes = by_kind(mixed, *outcome.best[0], sizes.num_layers)
     return SearchResult(
         cluster=machine.name,
         devices=own.devices,
@@ -142,8 +139,8 @@ def plan(
         removed=removed + outcome.removed,
         fitting=len(outcome.priced),
         measured=outcome.measured,
-        candidates=tuple(best),
-        front=tuple(_candidate(argv, one, counted.get(one[0])) for one in front),
+        candidates=tuple(_candidate(argv, evaluator, one) for one in outcome.best),
+        front=tuple(_candidate(argv, evaluator, one) for one in front_of(outcome.priced)),
         closest=closest,
         interrupted=outcome.interrupted,
         wall_seconds=time.monotonic() - start,
@@ -171,31 +168,22 @@ TRIED = 8
 """Layouts of which one has to start for modules to be measured."""
 
 
-def _made_exact(outcome: Outcome, evaluator: JobEvaluator, limit: float) -> list[Found]:
-    """Price the best layouts and the Pareto front without estimates; return the front."""
-
-    def exact(found: list[Found]) -> list[Found]:
-        priced = []
-        for layout, _ in found:
+def _make_best_exact(outcome: Outcome, evaluator: JobEvaluator, limit: float) -> None:
+    """Price the best layout without estimates; layouts that then do not fit are removed."""
+    try:
+        while outcome.best and not outcome.interrupted:
+            layout, _ = outcome.best[0]
             try:
-                prediction = evaluator.exact(layout)
+                found = evaluator.exact(layout)
             except MindSpeedError as error:
                 outcome.drop(layout, f"cannot be counted: {str(error).strip().splitlines()[0]}")
                 continue
-            if prediction.peak_bytes > limit:
-                outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB")
-            else:
-                priced.append((layout, prediction))
-        return priced
-
-    front = front_of(outcome.priced)
-    try:
-        if not outcome.interrupted:
-            outcome.best[:] = exact(outcome.best)
-            front = front_of(exact(front))
+            if found.peak_bytes <= limit:
+                outcome.improve(layout, found)
+                return
+            outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB")
     except KeyboardInterrupt:
         outcome.interrupted = True
-    return front
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -236,26 +224,10 @@ def _own(job: Job, devices: int | None) -> tuple[Any, Layout]:
     return args, own
 
 
-def _candidate(job: Job, found: Found, counted: int | None = None) -> Candidate:
+def _candidate(job: Job, evaluator: JobEvaluator, found: Found) -> Candidate:
     layout, prediction = found
-    return Candidate(layout, prediction, tuple(job.flags(layout.overrides())), counted)
-
-
-def _proven(job: Job, outcome: Outcome, limit: float, prove: int) -> Iterator[Candidate]:
-    """Yield the best as candidates, without those that do not fit when they are counted."""
-    for index, (layout, prediction) in enumerate(outcome.best):
-        counted = None
-        if index < prove and not outcome.interrupted:
-            try:
-                counted = counted_peak(job, layout, [rank.peak for rank in prediction.ranks])
-            except MindSpeedError:
-                counted = None
-            except KeyboardInterrupt:
-                outcome.interrupted = True
-        if counted is not None and counted > limit:
-            outcome.drop(layout, f"need more than {limit / GIB:.4g} GiB when they are counted")
-        else:
-            yield _candidate(job, (layout, prediction), counted)
+    flags = tuple(job.flags(layout.overrides()))
+    return Candidate(layout, prediction, flags, not evaluator.is_exact(layout))
 
 
 @contextmanager

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.05
 """Relative difference of times within which two predictions are a tie: the error of the model."""
-COMPOSED = 0.001
-"""Relative difference within which composed peaks replace counted ones."""
+ESTIMATED = 0.03
+"""Largest relative error of estimated bytes."""
 
 
 def preference(layout: Layout, found: Prediction) -> tuple[float, float, int, str]:
@@ -55,26 +55,18 @@ class Candidate:
         layout: the layout.
         prediction: its predicted memory and time.
         flags: the command line to copy, without the program.
-        counted: bytes of its fullest rank, counted in a whole step; None: not counted.
+        estimated: whether its bytes are an estimate.
     """
 
     layout: Layout
     prediction: Any
     flags: tuple[str, ...] = ()
-    counted: int | None = None
+    estimated: bool = False
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the fullest rank: composed, or counted if they differ."""
-        composed: float = self.prediction.peak_bytes
-        if self.counted is None or abs(self.difference) <= COMPOSED:
-            return composed
-        return self.counted
-
-    @property
-    def difference(self) -> float:
-        """Relative difference of composed from counted bytes; 0 if not counted."""
-        return 0.0 if self.counted is None else self.prediction.peak_bytes / self.counted - 1
+        """Bytes of the fullest rank."""
+        return float(self.prediction.peak_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """The candidate as JSON."""
@@ -87,8 +79,7 @@ class Candidate:
             "layout": self.layout.to_json(),
             **figures,
             "exposed": dict(found.exposed),
-            "counted_bytes": self.counted,
-            "composed_bytes": found.peak_bytes,
+            "estimated": self.estimated,
             "flags": list(self.flags),
         }
 
@@ -229,10 +220,9 @@ class SearchResult:
         lines += [f"{count:>12,}  {reason}" for reason, count in _largest(self.removed.items())]
         lines.append(f"{self.fitting:>12,}  fit")
         if self.interrupted:
-            several = any(one.layout.vpp > 1 for one in (*self.candidates, *self.front))
+            estimated = any(one.estimated for one in self.candidates)
             lines.append(
-                "interrupted: the best until then"
-                + ("; bytes of layouts with vpp above 1 are estimates" if several else "")
+                "interrupted: the best until then" + "; their bytes are estimates" * estimated
             )
         return lines
 
@@ -249,8 +239,6 @@ class SearchResult:
             f"step     {found.seconds:.4g} s, {found.seconds / fastest:.3f} x the fastest",
             f"memory   {one.peak_bytes / GIB:.2f} of {self.memory_limit / GIB:.2f} GiB",
         ]
-        if one.counted is not None:
-            lines.append(f"counted  composed bytes differ by {one.difference:+.2%}")
         if getattr(found, "limit", ""):
             lines.append(f"limited  by {found.limit}")
         lines += [f"exposed  {seconds:.4g} s {group}" for group, seconds in found.exposed.items()]

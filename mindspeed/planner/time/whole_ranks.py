@@ -1,24 +1,20 @@
-"""Count and time whole ranks of a job, without composition: peak memory, seconds of a step.
+"""Time whole ranks of a job, without composition: seconds of a step.
 
     prediction = predict_whole(args, found, load_cluster("h100"), jobs=2)
 
-A rank runs the fewest micro-batches after which its memory and its actions repeat
-(:func:`enough_micro_batches`).
-
-* :func:`counted_peak` counts the ranks that can be the fullest: the one with most composed bytes,
-  and the first and last pipeline ranks if theirs are close.
-* :func:`predict_whole` times every pipeline rank (:mod:`mindspeed.planner.count.timed_step`). The
-  seconds of its chunks are those of the actions that
-  :func:`mindspeed.planner.time.step_plan.step_plan` simulates for all micro-batches, plus what
-  the slowest rank does after its last action. Without a pipeline, the difference of steps of two
-  and three micro-batches is one micro-batch.
+Every pipeline rank runs the fewest micro-batches after which its memory and its actions repeat
+(:func:`enough_micro_batches`) on the clock (:mod:`mindspeed.planner.count.timed_step`). The seconds
+of its chunks are those of the actions that
+:func:`mindspeed.planner.time.step_plan.step_plan` simulates for all micro-batches, plus what the
+slowest rank does after its last action. Without a pipeline, the difference of steps of two and
+three micro-batches is one micro-batch.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindspeed.errors import MindSpeedError, PlanError
@@ -27,7 +23,6 @@ from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.count.check import Check, Progress
-from mindspeed.planner.count.counted_step import count_step
 from mindspeed.planner.count.timed_step import (
     GRADIENTS,
     OPTIMIZER,
@@ -35,8 +30,6 @@ from mindspeed.planner.count.timed_step import (
     exposed_by_group,
     time_step,
 )
-from mindspeed.planner.job import Job
-from mindspeed.planner.layout import Layout
 from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.planner.time.prediction import (
     Prediction,
@@ -47,34 +40,6 @@ from mindspeed.planner.time.prediction import (
 )
 from mindspeed.planner.time.step_plan import DataParallel, step_plan
 from mindspeed.training.fake_job import rank_in_stage
-
-NEAR = 0.05
-"""Relative distance within which ranks are counted: several times the error of composition."""
-COUNT_SECONDS = 600.0
-"""Timeout of a count."""
-
-
-def counted_peak(job: Job, layout: Layout, composed: Sequence[float]) -> int:
-    """Count the bytes of the fullest pipeline rank, of which ``composed`` has estimates.
-
-    Raises:
-        MindSpeedError: it cannot be counted.
-    """
-    stages = ranks_to_count(composed)
-    return max(isolated.call(_peak, job, layout, one, timeout=COUNT_SECONDS) for one in stages)
-
-
-def ranks_to_count(composed: Sequence[float]) -> list[int]:
-    """Pipeline ranks one of which is the fullest, given that composed bytes may err."""
-    most = max(composed)
-    chosen = {0, composed.index(most), len(composed) - 1}
-    return sorted(rank for rank in chosen if composed[rank] >= (1 - NEAR) * most)
-
-
-def _peak(job: Job, layout: Layout, stage: int) -> int:
-    args = job.settings(layout.overrides(), layout.devices).args
-    batches = enough_micro_batches(shape_of(args), stage)
-    return count_step(args, rank_in_stage(args, stage), micro_batches=batches).peak
 
 
 def enough_micro_batches(shape: Shape, rank: int) -> int:
