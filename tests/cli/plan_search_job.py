@@ -40,8 +40,8 @@ FLAGS = ("--model", "llama2-7b", "--bf16", "--tensor-model-parallel-size", "2",
 BEST = Layout(16, 16, tp=2, pp=2)
 SLOW = Layout(16, 16, tp=4, recompute=Recompute(layers=-1))
 CANDIDATES = (
-    Candidate(BEST, Priced(1.5, 30 * GIB), FLAGS, counted=30 * GIB + 5),
-    Candidate(SLOW, Priced(1.53, 31 * GIB), FLAGS),
+    Candidate(BEST, Priced(1.5, 30 * GIB), FLAGS),
+    Candidate(SLOW, Priced(1.53, 31 * GIB), FLAGS, estimated=True),
     Candidate(replace(BEST, pp=4), Priced(1.9, 20 * GIB), FLAGS),
 )
 FOUND = SearchResult("h100", 16, 77 * GIB, 1000, {"need more": 600, "no divisor": 300}, 100, 7,

@@ -49,8 +49,8 @@ def test_candidates_ties_and_flags(plan):
     rows = [line.split() for line in printed.out.splitlines()]
     best = next(row for row in rows if row[:2] == ["1", "="])
     assert best[2:4] == ["tp=2", "pp=2"]
-    assert best[-8:] == ["1.500", "1,234", "43.2%", "12.5%", "30.000", "30.000", "matrix",
-                         "products"]  # fmt: skip
+    assert best[-7:] == ["1.500", "1,234", "43.2%", "12.5%", "30.000", "matrix", "products"]
+    assert any("~31.000" in row for row in rows) and "~ estimated within 3 %" in printed.out
     assert ["2", "="] in [row[:2] for row in rows] and ["3", "="] not in [row[:2] for row in rows]
     assert "2 are within 5 % of the fastest" in printed.out
     assert "600  need more" in printed.out and "100  fit" in printed.out

@@ -163,8 +163,11 @@ def accepted_outside(
 
 def best_of(argv: list[str], devices: int, options: dict[str, Any]) -> Any:
     """The best layout of a plan, its composed and its counted bytes, and what was searched."""
+    from mindspeed.planner.count.check import check
+    from mindspeed.planner.scripts import job_of
     from mindspeed.planner.search.plan import plan
 
     found = plan(argv, CLUSTER, devices=devices, **options)
-    best = found.best
-    return best.layout, best.prediction.peak_bytes, best.counted, found.searched
+    layout, composed = found.best.layout, found.best.peak_bytes
+    counted = check(job_of(argv).settings(layout.overrides(), devices).args).fullest.peak
+    return layout, composed, counted, found.searched
