@@ -383,7 +383,7 @@ def main() -> None:
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()
-    from mindspeed.planner.compose.job import import_ahead
+    from mindspeed.planner.isolated import import_ahead
 
     import_ahead()
     chosen = [row for row in planned_rows() if row.system in (options.systems or [row.system])]

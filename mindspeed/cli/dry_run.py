@@ -56,7 +56,7 @@ def print_dry_run(settings: Settings, flags: Sequence[str], defaults: Mapping[st
         defaults: values of flags that neither these nor a recipe set.
     """
     from mindspeed.planner import isolated
-    from mindspeed.planner.compose.job import import_ahead
+    from mindspeed.planner.isolated import import_ahead
 
     args = settings.args
     import_ahead()

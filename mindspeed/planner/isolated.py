@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
+from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.processes import die_with_parent
 
@@ -35,6 +36,29 @@ in_child = False
 """Whether this process is a child, whose inherited objects are frozen: counting them takes long."""
 _LAST_LINES = 12
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def import_ahead() -> None:
+    """Import the modules of every run before its processes are forked.
+
+    Raises:
+        PlanError: the installed Megatron is too old to be counted.
+    """
+    if not at_least("0.15"):
+        raise PlanError(
+            f"jobs are planned (--dry-run, too) with megatron-core 0.15.3 and newer, not with "
+            f"{megatron_version()}: install megatron-core 0.16.1"
+        )
+    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
+
+    import torch._dynamo  # noqa: F401
+    import mindspeed.pipeline.schedule.megatron_work
+    import mindspeed.planner.count.fake_world
+    import mindspeed.planner.count.loop
+    import mindspeed.training.model
+    import mindspeed.training.pretrain
+    import mindspeed.training.setup
+    import mindspeed.training.step  # noqa: F401
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:

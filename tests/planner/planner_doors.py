@@ -44,5 +44,5 @@ def without_helpers() -> bool:
     import sys
 
     sys.modules["megatron.core.datasets.helpers_cpp"] = None  # type: ignore[assignment]
-    importlib.import_module("mindspeed.planner.compose.job").import_ahead()
+    importlib.import_module("mindspeed.planner.isolated").import_ahead()
     return "mindspeed.data.megatron" in sys.modules

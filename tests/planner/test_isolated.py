@@ -180,3 +180,12 @@ def _is_running(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_a_count_imports_its_modules_before_it_forks(monkeypatch):
+    from mindspeed.planner.count import check
+
+    imported = []
+    monkeypatch.setattr(isolated, "import_ahead", lambda: imported.append(True))
+    monkeypatch.setattr(isolated, "map", lambda *_: iter([len(imported)]))
+    assert list(check._count(None, [None], 1)) == [1]

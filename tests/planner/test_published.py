@@ -157,7 +157,7 @@ SAMPLE = (
 @pytest.mark.slow
 def test_a_sample_of_rows_has_the_committed_figures(benchmark, predictions, tmp_path):
     import mindspeed.megatron_adaptor  # noqa: F401 - before megatron.core
-    from mindspeed.planner.compose.job import import_ahead
+    from mindspeed.planner.isolated import import_ahead
 
     import_ahead()
     rows = benchmark.planned_rows()

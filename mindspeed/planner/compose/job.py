@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
@@ -32,29 +31,6 @@ LARGEST_REACH = 2
 """Most neighbours of a layer on either side that may matter."""
 RUN_SECONDS = 300.0
 """Timeout of a recording."""
-
-
-def import_ahead() -> None:
-    """Import the modules of every run before its processes are forked.
-
-    Raises:
-        PlanError: the installed Megatron is too old to be counted.
-    """
-    if not at_least("0.15"):
-        raise PlanError(
-            f"jobs are planned (--dry-run, too) with megatron-core 0.15.3 and newer, not with "
-            f"{megatron_version()}: install megatron-core 0.16.1"
-        )
-    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
-
-    import torch._dynamo  # noqa: F401
-    import mindspeed.pipeline.schedule.megatron_work
-    import mindspeed.planner.count.fake_world
-    import mindspeed.planner.count.loop
-    import mindspeed.training.model
-    import mindspeed.training.pretrain
-    import mindspeed.training.setup
-    import mindspeed.training.step  # noqa: F401
 
 
 def trace_job(
@@ -269,7 +245,7 @@ def _recorded(
     known = [None if cache is None else cache.get(point) for point in points]
     missing = [index for index, one in enumerate(known) if one is None]
     if missing:
-        import_ahead()
+        isolated.import_ahead()
     arguments = [(job, points[index], cluster) for index in missing]
     results = isolated.map(_record, arguments, jobs, RUN_SECONDS)
     for index, result in zip(missing, results, strict=True):

@@ -164,6 +164,7 @@ def _count(
     def count(stage: int, batches: int | None) -> CountedStep:
         return count_step(args, rank_in_stage(args, stage), micro_batches=batches)
 
+    isolated.import_ahead()  # what a module keeps from its import is of no step
     return isolated.map(count, enumerate(micro_batches), jobs)
 
 

@@ -15,7 +15,6 @@ from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.job import (
     RUN_SECONDS,
-    import_ahead,
     shape_of_layout,
     trace_alike,
     trace_job,
@@ -145,7 +144,7 @@ class JobEvaluator:
             cache = cache.on(self._fastest)
         found = cache.layer(point)
         if found is None:
-            import_ahead()
+            isolated.import_ahead()
             arguments = self._job, point, self._fastest
             found = isolated.call(layer_run, *arguments, timeout=RUN_SECONDS)
             cache.put_layer(point, found)
