@@ -51,6 +51,7 @@ class Entry:
         order: the program, where it is not the dispatcher's.
         chunks: of the sequence, attention included, in which ``order`` runs.
         pair: two micro-batches run at once; "delayed": their weight gradients are apart.
+        exact: the numbers of a training stay those of Megatron's own layer.
     """
 
     dispatcher: str
@@ -62,6 +63,7 @@ class Entry:
     order: Program | None = None
     chunks: int = 1
     pair: Literal["", "plain", "delayed"] = ""
+    exact: bool = True
 
 
 SHARED_OVERLAP = Program.parse(
@@ -106,6 +108,7 @@ ENTRIES: dict[str, Entry] = {
         "alltoall",
         f"--moe-model-type deepspeed_moe {_TO}",
         {**_OVERLAP, "exchange": "padded"},
+        exact=False,
     ),
     "groups": Entry(
         "alltoall",

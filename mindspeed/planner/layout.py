@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Flags] = {
 def _program(text: str, dispatcher: str) -> Flags:
     """Flags of an expert program from their text."""
     flags: dict[str, Any] = {"moe_token_dispatcher_type": dispatcher}
-    words = text.split() if text.startswith("--") else []
+    words = text.partition(":")[0].split() if text.startswith("--") else []
     for position, word in enumerate(words):
         if word.startswith("--"):
             after = words[position + 1 : position + 2]
@@ -44,9 +44,12 @@ def _program(text: str, dispatcher: str) -> Flags:
 
 
 EXPERT_PROGRAMS: dict[str, Flags] = {
-    name: _program(entry.flags, entry.dispatcher) for name, entry in ENTRIES.items()
+    name: _program(entry.flags, entry.dispatcher)
+    for name, entry in ENTRIES.items()
+    if not entry.extended
 }
-"""Flags by expert program of :mod:`mindspeed.moe.comparison`."""
+"""Flags by expert program of :mod:`mindspeed.moe.comparison`; an extended one is sizes of a layout:
+``etp`` 1, and an ``ep`` that ``tp`` divides."""
 
 
 def memory_flags(names: Collection[str]) -> dict[str, Any]:

@@ -36,6 +36,9 @@ _DIFFER = {
 """Flags by which layers of one kind differ, by argument."""
 
 
+PAIRS = "forward and backward of two micro-batches at once (--overlap-moe-expert-parallel-comm)"
+
+
 def whole_only(args: argparse.Namespace) -> str:
     """The part of a job that small runs cannot compose; empty if there is none.
 
@@ -45,6 +48,8 @@ def whole_only(args: argparse.Namespace) -> str:
     for name, flag in _DIFFER.items():
         if values.get(name):
             return f"layers that differ by {flag}"
+    if values.get("overlap_moe_expert_parallel_comm"):
+        return PAIRS
     for feature in planned_as("layers differ", values):
         return f"layers that differ by {given_names(feature)[0]}"
     if (values.get("num_distributed_optimizer_instances") or 1) > 1:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, replace
 
 import pytest
 
 from mindspeed.memory.selective import modules_of, together
-from mindspeed.planner.layout import Layout, Recompute
+from mindspeed.moe.comparison import Priced
+from mindspeed.planner.layout import EXPERT_PROGRAMS, Layout, Recompute
+from mindspeed.planner.search.expert_programs import dominated
 from mindspeed.planner.search.selective import Saving, subsets
-from mindspeed.planner.search.space import Sizes, Space, stage_layers
+from mindspeed.planner.search.space import Sizes, Space, reason_against, stage_layers
 from tests.planner import search_jobs
 from tests.planner.search_jobs import SETUP
 
@@ -77,6 +80,46 @@ def test_a_v_has_two_chunks_whatever_else_is_searched():
     assert removed.total() == 3
 
 
+@dataclass(frozen=True)
+class Simulated:
+    total: float
+
+
+def test_programs_of_experts_of_which_another_is_faster_and_smaller_are_no_candidates():
+    """A pair is two micro-batches at once, and has half of its time for each."""
+    times = {
+        "megatron": (4.0, 5),
+        "overlap": (3.0, 5),
+        "overlap-level1": (3.5, 2),
+        "1f1b": (5.0, 9),
+    }
+    priced = [Priced(name, "", Simulated(t), kept=n) for name, (t, n) in times.items()]
+    assert dominated([*priced, Priced("dedup", "", None, "no nodes")]) == ["megatron"]
+
+
+def test_flags_of_expert_programs_are_names_of_arguments():
+    assert EXPERT_PROGRAMS["1f1b"] == {
+        "moe_token_dispatcher_type": "alltoall",
+        "overlap_moe_expert_parallel_comm": True,
+    }
+    assert all(name.isidentifier() for flags in EXPERT_PROGRAMS.values() for name in flags)
+
+
+def test_a_search_tries_options_that_keep_the_numbers_of_a_training():
+    sizes = Sizes(8, 16, num_layers=8, heads=8, query_groups=8, seq_length=512)
+    lacking = replace(sizes, experts=8, lacking=("flash-attention",))
+    memory = Space.of(sizes).memory
+    assert memory[0] == () and ("swap-optimizer",) in memory
+    assert ("recompute-norm", "swap-optimizer") in memory
+    assert not any("grad-reduce-in-bf16" in one for one in memory)
+    assert all("flash-attention" in one for one in Space.of(lacking).memory[1:])
+    assert "padded" not in Space.of(lacking).expert_program
+    assert {"fb-overlap", "1f1b"} < {*Space.of(lacking).expert_program}
+    assert Space.of(sizes).expert_program == (None,)
+    assert reason_against("optimizer", lacking, {"optimizer": "zero2", "pp": 1})
+    assert reason_against("optimizer", sizes, {"optimizer": "zero2", "pp": 1}) is None
+
+
 SMALL = (
     "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1024 --swiglu --num-attention-heads 8 "
     "--seq-length 512 --vocab-size 2048 --bf16 --position-embedding-type rope --normalization "
@@ -89,6 +132,13 @@ WIDE = (
     "--swiglu --ffn-hidden-size 6144 --untie-embeddings-and-output-weights --global-batch-size 4 "
     "--use-flash-attn"
 )
+EXPERTS = (
+    "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 2048 --vocab-size 512 "
+    "--bf16 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear --swiglu "
+    "--ffn-hidden-size 2048 --moe-ffn-hidden-size 1024 --num-experts 8 --moe-router-topk 2 "
+    "--moe-grouped-gemm --untie-embeddings-and-output-weights --global-batch-size 4 "
+    "--use-flash-attn"
+)
 BEST = {
     "a module again": (
         SMALL,
@@ -99,6 +149,16 @@ BEST = {
         WIDE,
         {"search": ("schedule", "split"), "fix": {"tp": 1, "mbs": 1, "pp": 2}},
         {"schedule": "zb-v", "stage_layers": (3, 3, 2, 2)},
+    ),
+    "memory options": (
+        SMALL,
+        {"search": ("memory",), "fix": {"tp": 1, "mbs": 4}, "memory_limit": 380 << 20},
+        {"memory": ("flash-attention", "swap-attention", "swap-optimizer")},
+    ),
+    "a pair of micro-batches": (
+        EXPERTS,
+        {"search": ("expert_program",), "fix": {"tp": 1, "mbs": 1, "ep": 2}},
+        {"expert_program": "1f1b"},
     ),
 }
 """Flags of a job on two devices, what is searched, and values of the best layout."""

@@ -21,6 +21,7 @@ from mindspeed.planner.compose.job import (
 )
 from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count.cache import RunCache
+from mindspeed.planner.count.check import check
 from mindspeed.planner.count.layer_run import LayerRun, layer_point, layer_run
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, Recompute
@@ -29,6 +30,7 @@ from mindspeed.planner.search.selective import Saving
 from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
 from mindspeed.planner.time.prediction import Prediction
 from mindspeed.planner.time.price import predict
+from mindspeed.planner.time.whole_ranks import predict_whole
 
 
 class JobEvaluator:
@@ -68,8 +70,8 @@ class JobEvaluator:
         """
         runs = self._layers.get(_layer_key(layout))
         if not runs:
-            fastest = self._layers.get(_fastest(layout).signature(), {})
-            runs = {kind: replace(run, kept=0.0) for kind, run in fastest.items()}
+            known = self._layers.get(_keeping_all(layout).signature(), {})
+            runs = {kind: replace(run, kept=0.0) for kind, run in known.items()}
         found = [bounds.of(layout, runs) for bounds in self._bounds]
         return min(found, key=lambda one: one.seconds)
 
@@ -87,7 +89,7 @@ class JobEvaluator:
         Raises:
             MindSpeedError: a layer cannot be counted.
         """
-        steps = list(dict.fromkeys((_fastest(layout), _alone(layout))))
+        steps = list(dict.fromkeys((_keeping_all(layout), _alone(layout))))
         done = self._steps.get(self.key(layout), 0)
         if done == len(steps):
             return False
@@ -171,7 +173,7 @@ class JobEvaluator:
             MindSpeedError: it cannot be counted.
         """
         shape = isolated.call(shape_of_layout, self._job, layout)
-        if shape.unspliceable:
+        if shape.unspliceable and (shape.ranks > 1 or shape.unspliceable != shape.whole_only):
             raise NotSpliceable(
                 f"{shape.unspliceable}: not composed of small runs; count the whole job with "
                 "mindspeed plan --check --whole"
@@ -190,7 +192,9 @@ class JobEvaluator:
             MindSpeedError: they cannot be counted.
         """
         if layout not in self._exact:
-            self._exact[layout] = self._traced(trace_job, layout, drawn=True)
+            whole = self._shapes[self.key(layout)].whole_only
+            found = None if whole else self._traced(trace_job, layout, drawn=True)
+            self._exact[layout] = found or self._counted(layout)
         return self._exact[layout]
 
     def is_exact(self, layout: Layout) -> bool:
@@ -198,7 +202,16 @@ class JobEvaluator:
         return layout in self._exact
 
     def _alike(self, layout: Layout) -> Prediction:
+        """Price a layout by recordings that others share, or by its one whole rank."""
+        if self._shapes[self.key(layout)].whole_only:
+            return self.exact(layout)
         return self._traced(trace_alike, layout)
+
+    def _counted(self, layout: Layout) -> Prediction:
+        """Price a layout without a pipeline by its whole rank."""
+        args = self._job.settings(layout.overrides(), layout.devices).args
+        found = predict_whole(args, check(args, jobs=self._jobs), self._cluster, self._jobs)
+        return replace(found, layout=layout)
 
     def _traced(self, trace: Any, layout: Layout, *, drawn: bool = False) -> Prediction:
         shape = reshaped(self._shapes[self.key(layout)], layout)
@@ -226,7 +239,7 @@ def _layer_key(layout: Layout) -> Layout:
     return _alone(layout).signature()
 
 
-def _fastest(layout: Layout) -> Layout:
+def _keeping_all(layout: Layout) -> Layout:
     """The layout without what a layer does to save memory."""
     recompute, memory = layout.recompute, layout.memory
     if recompute is not None:

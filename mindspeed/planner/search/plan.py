@@ -29,6 +29,7 @@ from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, Recompute, layout_of
 from mindspeed.planner.search.bounded_search import Found, Outcome, Progress
 from mindspeed.planner.search.bounded_search import search as bounded_search
+from mindspeed.planner.search.expert_programs import ExpertPrograms
 from mindspeed.planner.search.kinds import by_kind, on_kinds
 from mindspeed.planner.search.result import (
     ESTIMATED,
@@ -112,6 +113,8 @@ def plan(
         if "recompute" in {*names} - {*(fix or {})}:
             space = _with_modules(space, sizes, evaluator, modules_of(vars(args)))
         layouts = list(space.layouts(sizes, removed))
+        if "expert_program" in {*names} - {*(fix or {})}:
+            layouts = _with_programs(layouts, ExpertPrograms(args, machine), removed)
         total = space.total
         if mixed is not None:
             dtype, head = Precision.of(args).products, evaluator.head_layers
@@ -150,6 +153,19 @@ def plan(
         assumed=assumed(args),
         priced=tuple(sorted(outcome.priced, key=lambda one: one[1].seconds)),
     )
+
+
+def _with_programs(
+    layouts: Iterable[Layout], programs: ExpertPrograms, removed: Counter[str]
+) -> list[Layout]:
+    """The layouts whose expert program may be the best."""
+    found = []
+    for layout in layouts:
+        if (reason := programs.reason_against(layout)) is None:
+            found.append(layout)
+        else:
+            removed[reason] += 1
+    return found
 
 
 def _with_modules(

@@ -17,11 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 from mindspeed.features.registry import options
+from mindspeed.moe.comparison import ENTRIES
 from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
-from mindspeed.planner.layout import Layout, Recompute
+from mindspeed.planner.layout import EXPERT_PROGRAMS, OPTIMIZERS, Layout, Recompute
 
 Split = str | tuple[int, ...]
 Point = Mapping[str, Any]
@@ -40,6 +42,7 @@ class Sizes:
         seq_length: tokens of a sample.
         experts: experts of a layer; 0 in a dense model.
         aligned: whether sizes must be divisible by ``tp``.
+        lacking: memory options that are never worse, and that the job lacks.
     """
 
     devices: int
@@ -50,6 +53,7 @@ class Sizes:
     seq_length: int
     experts: int = 0
     aligned: bool = True
+    lacking: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, args: argparse.Namespace, devices: int) -> Sizes:
@@ -64,6 +68,11 @@ class Sizes:
             args.seq_length,
             args.num_experts or 0,
             not args.unaligned_linear,
+            tuple(
+                name
+                for name, one in options("memory").items()
+                if one.kept and not all(map(vars(args).get, one.flags))
+            ),
         )
 
 
@@ -194,6 +203,8 @@ def _split(sizes: Sizes, point: Point) -> str | None:
 def _sharding(sizes: Sizes, point: Point) -> str | None:
     if point["optimizer"] in ("zero2", "zero3") and point["pp"] > 1:
         return "ZeRO 2 and 3 have no pipeline"
+    if point["optimizer"] in ("zero2", "zero3") and sizes.experts:
+        return "ZeRO 2 and 3 have no experts"
     return None
 
 
@@ -213,6 +224,9 @@ _CHECKS: Mapping[str, Callable[[Sizes, Point], str | None]] = {
 SEARCHED = ("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "mbs", "vpp", "split", "recompute")
 """Default dimensions of a search; schedule, optimizer, expert program and memory features stay as
 they are in the job."""
+
+EXPERT_SEARCHED = tuple(name for name in EXPERT_PROGRAMS if ENTRIES[name].exact)
+"""Expert programs that leave the numbers of a training as they are."""
 
 SAME = "the same as another combination"
 
@@ -264,7 +278,9 @@ class Space:
             schedule=(None, *options("schedule")),
             split=("even", "ends"),
             recompute=(Recompute(), *(Fraction(n, 8) for n in range(1, 9))),
-            optimizer=("distributed",),
+            optimizer=tuple(OPTIMIZERS),
+            expert_program=EXPERT_SEARCHED if sizes.experts else (None,),
+            memory=_memory_sets(sizes.lacking),
         )
 
     @property
@@ -302,7 +318,7 @@ class Space:
             removed: receives the number of impossible ones, by reason.
         """
         names = [item.name for item in fields(self)]
-        combinations = [
+        below = [
             math.prod(len(getattr(self, name)) for name in names[position + 1 :])
             for position in range(len(names))
         ]
@@ -322,11 +338,18 @@ class Space:
             for value in getattr(self, name):
                 point[name] = value
                 if reason := reason_against(name, sizes, point):
-                    removed[reason] += combinations[position]
+                    removed[reason] += below[position]
                 else:
                     yield from extend(position + 1)
 
         return extend(0)
+
+
+def _memory_sets(lacking: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """No memory option, each one and each pair, all with those that the job lacks."""
+    names = [name for name, one in options("memory").items() if one.exact and not one.kept]
+    sets = [pair for count in range(3) for pair in combinations(names, count)]
+    return tuple(dict.fromkeys(((), *(tuple(sorted((*lacking, *one))) for one in sets))))
 
 
 def text_of(value: Any) -> str:

@@ -30,7 +30,7 @@ from mindspeed.planner.count.timed_step import (
     exposed_by_group,
     time_step,
 )
-from mindspeed.planner.shape import Shape, shape_of
+from mindspeed.planner.shape import PAIRS, Shape, shape_of
 from mindspeed.planner.time.prediction import (
     Prediction,
     RankFigures,
@@ -106,6 +106,8 @@ def predict_whole(
     shape = shape_of(args)
     if shape.unspliceable != shape.whole_only:
         raise PlanError(shape.unspliceable)
+    if shape.whole_only == PAIRS and shape.ranks > 1:
+        raise PlanError(f"{PAIRS}: no action of its pipeline runs alone")
     if runs_in_steps(args):
         raise PlanError("the reference model runs before the schedule: its pass has no time yet")
     ranks = range(shape.ranks)
