@@ -173,7 +173,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=dimensions,
         metavar="NAME,..",
         help="search these only; the others are as the flags of the job say (default: "
-        f"{','.join(SEARCHED)})",
+        f"{','.join(SEARCHED)}; also: {','.join(one for one in DIMENSIONS if one not in SEARCHED)}"
+        "). The result lists the values that were tried",
     )
     add(
         "--measure",

@@ -74,6 +74,7 @@ FOUND = SearchResult(
     front=tuple(Candidate(*one) for one in (LAYOUTS[0], LAYOUTS[1], LAYOUTS[3])),
     interval=interval_of(JobKind(False, "bf16"), "h100"),
     priced=LAYOUTS,
+    searched={"tp": ("1", "2", "4"), "recompute": ("none", "core_attn")},
 )  # fmt: skip
 NOTHING = replace(FOUND, candidates=(), front=(), priced=(), fitting=0,
                   closest=Closest(FAST, LAYOUTS[0][1], 3 * GIB))  # fmt: skip
@@ -95,6 +96,10 @@ def test_the_page_has_every_priced_layout_and_needs_no_network() -> None:
     for one, (_, price) in zip(first["layouts"], LAYOUTS, strict=True):
         assert sum(one["time"].values()) == price.seconds
         assert all(sum(rank.values()) == price.peak_bytes for rank in one["ranks"])
+    assert first["searched"] == FOUND.to_json()["searched"] == {
+        "tp": ["1", "2", "4"], "recompute": ["none", "core_attn"],
+    }  # fmt: skip
+    assert "searched: recompute none, core_attn" in FOUND.counts()
     assert second["layouts"] == [] and "3.00 GiB too much" in second["nothing"]
     assert not re.search(r"(src|href)\s*=|@import|fetch\(|url\(", text)
 
@@ -116,6 +121,7 @@ const step = () => [byId("schedule").hidden, byId("over").hidden, byId("undrawn"
 const bars = () => document.querySelectorAll("#memory rect").length;
 seen.first = [row().cells[0].textContent, row().cells[2].textContent, text("command")];
 seen.undrawn = step();
+seen.searched = text("searched");
 seen.sorted = names();
 document.querySelectorAll("#head button")[6].click();
 seen.byMemory = names();
@@ -157,6 +163,7 @@ def test_tables_sort_questions_answer_and_keys_move(tmp_path: Path) -> None:
     # No layout is tp=4 pp=2 mbs=2; of two that differ equally, the faster one.
     name, answer = seen["afterWhatIf"]
     assert name == two and answer.startswith("pp 2: time -25.0 %, memory -33.3 %; no such layout")
+    assert seen["searched"] == "tp1, 2, 4recomputenone, core_attn"
     assert seen["bars"] == 4  # two kinds on two ranks
     assert seen["undrawn"] == [True, True, False]
     shown, bars, forwards, what = seen["drawn"]

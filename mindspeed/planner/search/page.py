@@ -68,6 +68,7 @@ def _data(title: str, found: SearchResult, command: Command) -> dict[str, Any]:
         "dimensions": [n for n in _CHOICES if len({one["values"][n] for one in layouts}) > 1],
         "best": list(chosen).index(found.best.layout) if found.candidates else 0,
         "nothing": "" if layouts else found.explain(),
+        "searched": {name: list(values) for name, values in found.searched.items()},
         "removed": dict(found.removed),
     }
 
