@@ -153,7 +153,7 @@ def price_of(
     from planner_recordings import RecordedRuns, ReplayedRuns
     from planner_stacks import cluster_of, rates_of
 
-    from mindspeed.planner.compose.job import trace_alike
+    from mindspeed.planner.compose.job import Tracer
     from mindspeed.planner.job import Job
     from mindspeed.planner.time.price import predict
 
@@ -162,7 +162,7 @@ def price_of(
     kept = frozenset({vocabulary, *([row.routed[0]] if row.routed else [])})
     runs = RecordedRuns(recordings, job, only_recorded)
     replayed = ReplayedRuns(runs, lambda: rates_of(row, kept, cluster))
-    traces = trace_alike(job, row.layout, shape, cluster, cache=replayed)
+    traces = Tracer(job, cluster, cache=replayed).alike(row.layout, shape)
     return predict(traces, shape, cluster, row.layout)
 
 

@@ -1,7 +1,7 @@
 """Recordings that are executed once and timed for any device, precision and network.
 
     runs = ReplayedRuns(RecordedRuns("run/recordings", job), rates)
-    traces = trace_alike(job, layout, shape, cluster, cache=runs)
+    traces = Tracer(job, cluster, cache=runs).alike(layout, shape)
 
 What the planner executes does not depend on the cluster. A recording has the operators, messages
 and waits of a run in their order; to replay it takes milliseconds. It is

@@ -18,6 +18,7 @@ WITHOUT_A_STEP = {
     "automated-pipeline",  # its options are for results that a run has measured
     "hccl-group-buffer",  # sizes of the library's buffers
     "profiling",
+    "record",
     "type-check",  # before training, in a process of its own
 }
 """Features whose options change nothing that is counted; one flag of each is tried."""

@@ -79,7 +79,7 @@ def traced(name: str, cluster: Any = None, ranks: Any = None) -> tuple[Any, Any]
     job, devices = job_of(name)
     layout, shape, described = isolated.call(described)
     assert described and not shape.unspliceable
-    return spliced.trace_job(job, layout, shape, cluster, ranks=ranks), shape
+    return spliced.Tracer(job, cluster).exact(layout, shape, ranks), shape
 
 
 def shape_in(job: Any, devices: int) -> Any:
@@ -189,7 +189,7 @@ def test_spliced_bytes_are_those_of_a_job_drawn_by_chance(seed):
     drawn = draw(seed)
     job = Job(drawn.flags.split())
     layout, shape = isolated.call(shape_in, job, drawn.devices)
-    (found,) = spliced.trace_job(job, layout, shape, ranks=[drawn.stage])
+    (found,) = spliced.Tracer(job).exact(layout, shape, [drawn.stage])
     real = isolated.call(whole, job, drawn.devices, drawn.stage)
     assert (found.peak, found.step.flops) == (real.peak, real.flops), f"seed {seed}: {drawn.flags}"
 

@@ -308,7 +308,7 @@ def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | 
     from mindspeed.errors import MindSpeedError
     from mindspeed.planner import isolated
     from mindspeed.planner.compose.compose import describes
-    from mindspeed.planner.compose.job import trace_job
+    from mindspeed.planner.compose.job import Tracer
     from mindspeed.planner.job import Job
     from mindspeed.planner.layout import layout_of
     from mindspeed.planner.shape import shape_of
@@ -326,7 +326,7 @@ def spliced(flags: str, world: int, stages: Sequence[int]) -> list[list[int]] | 
     if whole:
         return f"counted whole: {whole}"
     try:
-        traces = trace_job(job, layout, found, ranks=stages)
+        traces = Tracer(job).exact(layout, found, stages)
     except MindSpeedError as error:
         return str(error)
     return [[one.static.total() + level for level in one.step.after] for one in traces]

@@ -20,7 +20,7 @@ from mindspeed.errors import MindSpeedError
 from mindspeed.features.registry import flags_planned_as
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.job import trace_job
+from mindspeed.planner.compose.job import Tracer
 from mindspeed.planner.count.cache import RunCache
 from mindspeed.planner.count.check import (
     Check,
@@ -90,7 +90,7 @@ def compose(
     if shape.unspliceable:
         return None
     try:
-        traces = trace_job(job, layout, shape, cluster, jobs, runs)
+        traces = Tracer(job, cluster, jobs, runs).exact(layout, shape)
     except MindSpeedError:  # a small pipeline refuses what a large one may accept
         return None
     ranks = [rank_check(rank, one, shape) for rank, one in enumerate(traces)]

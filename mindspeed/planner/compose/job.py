@@ -1,6 +1,6 @@
 """Trace every rank of a job from recordings of small ones.
 
-traces = trace_job(job, layout, shape, cluster, jobs=2)
+traces = Tracer(job, cluster, jobs=2).exact(layout, shape)
 traces[0].peak, traces[0].step.flops
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,134 +33,141 @@ RUN_SECONDS = 300.0
 """Timeout of a recording."""
 
 
-def trace_job(
-    job: Job,
-    layout: Layout,
-    shape: Shape,
-    cluster: Cluster | None = None,
-    jobs: int = 1,
-    cache: RunCache | None = None,
-    ranks: Sequence[int] | None = None,
-) -> list[RankTrace]:
-    """Trace ranks of a job.
+@dataclass(frozen=True)
+class Tracer:
+    """Traces pipeline ranks of a job from recordings of small ones.
 
-    Args:
+    Attributes:
         job: the job.
-        layout: its layout.
-        shape: its shape in this layout.
         cluster: rates of the clock; None: no times.
         jobs: concurrent recordings.
         cache: cache of recordings.
-        ranks: pipeline ranks; default: all.
-
-    Raises:
-        MindSpeedError: the job cannot start, or cannot be counted.
-        NotSpliceable: it can only be counted whole.
     """
-    asked = list(range(shape.ranks) if ranks is None else ranks)
-    if cluster is not None and len(cluster.kinds) > 1:
-        one = partial(trace_job, job, layout, shape, jobs=jobs, ranks=asked)
-        return _by_kind(one, shape, cluster, cache, asked)
-    built = _built(layout, shape, asked)
 
-    def traced(covers: Sequence[Cover]) -> list[RankTrace]:
-        points = [one for cover in covers for one in _points(cover)]
-        of = _recorded(job, [*points, *filter(None, built)], cluster, jobs, cache)
-        return [
-            trace(cover, of, None if own is None else of(own))
-            for cover, own in zip(covers, built, strict=True)
-        ]
+    job: Job
+    cluster: Cluster | None = None
+    jobs: int = 1
+    cache: RunCache | None = None
 
-    plain = is_plain(layout, shape) or EXPERT in shape.layer_kinds
-    return _widening(traced, layout, shape, asked, [False] if plain else [True, False])
+    def exact(
+        self, layout: Layout, shape: Shape, ranks: Sequence[int] | None = None
+    ) -> list[RankTrace]:
+        """Trace ranks as they are.
 
+        Args:
+            layout: layout of the job.
+            shape: its shape in this layout.
+            ranks: pipeline ranks; default: all.
 
-def _by_kind(
-    traced: Callable[..., list[RankTrace]],
-    shape: Shape,
-    cluster: Cluster,
-    cache: RunCache | None,
-    ranks: Sequence[int],
-) -> list[RankTrace]:
-    """Traces of pipeline ranks on several kinds of devices, each by a clock of its kind.
+        Raises:
+            MindSpeedError: the job cannot start, or cannot be counted.
+            NotSpliceable: it can only be counted whole.
+        """
+        asked = list(range(shape.ranks) if ranks is None else ranks)
+        if self.cluster is not None and len(self.cluster.kinds) > 1:
+            return self._by_kind(lambda one: one.exact(layout, shape, asked), shape, asked)
+        built = _built(layout, shape, asked)
 
-    Args:
-        traced: traces all these ranks on a cluster.
-        shape: the job.
-        cluster: the kinds.
-        cache: cache of recordings.
-        ranks: pipeline ranks.
-    """
-    each = shape.devices // shape.ranks
-    kinds = [cluster.at(rank * each) for rank in ranks]
-    found = {
-        kind: traced(cluster=kind, cache=None if cache is None else cache.on(kind))
-        for kind in dict.fromkeys(kinds)
-    }
-    return [found[kind][index] for index, kind in enumerate(kinds)]
+        def traced(covers: Sequence[Cover]) -> list[RankTrace]:
+            points = [one for cover in covers for one in _points(cover)]
+            of = self._recorded([*points, *filter(None, built)])
+            return [
+                trace(cover, of, None if own is None else of(own))
+                for cover, own in zip(covers, built, strict=True)
+            ]
 
+        plain = is_plain(layout, shape) or EXPERT in shape.layer_kinds
+        return _widening(traced, layout, shape, asked, [False] if plain else [True, False])
 
-def trace_alike(
-    job: Job,
-    layout: Layout,
-    shape: Shape,
-    cluster: Cluster | None = None,
-    jobs: int = 1,
-    cache: RunCache | None = None,
-) -> list[RankTrace]:
-    """Trace all ranks of a job from recordings that its layouts share, for a search.
+    def alike(self, layout: Layout, shape: Shape) -> list[RankTrace]:
+        """Trace all ranks from recordings that the layouts of a job share, for a search.
 
-    Layouts that differ in the pipeline and in the number of data-parallel ranks have recordings in
-    common. What data-parallel ranks divide is interpolated, without its padding; the rest is that
-    of :func:`trace_job`, but for messages between the actions of ranks with several chunks
-    (:mod:`mindspeed.planner.compose.estimate`). Layouts with other schedules and those that shard
-    gradients have recordings of their own, and are traced as :func:`trace_job` does.
+        Layouts that differ in the pipeline and in the number of data-parallel ranks have recordings
+        in common. What data-parallel ranks divide is interpolated, without its padding; the rest is
+        exact, but for messages between the actions of ranks with several chunks
+        (:mod:`mindspeed.planner.compose.estimate`). Layouts with other schedules and those that
+        shard gradients have recordings of their own, and are exact.
 
-    Args:
-        job: the job.
-        layout: its layout.
-        shape: its shape in this layout.
-        cluster: rates of the clock; None: no times.
-        jobs: concurrent recordings.
-        cache: cache of recordings.
+        Args:
+            layout: layout of the job.
+            shape: its shape in this layout.
 
-    Raises:
-        MindSpeedError: the job cannot start, or cannot be counted.
-        NotSpliceable: it can only be counted whole.
-    """
-    if cluster is not None and len(cluster.kinds) > 1:
-        one = partial(trace_alike, job, layout, shape, jobs=jobs)
-        return _by_kind(one, shape, cluster, cache, range(shape.ranks))
-    own_row = not is_plain(layout, shape) and not is_interleaved(shape)
-    if own_row or shape.shards_gradients:
-        return trace_job(job, layout, shape, cluster, jobs, cache)
-    few = with_data_parallel(layout, FEW * _fewest(layout))
-    times = (few.dp / layout.dp - 1) / (1 / 2 - 1)  # of the difference that twice as many make
-    ranks, shared = range(shape.ranks), shape.distributed_optimizer
+        Raises:
+            MindSpeedError: the job cannot start, or cannot be counted.
+            NotSpliceable: it can only be counted whole.
+        """
+        if self.cluster is not None and len(self.cluster.kinds) > 1:
+            return self._by_kind(lambda one: one.alike(layout, shape), shape, range(shape.ranks))
+        own_row = not is_plain(layout, shape) and not is_interleaved(shape)
+        if own_row or shape.shards_gradients:
+            return self.exact(layout, shape)
+        few = with_data_parallel(layout, FEW * _fewest(layout))
+        times = (few.dp / layout.dp - 1) / (1 / 2 - 1)  # of the difference that twice as many make
+        shared = shape.distributed_optimizer
 
-    def traced(covers: Sequence[Cover]) -> list[RankTrace]:
-        leaves = [leaf for x in covers for leaf in [one for one, _ in x.sources] or [x]]
-        points = [point for leaf in leaves for point in leaf.points]
-        more = [_twice(point) for leaf in leaves for point in leaf.points[1:] if shared]
-        of = _recorded(job, [*points, *more], cluster, jobs, cache)
-        known: list[tuple[Cover, RankTrace]] = []
+        def traced(covers: Sequence[Cover]) -> list[RankTrace]:
+            leaves = [leaf for x in covers for leaf in [one for one, _ in x.sources] or [x]]
+            points = [point for leaf in leaves for point in leaf.points]
+            more = [_twice(point) for leaf in leaves for point in leaf.points[1:] if shared]
+            of = self._recorded([*points, *more])
+            known: list[tuple[Cover, RankTrace]] = []
 
-        def replicated(cover: Cover, point: Point) -> Recording:
-            if not shared:
-                return of(point)
-            alike = point if point in cover.points[1:] else cover.base  # with the same layers
-            return with_replicas(of(point), of(alike), of(_twice(alike)), times)
+            def replicated(cover: Cover, point: Point) -> Recording:
+                if not shared:
+                    return of(point)
+                alike = point if point in cover.points[1:] else cover.base  # with the same layers
+                return with_replicas(of(point), of(alike), of(_twice(alike)), times)
 
-        def leaf_trace(leaf: Cover) -> RankTrace:
-            for other, found in known:
-                if (other.point, other.whole, other.row) == (leaf.point, leaf.whole, leaf.row):
-                    return found
-            known.append((leaf, trace(leaf, partial(replicated, leaf))))
-            return known[-1][1]
+            def leaf_trace(leaf: Cover) -> RankTrace:
+                for other, found in known:
+                    if (other.point, other.whole, other.row) == (leaf.point, leaf.whole, leaf.row):
+                        return found
+                known.append((leaf, trace(leaf, partial(replicated, leaf))))
+                return known[-1][1]
 
-        return [estimate(x, leaf_trace) if x.sources else leaf_trace(x) for x in covers]
+            return [estimate(x, leaf_trace) if x.sources else leaf_trace(x) for x in covers]
 
-    return _widening(traced, few, shape, ranks, [True])
+        return _widening(traced, few, shape, range(shape.ranks), [True])
+
+    def _by_kind(
+        self, traced: Callable[[Tracer], list[RankTrace]], shape: Shape, ranks: Sequence[int]
+    ) -> list[RankTrace]:
+        """Traces of pipeline ranks on several kinds of devices, each by a clock of its kind."""
+        assert self.cluster is not None
+        each = shape.devices // shape.ranks
+        kinds = [self.cluster.at(rank * each) for rank in ranks]
+        caches = {kind: self.cache and self.cache.on(kind) for kind in dict.fromkeys(kinds)}
+        found = {
+            kind: traced(replace(self, cluster=kind, cache=cache)) for kind, cache in caches.items()
+        }
+        return [found[kind][index] for index, kind in enumerate(kinds)]
+
+    def _recorded(self, asked: Sequence[Point]) -> Callable[[Point], Recording]:
+        """Make the recordings that the cache lacks; equal points once."""
+        points: list[Point] = []
+        for one in asked:
+            if one not in points:
+                points.append(one)
+        known = [None if self.cache is None else self.cache.get(point) for point in points]
+        missing = [index for index, one in enumerate(known) if one is None]
+        if missing:
+            isolated.import_ahead()
+        arguments = [(self.job, points[index], self.cluster) for index in missing]
+        results = isolated.map(_record, arguments, self.jobs, RUN_SECONDS)
+        for index, result in zip(missing, results, strict=True):
+            if isinstance(result, MindSpeedError):
+                raise result
+            known[index] = result[0]
+            planned_tensors.learn(result[1])
+            if self.cache is not None:
+                self.cache.put(points[index], result[0])
+
+        def recording_of(point: Point) -> Recording:
+            found = known[points.index(point)]
+            assert found is not None
+            return found
+
+        return recording_of
 
 
 FEW = 2
@@ -228,40 +235,6 @@ def _built(layout: Layout, shape: Shape, ranks: Sequence[int]) -> list[Point | N
     names = [tuple((role, word) for role, word in shape.chunks_of(rank)) for rank in ranks]
     first = [ranks[names.index(name)] for name in names]
     return [Point(layout.overrides(), layout.devices, one, forward=False) for one in first]
-
-
-def _recorded(
-    job: Job,
-    asked: Sequence[Point],
-    cluster: Cluster | None,
-    jobs: int,
-    cache: RunCache | None,
-) -> Callable[[Point], Recording]:
-    """Make the recordings that the cache lacks; equal points once."""
-    points: list[Point] = []
-    for one in asked:
-        if one not in points:
-            points.append(one)
-    known = [None if cache is None else cache.get(point) for point in points]
-    missing = [index for index, one in enumerate(known) if one is None]
-    if missing:
-        isolated.import_ahead()
-    arguments = [(job, points[index], cluster) for index in missing]
-    results = isolated.map(_record, arguments, jobs, RUN_SECONDS)
-    for index, result in zip(missing, results, strict=True):
-        if isinstance(result, MindSpeedError):
-            raise result
-        known[index] = result[0]
-        planned_tensors.learn(result[1])
-        if cache is not None:
-            cache.put(points[index], result[0])
-
-    def recording_of(point: Point) -> Recording:
-        found = known[points.index(point)]
-        assert found is not None
-        return found
-
-    return recording_of
 
 
 def shape_of_layout(job: Job, layout: Layout) -> Shape:

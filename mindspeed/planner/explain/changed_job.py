@@ -11,12 +11,11 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.compose.job import shape_of_layout, trace_alike, trace_job
+from mindspeed.planner.compose.job import Tracer, shape_of_layout
 from mindspeed.planner.count.cache import RunCache
 from mindspeed.planner.explain.changes import Change
 from mindspeed.planner.job import Job, Overrides
@@ -79,7 +78,9 @@ class Predictor:
         Raises:
             MindSpeedError: the changed job cannot start, or cannot be counted.
         """
-        return self._price(change, self._job, trace_alike)
+        shape = self._shape(change)
+        traces = self._tracer(self._job).alike(change.layout, shape)
+        return predict(traces, shape, self._cluster, change.layout)
 
     def price(self, change: Change) -> Prediction:
         """Predict from recordings of the changed job.
@@ -87,9 +88,14 @@ class Predictor:
         Raises:
             MindSpeedError: the changed job cannot start, or cannot be counted.
         """
-        return self._price(change, changed_job(self._job, change.flags), trace_job)
+        shape = self._shape(change)
+        traces = self._tracer(changed_job(self._job, change.flags)).exact(change.layout, shape)
+        return predict(traces, shape, self._cluster, change.layout)
 
-    def _price(self, change: Change, job: Job, trace: Any) -> Prediction:
+    def _tracer(self, job: Job) -> Tracer:
+        return Tracer(job, self._cluster, self._jobs, self.runs(job))
+
+    def _shape(self, change: Change) -> Shape:
         layout = change.layout
         shape = self._shapes.get(layout, {}).get(_text(change.flags))
         if shape is None:
@@ -98,8 +104,7 @@ class Predictor:
             raise shape
         if shape.unspliceable:
             raise PlanError(f"{shape.unspliceable}: count it with --check --whole")
-        traces = trace(job, layout, shape, self._cluster, self._jobs, self.runs(job))
-        return predict(traces, shape, self._cluster, layout)
+        return shape
 
 
 class ChangeBounds:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.features.registry import options, planned_as
@@ -15,9 +14,8 @@ from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.job import (
     RUN_SECONDS,
+    Tracer,
     shape_of_layout,
-    trace_alike,
-    trace_job,
 )
 from mindspeed.planner.compose.templates import NotSpliceable
 from mindspeed.planner.count.cache import RunCache
@@ -53,6 +51,7 @@ class JobEvaluator:
         jobs: int = 1,
     ) -> None:
         self._job, self._cluster, self._cache, self._jobs = job, cluster, cache, jobs
+        self._tracer = Tracer(job, cluster, jobs, cache)
         self._bounds = [Bounds(args, kind) for kind in cluster.kinds]
         self._fastest = min(
             zip(self._bounds, cluster.kinds, strict=True), key=lambda one: one[0].layer_seconds
@@ -179,11 +178,17 @@ class JobEvaluator:
                 "mindspeed plan --check --whole"
             )
         self._shapes[self.key(layout)] = shape
-        self._alike(layout)
+        self.price(layout)
 
     def price(self, layout: Layout) -> Prediction:
-        """Price a layout by the recordings of its key; bytes may be estimated."""
-        return self._alike(layout)
+        """Price a layout by the recordings of its key, or by its one whole rank.
+
+        Bytes of recordings may be estimated.
+        """
+        shape = self._shape(layout)
+        if shape.whole_only:
+            return self.exact(layout)
+        return predict(self._tracer.alike(layout, shape), shape, self._cluster, layout)
 
     def exact(self, layout: Layout) -> Prediction:
         """Price a layout without estimating bytes, with a picture of its step.
@@ -192,20 +197,17 @@ class JobEvaluator:
             MindSpeedError: they cannot be counted.
         """
         if layout not in self._exact:
-            whole = self._shapes[self.key(layout)].whole_only
-            found = None if whole else self._traced(trace_job, layout, drawn=True)
-            self._exact[layout] = found or self._counted(layout)
+            shape = self._shape(layout)
+            if shape.whole_only:
+                self._exact[layout] = self._counted(layout)
+            else:
+                found = self._tracer.exact(layout, shape)
+                self._exact[layout] = predict(found, shape, self._cluster, layout, drawn=True)
         return self._exact[layout]
 
     def is_exact(self, layout: Layout) -> bool:
         """Whether a layout was priced without estimating bytes."""
         return layout in self._exact
-
-    def _alike(self, layout: Layout) -> Prediction:
-        """Price a layout by recordings that others share, or by its one whole rank."""
-        if self._shapes[self.key(layout)].whole_only:
-            return self.exact(layout)
-        return self._traced(trace_alike, layout)
 
     def _counted(self, layout: Layout) -> Prediction:
         """Price a layout without a pipeline by its whole rank."""
@@ -213,10 +215,8 @@ class JobEvaluator:
         found = predict_whole(args, check(args, jobs=self._jobs), self._cluster, self._jobs)
         return replace(found, layout=layout)
 
-    def _traced(self, trace: Any, layout: Layout, *, drawn: bool = False) -> Prediction:
-        shape = reshaped(self._shapes[self.key(layout)], layout)
-        traces = trace(self._job, layout, shape, self._cluster, self._jobs, self._cache)
-        return predict(traces, shape, self._cluster, layout, drawn=drawn)
+    def _shape(self, layout: Layout) -> Shape:
+        return reshaped(self._shapes[self.key(layout)], layout)
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:
