@@ -371,5 +371,6 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
     "split": _split,
     "cp_algorithm": lambda text: _one_of("cp_algorithm", options("cp_algorithm"))(text),
     "optimizer": _one_of("optimizer", OPTIMIZERS),
+    "precision": lambda text: _one_of("precision", options("precision"))(text),
     "expert_program": _one_of("expert_program", EXPERT_PROGRAMS),
 }

@@ -159,6 +159,7 @@ class Layout:
         mbs: samples of a micro-batch.
         recompute: recomputation in backward.
         optimizer: key of :data:`OPTIMIZERS`.
+        precision: an option of a feature.
         expert_program: key of :data:`EXPERT_PROGRAMS`.
         memory: options of features that save memory, sorted.
     """
@@ -179,6 +180,7 @@ class Layout:
     mbs: int = 1
     recompute: Recompute | None = None
     optimizer: str | None = None
+    precision: str | None = None
     expert_program: str | None = None
     memory: tuple[str, ...] | None = None
 
@@ -245,6 +247,8 @@ class Layout:
             flags |= self.recompute.overrides()
         if self.optimizer is not None:
             flags |= OPTIMIZERS[self.optimizer]
+        if self.precision is not None:
+            flags |= options("precision")[self.precision].flags
         if self.cp_algorithm is not None:
             flags |= algorithm_flags(self.cp_algorithm, self.cp)
         if self.expert_program is not None:

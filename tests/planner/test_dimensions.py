@@ -150,6 +150,11 @@ BEST = {
         {"search": ("schedule", "split"), "fix": {"tp": 1, "mbs": 1, "pp": 2}},
         {"schedule": "zb-v", "stage_layers": (3, 3, 2, 2)},
     ),
+    "products in fp8": (
+        WIDE,
+        {"search": ("precision",), "fix": {"tp": 1, "mbs": 1}},
+        {"precision": "fp8-tensorwise"},
+    ),
     "memory options": (
         SMALL,
         {"search": ("memory",), "fix": {"tp": 1, "mbs": 4}, "memory_limit": 380 << 20},

@@ -19,7 +19,9 @@ from mindspeed.planner.search.result import TOLERANCE, front_of, preference
 from mindspeed.planner.search.space import Sizes, Space, stage_layers
 
 SIZES = Sizes(16, 64, num_layers=8, heads=8, query_groups=8, seq_length=8192)
-SPACE = Space.of(SIZES).with_values({"optimizer": ["distributed"], "memory": [None]})
+SPACE = Space.of(SIZES).with_values(
+    {"optimizer": ["distributed"], "memory": [None], "precision": [None]}
+)
 
 
 @dataclass(frozen=True)

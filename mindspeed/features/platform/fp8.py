@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Option, Problem
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -48,7 +48,14 @@ _DELAYED_ONLY = {
 }
 
 
-class Fp8(Feature, level=0):
+class Fp8(
+    Feature,
+    level=0,
+    options=tuple(
+        Option("precision", f"fp8-{name}", {"fp8": "hybrid", "fp8_recipe": name}, exact=False)
+        for name in RECIPES
+    ),
+):
     """fp8 recipes with emulated casts on the CPU.
 
     Nothing is attached: Megatron enters ``fp8_autocast``, which the linear layers look at.

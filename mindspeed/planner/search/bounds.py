@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mindspeed.features.registry import options
 from mindspeed.job import Precision
 from mindspeed.optimizer.rules import chosen
 from mindspeed.planner.cluster import Cluster
@@ -77,8 +78,7 @@ class Bounds:
         self._layer_flops, self._head_flops = 2 * (per_token + heads * seen), 2 * self._edge
         self._tokens = args.seq_length
         device = cluster.device
-        part = max(device.efficiency(precision.products), device.attention_efficiency)
-        self._rate = device.peak(precision.products) * (1.0 if device.products else part)
+        self._device, self._rates = device, dict[str | None, float]()
         self._repeats_all = not args.optimize_recomp_communication_level
 
         self._cluster, self._known = cluster, dict[tuple[str, float, int, int], float]()
@@ -86,9 +86,9 @@ class Bounds:
         self._waits_for_parameters = not args.overlap_param_gather
 
         self._trained = not args.lora_target_modules
-        self._weight: float = 1 if args.fp8 else precision.element
+        self._base: float = 1 if args.fp8 else precision.element
         if base := getattr(args, "base_weights", None):
-            self._weight = 0.5 if base == "nf4" else 1
+            self._base = 0.5 if base == "nf4" else 1
         self._gradient = precision.element
         self._args, self._states = args, dict[tuple[str, ...] | None, tuple[float, int]]()
         self._distributed = bool(args.use_distributed_optimizer or args.use_megatron_fsdp)
@@ -98,7 +98,7 @@ class Bounds:
     @property
     def layer_seconds(self) -> float:
         """Seconds of the products of a layer for one token, forward, at the best rate."""
-        return self._layer_flops / self._rate
+        return self._layer_flops / self._rate(None)
 
     @property
     def head_layers(self) -> float:
@@ -122,6 +122,20 @@ class Bounds:
                 products count.
         """
         return Bound(self._seconds(layout, runs or {}), self._bytes(layout, runs or {}))
+
+    def _rate(self, precision: str | None) -> float:
+        """FLOP/s that no matrix product exceeds."""
+        if precision not in self._rates:
+            flags = {} if precision is None else options("precision")[precision].flags
+            kind = Precision.of(argparse.Namespace(**{**vars(self._args), **flags})).products
+            part = max(self._device.efficiency(kind), self._device.attention_efficiency)
+            part = 1.0 if self._device.products else part
+            self._rates[precision] = self._device.peak(kind) * part
+        return self._rates[precision]
+
+    def _weight(self, layout: Layout) -> float:
+        """Bytes of a weight at least."""
+        return self._base if layout.precision is None else min(self._base, 1.0)
 
     def _ranks(self, layout: Layout) -> list[float]:
         """Layers of each pipeline rank; the mean where layers differ."""
@@ -156,7 +170,7 @@ class Bounds:
         gradient = self._gradient if stage else max(self._gradient, reduced)
         total = 0.0
         for number, shards in ((dense, layout.dp * layout.cp), (expert, layout.expert_dp)):
-            weights = self._weight / (shards if stage == 3 else 1)
+            weights = self._weight(layout) / (shards if stage == 3 else 1)
             gradients = gradient / (shards if stage >= 2 else 1)
             states = state / (shards if distributed else 1)
             total += number * (weights + self._trained * (gradients + states))
@@ -196,7 +210,7 @@ class Bounds:
     def _seconds(self, layout: Layout, runs: Runs) -> float:
         tokens = layout.mbs * self._tokens / (layout.cp * layout.tp)
         backward = 2.0 if self._trained else 1.0
-        head = tokens * self._head_flops * (1 + backward) / self._rate
+        head = tokens * self._head_flops * (1 + backward) / self._rate(layout.precision)
         if layout.schedule is None or layout.v_shaped:
             head = max((head, *(run.output for run in runs.values())))
         plain, repeated = self._layer_seconds(layout, runs, tokens, backward)
@@ -234,7 +248,9 @@ class Bounds:
             if number and size > 1 and self._waits_for_gradients and not hidden:
                 total += self._collective("reduce_scatter", number * reduced, size, step)
             if number and size > 1 and self._waits_for_parameters and distributed:
-                total += self._collective("all_gather", number * self._weight / size, size, step)
+                total += self._collective(
+                    "all_gather", number * self._weight(layout) / size, size, step
+                )
         return total
 
     def _collective(self, op: str, payload: float, size: int, step: int) -> float:
@@ -248,7 +264,7 @@ class Bounds:
         self, layout: Layout, runs: Runs, tokens: float, backward: float
     ) -> tuple[_LayerSeconds, float]:
         """Seconds of the mean layer, and of its recomputation."""
-        forward = tokens * self._layer_flops / self._rate
+        forward = tokens * self._layer_flops / self._rate(layout.precision)
         if not runs or not (layout.schedule is None or layout.v_shaped):
             return _LayerSeconds(forward, forward * backward, forward), forward
         mean = self.mean(runs)

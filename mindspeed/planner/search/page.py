@@ -29,7 +29,7 @@ MOST = 1000
 _TEMPLATE = Path(__file__).parent / "page.html"
 _CHOICES = (
     *("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "vpp", "stage_layers", "schedule", "mbs"),
-    *("recompute", "optimizer", "expert_program", "memory"),
+    *("recompute", "optimizer", "precision", "expert_program", "memory"),
 )
 
 Command = Callable[[Layout], str]

@@ -33,7 +33,7 @@ def features(layout: Layout) -> int:
         len(layout.memory or ())
         + recompute
         + (layout.vpp > 1)
-        + sum(value is not None for value in named)
+        + sum(value is not None for value in (*named, layout.precision))
     )
 
 

@@ -252,6 +252,7 @@ class Space:
     split: tuple[Split, ...] = ("even",)
     recompute: tuple[Recompute | Fraction | None, ...] = (None,)
     optimizer: tuple[str | None, ...] = (None,)
+    precision: tuple[str | None, ...] = (None,)
     expert_program: tuple[str | None, ...] = (None,)
     memory: tuple[tuple[str, ...] | None, ...] = (None,)
 
@@ -279,6 +280,7 @@ class Space:
             split=("even", "ends"),
             recompute=(Recompute(), *(Fraction(n, 8) for n in range(1, 9))),
             optimizer=tuple(OPTIMIZERS),
+            precision=(None, *options("precision")),
             expert_program=EXPERT_SEARCHED if sizes.experts else (None,),
             memory=_memory_sets(sizes.lacking),
         )
