@@ -3,6 +3,7 @@
     mindspeed pretrain FLAGS --record runs/a     # or any Megatron script with our import line
     mindspeed pretrain FLAGS --record runs/b --tensor-model-parallel-size 2
     mindspeed compare runs/a runs/b
+    mindspeed compare --bisect runs -- mindspeed pretrain FLAGS -- mindspeed pretrain OTHERS
 
 Names the first tensor of B that differs from A's by more than rounding explains, and what enters
 it. What rounding explains is measured where runs/a/noise-1 ... exist, recordings of the same run
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="recordings of A with --record-noise (default: noise-* in A)",
     )
     add("--demo", action="store_true", help="plant a fault in a small job and find it")
+    add(
+        "--bisect",
+        type=Path,
+        metavar="DIR",
+        help="run the commands of A and B (after --, each), record into DIR, and find the flags",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw the error by layer: PNG, SVG or PDF")
     add("--json", type=Path, metavar="FILE", help="write all tensors as JSON")
 
@@ -44,10 +51,13 @@ def run(args: argparse.Namespace) -> int:
     """Compare two recordings; print the page."""
     if args.demo:
         return _demo()
-    if len(args.runs) != 2:
+    if args.bisect:
+        result, lines = _bisect(args.bisect, args.flags)
+    elif len(args.runs) == 2 and not args.flags:
+        a, b = args.runs
+        result, lines = _compare(a, b, args.noise)
+    else:
         raise ConfigError("give two recordings: mindspeed compare A B (or see it with --demo)")
-    a, b = args.runs
-    result, lines = _compare(a, b, args.noise)
     if args.json:
         from mindspeed.compare import page
 
@@ -70,6 +80,18 @@ def _compare(a: Path, b: Path, noise: list[Path] | None = None) -> tuple[Result,
     noise = sorted(a.glob("noise-*")) if noise is None else noise
     result = compare(here, there, [read(path) for path in noise])
     return result, list(page.lines(result, here, there))
+
+
+def _bisect(folder: Path, words: list[str]) -> tuple[Result, list[str]]:
+    """A and B of two commands, and the flags that make the difference."""
+    from mindspeed.cli.compare_bisect import Bisection, commands_of
+    from mindspeed.compare import page
+
+    result, a, b, flags = Bisection(folder, *commands_of(words)).run()
+    lines = ["", *page.lines(result, a, b)]
+    if flags:
+        lines += ["", "it comes with: " + " ".join(map(str, flags))]
+    return result, lines
 
 
 def _demo() -> int:
