@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="DIR",
-        help="recordings of A with --record-noise (default: noise-* in A)",
+        help="recordings of A with --record-noise (default: noise-* in A; forced-noise-* where B "
+        "is recorded with --record-forced)",
     )
     add("--demo", action="store_true", help="plant a fault in a small job and find it")
     add(
@@ -77,7 +78,9 @@ def _compare(a: Path, b: Path, noise: list[Path] | None = None) -> tuple[Result,
     from mindspeed.compare.walk import compare
 
     here, there = read(a), read(b)
-    noise = sorted(a.glob("noise-*")) if noise is None else noise
+    if noise is None:
+        forced = any(scalars.get("forced") for scalars in there.scalars.values())
+        noise = sorted(a.glob("forced-noise-*" if forced else "noise-*"))
     result = compare(here, there, [read(path) for path in noise])
     return result, list(page.lines(result, here, there))
 

@@ -26,6 +26,10 @@ BLOCKS = 8
 SUM, SQUARES, LARGEST, NOT_FINITE = range(SKETCHES, SKETCHES + 4)
 WIDTH = SKETCHES + 4
 _AT_ONCE = 1 << 18  # elements
+SMALL = 1 << 14
+"""Elements of a piece whose sketch is computed in fp64."""
+SKETCH_ERROR = 4 * 2.0**-24
+"""Of the sketch of a larger fp32 tensor, relative to its norm, for any number of columns."""
 _CHUNK = 256  # columns added in fp32; more lose what rounding of fp32 values is compared with
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -136,7 +140,7 @@ def digest(x: torch.Tensor, place: Place) -> torch.Tensor:
 
 def _of_rows(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
     """``[rows, K + 2]``: each row times the signs of its columns, its sum, its squares' sum."""
-    if x.dtype is torch.float64 or x.numel() <= 1 << 14:
+    if x.dtype is torch.float64 or x.numel() <= SMALL:
         x = x.to(signs.wide)
         return torch.cat([x @ signs.columns.to(signs.wide), x.square().sum(1, keepdim=True)], 1)
     x = x.float()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.megatron import MegatronHooks
 from mindspeed.compare.megatron_optimizer import learning_rate
 from mindspeed.compare.noise import Noise
@@ -39,6 +40,8 @@ class RecordOptions:
         micro_batches: Numbers in a step; empty: all.
         what: Kinds of tensors.
         noise: Number of this run with noise; 0 for a run without.
+        values: Write whole tensors, too.
+        forced: Recording whose values replace this run's; None for a run of its own.
     """
 
     directory: Path
@@ -46,6 +49,8 @@ class RecordOptions:
     micro_batches: tuple[int, ...]
     what: tuple[str, ...]
     noise: int
+    values: bool = False
+    forced: Path | None = None
 
 
 class JobRecording:
@@ -138,9 +143,16 @@ class JobRecording:
         """The hooks of this rank, once its groups exist."""
         if self._hooks is None:
             options, rank = self._options, dist.get_rank()
-            self._recorder = Recorder(options.directory, rank, dist.get_world_size())
+            self._recorder = Recorder(
+                options.directory, rank, dist.get_world_size(), options.values
+            )
             noise = Noise(options.noise) if options.noise else None
-            self._hooks = MegatronHooks(self._recorder, options.what, options.micro_batches, noise)
+            forced = None
+            if options.forced is not None:
+                forced = functools.partial(ForcedValues, options.forced)
+            self._hooks = MegatronHooks(
+                self._recorder, options.what, options.micro_batches, noise, forced
+            )
             if rank == 0:
                 write_job(options.directory, self._job)
         return self._hooks

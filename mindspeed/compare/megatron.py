@@ -24,6 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from mindspeed.compare.digest import Place, whole
+from mindspeed.compare.forced import ForcedValues, Replace, gradient_scale
 from mindspeed.compare.megatron_optimizer import owned
 from mindspeed.compare.megatron_places import (
     Columns,
@@ -33,7 +34,7 @@ from mindspeed.compare.megatron_places import (
     rectangles,
     rows_of,
 )
-from mindspeed.compare.names import NO_MICRO_BATCH, parameter_name
+from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
 from mindspeed.journal import Journal
@@ -83,6 +84,7 @@ class MegatronHooks:
         what: Kinds of tensors, as in ``--record-what``.
         micro_batches: Numbers of those that are recorded; empty: all.
         noise: Perturbs every recorded tensor; None in runs that are to be trusted.
+        forced: Values of another run in a step, which replace every recorded tensor.
     """
 
     def __init__(
@@ -91,8 +93,11 @@ class MegatronHooks:
         what: Collection[str],
         micro_batches: Collection[int] = (),
         noise: Noise | None = None,
+        forced: Callable[[int], ForcedValues] | None = None,
     ) -> None:
         self._recorder, self._what, self._noise = recorder, frozenset(what), noise
+        self._values_of = forced
+        self._forced: ForcedValues | None = None
         self._only = frozenset(micro_batches)
         self._handles: list[RemovableHandle] = []
         self._journal = Journal()
@@ -138,6 +143,9 @@ class MegatronHooks:
         self._chunks = [_Chunk(_inner(one), one, _names(_inner(one))) for one in chunks]
         step = self._recorder.begin(number)
         step.scalars = _scalars(config, options["num_microbatches"], self._ranks)
+        if self._values_of is not None:
+            self._forced = self._values_of(number)
+            step.scalars["forced"] = True
         step.place = asdict(self._ranks)
         forward = self._counted(options["forward_step_func"], step.scalars)
         try:
@@ -215,6 +223,22 @@ class MegatronHooks:
             self._recorder.add(
                 NO_MICRO_BATCH, when, module, what, part, own, reduction, exactly=when == "begin"
             )
+
+    def _force_gradient(
+        self, module: str, what: str, own: torch.Tensor, place: Place, start: int
+    ) -> None:
+        """Replace the reduced gradient of a weight, before the optimizer sees it."""
+        step, forced = self._recorder.step, self._forced
+        assert step is not None and forced is not None
+        ratio = step.scalars["loss_scale"] / forced.scalars["loss_scale"]
+        name = Name(step.number, NO_MICRO_BATCH, "end", module, what)
+        for first, last, part in rectangles(place, start, start + own.numel()):
+            value = forced.value(name, part)
+            if value is None:
+                continue
+            if self._noise is not None:
+                value = self._noise.on(value, f"{module}/{what}/forced/{part.identity}", 1)
+            own[first - start : last - start].copy_(value.reshape(-1) * ratio)
 
     # Forward
 
@@ -317,7 +341,9 @@ class MegatronHooks:
         reduction = _reduction(module, name, call.batch.rows, first)
         result = self._tensor(call, "output", first, columns, reduction)
         if name.endswith("router") and rest and isinstance(rest[0], torch.Tensor):
-            self._tensor(call, "choice", rest[0], columns, 1)
+            choice = self._tensor(call, "choice", rest[0], columns, 1)
+            if choice is not None:
+                result, rest = first if result is None else result, (choice, *rest[1:])
         if result is None:
             return None
         return result if rest is None else (result, *rest)
@@ -399,22 +425,62 @@ class MegatronHooks:
             exactly = what == "choice"
             self._add(batch, "forward", name, what, flat, place, reduction, exactly=exactly)
         target = x if result is None else result
+        value = self._replacement(call, what, "forward", x, place, loss)
+        if value is not None:
+            target = result = self._forced_value(call, what, x, value, place, reduction)
         partial = what in ("key", "value") and columns.parts < ranks.tp_size
         if "output-gradients" in self._what and target.requires_grad and not partial:
-            self._hook_gradient(target, batch, name, what, place, reduction, loss)
+            self._hook_gradient(target, call, what, place, reduction, loss)
         return result
+
+    def _forced_value(
+        self,
+        call: _Call,
+        what: str,
+        x: torch.Tensor,
+        value: torch.Tensor,
+        place: Place,
+        reduction: int,
+    ) -> torch.Tensor:
+        """The value of the other run, perturbed in a run with noise, in the place of ``x``."""
+        if self._noise is not None and value.is_floating_point():
+            label = f"{call.batch.number}/{call.name}/{what}/forced/{place.identity}"
+            value = self._noise.on(value, label, reduction)
+        if what == "input" and call.name.endswith("pre_mlp_layernorm"):
+            x.data.copy_(value)  # the residual branch takes the same tensor
+            return x
+        return Replace.apply(x, value) if x.requires_grad else value
+
+    def _replacement(
+        self, call: _Call, what: str, when: str, x: torch.Tensor, place: Place, loss: bool
+    ) -> torch.Tensor | None:
+        """The value of the other run for a tensor or a gradient, in its shape."""
+        step = self._recorder.step
+        if self._forced is None or step is None:
+            return None
+        name = Name(step.number, call.batch.number, when, call.name, what)
+        value = self._forced.value(name, place)
+        if value is None:
+            return None
+        value = value.to(x.device)
+        if when == "backward":
+            ratio = gradient_scale(step.scalars) / gradient_scale(self._forced.scalars)
+            value = value * ratio
+        if loss:
+            return value.view(x.shape[1], x.shape[0]).t().to(x.dtype).contiguous()
+        return value.view(x.shape).to(x.dtype)
 
     def _hook_gradient(
         self,
         x: torch.Tensor,
-        batch: _MicroBatch,
-        name: str,
+        call: _Call,
         what: str,
-        place: Any,
+        place: Place,
         reduction: int,
         loss: bool,
     ) -> None:
         what = f"grad_{what}"
+        batch, name = call.batch, call.name
 
         def record(gradient: torch.Tensor) -> torch.Tensor | None:
             result = None
@@ -423,7 +489,13 @@ class MegatronHooks:
                 result = self._noise.on(gradient, label, reduction)
             flat = _flat(gradient if result is None else result, loss)
             self._add(batch, "backward", name, what, flat, place, reduction)
-            return result
+            value = self._replacement(call, what, "backward", gradient, place, loss)
+            if value is None:
+                return result
+            if self._noise is None:
+                return value
+            label = f"{batch.number}/{name}/{what}/forced/{place.identity}"
+            return self._noise.on(value, label, reduction)
 
         x.register_hook(record)
 
@@ -475,6 +547,8 @@ class MegatronHooks:
                 if self._noise is not None and when == "end":
                     own.copy_(self._noise.on(own, f"{name}/{what}/{place.identity}", reduction))
                 self._add_flat(when, module, f"{kind}{what}", own, place, start, reduction)
+                if self._forced is not None and when == "end":
+                    self._force_gradient(module, f"{kind}{what}", own, place, start)
 
 
 def _chunks(model: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from mindspeed.compare.recording import Recording
 from mindspeed.compare.walk import Result, Row
 
 _ARGUMENTS = 12
+_OTHERS = 20
 _COLUMNS = (
     ("weights", ("begin", "weight")),
     ("forward", ("forward", "")),
@@ -70,6 +71,12 @@ def _verdict(result: Result) -> Iterator[str]:
         yield f"  {row.a.dtype} in A, {row.b.dtype} in B, {row.a.shape[0]} x {row.a.shape[1]}"
     for text in first.enters:
         yield f"  enters: {text}"
+    if result.forced:
+        yield f"B computes with A's values; {len(result.others)} more modules differ:"
+    for other in result.others[:_OTHERS]:
+        yield f"  {other.name}: {other.verdict}"
+    if (more := len(result.others) - _OTHERS) > 0:
+        yield f"  and {more} more (--json has all)"
 
 
 def _table(result: Result) -> Iterator[str]:
@@ -139,6 +146,8 @@ def as_data(result: Result) -> dict[str, Any]:
         else {**first.name._asdict(), "verdict": first.verdict, "enters": list(first.enters)},
         "before": result.before,
         "only": result.only,
+        "forced": result.forced,
+        "others": [{**o.name._asdict(), "verdict": o.verdict} for o in result.others],
         "noise_measured": result.measured,
         "arguments": {k: list(v) for k, v in result.arguments.items()},
         "tensors": [

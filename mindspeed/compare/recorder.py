@@ -2,6 +2,7 @@
 
     DIR/run.json                       the job: arguments, versions (rank 0)
     DIR/step-000000/rank-00003.safetensors     digests, [tensors, blocks, numbers]
+                                       level full: the tensors, rows and columns of places
     DIR/step-000000/rank-00003.jsonl           a line for each: name, dtype, shape, place
 
 Digests stay on their device until the step ends: a hook neither waits nor copies. The lines are
@@ -57,6 +58,7 @@ class Step:
     pieces: list[Piece] = field(default_factory=list)
     digests: list[torch.Tensor] = field(default_factory=list)
     exact: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     place: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -69,10 +71,12 @@ class Recorder:
         directory: Of the recording.
         rank: Global rank.
         ranks: Of the job.
+        values: Write the tensors, too.
     """
 
-    def __init__(self, directory: Path, rank: int, ranks: int) -> None:
+    def __init__(self, directory: Path, rank: int, ranks: int, values: bool = False) -> None:
         self._directory, self._rank, self._ranks = directory, rank, ranks
+        self._values = values
         self.step: Step | None = None
 
     def begin(self, number: int) -> Step:
@@ -111,6 +115,10 @@ class Recorder:
         piece = Piece(name, dtype, place.shape, place.identity, place.count, reduction)
         if exactly:
             step.exact[len(step.pieces)] = exact(x, place)
+        if self._values:
+            step.values[f"value/{len(step.pieces)}"] = x.detach().cpu().clone().contiguous()
+            step.values[f"rows/{piece.place}"] = place.rows.clone()  # two names, one storage
+            step.values[f"columns/{piece.place}"] = place.columns.clone()
         step.pieces.append(piece)
         step.digests.append(digest(x, place))
 
@@ -125,6 +133,7 @@ class Recorder:
         tensors = {"exact": torch.zeros(len(step.pieces), dtype=torch.int64)}
         if step.digests:
             tensors["digests"] = torch.stack(step.digests).double().cpu()
+        tensors |= step.values
         for index, value in step.exact.items():
             tensors["exact"][index] = value.cpu()
         path = folder / f"rank-{self._rank:05d}"
@@ -143,6 +152,7 @@ class Recorder:
             "scalars": scalars,
             "skipped": step.skipped,
             "exact": sorted(step.exact),
+            "values": self._values,
             "pieces": len(step.pieces),
         }
         lines = [header, *(_line(piece) for piece in step.pieces)]

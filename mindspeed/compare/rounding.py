@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from mindspeed.compare.digest import SKETCH_ERROR, SMALL
 from mindspeed.compare.names import Name, depth
 from mindspeed.compare.noise import UNIT, amplitude
 from mindspeed.compare.recording import Recorded, Recording
 
 LIMITS = {"whole": 6.0, "block": 10.0, "norm": 12.0}
+FORCED_LIMITS = {"whole": 3.0, "block": 4.0, "norm": 6.0}
+"""Of a run that computes with A's values: its noise does not grow."""
 _TINY = 1e-300
 _EXACT = 1e9  # ratio of a difference where none is allowed
 
@@ -40,17 +43,19 @@ class Difference:
         ratios: Of each statistic to its noise.
         blind: The smallest error that would have been seen.
         scale: ``||B|| / ||A||``.
+        limits: Largest ratios that rounding explains.
     """
 
     error: float
     ratios: dict[str, float]
     blind: float
     scale: float
+    limits: Mapping[str, float] = field(default_factory=lambda: LIMITS)
 
     @property
     def worst(self) -> float:
         """Largest ratio in units of its limit; above 1 rounding does not explain it."""
-        return max(ratio / LIMITS[which] for which, ratio in self.ratios.items())
+        return max(ratio / self.limits[which] for which, ratio in self.ratios.items())
 
     @property
     def differs(self) -> bool:
@@ -64,10 +69,12 @@ class NoiseLevels:
     Args:
         a: The run that is trusted.
         runs: The same run with noise; empty for the formula.
+        forced: The other run computes with A's values.
     """
 
-    def __init__(self, a: Recording, runs: Sequence[Recording] = ()) -> None:
-        self.measured = bool(runs)
+    def __init__(self, a: Recording, runs: Sequence[Recording] = (), forced: bool = False) -> None:
+        self.measured, self.forced = bool(runs), forced
+        self.limits = FORCED_LIMITS if forced else LIMITS
         outputs = (t.dtype for n, t in a.tensors.items() if n.what == "output")
         self._dtype = max(outputs, key=lambda dtype: UNIT.get(dtype, 0.0), default="float32")
         layers = [at for name in a.tensors if (at := depth(name.module)) < 10**6]
@@ -91,10 +98,14 @@ class NoiseLevels:
     def of(self, tensor: Recorded) -> dict[str, float]:
         """Noise of each statistic of a tensor."""
         unit = UNIT.get(tensor.dtype, UNIT["float32"])
-        floor, elements = 0.4 * unit, tensor.shape[0] * tensor.shape[1]
+        elements = tensor.shape[0] * tensor.shape[1]
+        floor = 0.4 * unit
+        of_norm = max(floor / math.sqrt(elements), 2.0**-26)
+        if elements > SMALL and tensor.dtype == "float32":
+            floor = SKETCH_ERROR
         if elements == 1:  # no other values whose noise could be pooled
-            floor = amplitude(tensor.dtype, tensor.reduction)
-        least = {"whole": floor, "block": floor, "norm": max(floor / math.sqrt(elements), 2.0**-26)}
+            floor = of_norm = amplitude(tensor.dtype, tensor.reduction)
+        least = {"whole": floor, "block": floor, "norm": of_norm}
         sums = self._sums.get(_pooled(tensor.name))
         if sums is not None and sums[0]:
             measured = [math.sqrt(one / sums[0]) for one in sums[1:]]
@@ -115,6 +126,7 @@ class NoiseLevels:
             return math.inf
         at = min(depth(name.module), layers)
         before = 2 * at if name.when == "forward" else 2 * layers + 2 * (layers - at)
+        before = 2 if self.forced else before
         return math.sqrt(own**2 + before * amplitude(self._dtype, tensor.reduction) ** 2)
 
 
@@ -138,7 +150,7 @@ def difference(a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool) -> Dif
         exact: No difference is allowed.
     """
     levels = noise.of(a)
-    limit = LIMITS["whole"] * levels["whole"]
+    limit = noise.limits["whole"] * levels["whole"]
     norm = a.norm + _TINY
     scale = b.norm / norm
     none = dict.fromkeys(LIMITS, 0.0)
@@ -159,7 +171,7 @@ def difference(a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool) -> Dif
         "norm": abs(scale - 1) if norm > 1e-30 else 0.0,
     }
     ratios = {which: value / levels[which] for which, value in found.items()}
-    return Difference(error, ratios, limit, scale)
+    return Difference(error, ratios, limit, scale, noise.limits)
 
 
 def _squared_distances(a: Recorded, b: Recorded) -> torch.Tensor:

@@ -82,6 +82,8 @@ class Result:
         before: What makes the runs differ before any tensor does.
         only: Modules and kinds that one run has, by run.
         measured: Noise was measured.
+        forced: B computes with A's values.
+        others: Further modules that differ in such a run.
         arguments: Arguments that differ.
     """
 
@@ -90,6 +92,8 @@ class Result:
     before: list[str] = field(default_factory=list)
     only: dict[str, list[str]] = field(default_factory=dict)
     measured: bool = False
+    forced: bool = False
+    others: list[Finding] = field(default_factory=list)
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
@@ -109,7 +113,8 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
     result = Result(measured=bool(noise), arguments=_arguments(a, b))
     tensors, problems = _aligned(a, b)
     result.before = [*_cut_off("A", a), *_cut_off("B", b), *problems]
-    levels = NoiseLevels(a, noise)
+    result.forced = any(scalars.get("forced") for scalars in b.scalars.values())
+    levels = NoiseLevels(a, noise, result.forced)
     first_step = min(a.steps)
     rows: list[Row] = []
     for name, own in a.tensors.items():
@@ -145,18 +150,28 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
 
 
 def _find_first(result: Result, a: Recording, b: Recording) -> None:
-    rows = result.rows
+    rows, seen = result.rows, set()
     for index, row in enumerate(rows):
-        if row.a.copies or row.b.copies:
-            result.first = _copies(row)
-            return
-        if not row.difference.differs:
+        copies = bool(row.a.copies or row.b.copies)
+        if not copies and not row.difference.differs:
             continue
-        verdict = _verdict(rows, index, a, b)
-        if _nothing_follows(rows, index):
-            verdict += "; nothing after it differs: it is small, or a fault of the recording"
-        result.first = Finding(row.name, verdict, row, _enters(rows, index))
-        return
+        key = row.name[2:4]
+        if key in seen:
+            continue
+        seen.add(key)
+        if copies:
+            finding = _copies(row)
+        else:
+            verdict = _verdict(rows, index, a, b)
+            if not result.forced and _nothing_follows(rows, index):
+                verdict += "; nothing after it differs: it is small, or a fault of the recording"
+            finding = Finding(row.name, verdict, row, _enters(rows, index))
+        if result.first is not None:
+            result.others.append(finding)
+            continue
+        result.first = finding
+        if not result.forced:
+            return
 
 
 def _copies(row: Row) -> Finding:
@@ -246,7 +261,9 @@ def _weight_differs(rows: Sequence[Row], name: Name) -> bool:
 def _of_gradients(rows: Sequence[Row], index: int, scale: float) -> str:
     """All activations and their gradients are equal, and a weight's is not."""
     name = rows[index].name
-    same = [row for row in rows if row.name.when == "end" and row.name.step == name.step]
+    same = [
+        row for row in rows if row.name.step == name.step and row.name.what.endswith("main_grad")
+    ]
     wrong = [row for row in same if row.difference.differs]
     if len(wrong) < max(2, len(same) // 2):
         return "the reduction of this gradient over ranks, or its accumulation"

@@ -77,6 +77,26 @@ class Runs:
             self.record(1, f"--record-noise {number}", at=f"a/noise-{number}")
         return self.record(1, "", at="a")
 
+    @functools.cached_property
+    def full(self) -> tuple[Path, str]:
+        """A whole recording of the run of one rank, and the flags that force another to it."""
+        path = self.record(1, "--record-level full", at="full")
+        forced = f"--record-forced {path}"
+        for number in NOISE:
+            at = f"full/forced-noise-{number}"
+            self.record(1, f"{forced} --record-noise {number}", at=at)
+        return path, forced
+
+    def compare_forced(self, world: int, flags: str, fault: str = "") -> Any:
+        """Compare a run with the values of the one of one rank."""
+        from mindspeed.compare.recording import read
+        from mindspeed.compare.walk import compare
+
+        path, forced = self.full
+        other = self.record(world, f"{flags} {forced}", fault)
+        noise = [read(path / f"forced-noise-{number}") for number in NOISE]
+        return compare(read(path), read(other), noise)
+
     def compare(self, other: Path, noise: bool = True) -> Any:
         """Compare a recording with the trusted one, whose noise was measured or not."""
         from mindspeed.compare.recording import read

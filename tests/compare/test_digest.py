@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.compare.digest import LARGEST, NOT_FINITE, SKETCHES, SQUARES, Place, digest, exact
+from mindspeed.compare.digest import (
+    LARGEST,
+    NOT_FINITE,
+    SKETCH_ERROR,
+    SKETCHES,
+    SQUARES,
+    Place,
+    digest,
+    exact,
+)
 from mindspeed.compare.digest import whole as whole_place
 from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, rectangles
 
@@ -120,3 +129,11 @@ def test_sequence_parallelism_takes_a_chunk_of_zigzag_rows():
     # Tokens of context rank 1 of 2: 4..11; tensor rank 1 has the last four of them.
     assert place.rows.tolist() == [2 * t + b for t in (8, 9, 10, 11) for b in (0, 1)]
     assert place.shape == (32, 3)
+
+
+@pytest.mark.parametrize("columns", [64, 1000])
+def test_the_error_of_a_large_sketch_is_known(columns):
+    x = torch.randn(1024, columns, generator=torch.Generator().manual_seed(2))
+    place = whole_place(1024, columns)
+    apart = (digest(x, place) - digest(x.double(), place))[:, :SKETCHES].square().mean(1).sum()
+    assert 0 < float(apart.sqrt() / x.double().norm()) < SKETCH_ERROR

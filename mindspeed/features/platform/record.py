@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mindspeed.compare.kinds import WHAT
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -38,6 +38,12 @@ class Record(
         (), "micro-batches of a step that are recorded, from 0; none: all", range=NOT_NEGATIVE
     )
     record_what: tuple[str, ...] = flag(WHAT, "kinds of tensors that are recorded")
+    record_level: Literal["summary", "full"] = flag(
+        "summary", "summary: digests; full: the tensors, too"
+    )
+    record_forced: str = flag(
+        "", "recording of level full whose tensors replace those of this run once recorded"
+    )
     record_noise: int = flag(
         0,
         "number of a run with errors as large as rounding in every recorded tensor; 0: none",
@@ -60,6 +66,8 @@ class Record(
             self.record_micro_batches,
             self.record_what,
             self.record_noise,
+            self.record_level == "full",
+            Path(self.record_forced) if self.record_forced else None,
         )
         recording = JobRecording(options, dict(megatron))
         seams.step.add(recording.around_step, owner=self.name)
