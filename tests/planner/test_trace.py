@@ -52,6 +52,11 @@ CASES = {
         8,
         "--fp16 --use-distributed-optimizer --num-layers 4 --mtp-num-layers 1 --noop-layers 1",
     ),
+    "weights in shards, two micro-batches": (
+        4,
+        4,
+        "--bf16 --num-layers 8 --untie-embeddings-and-output-weights --zero-stage 3",
+    ),
 }
 """Name -> ranks, samples of a step, flags."""
 STAGES = {"uneven stages": (0, 3), "equal stages": (1, 4), "interleaved": (3,)}

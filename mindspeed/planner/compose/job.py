@@ -72,7 +72,7 @@ class Tracer:
             points = [one for cover in covers for one in _points(cover)]
             of = self._recorded([*points, *filter(None, built)])
             return [
-                trace(cover, of, None if own is None else of(own))
+                trace(cover, of, None if own is None else of(own), shape.shards_gradients)
                 for cover, own in zip(covers, built, strict=True)
             ]
 
@@ -99,7 +99,7 @@ class Tracer:
         if self.cluster is not None and len(self.cluster.kinds) > 1:
             return self._by_kind(lambda one: one.alike(layout, shape), shape, range(shape.ranks))
         own_row = not is_plain(layout, shape) and not is_interleaved(shape)
-        if own_row or shape.shards_gradients:
+        if own_row:
             return self.exact(layout, shape)
         few = with_data_parallel(layout, FEW * _fewest(layout))
         times = (few.dp / layout.dp - 1) / (1 / 2 - 1)  # of the difference that twice as many make

@@ -66,7 +66,12 @@ Lookup = Callable[[Point], Recording]
 """The recording of a point."""
 
 
-def trace(cover: Cover, recording_of: Lookup, built: Recording | None = None) -> RankTrace:
+def trace(
+    cover: Cover,
+    recording_of: Lookup,
+    built: Recording | None = None,
+    shards_gradients: bool = False,
+) -> RankTrace:
     """The figures of the rank for which a cover stands.
 
     Args:
@@ -74,13 +79,15 @@ def trace(cover: Cover, recording_of: Lookup, built: Recording | None = None) ->
         recording_of: recordings of its points.
         built: the rank without a forward, where what it has between steps does not grow with
             layers.
+        shards_gradients: its optimizer's step needs the gradients of a backward, so ``built`` only
+            says whether what it has between steps grows with layers.
 
     Raises:
         NotSpliceable: blocks do not repeat.
     """
     first, base, *longer = map(recording_of, cover.points)
     grown, growths = _grown(cover, recording_of)
-    if built is not None:
+    if built is not None and not shards_gradients:
         grown.replace_steps(built.blocks)
     grown.surroundings = cover.around_large
     kept = _take_layers(grown, cover, recording_of) if cover.sources else Counter[str]()
@@ -96,8 +103,10 @@ def trace(cover: Cover, recording_of: Lookup, built: Recording | None = None) ->
         add(shared, base.shared, -growth.mean)
     kinds = dict.fromkeys(kind for one in (first, base, *longer) for kind in one.static)
     static = Counter({kind: line(partial(_static, kind)) for kind in kinds})
-    if built is not None:
+    if built is not None and not shards_gradients:
         static = _kept(static) + built.static
+    elif built is not None and sum(static[kind] for kind in BUILT) != built.static.total():
+        raise NotSpliceable("paddings of sharded gradients do not grow with layers")
     return RankTrace(
         static + kept,
         line(lambda one: one.parameters),

@@ -102,7 +102,7 @@ def splice(
     found.closing_seconds = sum(templates.found[Key(part)].seconds for part in AFTER)
     found.at_peak = _kinds(templates, order[: best + 1])
     more = micro_batches(row) - recorded
-    if found.net and (more == 0 or found.net % more):
+    if found.net and (more <= 0 or found.net < 0 or found.net % more):
         raise NotSpliceable(f"{found.net:+d} bytes are left at the end of the step")
     return found
 
