@@ -93,6 +93,8 @@ class JobRecording:
             hooks = self._prepared()
             result = hooks.around(function, number, given)
             hooks.gradients()
+            assert self._recorder is not None
+            self._recorder.write_if_not_finite()
             if not self._ends_with_optimizer:
                 self._end()
             return result

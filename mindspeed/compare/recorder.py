@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import BLOCKS, WIDTH, Place, digest, exact
+from mindspeed.compare.digest import BLOCKS, NOT_FINITE, WIDTH, Place, digest, exact
 from mindspeed.compare.names import Name
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 
@@ -122,11 +122,19 @@ class Recorder:
         step.pieces.append(piece)
         step.digests.append(digest(x, place))
 
+    def write_if_not_finite(self) -> None:
+        """Write a step with NaN or infinity at once: the training may end before its optimizer."""
+        step = self.step
+        if step is not None and any(bool(one[:, NOT_FINITE].any()) for one in step.digests):
+            self._write(step)
+
     def end(self) -> None:
         """Write the step."""
         step, self.step = self.step, None
-        if step is None:
-            return
+        if step is not None:
+            self._write(step)
+
+    def _write(self, step: Step) -> None:
         from safetensors.torch import save
 
         folder = make_dirs(self._directory / f"step-{step.number:06d}")

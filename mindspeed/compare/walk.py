@@ -112,7 +112,7 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
     """
     result = Result(measured=bool(noise), arguments=_arguments(a, b))
     tensors, problems = _aligned(a, b)
-    result.before = [*_cut_off("A", a), *_cut_off("B", b), *problems]
+    result.before = [*_cut_off("A", a), *_cut_off("B", b), *problems, *_dropout(a, b)]
     result.forced = any(scalars.get("forced") for scalars in b.scalars.values())
     levels = NoiseLevels(a, noise, result.forced)
     first_step = min(a.steps)
@@ -356,6 +356,20 @@ def _cut_off(whose: str, run: Recording) -> Iterator[str]:
     for step, ranks in run.missing.items():
         some = ", ".join(map(str, ranks[:4])) + (" ..." if len(ranks) > 4 else "")
         yield f"{whose}'s step {step} was cut off: nothing of rank {some}"
+
+
+def _dropout(a: Recording, b: Recording) -> Iterator[str]:
+    """Dropout of runs in other layouts, whose masks differ."""
+    rates = [
+        name
+        for name in ("hidden_dropout", "attention_dropout")
+        if a.job.get(name) or b.job.get(name)
+    ]
+    if rates and a.sizes != b.sizes:
+        yield (
+            f"{' and '.join(rates)}: other layouts draw other masks; set it to 0, or record B with "
+            "--record-forced"
+        )
 
 
 def _only(a: Recording, b: Mapping[Name, Recorded]) -> dict[str, list[str]]:

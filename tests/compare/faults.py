@@ -268,6 +268,9 @@ FAULTS: dict[str, Fault] = {
     "product in bf16": Fault(
         output(FC1, lambda x, r: x.bfloat16().to(x.dtype)), ((F, FC1, "output"),), narrow=False
     ),
+    "not a number": Fault(
+        output(FC1, lambda x, r: torch.cat([x[:1] * float("nan"), x[1:]])), ((F, FC1, "output"),)
+    ),
     "another activation": Fault(gelu, ((F, "decoder.layers.2.mlp.linear_fc2", "input"),)),
     "residual scaled": Fault(residual, ((F, "decoder.layers.2.pre_mlp_layernorm", "input"),)),
     "embedding scaled": Fault(

@@ -42,6 +42,12 @@ def test_runs_with_other_data_or_sizes_are_said_first(runs, capsys):
     assert "seed: 1234 in A, 7 in B" in page and "! the data differ: 2 of 2 micro-batches" in page
 
 
+def test_dropout_in_other_layouts_is_said(runs, capsys):
+    b = runs.record(2, f"{SP2} --hidden-dropout 0.1", at="dropout")
+    assert main(["compare", str(runs.trusted), str(b)]) == 1
+    assert "! hidden_dropout: other layouts draw other masks" in capsys.readouterr().out
+
+
 def test_a_rank_that_was_killed_is_named(runs, capsys):
     b = runs.record(2, SP2, at="cut-off")
     (b / "step-000000" / "rank-00001.jsonl").unlink()
