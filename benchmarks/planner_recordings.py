@@ -161,14 +161,20 @@ class RecordedRuns:
 
     def run(self, point: Point) -> RecordedRun:
         """The run of a point."""
-        where = [point.devices, point.stage, point.forward, point.bare]
-        what = repr([self._job.argv, sorted(point.overrides.items()), *where])
-        path = self._directory / f"{digest(what)}.pickle"
+        path = self._directory / f"{name_of(self._job, point)}.pickle"
         if not path.exists():
             if self._only_recorded:
                 raise PlanError("not recorded")
             atomic_write_bytes(path, pickle.dumps(isolated.call(record, self._job, point)))
         return _load(path)
+
+
+def name_of(job: Job, point: Point) -> str:
+    """A name for the run of a point: flags that it removes count if the job has them."""
+    flags = point.overrides.items()
+    changed = sorted((name, x) for name, x in flags if x is not None or job.gives(name))
+    where = [point.devices, point.stage, point.forward, point.bare]
+    return digest(repr([job.argv, changed, *where]))
 
 
 def digest(text: str) -> str:
