@@ -6,7 +6,8 @@ Every row of tests/planner/data/published_rows.csv that has enough fields is pla
 of its device (:mod:`planner_rows`, :mod:`planner_stacks`). Errors are of tokens per second and
 device: **positive means predicted too fast**, the step takes longer than planned. Reported are the
 mean absolute error, its mean (bias), the rank correlation (Spearman), and how many rows are inside
-the interval that a plan prints, for which the row's own layout does not count.
+the interval that a plan prints, for which the row's own layout does not count. With ``--systems``
+the rows of other systems stay as they are in the file.
 
 Rates may be chosen on the rows whose ``half`` is ``tune``; :func:`tuning_rows` is the only door to
 them for whoever chooses. The level of a stack is what its tuning rows took beside their
@@ -388,6 +389,9 @@ def main() -> None:
     import_ahead()
     chosen = [row for row in planned_rows() if row.system in (options.systems or [row.system])]
     found: list[Row] = []
+    table = options.json.with_suffix(".csv")
+    if options.systems and table.exists():
+        found = [row for row in read(table) if row.system not in options.systems]
     refused: list[str] = []
     for one in predict_all(chosen, options.recordings, options.only_recorded):
         if isinstance(one, str):
@@ -400,6 +404,7 @@ def main() -> None:
             f"{one.published:8.0f} {one.predicted:8.0f} {100 * one.error:+6.1f} % {one.limit}",
             flush=True,
         )
+    found.sort(key=lambda row: row.number)
     write(found, refused, options.json)
     plot(found, options.json.with_suffix(".png"))
     print(json.dumps(summary(found), indent=1))

@@ -35,6 +35,22 @@ def test_more_than_90_percent_of_the_published_runs_are_inside(same: str) -> Non
     assert 0.9 * len(runs) < inside < len(runs)
 
 
+def test_runs_of_models_with_experts_are_inside_too() -> None:
+    runs = [run for run in published_runs() if run.kind.experts]
+    inside = sum(contained(run, "layout") for run in runs)
+    assert 0.9 * len(runs) < inside
+
+
+def test_few_runs_alike_make_an_interval_wide() -> None:
+    """A job that is like no run in anything may be anywhere between the extremes."""
+    everything = [run.ratio for run in published_runs()]
+    alone = interval_of(JobKind(True, "nvfp4"), "mine", lambda run: run.device != "b300")
+    few = [run.ratio for run in published_runs() if run.device == "b300"]
+    assert (alone.low, alone.high) == (min(few), max(few))
+    many = interval_of(JobKind(False, "bf16"), "a100")
+    assert min(everything) < many.low and many.high < max(everything)
+
+
 def test_the_ratios_are_those_of_the_committed_benchmark() -> None:
     with RESULTS.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["stack"] != "fsdp"]

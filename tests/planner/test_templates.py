@@ -40,6 +40,11 @@ def test_a_word_is_shortened_by_what_it_repeats(long, short, units):
         assert Counter(longer) - Counter(found.word) == Counter(unit)
 
 
+def test_a_stage_without_layers_has_no_last_one():
+    names = [[part.name for part, _ in words.parts_of(op, ())] for op in "FB"]
+    assert names == [["PRE"], ["BACK_POST"]]
+
+
 @pytest.mark.parametrize("reach", [1, 2])
 def test_a_shorter_word_has_the_neighbourhoods_of_the_longer_one(reach):
     chance = random.Random(3)

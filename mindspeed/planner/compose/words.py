@@ -109,11 +109,12 @@ def _without(word: Word, unit: Word, times: int, reach: int) -> Word:
 
 
 def parts_of(op: str, word: Word) -> Iterator[Name]:
-    """The blocks of an action in their order."""
+    """The blocks of an action in their order; without layers nothing is after the last one."""
     if op in ("F", "Fc"):
         yield Part.PRE, 0
         yield from ((Part.LAYER, layer) for layer in range(len(word)))
-        yield Part.POST, 0
+        if word:
+            yield Part.POST, 0
         return
     if op not in ("B", "I"):
         yield Part.BACK_PRE, 0
@@ -126,7 +127,8 @@ def parts_of(op: str, word: Word) -> Iterator[Name]:
             yield from ((Part.AGAIN, one) for one in range(first, layer + 1))
         yield from ((Part.BACK, one) for one in range(layer, first - 1, -1))
         layer = first - 1
-    yield Part.BACK_PRE, 0
+    if word:
+        yield Part.BACK_PRE, 0
 
 
 def blocks_of(row: Sequence[Place], words: Sequence[Word]) -> Iterator[tuple[int, Part, int]]:
