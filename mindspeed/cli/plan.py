@@ -202,7 +202,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of every command that plans."""
     add = parser.add_argument
-    add("--on", type=_machine, metavar="NxNAME", help="--devices N --cluster NAME, as 16xh100")
+    add(
+        "--on",
+        type=_machine,
+        metavar="NxNAME",
+        help="--devices N --cluster NAME: 16xh100, 8xh100+8xa100",
+    )
     add("--cluster", metavar="NAME", help="devices and links: a preset, or FILE.json")
     add(
         "--memory-limit",
