@@ -126,7 +126,8 @@ class JobRecording:
             ConfigError: The disk has less.
         """
         options, ranks = self._options, dist.get_world_size()
-        size = self._prepared().expected(given) * BYTES_OF_PIECE
+        pieces, values = self._prepared().expected(given)
+        size = pieces * BYTES_OF_PIECE + (values if options.values else 0)
         make_dirs(options.directory)
         free = shutil.disk_usage(options.directory).free
         total = size * ranks * len(options.steps)

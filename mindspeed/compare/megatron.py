@@ -105,8 +105,8 @@ class MegatronHooks:
         self._places: dict[int, dict[str, Place]] = {}
         self._ranks: Ranks | None = None
 
-    def expected(self, options: Mapping[str, Any]) -> int:
-        """About how many pieces this rank will record in a step; no tensor is touched.
+    def expected(self, options: Mapping[str, Any]) -> tuple[int, int]:
+        """About how many pieces this rank will record in a step, and the bytes of their tensors.
 
         Args:
             options: Arguments of the schedule, by name.
@@ -114,17 +114,24 @@ class MegatronHooks:
         batches = len(self._only) or options["num_microbatches"]
         forward = "activations" in self._what
         inputs, backward = "inputs" in self._what, "output-gradients" in self._what
-        of_batch, of_weights = 3, 0
+        kinds = [("weights", 1), ("weight-gradients", 2), ("main-weights", 2), ("optimizer", 4)]
+        each = [count for kind, count in kinds if kind in self._what]
+        pieces, size = 3 * batches, 0
         for chunk in _chunks(options["model"]):
+            rows = options["seq_length"] * options["micro_batch_size"]
+            rows //= chunk.config.context_parallel_size
             for path, module in chunk.named_modules():
                 if not _is_recorded(path, module):
                     continue
-                of_batch += (forward + backward) * _records_output(path, module)
-                of_batch += (inputs + backward) * len(_inputs(path, module))
-            kinds = [("weights", 1), ("weight-gradients", 1), ("main-weights", 1), ("optimizer", 2)]
-            each = sum(count for kind, count in kinds if kind in self._what)
-            of_weights += each * sum(1 for _ in chunk.parameters())
-        return batches * of_batch + of_weights
+                count = (forward + backward) * _records_output(path, module)
+                count += (inputs + backward) * len(_inputs(path, module))
+                pieces += batches * count
+                width = _width(module) or chunk.config.hidden_size
+                size += batches * count * rows * width * chunk.config.params_dtype.itemsize
+            for parameter in chunk.parameters():
+                pieces += len(each) + ("optimizer" in self._what)
+                size += sum(each) * parameter.numel() * parameter.element_size()
+        return pieces, size
 
     def around(self, schedule: Callable[..., Any], number: int, options: dict[str, Any]) -> Any:
         """Run the schedule of a step that is recorded.
@@ -653,6 +660,12 @@ def _input_columns(what: str, x: torch.Tensor, ranks: Ranks, module: Any, config
 
 def _row_parallel(module: Any) -> bool:
     return getattr(module, "parallel_mode", None) == "row"
+
+
+def _width(module: Any) -> int | None:
+    """Columns that a linear layer returns on this rank; None for other modules."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
 
 
 def _reduction(module: Any, name: str, rows: MicroBatchRows, x: torch.Tensor) -> int:

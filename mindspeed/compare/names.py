@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-PASSES = ("begin", "forward", "recompute", "backward", "end")
+PASSES = ("begin", "forward", "backward", "end")
 NO_MICRO_BATCH = -1
 """Micro-batch of what exists once in a step: weights, their gradients."""
 

@@ -23,8 +23,8 @@ from mindspeed.errors import DataError
 from mindspeed.parsing import decode_json
 
 _MASK = (1 << 64) - 1
-_PHASE = {"begin": 0, "forward": 1, "recompute": 2, "backward": 3, "end": 4}
-_LATER = {"learning_rate": 5, "grad_norm": 5, "main_weight": 7}
+_PHASE = dict(zip(PASSES, range(len(PASSES)), strict=True))
+_LATER = {"learning_rate": 4, "grad_norm": 4, "main_weight": 6}
 
 
 @dataclass
@@ -198,11 +198,11 @@ def _step(number: int, ranks: list[_Rank]) -> dict[Name, Recorded]:
 def _order(name: Name, order: Mapping[tuple[str, str, str], int]) -> tuple[int, ...]:
     """Where a name is in a step: by pass, depth of the module, order on its rank."""
     at = order[name.when, name.module, name.what]
-    backwards = name.when in ("backward", "recompute", "end")
+    backwards = name.when in ("backward", "end")
     level = depth(name.module) * (-1 if backwards else 1)
     phase = _PHASE[name.when]
     if name.when == "end" and not name.what.endswith("main_grad"):
-        phase = next((at for what, at in _LATER.items() if name.what.endswith(what)), 6)
+        phase = next((at for what, at in _LATER.items() if name.what.endswith(what)), 5)
     return (phase, level, at, name.micro_batch)
 
 
@@ -275,6 +275,3 @@ class _Scales:
             return scale * total
         own = parts.get(rank.header["place"]["cp"], total / len(parts))
         return scale * (total / own) / batches
-
-
-assert set(_PHASE) == set(PASSES)

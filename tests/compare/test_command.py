@@ -75,6 +75,12 @@ def test_what_is_written_is_what_was_predicted(runs):
     assert abs(1e6 * megabytes / (BYTES_OF_PIECE * pieces) - 1) < 0.15
     assert "0 MB are free: fewer --record-steps" in error
 
+    whole = runs.full[0] / "step-000000"
+    written = sum(path.stat().st_size for path in whole.iterdir())
+    runs.record(1, "--record-level full", "little disk")
+    megabytes = float(re.search(r"about \d+ MB, ([\d.]+) MB a step", runs.errors[0])[1])
+    assert 0.6 < 1e6 * megabytes / written < 1.7
+
 
 def test_recordings_of_two_jobs_in_one_directory_are_refused(runs, capsys):
     for flags in (SP2, ""):
