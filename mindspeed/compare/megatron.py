@@ -23,32 +23,28 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mindspeed.compare.digest import Place, whole
+from mindspeed.compare.digest import Place
 from mindspeed.compare.forced import ForcedValues, Replace, gradient_scale
-from mindspeed.compare.megatron_optimizer import owned
-from mindspeed.compare.megatron_places import (
-    Columns,
-    MicroBatchRows,
-    Ranks,
-    parameter_places,
-    rectangles,
-    rows_of,
+from mindspeed.compare.megatron_modules import (
+    flattened,
+    global_names,
+    input_columns,
+    inputs_of,
+    is_recorded,
+    output_columns,
+    output_width,
+    records_output,
+    reduction_of,
+    unwrapped,
 )
-from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
+from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, rows_of
+from mindspeed.compare.megatron_weights import MegatronWeights, NamedChunk
+from mindspeed.compare.names import Name
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
 from mindspeed.journal import Journal
 
-_LAYER = re.compile(r"\.layers\.(\d+)(?=\.|$)")
-_NOT_RECORDED = re.compile(
-    r"(^|\.)(rotary_pos_emb|embedding\..*|core_attention\..*|experts\..*|.*dropout.*)$"
-)
-_EXPERT = re.compile(
-    r"\.experts\.(?:local_experts\.(?P<single>\d+)\.(?P<layer>linear_fc\d)\.\w+"
-    r"|(?P<grouped>linear_fc\d)\.(?P<kind>weight|bias)(?P<number>\d+))$"
-)
 _OUTPUTS = ("output", "choice", "logits")
-_NO_WORK = ("IdentityOp", "IdentityFuncOp")
 
 
 @dataclass
@@ -67,10 +63,7 @@ class _Call:
 
 
 @dataclass
-class _Chunk:
-    module: Any
-    wrapped: Any
-    names: dict[str, str]  # name in the chunk -> name in the model
+class _Chunk(NamedChunk):
     current: _MicroBatch | None = None
     calls: defaultdict[str, list[_Call]] = field(default_factory=lambda: defaultdict(list))
     recomputed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -102,7 +95,7 @@ class MegatronHooks:
         self._handles: list[RemovableHandle] = []
         self._journal = Journal()
         self._chunks: list[_Chunk] = []
-        self._places: dict[int, dict[str, Place]] = {}
+        self._weights = MegatronWeights(recorder, what, noise)
         self._ranks: Ranks | None = None
 
     def expected(self, options: Mapping[str, Any]) -> tuple[int, int]:
@@ -121,12 +114,12 @@ class MegatronHooks:
             rows = options["seq_length"] * options["micro_batch_size"]
             rows //= chunk.config.context_parallel_size
             for path, module in chunk.named_modules():
-                if not _is_recorded(path, module):
+                if not is_recorded(path, module):
                     continue
-                count = (forward + backward) * _records_output(path, module)
-                count += (inputs + backward) * len(_inputs(path, module))
+                count = (forward + backward) * records_output(path, module)
+                count += (inputs + backward) * len(inputs_of(path, module))
                 pieces += batches * count
-                width = _width(module) or chunk.config.hidden_size
+                width = output_width(module) or chunk.config.hidden_size
                 size += batches * count * rows * width * chunk.config.params_dtype.itemsize
             for parameter in chunk.parameters():
                 pieces += len(each) + ("optimizer" in self._what)
@@ -147,7 +140,7 @@ class MegatronHooks:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         self._ranks = Ranks.of_job(config)
-        self._chunks = [_Chunk(_inner(one), one, _names(_inner(one))) for one in chunks]
+        self._chunks = [_Chunk(unwrapped(one), one, global_names(unwrapped(one))) for one in chunks]
         step = self._recorder.begin(number)
         step.scalars = _scalars(config, options["num_microbatches"], self._ranks)
         if self._values_of is not None:
@@ -156,8 +149,7 @@ class MegatronHooks:
         step.place = asdict(self._ranks)
         forward = self._counted(options["forward_step_func"], step.scalars)
         try:
-            self._complete_parameters()
-            self._weights("begin", "weight", lambda parameter: parameter)
+            self._weights.begin(self._chunks, self._forced)
             for chunk in self._chunks:
                 self._hook(chunk)
             return schedule(**{**options, "forward_step_func": forward})
@@ -167,20 +159,10 @@ class MegatronHooks:
             self._handles.clear()
             self._journal.undo()
 
-    def _complete_parameters(self) -> None:
-        """Gather the shards of parameters that would be gathered layer by layer."""
-        for chunk in self._chunks:
-            config = getattr(chunk.wrapped, "ddp_config", None)
-            if "weights" in self._what and getattr(config, "overlap_param_gather", False):
-                chunk.wrapped.start_param_sync(force_sync=True)
-
     def gradients(self) -> None:
         """Record the reduced gradients of all weights, once the schedule has ended."""
-        if "weight-gradients" not in self._what:
-            return
-        own = _own_ranges(self._chunks)
         tokens = next((c.current.rows.total for c in self._chunks if c.current), 1)
-        self._weights("end", "main_grad", _main_grad, own, tokens)
+        self._weights.gradients(tokens)
 
     def optimizer(self, optimizer: Any, rate: float | None, grad_norm: Any) -> None:
         """Record what a step of the optimizer has made.
@@ -190,64 +172,7 @@ class MegatronHooks:
             rate: Learning rate of the step.
             grad_norm: What the step returned; None where a rank has no parameters.
         """
-        for what, value in (("learning_rate", rate), ("grad_norm", grad_norm)):
-            if value is not None and "optimizer" in self._what:
-                scalar = torch.as_tensor(float(value), dtype=torch.float32).view(1, 1)
-                terms = 1 if what == "learning_rate" else _largest(self._chunks)
-                self._recorder.add(
-                    NO_MICRO_BATCH, "end", "optimizer", what, scalar, whole(1), terms
-                )
-        wanted = {"main_weight"} if "main-weights" in self._what else set()
-        named = {
-            parameter: (chunk, path)
-            for chunk in self._chunks
-            for path, parameter in chunk.module.named_parameters()
-        }
-        for own in owned(optimizer):
-            chunk, path = named.get(own.parameter, (None, ""))
-            place = self._places[id(chunk.module)].get(path) if chunk else None
-            if chunk is None or place is None:
-                continue
-            module, kind = _module_and_kind(path, chunk)
-            for name, value in own.tensors.items():
-                if name in wanted or (name != "main_weight" and "optimizer" in self._what):
-                    label = f"{kind}{name}"
-                    self._add_flat("end", module, label, value, place, own.start)
-
-    def _add_flat(
-        self,
-        when: str,
-        module: str,
-        what: str,
-        value: torch.Tensor,
-        place: Place,
-        start: int = 0,
-        reduction: int = 1,
-    ) -> None:
-        """Record consecutive elements of a parameter's shard, from ``start`` on."""
-        for first, last, own in rectangles(place, start, start + value.numel()):
-            part = value[first - start : last - start].view(len(own.rows), len(own.columns))
-            self._recorder.add(
-                NO_MICRO_BATCH, when, module, what, part, own, reduction, exactly=when == "begin"
-            )
-
-    def _force_gradient(
-        self, module: str, what: str, own: torch.Tensor, place: Place, start: int
-    ) -> None:
-        """Replace the reduced gradient of a weight, before the optimizer sees it."""
-        step, forced = self._recorder.step, self._forced
-        assert step is not None and forced is not None
-        ratio = step.scalars["loss_scale"] / forced.scalars["loss_scale"]
-        name = Name(step.number, NO_MICRO_BATCH, "end", module, what)
-        for first, last, part in rectangles(place, start, start + own.numel()):
-            value = forced.value(name, part)
-            if value is None:
-                continue
-            if self._noise is not None:
-                value = self._noise.on(value, f"{module}/{what}/forced/{part.identity}", 1)
-            own[first - start : last - start].copy_(value.reshape(-1) * ratio)
-
-    # Forward
+        self._weights.optimizer(optimizer, rate, grad_norm)
 
     def _counted(self, forward_step: Callable[..., Any], scalars: dict[str, Any]) -> Any:
         """A forward step that notes which micro-batch runs, and its number of tokens."""
@@ -257,7 +182,7 @@ class MegatronHooks:
 
         @functools.wraps(forward_step)
         def run(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            inner = _inner(model)
+            inner = unwrapped(model)
             chunk = next(one for one in self._chunks if one.module is inner)
             local = counts[id(inner)]
             counts[id(inner)] += 1
@@ -278,7 +203,7 @@ class MegatronHooks:
         if module.post_process:
             self._handles.append(module.register_forward_hook(functools.partial(self._loss, chunk)))
         for path, inner in module.named_modules():
-            if not _is_recorded(path, inner):
+            if not is_recorded(path, inner):
                 continue
             name = chunk.names[path]
             if {"inputs", "output-gradients"} & self._what:
@@ -287,7 +212,7 @@ class MegatronHooks:
                     self._handles.append(handle)
             if path.endswith("router") and hasattr(inner, "gating"):
                 self._hook_logits(chunk, name, inner)
-            if _records_output(path, inner):
+            if records_output(path, inner):
                 after = functools.partial(self._output, chunk, name)
                 self._handles.append(inner.register_forward_hook(after))
 
@@ -344,8 +269,8 @@ class MegatronHooks:
         call = self._call_of(chunk, name, "output")
         if call is None or not isinstance(first, torch.Tensor):
             return None
-        columns = _columns(module, name, first, self._ranks)
-        reduction = _reduction(module, name, call.batch.rows, first)
+        columns = output_columns(module, name, first, self._ranks)
+        reduction = reduction_of(module, name, call.batch.rows, first)
         result = self._tensor(call, "output", first, columns, reduction)
         if name.endswith("router") and rest and isinstance(rest[0], torch.Tensor):
             choice = self._tensor(call, "choice", rest[0], columns, 1)
@@ -359,7 +284,7 @@ class MegatronHooks:
         """Hooks for inputs that are no other module's output."""
         ranks = self._ranks
         assert ranks is not None
-        whats = _inputs(path, module)
+        whats = inputs_of(path, module)
         if not whats:
             return
         name = re.sub(r"mlp\.linear_fc1$", "pre_mlp_layernorm", name)
@@ -373,7 +298,7 @@ class MegatronHooks:
                 value = args[index] if index < len(args) else None
                 if not isinstance(value, torch.Tensor):
                     continue
-                columns = _input_columns(what, value, ranks, module, chunk.module.config)
+                columns = input_columns(what, value, ranks, module, chunk.module.config)
                 result = self._tensor(call, what, value, columns, 1)
                 changed[index] = value if result is None else result
             return tuple(changed), kwargs
@@ -411,7 +336,7 @@ class MegatronHooks:
         if step is None or (self._only and batch.number not in self._only):
             return None
         kind = "loss" if loss else "activations" if what in _OUTPUTS else "inputs"
-        flat = _flat(x, loss)
+        flat = flattened(x, loss)
         place = None
         if flat is not None and len(flat) % batch.rows.samples == 0:
             place = batch.rows.place(len(flat) // batch.rows.samples, columns)
@@ -427,7 +352,7 @@ class MegatronHooks:
                 x.data.copy_(noisy)  # the residual branch takes the same tensor
             else:
                 result = x + (noisy - x.detach())
-            flat = _flat(x if result is None else result, loss)
+            flat = flattened(x if result is None else result, loss)
         if kind in self._what and not recomputes:
             exactly = what == "choice"
             self._add(batch, "forward", name, what, flat, place, reduction, exactly=exactly)
@@ -494,7 +419,7 @@ class MegatronHooks:
             if self._noise is not None:
                 label = f"{batch.number}/{name}/{what}/{place.identity}"
                 result = self._noise.on(gradient, label, reduction)
-            flat = _flat(gradient if result is None else result, loss)
+            flat = flattened(gradient if result is None else result, loss)
             self._add(batch, "backward", name, what, flat, place, reduction)
             value = self._replacement(call, what, "backward", gradient, place, loss)
             if value is None:
@@ -522,169 +447,9 @@ class MegatronHooks:
                 batch.number, when, module, what, flat, place, reduction, exactly=exactly
             )
 
-    # Parameters
-
-    def _weights(
-        self,
-        when: str,
-        what: str,
-        value_of: Callable[[torch.nn.Parameter], torch.Tensor | None],
-        ranges: Callable[[torch.nn.Parameter], tuple[int, int]] | None = None,
-        reduction: int = 1,
-    ) -> None:
-        if when == "begin" and "weights" not in self._what:
-            return
-        step = self._recorder.step
-        assert step is not None
-        for chunk in self._chunks:
-            if id(chunk.module) not in self._places:
-                self._places[id(chunk.module)] = parameter_places(chunk.module)
-            places = self._places[id(chunk.module)]
-            for path, parameter in chunk.module.named_parameters():
-                value, place = value_of(parameter), places.get(path)
-                name = _parameter(path, chunk)
-                if value is None:
-                    continue
-                if place is None:
-                    step.skipped[f"{name}/{what}"] = "its place is not known"
-                    continue
-                module, kind = _module_and_kind(path, chunk)
-                start, end = ranges(parameter) if ranges else (0, value.numel())
-                own = value.detach().view(-1)[start:end]
-                if self._noise is not None and when == "end":
-                    own.copy_(self._noise.on(own, f"{name}/{what}/{place.identity}", reduction))
-                self._add_flat(when, module, f"{kind}{what}", own, place, start, reduction)
-                if self._forced is not None and when == "end":
-                    self._force_gradient(module, f"{kind}{what}", own, place, start)
-
 
 def _chunks(model: Any) -> list[Any]:
-    return [_inner(one) for one in (model if isinstance(model, list) else [model])]
-
-
-def _is_recorded(path: str, module: Any) -> bool:
-    """Whether a module computes something whose place is known."""
-    return bool(path) and not _NOT_RECORDED.search(path) and type(module).__name__ not in _NO_WORK
-
-
-def _inputs(path: str, module: Any) -> tuple[str, ...]:
-    """Inputs of a module that are no other module's output."""
-    if path.endswith("core_attention"):
-        return "query", "key", "value"
-    fused_norm = path.endswith("linear_fc1") and hasattr(module, "layer_norm_weight")
-    return ("input",) if path.endswith(("linear_fc2", "pre_mlp_layernorm")) or fused_norm else ()
-
-
-def _inner(model: Any) -> Any:
-    from megatron.core.utils import unwrap_model
-
-    return unwrap_model(model)
-
-
-def _names(chunk: Any) -> dict[str, str]:
-    """Name in the whole model of each module of a chunk."""
-    numbers = {
-        path: module.layer_number - 1
-        for path, module in chunk.named_modules()
-        if path.startswith("decoder.layers.") and hasattr(module, "layer_number")
-    }
-
-    def renamed(path: str) -> str:
-        found = _LAYER.search(path)
-        if not found or not path.startswith("decoder."):
-            return path
-        number = numbers.get(path[: found.end()])
-        if number is None:
-            return path
-        return f"{path[: found.start()]}.layers.{number}{path[found.end() :]}"
-
-    return {path: renamed(path) for path, _ in chunk.named_modules()}
-
-
-def _parameter(path: str, chunk: _Chunk) -> str:
-    """Name of a parameter in the whole model; experts have their number in it."""
-    module, _, kind = path.rpartition(".")
-    name = f"{chunk.names[module]}.{kind}" if module else kind
-    if found := _EXPERT.search(path):
-        own = chunk.module.get_submodule(path[: found.start()]).local_expert_indices
-        grouped = found["grouped"] is not None
-        layer, number = found["layer"] or found["grouped"], found["number"] or found["single"]
-        kind = found["kind"] if grouped else kind
-        head = chunk.names[path[: found.start()]]
-        name = f"{head}.experts.{own[int(number)]}.{layer}.{kind}"
-    return parameter_name(name)
-
-
-def _module_and_kind(path: str, chunk: _Chunk) -> tuple[str, str]:
-    """Module of a parameter, and what begins the kinds of its tensors: empty for a weight."""
-    module, _, kind = _parameter(path, chunk).rpartition(".")
-    return module, "" if kind == "weight" else f"{kind}_"
-
-
-def _records_output(path: str, module: Any) -> bool:
-    """Leaves, layers and attention; what contains them returns the same tensors."""
-    leaf = next(module.children(), None) is None
-    chosen = path.endswith(("core_attention", "router", "embedding")) or hasattr(module, "router")
-    layer = bool(re.search(r"(^|\.)layers\.\d+$", path))
-    return leaf or chosen or layer or hasattr(module, "parallel_mode")
-
-
-def _columns(module: Any, name: str, x: torch.Tensor, ranks: Ranks | None) -> Columns:
-    """The columns of a module's output."""
-    assert ranks is not None
-    width = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
-    sharded = name.endswith("core_attention") or _column_parallel(module)
-    if not sharded or ranks.tp_size == 1:
-        return Columns(width)
-    gated = name.endswith("linear_fc1") and bool(module.config.gated_linear_unit)
-    return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size, 2 if gated else 1)
-
-
-def _column_parallel(module: Any) -> bool:
-    """Whether a linear layer returns this rank's columns."""
-    if hasattr(module, "gather_output"):
-        return not module.gather_output
-    return getattr(module, "parallel_mode", None) == "column"
-
-
-def _input_columns(what: str, x: torch.Tensor, ranks: Ranks, module: Any, config: Any) -> Columns:
-    """The columns of a module's input that is no other module's output."""
-    width = x[0, 0].numel()
-    if what == "input" and not hasattr(module, "input_is_parallel") and not _row_parallel(module):
-        return Columns(width)
-    groups = config.num_query_groups or ranks.tp_size
-    if what in ("key", "value") and groups < ranks.tp_size:  # ranks share a group
-        return Columns(width * groups, ranks.tp * groups // ranks.tp_size, groups)
-    return Columns(width * ranks.tp_size, ranks.tp, ranks.tp_size)
-
-
-def _row_parallel(module: Any) -> bool:
-    return getattr(module, "parallel_mode", None) == "row"
-
-
-def _width(module: Any) -> int | None:
-    """Columns that a linear layer returns on this rank; None for other modules."""
-    weight = getattr(module, "weight", None)
-    return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
-
-
-def _reduction(module: Any, name: str, rows: MicroBatchRows, x: torch.Tensor) -> int:
-    """How many terms make up one value of a module's output."""
-    if name.endswith("core_attention"):
-        return rows.total // rows.samples
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.dim() == 2:
-        return weight.shape[1]
-    return x.shape[-1]
-
-
-def _flat(x: torch.Tensor, loss: bool) -> torch.Tensor | None:
-    """``[rows, columns]`` of ``[tokens, samples, ...]``, of a loss ``[samples, tokens]``."""
-    if loss:
-        return x.t().reshape(-1, 1)
-    if x.dim() == 2:  # of a router, whose rows are tokens of all samples
-        return x
-    return x.reshape(x.shape[0] * x.shape[1], -1) if x.dim() > 2 else None
+    return [unwrapped(one) for one in (model if isinstance(model, list) else [model])]
 
 
 def _in_backward() -> bool:
@@ -716,40 +481,3 @@ def _scalars(config: Any, micro_batches: int, ranks: Ranks) -> dict[str, Any]:
         "cp": ranks.cp_size,
         "tokens": {},
     }
-
-
-def _largest(chunks: list[_Chunk]) -> int:
-    """Elements of the largest parameter on this rank, whose squares are added in one go."""
-    return max(p.numel() for chunk in chunks for p in chunk.module.parameters())
-
-
-def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    found = getattr(parameter, "main_grad", None)
-    return parameter.grad if found is None else found
-
-
-def _own_ranges(chunks: list[_Chunk]) -> Callable[[torch.nn.Parameter], tuple[int, int]]:
-    """The part of each gradient that is reduced on this rank."""
-    ranges: dict[torch.nn.Parameter, tuple[int, int]] = {}
-    for chunk in chunks:
-        groups = [
-            *getattr(chunk.wrapped, "bucket_groups", ()),
-            *getattr(chunk.wrapped, "expert_parallel_bucket_groups", ()),
-        ]
-        for group in groups:
-            if not group.ddp_config.use_distributed_optimizer:
-                continue
-            size, rank = (
-                group.intra_distributed_optimizer_instance_size,
-                group.intra_distributed_optimizer_instance_rank,
-            )
-            for bucket in group.buckets:
-                share = bucket.grad_data.numel() // size
-                for parameter, (start, end) in bucket.param_to_index.items():
-                    first, last = max(start, rank * share), min(end, (rank + 1) * share)
-                    ranges[parameter] = first - start, max(last, first) - start
-
-    def range_of(parameter: torch.nn.Parameter) -> tuple[int, int]:
-        return ranges.get(parameter, (0, parameter.numel()))
-
-    return range_of

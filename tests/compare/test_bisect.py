@@ -58,8 +58,11 @@ def test_the_flag_is_found_in_real_runs(runs, tmp_path, monkeypatch, capsys):
 
     def record(self, name, command, title):
         flags = shlex.join(command[1:])
-        world = 2 if "--sequence-parallel" in command else 1
-        return read(runs.record(world, flags, at=f"bisect/{name}-{len(flags)}"))
+        world = 2 if "--tensor-model-parallel-size" in command else 1
+        try:
+            return read(runs.record(world, flags, at=f"bisect/{name}-{len(flags)}"))
+        except AssertionError:  # refused
+            return None
 
     monkeypatch.setattr(compare_bisect.Bisection, "_record", record)
     b = "pretrain --rotary-base 9000 --tensor-model-parallel-size 2 --sequence-parallel"
@@ -67,7 +70,8 @@ def test_the_flag_is_found_in_real_runs(runs, tmp_path, monkeypatch, capsys):
     assert main(words) == 1
     page = capsys.readouterr().out
     assert "A repeats itself in every bit" in page
-    assert "\nit comes with: --rotary-base 9000\n" in page
+    found = [line for line in page.splitlines() if line.startswith("it comes with")]
+    assert found == ["it comes with: --rotary-base 9000"]
 
 
 def test_one_command_is_not_enough(tmp_path, capsys):

@@ -76,3 +76,12 @@ def test_a_fused_norm_is_no_difference(runs):
     result = runs.compare(runs.record(1, "--transformer-impl transformer_engine"))
     assert result.equal
     assert all("layernorm" in name for name in result.only["A"]) and "B" not in result.only
+
+
+@pytest.mark.slow
+def test_a_part_of_the_tensors_is_recorded(runs):
+    kinds = "--record-what main-weights --record-micro-batches 1"
+    result = runs.compare(runs.record(2, f"{ZERO} {kinds}"))
+    assert result.equal and {row.name.what for row in result.rows} == {"main_weight"}
+    only = runs.compare(runs.record(1, "--record-what activations loss --record-micro-batches 1"))
+    assert {row.name.micro_batch for row in only.rows} == {1}
