@@ -65,7 +65,7 @@ def records_output(path: str, module: Any) -> bool:
 
 
 def output_columns(module: Any, name: str, x: torch.Tensor, ranks: Ranks | None) -> Columns:
-    """The columns of a module's output."""
+    """The columns of a module's output ``[tokens, samples, ...]``, or ``[rows, columns]``."""
     assert ranks is not None
     width = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
     sharded = name.endswith("core_attention") or _column_parallel(module)
@@ -83,7 +83,7 @@ def _column_parallel(module: Any) -> bool:
 
 
 def input_columns(what: str, x: torch.Tensor, ranks: Ranks, module: Any, config: Any) -> Columns:
-    """The columns of a module's input that is no other module's output."""
+    """The columns of an input ``[tokens, samples, ...]`` that is no other module's output."""
     width = x[0, 0].numel()
     if what == "input" and not hasattr(module, "input_is_parallel") and not _row_parallel(module):
         return Columns(width)
@@ -104,7 +104,7 @@ def output_width(module: Any) -> int | None:
 
 
 def reduction_of(module: Any, name: str, rows: MicroBatchRows, x: torch.Tensor) -> int:
-    """How many terms make up one value of a module's output."""
+    """How many terms make up one value of a module's output ``[..., columns]``."""
     if name.endswith("core_attention"):
         return rows.total // rows.samples
     weight = getattr(module, "weight", None)
