@@ -15,7 +15,7 @@ SCRIPT_ONLY = shlex.split(
     "--max-position-embeddings 64 --eval-iters 0 --eval-interval 10 --distributed-backend gloo "
     "--group-query-attention --num-workers 0"
 )
-STEPS = shlex.split("--train-iters 2 --record-steps 0,1")
+STEPS = shlex.split("--train-iters 2")
 
 
 def test_the_script_and_our_trainer_record_the_same_tensors(tmp_path, ranks):
@@ -30,4 +30,4 @@ def test_the_script_and_our_trainer_record_the_same_tensors(tmp_path, ranks):
     result = compare(read(theirs), read(ours))
     assert result.equal, result.first
     assert not result.before and not result.only
-    assert len(result.rows) > 1000
+    assert len(result.rows) > 550
