@@ -23,7 +23,9 @@ RESULTS = Path(__file__).parent / "results" / "planner-cost.json"
 DENSE = "--bf16 --use-distributed-optimizer"
 BIG = "--model llama3-70b --bf16 --seq-length 8192 --global-batch-size 1024"
 COMMANDS = {
-    "search llama3-70b, 1,024 devices": f"plan --cluster h100 --devices 1024 -- {BIG}",
+    "search llama3-70b, 1,024 devices": (
+        f"plan --cluster h100 --devices 1024 -- {BIG} --use-distributed-optimizer"
+    ),
     "search qwen2.5-32b, 64 devices": (
         "plan --cluster h100 --devices 64 -- "
         f"--model qwen2.5-32b {DENSE} --seq-length 4096 --global-batch-size 256"
