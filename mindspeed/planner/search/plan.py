@@ -92,12 +92,11 @@ def plan(
     argv = argv.with_loads(loads)
     machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     limit = machine.memory_limit if memory_limit is None else memory_limit
-    mixed = machine if isinstance(machine, MixedCluster) else None
-    if mixed is not None:
-        machine = mixed = mixed if memory_limit is None else mixed.limited(memory_limit)
-        if devices not in (None, mixed.devices):
-            raise ConfigError(f"--devices {devices}: {mixed.name} has {mixed.devices} devices")
-        devices = mixed.devices
+    if isinstance(machine, MixedCluster):
+        machine = machine if memory_limit is None else machine.limited(memory_limit)
+        if devices not in (None, machine.devices):
+            raise ConfigError(f"--devices {devices}: {machine.name} has {machine.devices} devices")
+        devices = machine.devices
     names = SEARCHED if search is None else tuple(search)
     _check_names([*names, *(fix or {})])
     args, own = _own(argv, devices)
@@ -108,31 +107,24 @@ def plan(
     runs = RunCache(cache, argv, machine)
     evaluator = JobEvaluator(argv, args, machine, runs, jobs)
     removed: Counter[str] = Counter()
-    closest = None
     with _interruptible():
         if "recompute" in {*names} - {*(fix or {})}:
             space = _with_modules(space, sizes, evaluator, modules_of(vars(args)))
-        layouts = list(space.layouts(sizes, removed))
+        layouts, total = list(space.layouts(sizes, removed)), space.total
         if "expert_program" in {*names} - {*(fix or {})}:
             layouts = _with_programs(layouts, ExpertPrograms(args, machine), removed)
-        total = space.total
-        if mixed is not None:
+        if isinstance(machine, MixedCluster):
             dtype, head = Precision.of(args).products, evaluator.head_layers
-            found = on_kinds(layouts, mixed, sizes.num_layers, dtype, head, removed)
-            layouts = list(found)
+            layouts = list(on_kinds(layouts, machine, sizes.num_layers, dtype, head, removed))
             total = removed.total() + len(layouts)
         outcome = bounded_search(
             layouts, evaluator, limit, top=top, error=ESTIMATED, progress=progress
         )
         _make_best_exact(outcome, evaluator, limit)
-        if not outcome.best and not outcome.interrupted:
-            try:
-                closest = closest_of(layouts, evaluator, limit)
-            except KeyboardInterrupt:
-                outcome.interrupted = True
+        closest = _closest(outcome, layouts, evaluator, limit)
     notes: list[str] = []
-    if mixed is not None and outcome.best:
-        notes = by_kind(mixed, *outcome.best[0], sizes.num_layers)
+    if isinstance(machine, MixedCluster) and outcome.best:
+        notes = by_kind(machine, *outcome.best[0], sizes.num_layers)
     return SearchResult(
         cluster=machine.name,
         devices=own.devices,
@@ -182,6 +174,19 @@ def _with_modules(
 
 TRIED = 8
 """Layouts of which one has to start for modules to be measured."""
+
+
+def _closest(
+    outcome: Outcome, layouts: Sequence[Layout], evaluator: JobEvaluator, limit: float
+) -> Closest | None:
+    """The layout that needs least memory, if none fits."""
+    if outcome.best or outcome.interrupted:
+        return None
+    try:
+        return closest_of(layouts, evaluator, limit)
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+        return None
 
 
 def _make_best_exact(outcome: Outcome, evaluator: JobEvaluator, limit: float) -> None:
