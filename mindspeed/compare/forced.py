@@ -16,8 +16,8 @@ import torch
 
 from mindspeed.compare.digest import Place
 from mindspeed.compare.names import Name
+from mindspeed.compare.recording import pieces_of
 from mindspeed.errors import ConfigError
-from mindspeed.parsing import decode_json
 
 
 class ForcedValues:
@@ -29,6 +29,7 @@ class ForcedValues:
 
     Raises:
         ConfigError: The recording has no such step, or no values.
+        DataError: It is damaged, or of another version.
     """
 
     def __init__(self, directory: Path, step: int) -> None:
@@ -38,7 +39,7 @@ class ForcedValues:
         )
         self._files: dict[Path, Any] = {}
         for path in sorted((directory / f"step-{step:06d}").glob("rank-*.jsonl")):
-            header, *pieces = map(decode_json, path.read_text("utf-8").splitlines())
+            header, pieces = pieces_of(path)
             if not header["values"]:
                 raise ConfigError(
                     f"--record-forced {directory}: record it with --record-level full"

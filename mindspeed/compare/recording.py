@@ -93,8 +93,7 @@ class Recording:
         scalars: Of each step, from one of its ranks.
         missing: Ranks that have not written a step, by step.
         skipped: What was not recorded, and why.
-        tensor_parallel: Ranks that share a layer.
-        micro_batches: Of a step, by step, over all ranks.
+        sizes: Sizes of the layout, as ``tp_size``, those of the last step.
     """
 
     directory: Path
@@ -158,19 +157,32 @@ def read(directory: Path) -> Recording:
     return Recording(directory, job, tensors, scalars, missing, skipped, sizes)
 
 
-def _rank(path: Path) -> _Rank:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+def pieces_of(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """The header of a rank's step, and its pieces: the lines of ``rank-*.jsonl``.
 
+    Raises:
+        DataError: the file is damaged, or of another version.
+    """
     try:
         header, *pieces = map(decode_json, path.read_text("utf-8").splitlines())
-        data = load(path.with_suffix(".safetensors").read_bytes())
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         raise DataError(f"{path}: damaged, record again: {error}") from error
     if header["format"] != FORMAT:
         raise DataError(
             f"{path}: written by another version (format {header['format']}); record again"
         )
+    return header, pieces
+
+
+def _rank(path: Path) -> _Rank:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    header, pieces = pieces_of(path)
+    try:
+        data = load(path.with_suffix(".safetensors").read_bytes())
+    except (ValueError, OSError, SafetensorError) as error:
+        raise DataError(f"{path}: damaged, record again: {error}") from error
     digests = data.get("digests", torch.zeros(0))
     return _Rank(header, pieces, digests, data["exact"])
 

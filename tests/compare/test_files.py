@@ -1,0 +1,55 @@
+"""Files of a recording: what is written when, and what a damaged one says to each reader."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed.compare.digest import whole
+from mindspeed.compare.forced import ForcedValues
+from mindspeed.compare.recorder import Recorder
+from mindspeed.compare.recording import read
+from mindspeed.errors import DataError
+
+X = torch.ones(4, 3)
+
+
+def begun(directory, *tensors):
+    """A recorder in step 0, with tensors of it."""
+    recorder = Recorder(directory, 0, 1, values=True)
+    step = recorder.begin(0)
+    step.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": 1, "cp": 1}
+    step.place |= {"cp": 0}
+    for index, x in enumerate(tensors):
+        recorder.add(0, "forward", f"decoder.layers.{index}", "output", x, whole(*x.shape))
+    return recorder
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_is_written_before_its_end_if_a_value_is_not_finite(tmp_path, bad):
+    begun(tmp_path, X, X).write_if_not_finite()
+    begun(tmp_path).write_if_not_finite()
+    assert list(tmp_path.iterdir()) == []
+    begun(tmp_path, X, X.index_fill(0, torch.tensor([2]), bad)).write_if_not_finite()
+    assert [one.not_finite for one in read(tmp_path).tensors.values()] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    "reader", [read, lambda path: ForcedValues(path, 0)], ids=["all", "forced"]
+)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:25], "damaged, record again"),
+        (lambda text: "", "damaged, record again"),
+        (lambda text: text.replace('"format":1', '"format":0', 1), "another version"),
+    ],
+    ids=["cut off", "empty", "other format"],
+)
+def test_a_damaged_file_is_one_message(tmp_path, reader, change, message):
+    begun(tmp_path, X).end()
+    reader(tmp_path)
+    path = tmp_path / "step-000000" / "rank-00000.jsonl"
+    path.write_text(change(path.read_text("utf-8")), "utf-8")
+    with pytest.raises(DataError, match=message):
+        reader(tmp_path)
