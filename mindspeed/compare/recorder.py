@@ -125,8 +125,10 @@ class Recorder:
     def write_if_not_finite(self) -> None:
         """Write a step with NaN or infinity at once: the training may end before its optimizer."""
         step = self.step
-        if step is not None and any(bool(one[:, NOT_FINITE].any()) for one in step.digests):
-            self._write(step)
+        if step is not None and step.digests:
+            counts = torch.stack([one[:, NOT_FINITE].sum() for one in step.digests])
+            if bool(counts.any()):  # one wait for the device
+                self._write(step)
 
     def end(self) -> None:
         """Write the step."""
