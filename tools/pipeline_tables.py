@@ -29,6 +29,8 @@ SCHEDULES = {  # kind -> model chunks of a rank
     "nanopipe": 2,
     "zb-v": 2,
     "dualpipev": 2,
+    "v-half": 2,
+    "v-min": 2,
     "aiao": 2,
 }
 

@@ -3,12 +3,13 @@
     mindspeed pipeline plan --pp 8 --vpp 2 --microbatches 64
     mindspeed pipeline plan --pp 4 --vpp 2 --microbatches 8 --plot schedules.png
     mindspeed pipeline plan --pp 4 --microbatches 8 --schedule zb-h1 --text --dump zb-h1.csv
+    mindspeed pipeline plan --pp 8 --microbatches 16 --front --plot front.png
     mindspeed pipeline search --profile automated_pipeline.profile.json --out plan.json
 
 Every schedule is built, checked and simulated as training would do it. Times are relative: by
 default a micro-batch takes a rank 1 forward, 1 for the gradients of inputs and 1 for those of
 weights. Give measured ones in any unit. Memory is in A: the activations of one micro-batch over all
-layers of a rank. No device is needed.
+layers of a rank. No device is needed. ``--front`` shows what less memory costs.
 
 ``search`` chooses layers, recomputation and schedule for the profile that a start with
 ``--automated-pipeline`` wrote. Later starts read its result (``--automated-pipeline-file``).
@@ -24,6 +25,8 @@ from pathlib import Path
 from rich.console import Console
 
 from mindspeed.cli.comparison import as_entries, chosen, print_comparison
+from mindspeed.cli.pipeline_front import as_data as front_data
+from mindspeed.cli.pipeline_front import draw_front, front_of, print_front
 from mindspeed.cli.plot import check_format
 from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.errors import ConfigError
@@ -108,7 +111,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="most activations, relative to the fullest rank of Megatron's own schedule",
     )
-    add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
+    add(
+        "--front",
+        action="store_true",
+        help="search the schedules on a V-shape that no other beats in both memory and time",
+    )
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the timelines, or bubble over memory with --front: .png, .svg or .pdf",
+    )
     add("--trace", type=Path, metavar="FILE", help="timelines for chrome://tracing, .json")
     add("--text", action="store_true", help="draw the timelines in the terminal")
     add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
@@ -127,6 +140,9 @@ def run(args: argparse.Namespace) -> int:
         return _search(args)
     job, names = _job(args), chosen("--schedule", args.schedule, ENTRIES, ".csv")
     _check_files(args, names)
+    if args.front:
+        _front(args, job, names)
+        return 0
     found = compare(job, names)
     if args.json:
         print(json.dumps(as_data(job, found), indent=2))
@@ -151,8 +167,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _front(args: argparse.Namespace, job: Job, names: Sequence[str]) -> None:
+    """Print the front, and draw it with the schedules that have a name."""
+    points = front_of(job)
+    if args.json:
+        print(json.dumps({"ranks": job.ranks, "front": front_data(job, points)}, indent=2))
+    else:
+        print_front(_title(job), job, points)
+    if args.plot:
+        draw_front(_title(job), points, compare(job, names), args.plot)
+
+
 def _check_files(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuse outputs that cannot be written, before anything is computed."""
+    if args.front and (lost := [f for f in ("text", "trace", "dump") if getattr(args, f)]):
+        raise ConfigError(f"--{lost[0]} shows one schedule: --front has many; take one of them")
     if args.plot:
         check_format("--plot", args.plot)
     if args.trace and args.trace.suffix != ".json":

@@ -1,6 +1,6 @@
 """Whether the model chunks of a job stand in a V-shape, and their layout.
 
-``--schedules-method dualpipev`` and ``--pipeline-schedule`` with ``zb-v``, ``dualpipev`` or a file
+``--schedules-method dualpipev`` and ``--pipeline-schedule`` with one of :data:`SCHEDULES` or a file
 of such a schedule say so (:mod:`mindspeed.pipeline.megatron_v_shape`).
 """
 
@@ -16,7 +16,7 @@ from mindspeed.pipeline.layout import even_layout
 if TYPE_CHECKING:
     from mindspeed.pipeline.megatron_v_shape import VShapeLayout
 
-SCHEDULES = ("zb-v", "dualpipev")
+SCHEDULES = ("zb-v", "dualpipev", "v-half", "v-min", "v-auto")
 
 
 def flag_of(values: Mapping[str, Any]) -> str | None:

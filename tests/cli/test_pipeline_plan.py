@@ -138,3 +138,33 @@ def test_costs_of_joined_stages() -> None:
     job = Job(2, 2, 4, Costs(), stage_costs=(1.0, 3.0, 1.0, 1.0))
     assert job.costs_for(2).stage_shares == (0.5, 1.5, 0.5, 0.5)
     assert job.costs_for(1).stage_shares == (2.0, 1.0)
+
+
+def test_the_front_is_printed_drawn_and_limited(
+    tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--pp", 4, "--vpp", 2, "--microbatches", 8, "--front")
+    picture = tmp_path / "front.svg"
+    assert plan(*words, "--schedule", "1f1b,v-half", "--plot", picture) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"steps 1 1 1 1, turns 1 1 1, period 10 +1 +0.25 +50.5 +52.5 %", printed)
+    assert re.search(r"zb-v +4 +1 +25.5 +5.9 %", printed)
+    assert {"1f1b", "v-half", "v-auto"} <= set(re.findall(r"[\w-]+", picture.read_text()))
+    assert plan(*words, "--json", "--pipeline-memory-limit", 0.4) == 0
+    points = json.loads(capsys.readouterr().out)["front"]
+    # Relative to the interleaved schedule of two chunks, which keeps 5.5.
+    assert [one["memory"] for one in points] == [1, 1.5, 2]
+    assert plan(*words, "--pipeline-memory-limit", 0.1) != 0
+    assert "below the first point of the front: 1 A (steps" in capsys.readouterr().err
+    assert plan(*words, "--text") != 0
+    assert "--text shows one schedule" in capsys.readouterr().err
+
+
+def test_a_limit_as_printed_has_the_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--pp", 3, "--microbatches", 6, "--front") == 0
+    limits = re.findall(r" (0\.\d+|1) +[\d.]+ +[\d.]+ %", capsys.readouterr().out)
+    for limit in limits:
+        assert plan("--pp", 3, "--microbatches", 6, "--schedule", "v-auto", "--json",
+                    "--pipeline-memory-limit", limit) == 0  # fmt: skip
+        (found,) = json.loads(capsys.readouterr().out)["schedules"]
+        assert max(found["peak_memory"]) == pytest.approx(3 * float(limit), abs=0.004)

@@ -134,6 +134,11 @@ STEPS = {
     "mtp, tied": Case(2, config=MTP, tied=True),
     "dualpipev on four": Case(4, schedule="dualpipev"),
     "zb-v on four": Case(4),
+    "v-half": Case(2, schedule="v-half", dropout=0.1),
+    "v-min, tied": Case(2, schedule="v-min", dropout=0.1, tied=True),
+    "v-half on four": Case(4, schedule="v-half", dropout=0.1),
+    "v-min on four": Case(4, schedule="v-min", dropout=0.1),
+    "v-auto on four": Case(4, schedule="v-auto", dropout=0.1),
 }
 
 
@@ -155,9 +160,22 @@ def steps(rank_pool):
 def test_losses_on_the_last_rank_and_gradients_equal_those_of_one_rank(name, steps):
     *others, last = steps[name][0]
     expected = steps[name][1]
-    assert last.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert last.losses == pytest.approx(expected.losses, rel=1e-6)
     assert all(not rank.losses for rank in others)
     found = {key: value for rank in (*others, last) for key, value in rank.gradients.items()}
     assert found.keys() == expected.gradients.keys()
     for key, gradient in expected.gradients.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6, msg=key)
+    norms = [_norm(gradients) for gradients in (found, expected.gradients)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def _norm(gradients):
+    return float(torch.stack([one.double().norm() for one in gradients.values()]).norm())
+
+
+@pytest.mark.slow
+def test_dropout_takes_part(steps):
+    alone = {name: found[1].losses for name, found in steps.items()}
+    assert alone["v-half"] != pytest.approx(alone["zb-v"], rel=1e-4)
+    assert alone["v-half"] == alone["v-half on four"]

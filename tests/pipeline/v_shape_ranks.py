@@ -34,6 +34,7 @@ class Case:
     schedule: str = "zb-v"
     split: bool = False
     microbatches: int = 8
+    dropout: float = 0.0
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -83,6 +84,7 @@ def _run(case: Case, step: bool) -> Built:
     models = [_model(case, stage) for stage in (range(2) if virtual else [None])]
     named = {}
     for model in models:
+        _seed_parts(model)
         named |= {global_name(model, name): p for name, p in model.named_parameters()}
     for name, parameter in named.items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -117,7 +119,7 @@ def _step(case: Case, models: list[Any], named: dict[str, Any]) -> tuple[Any, ..
     config.no_sync_func = functions if several else functions[0]
     shape = (case.microbatches, BATCH, SEQUENCE)
     generator = torch.Generator().manual_seed(5)
-    batches = list(torch.randint(VOCABULARY, shape, generator=generator))
+    batches = list(enumerate(torch.randint(VOCABULARY, shape, generator=generator)))
     losses = schedule(
         forward_step_func=_forward,
         data_iterator=[iter(batches) for _ in chunks] if several else iter(batches),
@@ -129,6 +131,21 @@ def _step(case: Case, models: list[Any], named: dict[str, Any]) -> tuple[Any, ..
     )
     gradients = {name: p.main_grad.clone() for name, p in named.items()}
     return [float(loss) for loss in losses], gradients
+
+
+_MICROBATCH = [0]  # that is computed
+
+
+def _seed_parts(model: Any) -> None:
+    """Let dropout depend on layer and micro-batch only, not on rank and order."""
+    parts = [(layer.layer_number, layer) for layer in model.decoder.layers]
+    parts += [(0, model.embedding)] if model.pre_process else []
+    for number, part in parts:
+        part.register_forward_pre_hook(partial(_seed, number))
+
+
+def _seed(number: int, *_: Any) -> None:
+    torch.manual_seed(100 * number + _MICROBATCH[0])
 
 
 def _model(case: Case, stage: int | None) -> Any:
@@ -155,7 +172,7 @@ def _model(case: Case, stage: int | None) -> Any:
         num_attention_heads=2,
         normalization="RMSNorm",
         add_bias_linear=False,
-        hidden_dropout=0.0,
+        hidden_dropout=case.dropout,
         attention_dropout=0.0,
         gradient_accumulation_fusion=False,
         pipeline_model_parallel_size=case.ranks,
@@ -217,7 +234,7 @@ def _checkpoint(model: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _forward(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    tokens = next(batches)
+    _MICROBATCH[0], tokens = next(batches)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
     output = model(tokens, positions, mask, labels=tokens.roll(-1, 1))

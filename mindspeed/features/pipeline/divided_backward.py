@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,18 +57,19 @@ def divide_backward(
 
 
 def costs_of(megatron: Megatron) -> Costs:
-    """Costs by which weight gradients are scheduled.
+    """Costs by which weight gradients are scheduled: ``--pipeline-costs``, or modelled ones.
 
     Where layers are recomputed, input gradients take longer, and a weight gradient that waits keeps
     more than the forward did: then few are made to wait, so that memory does not grow.
     """
-    from mindspeed.pipeline.schedule.costs import Costs
+    from mindspeed.pipeline.schedule.costs import Costs, parse_costs
 
-    part = _recomputed_part(megatron)
+    part, measured = _recomputed_part(megatron), megatron.get("pipeline_costs")
+    costs = parse_costs(measured) if measured else Costs(input_gradient=1.0 + part)
     if not part:
-        return Costs()
+        return costs
     kept = part * _LAYER_INPUT + (1 - part) * _LAYER
-    return Costs(input_gradient=1.0 + part, weight_share=_PENDING / kept)
+    return replace(costs, weight_share=_PENDING / kept)
 
 
 def _recomputed_part(megatron: Megatron) -> float:

@@ -4,6 +4,7 @@
     --pipeline-schedule auto             the fastest candidate within the memory limit
     --pipeline-schedule FILE.csv         one row per rank, as torch.distributed.pipelining writes it
     --pipeline-memory-limit FACTOR       activations, relative to Megatron's own schedule
+    --pipeline-costs F,I,W[,L[,G]]       measured times by which actions are placed
     --pipeline-schedule-dump FILE        write the schedule that runs
 
 Without any of them Megatron's own 1F1B or interleaved schedule runs. The schedule is made and
@@ -31,7 +32,6 @@ from mindspeed.features.pipeline.divided_backward import (
     divided_backward_problems,
 )
 from mindspeed.flags import flag
-from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
 from mindspeed.pipeline.v_shape import flag_of
 from mindspeed.ranges import Range
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _SCHEDULE = "--pipeline-schedule"
 _LIMIT = "--pipeline-memory-limit"
 _DUMP = "--pipeline-schedule-dump"
+_COSTS = "--pipeline-costs"
 _OTHER_SCHEDULES = {
     "use_nanopipe": "--use-nanopipe",
     "fold_mode": "--fold-mode",
@@ -67,21 +68,27 @@ class PipelineSchedule(
     planning=("needs steps",),
     options=tuple(
         Option("schedule", name, {"pipeline_schedule": name}, f"pipeline schedule {name}")
-        for name in ("zb-h1", *V_SHAPES)
+        for name in ("zb-h1", "zb-v", "dualpipev")
     ),
 ):
     """The order of forwards and backwards in a pipeline, by name or from a file."""
 
     pipeline_schedule: str | None = flag(
         None,
-        "pipeline schedule: auto, 1f1b, interleaved, nanopipe, zb-h1, zb-v, dualpipev, aiao or "
-        "FILE.csv",
+        "pipeline schedule: auto, 1f1b, interleaved, nanopipe, zb-h1, zb-v, dualpipev, v-half, "
+        "v-min, v-auto, aiao or FILE.csv",
     )
     pipeline_schedule_dump: str | None = flag(None, "write the pipeline schedule to this csv file")
     pipeline_memory_limit: float | None = flag(
         None,
         "most activations of a rank, relative to the fullest rank of Megatron's own schedule",
         range=Range(0, above=True),
+    )
+    pipeline_costs: str | None = flag(
+        None,
+        "measured times of a micro-batch on a rank, by which the schedule places its actions: "
+        "forward, input gradients, weight gradients, then latency of a message and gradient "
+        "reduction of a step: 31,33,28,2,150",
     )
 
     def _is_file(self) -> bool:
@@ -92,7 +99,11 @@ class PipelineSchedule(
         schedule = self.pipeline_schedule
         if schedule is None:
             without = f"has no effect on Megatron's own schedules; add {_SCHEDULE}"
-            given = {_LIMIT: self.pipeline_memory_limit, _DUMP: self.pipeline_schedule_dump}
+            given = {
+                _LIMIT: self.pipeline_memory_limit,
+                _DUMP: self.pipeline_schedule_dump,
+                _COSTS: self.pipeline_costs,
+            }
             if others:
                 return []
             return [

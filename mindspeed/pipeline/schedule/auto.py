@@ -1,39 +1,29 @@
 """The fastest of the known schedules that fits in memory, by simulation.
 
-Candidates: every order of the stages' placement (``flush`` with several warm-ups k and with groups
-of p, 2 p, 4 p, ... and all micro-batches; on a V-shape ``vee`` and DualPipeV), with whole backwards
-and with weight gradients in idle times. An order of another kind may be faster.
+Candidates in a loop of stages: ``flush`` with several warm-ups k and with groups of p, 2 p, 4 p,
+... and all micro-batches, then with sizes between the neighbours of the fastest; with whole
+backwards and with weight gradients in idle times. On a V-shape: ``vee``, DualPipeV and every
+building block (:mod:`front`). An order of another kind may be faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
-from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
-from mindspeed.pipeline.schedule.join import joined
+from mindspeed.pipeline.schedule.front import Candidate, filled, least, priced, v_orders, within
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.pipeline.schedule.weave import Job
 
 WARMUPS = (1.0, 1.25, 1.5, 1.75, 2.0)
 _ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    plan: Plan
-    peak: float  # of the worst rank, in A
-    time: float  # of a step, with the reduction that is not hidden
-
-    def rank(self) -> tuple[float, float, int]:
-        """Faster first; then less memory, then fewer split backwards."""
-        split = sum(action.op == "I" for _, action in self.plan)
-        return round(self.time, 6), round(self.peak, 6), split
+_BETWEEN = 8  # group sizes that are tried between two others
 
 
 def fastest(
@@ -54,41 +44,103 @@ def fastest(
     Raises:
         ConfigError: no candidate fits; names the least memory of all.
     """
-    found: list[_Candidate] = []
-    least = float("inf")
-    for group in _orders(placement, num_microbatches, split):
-        for rows in group:
-            plan = Plan(placement, rows, num_microbatches, sizes, "auto")
-            whole = _priced(with_reductions(plan), costs)
-            least = min(least, whole.peak)
-            if memory_limit is not None and whole.peak > memory_limit + _ROUNDING:
-                continue
-            found.append(whole)
-            if split and all(action.op != "I" for _, action in plan):
-                caps = {whole.peak, memory_limit or whole.peak}
-                found += [_filled(plan, costs, cap) for cap in sorted(caps)]
-        if found and min(one.time for one in found) <= _bound(found[0].plan, costs) + _ROUNDING:
-            break
-    if not found:
-        raise ConfigError(
-            f"no pipeline schedule of {num_microbatches} micro-batches on {placement.ranks} ranks "
-            f"fits in {memory_limit:g} A of activations (--pipeline-memory-limit); the smallest "
-            f"one needs {least:g} A"
+    job = Job(num_microbatches, costs, sizes, whole=not split)
+    search = _Search(placement, job, memory_limit)
+    looped = placement == Placement.loop(placement.ranks, placement.chunks)
+    if looped:
+        search.loops()
+    else:
+        search.vees()
+    if not search.found:
+        raise ConfigError(search.nothing(looped))
+    return replace(min(search.found, key=Candidate.rank).plan, name="auto")
+
+
+class _Search:
+    """Prices of all candidates.
+
+    Attributes:
+        found: those that fit.
+        least: memory of the smallest one, in A.
+    """
+
+    def __init__(self, placement: Placement, job: Job, limit: float | None) -> None:
+        self.placement, self.job, self.limit = placement, job, limit
+        self.found: list[Candidate] = []
+        self.least = float("inf")
+        self._seen: set[orders.Rows] = set()
+
+    def loops(self) -> None:
+        """Groups of all sizes, larger ones later: they need more memory."""
+        p, v, m = self.placement.ranks, self.placement.chunks, self.job.num_microbatches
+        coarse, times = _group_sizes(p, v, m), []
+        for size in coarse:
+            times.append(self._group(size))
+            if self._at_bound():
+                return
+        best = times.index(min(times))
+        near = coarse[max(best - 1, 0) : best + 2]
+        between = [g for g in _distinct_groups(p, m, near[0], near[-1]) if g not in coarse]
+        for size in between[:: max(1, math.ceil(len(between) / _BETWEEN))]:
+            self._group(size)
+
+    def vees(self) -> None:
+        """Orders with a name, and what a search over building blocks finds."""
+        ranks = self.placement.ranks
+        for name, rows in v_orders(ranks, self.job.num_microbatches, not self.job.whole):
+            self._rows(rows, name)
+        if self.found and self._at_bound():
+            return
+        limit = self.limit if self.limit is not None else float(ranks)
+        if (block := within(ranks, self.job, limit)) is not None:
+            self.found.append(block)
+        self.least = min(self.least, least(ranks, self.job)[0])
+
+    def nothing(self, looped: bool) -> str:
+        """Why no candidate fits, and what would."""
+        ranks, m = self.placement.ranks, self.job.num_microbatches
+        needed, walk = least(ranks, self.job)
+        text = (
+            f"no pipeline schedule of {m} micro-batches on {ranks} ranks fits in {self.limit:g} A "
+            "of activations (--pipeline-memory-limit); the smallest one needs "
         )
-    return min(found, key=_Candidate.rank).plan
+        if not looped:
+            return f"{text}{self.least:g} A (building block: {walk})"
+        text += f"{self.least:g} A"
+        if needed > (self.limit or 0.0) + _ROUNDING:
+            return text
+        return f"{text}; one on a V-shape fits: --pipeline-schedule v-auto"
 
+    def _group(self, size: int) -> float:
+        """Price groups of ``size``; the shortest time of those that fit."""
+        p, v, m = self.placement.ranks, self.placement.chunks, self.job.num_microbatches
+        known = len(self.found)
+        for warmup in WARMUPS:
+            self._rows(orders.flush(p, v, m, size, warmup))
+        return min((one.time for one in self.found[known:]), default=float("inf"))
 
-def _orders(placement: Placement, m: int, split: bool) -> Iterator[list[orders.Rows]]:
-    """Orders of about the same memory together, those that need more of it later."""
-    p, v = placement.ranks, placement.chunks
-    if placement != Placement.loop(p, v):
-        yield [orders.vee(p, m), *([orders.dualpipev(p, m, split)] if m >= 2 * p else [])]
-        return
-    seen: set[orders.Rows] = set()
-    for g in _groups(p, v, m):
-        new = dict.fromkeys(orders.flush(p, v, m, g, k) for k in WARMUPS)
-        yield [rows for rows in new if rows not in seen]
-        seen |= new.keys()
+    def _rows(self, rows: orders.Rows, name: str = "auto") -> None:
+        if rows in self._seen:
+            return
+        self._seen.add(rows)
+        job = self.job
+        plan = Plan(self.placement, rows, job.num_microbatches, job.sizes, name)
+        whole = priced(plan, job.costs, name)
+        self.least = min(self.least, whole.peak)
+        if self.limit is not None and whole.peak > self.limit + _ROUNDING:
+            return
+        self.found.append(whole)
+        if not job.whole and not whole.simulation.counts["I"]:
+            caps = sorted({whole.peak, self.limit or whole.peak})
+            split = [filled(plan, job.costs, cap, name) for cap in caps]
+            self.found += [one for one in split if one.peak <= (self.limit or one.peak) + 1e-6]
+
+    def _at_bound(self) -> bool:
+        """Whether a candidate is as fast as any could be."""
+        if not self.found:
+            return False
+        bound = _bound(self.found[0].plan, self.job.costs)
+        return min(one.time for one in self.found) <= bound + _ROUNDING
 
 
 def _bound(plan: Plan, costs: Costs) -> float:
@@ -101,7 +153,7 @@ def _bound(plan: Plan, costs: Costs) -> float:
     return start + sum(costs.seconds(plan, action) for action in plan.rows[last])
 
 
-def _groups(p: int, v: int, m: int) -> Sequence[int]:
+def _group_sizes(p: int, v: int, m: int) -> list[int]:
     """Larger groups hide more of the reduction and of the latency, for more memory."""
     if v == 1:
         return [p]
@@ -111,13 +163,11 @@ def _groups(p: int, v: int, m: int) -> Sequence[int]:
     return [*sizes, m] if sizes[-1] < m else sizes
 
 
-def _filled(plan: Plan, costs: Costs, cap: float) -> _Candidate:
-    caps = [cap] * plan.placement.ranks
-    filled = joined(split_backwards(plan, costs, caps), costs)
-    return _priced(with_reductions(filled), costs)
-
-
-def _priced(plan: Plan, costs: Costs) -> _Candidate:
-    simulation = simulate(plan, costs)
-    time = simulation.makespan + simulation.exposed_reduction
-    return _Candidate(plan, max(simulation.peak_memory), time)
+def _distinct_groups(p: int, m: int, first: int, last: int) -> Iterator[int]:
+    """Sizes between two others that divide the micro-batches differently."""
+    seen = {orders.groups_of(m, size, p) for size in (first, last)}
+    for size in range(first + 1, last):
+        groups = orders.groups_of(m, size, p)
+        if groups not in seen:
+            seen.add(groups)
+            yield size

@@ -48,6 +48,8 @@ ENTRIES: dict[str, Entry] = {
         2,
         "--schedules-method dualpipev --dualpipev-dw-detach",
     ),
+    "v-half": Entry({"kind": "v-half"}, 2, "--pipeline-schedule v-half"),
+    "v-min": Entry({"kind": "v-min"}, 2, "--pipeline-schedule v-min"),
     "aiao": Entry({"kind": "aiao"}, None, "--fold-mode aiao"),
     "aiao-strict": Entry(
         {"kind": "aiao", "strict": True}, None, "--fold-mode aiao --fold-order strict"
@@ -59,6 +61,7 @@ ENTRIES: dict[str, Entry] = {
         {"kind": "interleaved", "recompute": "advance"}, None, "--recompute-in-advance"
     ),
     "auto": Entry({"kind": "auto"}, None, "--pipeline-schedule auto"),
+    "v-auto": Entry({"kind": "v-auto"}, 2, "--pipeline-schedule v-auto"),
 }
 
 

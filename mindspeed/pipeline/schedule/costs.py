@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
+from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.ranges import Range, number
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,24 @@ class Costs:
             "I": self.input_gradient,
             "W": self.weight_gradient,
         }.get(op, 0.0)
+
+
+def parse_costs(text: str) -> Costs:
+    """``31,33,28,2,150``: F, I and W of a rank, then latency and reduction.
+
+    Raises:
+        ConfigError: the text is no such list; says what is expected.
+    """
+    words = text.split(",")
+    times = [number(Range(0, 1e12, above=place < 2)) for place in range(5)]
+    try:
+        if not 3 <= len(words) <= 5:
+            raise ValueError
+        found = [read(word.strip()) for read, word in zip(times, words, strict=False)]
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise ConfigError(
+            f"--pipeline-costs {text}: 3 to 5 numbers with commas are expected: forward, input "
+            "gradients, weight gradients, latency, reduction, as in 31,33,28,2,150"
+        ) from error
+    forward, input_gradient, weight_gradient, latency, reduction = (*found, 0.0, 0.0)[:5]
+    return Costs(forward, input_gradient, weight_gradient, latency=latency, reduction=reduction)

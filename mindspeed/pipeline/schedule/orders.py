@@ -42,7 +42,7 @@ def flush(p: int, v: int, m: int, g: int | None = None, k: float | None = None) 
             as Megatron has it.
     """
     k = k if k is not None else (1.0 if v == 1 else 2.0)
-    groups = _groups(m, p if g is None else g, p)
+    groups = groups_of(m, p if g is None else g, p)
     forwards = [(chunk, i) for group in groups for chunk in range(v) for i in group]
     backwards = [(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
     total, widest = v * m, max(map(len, groups))
@@ -160,20 +160,20 @@ def forward_only(placement: Placement, m: int) -> Rows:
     """The forwards of :func:`flush`; on a V-shape all of the way down first."""
     p = placement.ranks
     looped = placement == Placement.loop(p, placement.chunks)
-    groups = _groups(m, p, p) if looped else [range(m)]
+    groups = groups_of(m, p, p) if looped else (range(m),)
     return tuple(
         tuple(Action(FORWARD, stage, i) for group in groups for stage in stages for i in group)
         for stages in placement.stages
     )
 
 
-def _groups(m: int, g: int, p: int) -> list[range]:
+def groups_of(m: int, g: int, p: int) -> tuple[range, ...]:
     """Micro-batches in groups of g; the last may be smaller, but has at least p."""
     if m % g == 0 or m % g >= p:
-        return [range(start, min(start + g, m)) for start in range(0, m, g)]
+        return tuple(range(start, min(start + g, m)) for start in range(0, m, g))
     count = max(m // g, 1)
     ends = [math.ceil(m * number / count) for number in range(count + 1)]
-    return [range(start, end) for start, end in pairwise(ends)]
+    return tuple(range(start, end) for start, end in pairwise(ends))
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:

@@ -25,7 +25,24 @@ class Placement:
     @classmethod
     def v_shape(cls, ranks: int) -> Placement:
         """Two chunks, down and up again: the first and the last stage are on rank 0."""
-        return cls(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+        return cls.snake(ranks, 2)
+
+    @classmethod
+    def snake(cls, ranks: int, chunks: int) -> Placement:
+        """Down and up in turn: stage s is on rank s mod p, in odd chunks counted from the end.
+
+        With two chunks it is the V-shape; more make the waves of Hanayo.
+        """
+        turns = range(0, ranks * chunks, ranks)
+        return cls(
+            tuple(
+                tuple(
+                    start + (ranks - 1 - rank if number % 2 else rank)
+                    for number, start in enumerate(turns)
+                )
+                for rank in range(ranks)
+            )
+        )
 
     @property
     def ranks(self) -> int:

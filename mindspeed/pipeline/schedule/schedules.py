@@ -11,8 +11,11 @@
 | nanopipe    | flush, k=2 (v=1: k=1)    | where it helps  | p + (p - 1) / v                   |
 | zb-v        | vee                      | where it helps  | p                                 |
 | dualpipev   | DeepSeek's               | some            | p + 1/2                           |
+| v-half      | building block           | where it helps  | (p + 2) / 2, rounded down         |
+| v-min       | building block           | where it helps  | (p + 4) / 3, rounded down         |
 | aiao        | flush, g=m (or breadth)  | no              | (2 (p - 1) + (v - 1) m + 1) / v   |
 | auto        | the fastest of auto.py's | where it helps  | the limit, if there is one        |
+| v-auto      | the same on a V          | where it helps  | the limit, else at most p + 1/2   |
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders, recompute
 from mindspeed.pipeline.schedule.auto import fastest
+from mindspeed.pipeline.schedule.blocks import Block, published_memory, v_half, v_min
 from mindspeed.pipeline.schedule.checker import check
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
@@ -31,6 +35,8 @@ from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.pipeline.schedule.swap import swap
+from mindspeed.pipeline.schedule.weave import Job, least_memory, woven
+from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class ScheduleRequest:
         split_cooldown: dualpipev splits the backwards of its cool-down, and not only those of its
             warm-up.
         strict: aiao in the literal order: all forwards of a chunk, then those of the next.
-        v_shape: the model is split in a V; the kinds zb-v and dualpipev always are.
+        v_shape: the model is split in a V; the kinds of :data:`V_SHAPES` always are.
         split: auto may split backwards.
     """
 
@@ -76,7 +82,7 @@ class ScheduleRequest:
     def placement(self, ranks: int, chunks: int) -> Placement:
         if self.plan is not None:
             return self.plan.placement
-        if self.v_shape or self.kind in ("zb-v", "dualpipev"):
+        if self.v_shape or self.kind in V_SHAPES:
             return Placement.v_shape(ranks)
         return Placement.loop(ranks, chunks)
 
@@ -108,10 +114,12 @@ def build_plan(
         check(plan, forward_only=True)
         return plan
     if request.plan is not None:
-        plan = replace(request.plan, sizes=_relative(request.sizes))
+        plan = replace(request.plan, sizes=relative_sizes(request.sizes))
     elif request.order is not None:
         rows = request.order(placement, num_microbatches)
-        plan = Plan(placement, rows, num_microbatches, _relative(request.sizes), _name(request))
+        plan = Plan(
+            placement, rows, num_microbatches, relative_sizes(request.sizes), _name(request)
+        )
         plan = _recomputing(request, with_reductions(plan))
     elif request.kind in _BUILDERS:
         plan = _BUILDERS[request.kind](request, placement, num_microbatches)
@@ -186,6 +194,23 @@ def _dualpipev(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     return with_reductions(_plan(request, placement, m, rows))
 
 
+def _building_block(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    walk = {"v-half": v_half, "v-min": v_min}[request.kind](placement.ranks)
+    block = Block(placement, walk)
+    job = Job(m, request.costs, relative_sizes(request.sizes))
+    needed = least_memory(block, job)
+    if request.memory_limit is not None and needed > request.memory_limit + 1e-6:
+        raise ConfigError(
+            f"the pipeline schedule {request.kind} needs {needed:g} A of activations; "
+            f"{request.memory_limit:g} A are allowed (--pipeline-memory-limit). v-auto takes what "
+            "fits"
+        )
+    limit = request.memory_limit
+    cap = max(needed, published_memory(request.kind, placement.ranks)) if limit is None else limit
+    found = woven(block, job, cap, request.kind).plan
+    return with_reductions(joined(found, request.costs))
+
+
 def _all_in_all_out(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     _need_chunks(placement, "aiao")
     p, v = placement.ranks, placement.chunks
@@ -201,19 +226,22 @@ def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
         m,
         request.costs,
         memory_limit=request.memory_limit,
-        sizes=_relative(request.sizes),
+        sizes=relative_sizes(request.sizes),
         split=request.split,
     )
 
 
 _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
     "auto": _auto,
+    "v-auto": _auto,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
     "nanopipe": _nanopipe,
     "zb-h1": _zero_bubble,
     "zb-v": _zero_bubble_v,
     "dualpipev": _dualpipev,
+    "v-half": _building_block,
+    "v-min": _building_block,
     "aiao": _all_in_all_out,
 }
 KINDS = tuple(_BUILDERS)
@@ -258,10 +286,10 @@ def _flush(
 
 
 def _plan(request: ScheduleRequest, placement: Placement, m: int, rows: orders.Rows) -> Plan:
-    return Plan(placement, rows, m, _relative(request.sizes), request.kind)
+    return Plan(placement, rows, m, relative_sizes(request.sizes), request.kind)
 
 
-def _relative(sizes: tuple[int, ...] | None) -> tuple[float, ...] | None:
+def relative_sizes(sizes: tuple[int, ...] | None) -> tuple[float, ...] | None:
     """Sizes with mean 1, so that A remains one micro-batch of ``--micro-batch-size``."""
     return None if sizes is None else tuple(size * len(sizes) / sum(sizes) for size in sizes)
 

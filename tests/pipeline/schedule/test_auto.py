@@ -91,5 +91,19 @@ def test_too_little_memory_names_the_least_that_would_do():
         auto(8, 2, 64, memory_limit=7.5)
     assert str(error.value) == (
         "no pipeline schedule of 64 micro-batches on 8 ranks fits in 7.5 A of activations "
-        "(--pipeline-memory-limit); the smallest one needs 8 A"
+        "(--pipeline-memory-limit); the smallest one needs 8 A; one on a V-shape fits: "
+        "--pipeline-schedule v-auto"
     )
+
+
+def test_below_the_least_memory_of_all_blocks_it_names_the_block():
+    with pytest.raises(ConfigError, match=r"in 0.9 A .* 1 A \(building block: steps 1 "):
+        auto(4, 2, 8, memory_limit=0.9, v_shape=True)
+
+
+def test_groups_of_any_size_are_tried():
+    """9 and 7 micro-batches: between groups of 8 and of all 16."""
+    costs = Costs(1, 1, 0.7, reduction=5)
+    request = ScheduleRequest(kind="nanopipe", costs=costs, group_size=9)
+    named = simulate(build_plan(request, 4, 3, 16), costs)
+    assert step(auto(4, 3, 16, costs)) <= step(named) + 1e-6

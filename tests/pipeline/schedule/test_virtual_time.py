@@ -10,6 +10,7 @@ import pytest
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.schedules import KINDS, ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
 from tests.pipeline.schedule.toy_ranks import run_all
 
 EVEN, SLOW = Costs(), Costs(1, 1.25, 0.75, latency=0.125)
@@ -19,7 +20,7 @@ def plans_of(ranks):
     m, found = 2 * ranks, []
     for kind in KINDS:
         for chunks in (1, 2):
-            if chunks == 1 and kind in ("interleaved", "aiao", "zb-v", "dualpipev"):
+            if chunks == 1 and kind in ("interleaved", "aiao", *V_SHAPES):
                 continue
             for costs in (EVEN, SLOW):
                 request = ScheduleRequest(kind=kind, costs=costs)
