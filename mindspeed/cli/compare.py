@@ -73,15 +73,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(a: Path, b: Path, noise: list[Path] | None = None) -> tuple[Result, list[str]]:
     """The comparison and its page."""
-    from mindspeed.compare import page
+    from mindspeed.compare import operator_walk, page
     from mindspeed.compare.recording import read
-    from mindspeed.compare.walk import compare
+    from mindspeed.compare.walk import compare, entering
 
     here, there = read(a), read(b)
     if noise is None:
         forced = any(scalars.get("forced") for scalars in there.scalars.values())
         noise = sorted(a.glob("forced-noise-*" if forced else "noise-*"))
     result = compare(here, there, [read(path) for path in noise])
+    if result.first is not None:
+        operators = operator_walk.read(a), operator_walk.read(b)
+        runs = [own for path in noise if (own := operator_walk.read(path))]
+        result.operator = operator_walk.first_difference(
+            *operators, result.first.name, entering(result), runs
+        )
     return result, list(page.lines(result, here, there))
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.megatron import MegatronHooks
+from mindspeed.compare.megatron_operators import OperatorHooks
 from mindspeed.compare.megatron_optimizer import learning_rate
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import BYTES_OF_PIECE, Recorder, write_job
@@ -42,6 +43,7 @@ class RecordOptions:
         noise: Number of this run with noise; 0 for a run without.
         values: Write whole tensors, too.
         forced: Recording whose values replace this run's; None for a run of its own.
+        operators: Modules whose operators are recorded.
     """
 
     directory: Path
@@ -51,6 +53,7 @@ class RecordOptions:
     noise: int
     values: bool = False
     forced: Path | None = None
+    operators: tuple[str, ...] = ()
 
 
 class JobRecording:
@@ -90,8 +93,14 @@ class JobRecording:
             self._calls += 1
             if number not in self._options.steps:
                 return function(*args, **kwargs)
-            hooks = self._prepared()
-            result = hooks.around(function, number, given)
+            hooks, options = self._prepared(), self._options
+            inner = function
+            if options.operators:
+                operators = OperatorHooks(
+                    options.directory, dist.get_rank(), options.operators, options.micro_batches
+                )
+                inner = operators.around(function, number, lambda: hooks.micro_batch)
+            result = hooks.around(inner, number, given)
             hooks.gradients()
             assert self._recorder is not None
             self._recorder.write_if_not_finite()

@@ -97,6 +97,8 @@ class MegatronHooks:
         self._chunks: list[_Chunk] = []
         self._weights = MegatronWeights(recorder, what, noise)
         self._ranks: Ranks | None = None
+        self.micro_batch = 0
+        """Number in the step of the micro-batch whose forward runs."""
 
     def expected(self, options: Mapping[str, Any]) -> tuple[int, int]:
         """About how many pieces this rank will record in a step, and the bytes of their tensors.
@@ -186,10 +188,10 @@ class MegatronHooks:
             chunk = next(one for one in self._chunks if one.module is inner)
             local = counts[id(inner)]
             counts[id(inner)] += 1
-            self._number = local * ranks.dp_size + ranks.dp
+            self.micro_batch = local * ranks.dp_size + ranks.dp
             chunk.current = None
             output, loss_function = forward_step(data_iterator, model, *args, **kwargs)
-            return output, _noting(loss_function, scalars["tokens"], self._number)
+            return output, _noting(loss_function, scalars["tokens"], self.micro_batch)
 
         return run
 
@@ -247,7 +249,7 @@ class MegatronHooks:
         else:
             samples, length = tokens.shape
         rows = rows_of(ranks, samples, length, packed)
-        chunk.current = _MicroBatch(self._number, rows)
+        chunk.current = _MicroBatch(self.micro_batch, rows)
         if not module.pre_process:
             chunk.current.calls["embedding output"] = 1  # for tokens that are predicted ahead
         if "inputs" in self._what or "activations" in self._what:

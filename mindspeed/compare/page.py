@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from mindspeed.compare.names import layer_of
+from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recording
 from mindspeed.compare.walk import Result, Row
 
@@ -34,6 +36,9 @@ def lines(result: Result, a: Recording, b: Recording) -> Iterator[str]:
     yield ""
     yield from _verdict(result)
     yield ""
+    if result.operator is not None:
+        yield from _operator(result.operator)
+        yield ""
     yield from _table(result)
     yield ""
     yield from _limits(result)
@@ -77,6 +82,27 @@ def _verdict(result: Result) -> Iterator[str]:
         yield f"  {other.name}: {other.verdict}"
     if (more := len(result.others) - _OTHERS) > 0:
         yield f"  and {more} more (--json has all)"
+
+
+def _operator(found: OperatorFinding) -> Iterator[str]:
+    """The operator of the guilty module, where operators are recorded."""
+    call, own, other = found.call, found.a, found.b
+    here, there = found.counts
+    yield f"OPERATOR: {call.module}, {call.when} of micro-batch {call.micro_batch}"
+    yield f"  {here} operators in A, {there} in B, of which {found.equal} are equal before this one"
+    for text in found.others[:_OTHERS]:
+        yield f"  {text}"
+    if own is None or other is None:
+        yield "  nothing differs before that"
+        return
+    yield f"  {own.name}({own.arguments})" + (f" at {own.where}" if own.where else "")
+    if (own.arguments, own.where) != (other.arguments, other.where):
+        yield f"  in B ({other.arguments})" + (f" at {other.where}" if other.where else "")
+    what = "what enters the module" if own.name == "input" else "its result"
+    if own.results != other.results:
+        what += ", in its mean or mean square,"
+    ranks = f", on rank {', '.join(map(str, found.ranks))}" if found.ranks else ""
+    yield f"  {what} differs by {found.error:.2g}{ranks}"
 
 
 def _table(result: Result) -> Iterator[str]:
@@ -144,6 +170,7 @@ def as_data(result: Result) -> dict[str, Any]:
         "first": None
         if first is None
         else {**first.name._asdict(), "verdict": first.verdict, "enters": list(first.enters)},
+        "operator": None if result.operator is None else asdict(result.operator),
         "before": result.before,
         "only": result.only,
         "forced": result.forced,

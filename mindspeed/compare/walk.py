@@ -7,12 +7,14 @@ pointless is found first: other data, other sizes of the model, other weights at
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed.compare.names import Name
+from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recorded, Recording
 from mindspeed.compare.rounding import Difference, NoiseLevels, difference, exactly
 
@@ -85,6 +87,7 @@ class Result:
         forced: B computes with A's values.
         others: Further modules that differ in such a run.
         arguments: Arguments that differ.
+        operator: The first operator that differs, where both runs have recorded operators.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -95,6 +98,7 @@ class Result:
     forced: bool = False
     others: list[Finding] = field(default_factory=list)
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    operator: OperatorFinding | None = None
 
     @property
     def equal(self) -> bool:
@@ -172,6 +176,12 @@ def _find_first(result: Result, a: Recording, b: Recording) -> None:
         result.first = finding
         if not result.forced:
             return
+
+
+def entering(result: Result) -> float:
+    """How far the runs are apart before the first tensor that differs."""
+    before = itertools.takewhile(lambda row: not row.difference.differs, result.rows)
+    return max((row.difference.error for row in before), default=0.0)
 
 
 def _copies(row: Row) -> Finding:

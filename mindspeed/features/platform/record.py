@@ -44,6 +44,9 @@ class Record(
     record_forced: str = flag(
         "", "recording of level full whose tensors replace those of this run once recorded"
     )
+    record_operators: tuple[str, ...] = flag(
+        (), "modules whose operators are recorded one by one, as mindspeed compare names them"
+    )
     record_noise: int = flag(
         0,
         "number of a run with errors as large as rounding in every recorded tensor; 0: none",
@@ -68,6 +71,7 @@ class Record(
             self.record_noise,
             self.record_level == "full",
             Path(self.record_forced) if self.record_forced else None,
+            self.record_operators,
         )
         recording = JobRecording(options, dict(megatron))
         seams.step.add(recording.around_step, owner=self.name)

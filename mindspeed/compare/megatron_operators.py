@@ -1,0 +1,150 @@
+"""Records the operators of modules of a Megatron model, by the names that a comparison prints."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed.compare.megatron_modules import global_names, unwrapped
+from mindspeed.compare.names import Name, layer_of
+from mindspeed.compare.operators import ModuleCall, OperatorRecorder
+from mindspeed.errors import ConfigError
+
+MODEL = "model"
+"""Name of the whole model, as the others have it in ``--record-operators``."""
+
+
+def module_of(name: Name, layers: int) -> str | None:
+    """The module whose operators make a tensor; None for what no module makes.
+
+    Args:
+        name: Of the tensor.
+        layers: Decoder layers of the model.
+    """
+    module = re.sub(r"#\d+$", "", name.module)
+    parent = module.rpartition(".")[0]
+    layer = layer_of(module)
+    if name.when == "forward":
+        if module in ("data", "loss"):
+            return MODEL if module == "loss" else None
+        if name.what in ("input", "query", "key", "value"):  # an addition, an activation, positions
+            return parent
+        return module
+    if name.when != "backward":
+        return None
+    if layer is None or not module.startswith("decoder."):
+        return MODEL
+    if re.fullmatch(r"decoder\.layers\.\d+", module):  # made by the next layer
+        return f"decoder.layers.{layer + 1}" if layer + 1 < layers else MODEL
+    return f"decoder.layers.{layer}"
+
+
+class OperatorHooks:
+    """Records the operators of chosen modules during a step, on one rank.
+
+    Args:
+        directory: Of the recording.
+        rank: Global rank.
+        modules: Their names.
+        micro_batches: Numbers of those that are recorded; empty: all.
+    """
+
+    def __init__(
+        self, directory: Path, rank: int, modules: Collection[str], micro_batches: Collection[int]
+    ) -> None:
+        self._directory, self._rank = directory, rank
+        self._modules, self._only = frozenset(modules), frozenset(micro_batches)
+
+    def around(
+        self, schedule: Callable[..., Any], number: int, micro_batch: Callable[[], int]
+    ) -> Callable[..., Any]:
+        """A schedule that records.
+
+        Args:
+            schedule: Megatron's forward-backward function.
+            number: Of the step.
+            micro_batch: Number of the one whose forward runs.
+        """
+
+        @functools.wraps(schedule)
+        def run(**options: Any) -> Any:
+            model = options["model"]
+            recorder = OperatorRecorder(number)
+            handles = []
+            for chunk in model if isinstance(model, list) else [model]:
+                inner = unwrapped(chunk)
+                found = {MODEL: inner} | {
+                    name: inner.get_submodule(path) for path, name in global_names(inner).items()
+                }
+                self._check(inner, found)
+                for name in self._modules & found.keys():
+                    calls = _Calls(recorder, name, micro_batch, self._only)
+                    module = found[name]
+                    handles += [
+                        module.register_forward_pre_hook(calls.begin, with_kwargs=True),
+                        module.register_forward_hook(calls.end, with_kwargs=True, prepend=True),
+                    ]
+            try:
+                with recorder:
+                    return schedule(**options)
+            finally:
+                for handle in handles:
+                    handle.remove()
+                recorder.write(self._directory, self._rank)
+
+        return run
+
+    def _check(self, chunk: Any, found: Collection[str]) -> None:
+        whole = chunk.pre_process and chunk.post_process
+        if whole and (unknown := sorted(self._modules.difference(found))):
+            some = ", ".join(sorted(name for name in found if name.count(".") < 4)[:8])
+            raise ConfigError(
+                f"--record-operators {unknown[0]}: the model has no such module; it has {some} ..."
+            )
+
+
+class _Calls:
+    """The calls of a module: in the backward, a second forward is that of the same call."""
+
+    def __init__(
+        self,
+        recorder: OperatorRecorder,
+        name: str,
+        micro_batch: Callable[[], int],
+        only: Collection[int],
+    ) -> None:
+        self._recorder, self._name, self._only = recorder, name, only
+        self._micro_batch = micro_batch
+        self._calls: list[ModuleCall] = []
+        self._numbers: Counter[int] = Counter()
+        self._recomputed = 0
+        self._inputs: list[Any] = []
+
+    def begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        """For a hook before the forward."""
+        recomputed = torch._C._current_graph_task_id() != -1
+        if recomputed:
+            call = self._calls[self._recomputed] if self._recomputed < len(self._calls) else None
+            self._recomputed += 1
+        else:
+            number = self._micro_batch()
+            call = ModuleCall(number, self._name, self._numbers[number])
+            self._numbers[number] += 1
+            self._calls.append(call)
+        counts = call is not None and (not self._only or call.micro_batch in self._only)
+        self._inputs.append((args, kwargs) if counts else None)
+        if counts:
+            assert call is not None
+            self._recorder.enter(call, (args, kwargs), recomputed)
+
+    def end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """For a hook after it."""
+        inputs = self._inputs.pop()
+        if inputs is not None:
+            self._recorder.leave(inputs, output)
