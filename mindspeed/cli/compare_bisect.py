@@ -1,6 +1,7 @@
 """``mindspeed compare --bisect DIR -- COMMAND A -- COMMAND B``: the flags that make B differ.
 
-Records A twice (does it repeat itself?), three times with noise, and B; then B's flags in groups.
+Records A twice (does it repeat itself?), three times with noise, and B; then B's flags in groups;
+then A and A with the guilty flags, with the operators of the module that differs first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mindspeed.errors import ConfigError, DataError, MindSpeedError
 from mindspeed.files import make_dirs, secure_open
 
 if TYPE_CHECKING:
+    from mindspeed.compare.operator_walk import OperatorFinding
     from mindspeed.compare.recording import Recording
     from mindspeed.compare.walk import Result
 
@@ -57,7 +59,7 @@ class Bisection:
 
         found = changes(self._a, self._b)
         print(
-            f"{len(found)} flags differ; 6 runs, then at most {max(0, len(found) ** 2)}, often "
+            f"{len(found)} flags differ; 8 runs, then at most {max(0, len(found) ** 2)}, often "
             f"{2 * len(found)}",
             flush=True,
         )
@@ -84,7 +86,31 @@ class Bisection:
             print(f"  {'equal' if other is None else f'differs: {other.name}'}", flush=True)
             return other is not None and other.name[2:4] == first.name[2:4]
 
-        return result, a, b, smallest(found, bad)
+        flags = smallest(found, bad)
+        result.operator = self._operator(result, a, changed(self._a, flags) if flags else self._b)
+        return result, a, b, flags
+
+    def _operator(self, result: Result, a: Recording, b: Sequence[str]) -> OperatorFinding | None:
+        """The first operator that differs where the first tensor does: two more runs."""
+        from mindspeed.compare import operator_walk
+        from mindspeed.compare.megatron_operators import module_of
+        from mindspeed.compare.names import layer_of
+        from mindspeed.compare.walk import entering
+
+        assert result.first is not None
+        first = result.first.name
+        layers = 1 + max(layer_of(name.module) or 0 for name in a.tensors)
+        module = module_of(first, layers)
+        if module is None:
+            return None
+        recorded = ["--record-operators", module, "--record-what", "loss"]
+        recorded += ["--record-micro-batches", str(first.micro_batch)]
+        runs = [
+            self._needed(f"operators-{name}", [*command, *recorded], f"{title}, operators")
+            for name, command, title in (("a", self._a, "A"), ("b", b, "B"))
+        ]
+        here, there = (operator_walk.read(run.directory) for run in runs)
+        return operator_walk.first_difference(here, there, first, entering(result))
 
     def _needed(self, name: str, command: list[str], title: str) -> Recording:
         run = self._record(name, command, title)

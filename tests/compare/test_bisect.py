@@ -72,6 +72,8 @@ def test_the_flag_is_found_in_real_runs(runs, tmp_path, monkeypatch, capsys):
     assert "A repeats itself in every bit" in page
     found = [line for line in page.splitlines() if line.startswith("it comes with")]
     assert found == ["it comes with: --rotary-base 9000"]
+    assert "OPERATOR: decoder.layers.0.self_attention, forward of micro-batch 0" in page
+    assert "what enters the module differs" in page  # the table of positions
 
 
 def test_one_command_is_not_enough(tmp_path, capsys):
