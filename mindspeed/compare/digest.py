@@ -31,6 +31,7 @@ SMALL = 1 << 14
 SKETCH_ERROR = 4 * 2.0**-24
 """Of the sketch of a larger fp32 tensor, relative to its norm, for any number of columns."""
 _CHUNK = 256  # columns added in fp32; more lose what rounding of fp32 values is compared with
+_WORDS_AT_ONCE = 1 << 17
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -86,7 +87,7 @@ class Place:
         found = self._factors.get(device)
         if found is None:
             pairs = ((self.rows, 3), (self.columns, 4))
-            rows, columns = ((_mixed(index, seed) | 1).to(device) for index, seed in pairs)
+            rows, columns = ((mixed(index, seed) | 1).to(device) for index, seed in pairs)
             found = self._factors[device] = rows, columns
         return found
 
@@ -175,12 +176,43 @@ def exact(x: torch.Tensor, place: Place) -> torch.Tensor:
     return (rows * torch.cat(sums)).sum()
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Digest of the bits of a tensor that is compared on one rank, or with whole copies.
+
+    Four to eight times cheaper than :func:`exact`, but no sum over shards: words of 64 bits times
+    odd numbers, so a single changed bit always changes it. Here -0 is not +0.
+
+    Args:
+        x: ``[...]``, any dtype.
+
+    Returns:
+        An int64 scalar on its device.
+    """
+    flat = x.detach().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8 or flat.data_ptr() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // 8
+    total = x.new_zeros((), dtype=torch.int64)
+    factors = _word_factors(x.device)
+    for index, words in enumerate(flat[: 8 * whole].view(torch.int64).split(_WORDS_AT_ONCE)):
+        total += (words * factors[: len(words)]).sum() * (2 * index + 1)
+    rest = flat[8 * whole :].long()
+    if len(rest):
+        total += (rest * factors[: len(rest)] * (2 * whole + 3)).sum()
+    return total
+
+
+@functools.lru_cache(maxsize=8)
+def _word_factors(device: torch.device) -> torch.Tensor:
+    return (mixed(torch.arange(_WORDS_AT_ONCE), 5) | 1).to(device)
+
+
 def _signs(index: torch.Tensor, seed: int) -> torch.Tensor:
-    bits = (_mixed(index, seed)[:, None] >> torch.arange(1, SKETCHES + 1)) & 1
+    bits = (mixed(index, seed)[:, None] >> torch.arange(1, SKETCHES + 1)) & 1
     return (1 - 2 * bits).float()
 
 
-def _mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
+def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
     """64 bits from a hash of each index (splitmix64)."""
     state = index.to(torch.int64) * _MIX[0] + (seed * _MIX[2] + 2**63) % 2**64 - 2**63
     state = (state ^ _shifted(state, 30)) * _MIX[1]

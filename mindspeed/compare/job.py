@@ -84,7 +84,7 @@ class JobRecording:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            given = _bound(signature, args, kwargs)
+            given = bound(signature, args, kwargs)
             if given.get("forward_only"):
                 return function(*args, **kwargs)
             number = self._calls if self._announced is None else self._announced
@@ -174,7 +174,7 @@ class JobRecording:
             self._recorder.end()
 
 
-def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+def bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
     """The arguments of a call by name; functions of features take keywords only."""
     if not args:
         return dict(kwargs)

@@ -236,7 +236,7 @@ class MegatronHooks:
 
     def _begin_micro_batch(self, chunk: _Chunk, module: Any, args: Any, kwargs: Any) -> None:
         assert self._ranks is not None
-        if chunk.current is not None or _in_backward():
+        if chunk.current is not None or in_backward():
             return  # recomputed, or a second forward of a forward step
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         packed = getattr(given.get("packed_seq_params"), "packed", None)
@@ -310,7 +310,7 @@ class MegatronHooks:
     def _call_of(self, chunk: _Chunk, name: str, side: str) -> _Call | None:
         """A module's call; in the backward the same call in the forward."""
         calls = chunk.calls[f"{name} {side}"]
-        if not _in_backward():
+        if not in_backward():
             batch = chunk.current
             if batch is None:
                 return None
@@ -345,7 +345,7 @@ class MegatronHooks:
         if flat is None or place is None or flat.shape != (len(place.rows), len(place.columns)):
             step.skipped[f"{name}/{what}"] = f"its place is not known: {list(x.shape)}"
             return None
-        recomputes = _in_backward()
+        recomputes = in_backward()
         result = None
         if self._noise is not None and not recomputes and x.is_floating_point():
             label = f"{batch.number}/{name}/{what}/{place.identity}"
@@ -454,7 +454,8 @@ def _chunks(model: Any) -> list[Any]:
     return [unwrapped(one) for one in (model if isinstance(model, list) else [model])]
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether this thread runs a backward: a forward that runs is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -141,13 +141,10 @@ def parameter_places(chunk: Any) -> dict[str, Place]:
 
     A parameter whose place is no rectangle, or that a checkpoint does not have, is left out.
     """
-    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     by_storage: dict[tuple[int, torch.Size], Any] = {}
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    state = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
-    for entry in _entries(state):
+    for entry in _entries(_sharded_state(chunk)):
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
             by_storage[entry.data.data_ptr(), entry.data.shape] = entry
     found = {}
@@ -157,6 +154,33 @@ def parameter_places(chunk: Any) -> dict[str, Place]:
         if place is not None:
             found[name] = place
     return found
+
+
+def whole_parameters(chunks: list[Any]) -> set[Any]:
+    """Parameters that a rank holds whole, so that all ranks with them have copies.
+
+    Args:
+        chunks: Of the model, without wrappers.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    found = set()
+    for chunk in chunks:
+        whole = {
+            entry.data.data_ptr()
+            for entry in _entries(_sharded_state(chunk))
+            if isinstance(entry, ShardedTensor) and entry.data is not None
+            if tuple(entry.global_shape[entry.prepend_axis_num :]) == tuple(entry.data.shape)
+        }
+        found |= {one for one in chunk.parameters() if one.data_ptr() in whole}
+    return found
+
+
+def _sharded_state(chunk: Any) -> Any:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return chunk.sharded_state_dict(metadata={"dp_cp_group": group})
 
 
 def _entries(state: Any) -> Iterator[Any]:

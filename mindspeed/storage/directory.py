@@ -23,6 +23,7 @@ from mindspeed.files import (
     harden_tree,
     make_dirs,
 )
+from mindspeed.guard.checkpoints import is_kept
 from mindspeed.parsing import decode_json
 from mindspeed.storage import digests
 from mindspeed.storage.checked_file import first_damage
@@ -247,12 +248,16 @@ def remove_leftovers(root: str | Path) -> None:
 
 
 def remove_old(root: str | Path, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Delete all but the newest checkpoints; returns the iterations deleted. On one rank."""
+    """Delete all but the newest checkpoints; returns the iterations deleted. On one rank.
+
+    Those before a finding of ``--guard`` are kept, too.
+    """
     if keep_last is None:
         return []
     latest = tracked(root)
     old = [i for i in iterations(root)[keep_last:] if i != latest]
     old = [i for i in old if not keep_every or i % keep_every]
+    old = [i for i in old if not is_kept(path_of(root, i))]
     for iteration in old:
         path = path_of(root, iteration)
         doomed = path.with_suffix(
