@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -48,6 +50,7 @@ def fake_groups(rank: int, world_size: int) -> Iterator[None]:
         return new_group(ranks, *args, **options)
 
     journal.set(dist, "new_group", own_group, owner="fake job")
+    journal.set(parallel_state.RankGenerator, "get_ranks", _listed_ranks, owner="fake job")
     try:
         tracker.fork = lambda *names: contextlib.nullcontext()  # FakeTensors have no random state
         yield
@@ -56,6 +59,18 @@ def fake_groups(rank: int, world_size: int) -> Iterator[None]:
         vars(tracker).pop("fork", None)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _listed_ranks(generator: Any, kinds: str) -> list[list[int]]:
+    """Groups of ranks as Megatron lists them, thousands of times as quickly."""
+    varies = generator.get_mask(generator.order, kinds)
+    places = np.arange(generator.world_size).reshape(generator.ordered_size[::-1])
+    last = range(len(varies) - 1, -1, -1)  # the first size varies fastest
+    inside = [last[i] for i in last if varies[i]]
+    groups = places.transpose(*(last[i] for i in last if not varies[i]), *inside)
+    ranks = (groups + generator.rank_offset).reshape(-1, math.prod(groups.shape[-len(inside) :]))
+    found: list[list[int]] = ranks.tolist()
+    return found
 
 
 @contextlib.contextmanager
