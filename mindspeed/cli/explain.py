@@ -41,6 +41,7 @@ from mindspeed.cli.plan_check import (
 from mindspeed.cli.plan_output import bytes_unit, flops_unit, new_table, print_whole
 from mindspeed.cli.plan_run import command, interruptible, job_of, launch_words, named_progress
 from mindspeed.errors import ConfigError
+from mindspeed.processes import cores
 from mindspeed.ranges import MAX_COUNT, MAX_RANKS, whole
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def run(argv: Sequence[str]) -> int:
         explain_timeline.run_timeline(own, args, cluster)
         return 0
     with interruptible() as stop, named_progress() as tell:
-        found = explain(job, args, cluster, limit, jobs=own.jobs, cache=own.cache, progress=tell)
+        found = explain(
+            job, args, cluster, limit, jobs=own.jobs or cores(), cache=own.cache, progress=tell
+        )
     launch = launch_words(None, own.cluster, args.world_size)
     commands = Commands(job, flags, layout_of(args), launch)
     if own.json:

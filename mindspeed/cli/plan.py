@@ -105,7 +105,7 @@ def _refuse_with_features(own: argparse.Namespace) -> None:
     others += ["measure", "launch", "html"]
     others += ["plan_activations", "out", "json", "jobs"] if own.plan_pipeline else []
     for other in others:
-        if getattr(own, other) not in (None, False, 1):
+        if getattr(own, other) not in (None, False):
             raise ConfigError(f"--{other.replace('_', '-')} has no effect with {name}: remove it")
     if own.devices and len(own.devices) > 1:
         raise ConfigError(f"{name} plans one configuration: give one number of --devices")
@@ -223,7 +223,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the busiest expert-parallel rank over the mean, as 1.25, or FILE.json with "
         "the tokens of each expert (default: equal, and intervals reach to 1.25)",
     )
-    add("--jobs", type=whole(1, 1024), default=1, metavar="N", help="processes")
+    add("--jobs", type=whole(1, 1024), metavar="N", help="processes (default: one for each core)")
     add("--json", action="store_true", help="print JSON")
 
 

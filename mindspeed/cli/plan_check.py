@@ -30,6 +30,7 @@ from mindspeed.cli.plan_output import (
 )
 from mindspeed.cli.plan_run import job_of, progress
 from mindspeed.errors import MindSpeedError
+from mindspeed.processes import cores
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
@@ -113,9 +114,9 @@ def _counted(
     if not own.whole:
         with progress("counting small runs") as tell:
             tell(0, 1)
-            composed = compose(job, args, cluster, limit, own.jobs)
+            composed = compose(job, args, cluster, limit, own.jobs or cores())
     with progress("counting and timing ranks of the pipeline") as tell:
-        return count_where_needed(composed, args, cluster, limit, own.jobs, tell)
+        return count_where_needed(composed, args, cluster, limit, own.jobs or cores(), tell)
 
 
 def memory_limit(own: argparse.Namespace) -> tuple[int | None, str]:
@@ -287,7 +288,7 @@ def run_activations(own: argparse.Namespace, flags: Sequence[str]) -> int:
     stages = range(args.pipeline_model_parallel_size)
     calls = [(args, budget, cluster, stage) for stage in stages]
     chosen = []
-    for found in isolated.map(plan_stage, calls, jobs=own.jobs):
+    for found in isolated.map(plan_stage, calls, jobs=own.jobs or cores()):
         if isinstance(found, MindSpeedError):
             raise found
         chosen.append(found)

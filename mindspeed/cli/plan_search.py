@@ -29,6 +29,7 @@ from mindspeed.cli.plan_run import (
 )
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
+from mindspeed.processes import cores
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -136,7 +137,7 @@ def search(
             fix=own.fix or {},
             search=own.search,
             memory_limit=own.memory_limit,
-            jobs=own.jobs,
+            jobs=own.jobs or cores(),
             cache=own.cache,
             progress=tell,
             loads=own.expert_imbalance,

@@ -163,7 +163,8 @@ WRONG = {
     "devices": (["--check", "--devices", "2,4"], "one number of --devices"),
     "whole": (["--whole", "--cluster", "h100"], "--whole belongs to --check"),
     "features": (["--plan-pipeline", "--measure", "black"], "--measure has no effect with --plan"),
-    "jobs": (["--plan-pipeline", "--jobs", "2"], "--jobs has no effect with --plan-pipeline"),
+    "checked": (["--plan-pipeline", "--check"], "--check has no effect with --plan-pipeline"),
+    "jobs": (["--plan-pipeline", "--jobs", "1"], "--jobs has no effect with --plan-pipeline"),
     "zero": (["--devices", "0"], "must be from 1"),
 }
 
