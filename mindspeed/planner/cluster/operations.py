@@ -208,7 +208,7 @@ def _on_stack() -> _Place:
     dropout = None
     while frame is not None:
         code = frame.f_code
-        fused, stands, many = _kind_of(code)
+        fused, stands, many = _KINDS.get(code) or _kind_of(code)
         stands_for, grouped = stands_for or stands, grouped or many
         if code is _DROPOUT:
             dropout = code
@@ -224,11 +224,10 @@ _KINDS: dict[CodeType, tuple[bool, str, bool]] = {}
 
 def _kind_of(code: CodeType) -> tuple[bool, str, bool]:
     """What :data:`FUSED`, :data:`EMULATED` and :data:`GROUPED` say about a function."""
-    if code not in _KINDS:
-        path = PurePath(code.co_filename).as_posix()
-        fused = code is _DROPOUT or any(part in path for part in FUSED)
-        stands = next((kind for file, kind in EMULATED.items() if path.endswith(file)), "")
-        _KINDS[code] = fused, stands, path.endswith(GROUPED)
+    path = PurePath(code.co_filename).as_posix()
+    fused = code is _DROPOUT or any(part in path for part in FUSED)
+    stands = next((kind for file, kind in EMULATED.items() if path.endswith(file)), "")
+    _KINDS[code] = fused, stands, path.endswith(GROUPED)
     return _KINDS[code]
 
 

@@ -199,7 +199,7 @@ _own: list[Any] = []
 
 
 def learned() -> list[Any]:
-    """What this process has found of operators, for :func:`learn`; can be pickled."""
+    """What this process has found about operators, for :func:`learn`; can be pickled."""
     found = ((key, result) for key in _own if (result := _results[key]) is not None)
     return [((key[0]._schema.name, key[0]._overloadname), key[1:], one) for key, one in found]
 

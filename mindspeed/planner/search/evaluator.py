@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.features.registry import options, planned_as
@@ -18,9 +19,11 @@ from mindspeed.planner.compose.job import (
     shape_of_layout,
 )
 from mindspeed.planner.compose.templates import NotSpliceable
+from mindspeed.planner.count import planned_tensors
 from mindspeed.planner.count.cache import RunCache
 from mindspeed.planner.count.check import check
 from mindspeed.planner.count.layer_run import LayerRun, layer_point, layer_run
+from mindspeed.planner.count.recording import Point
 from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.search.bounds import Bound, Bounds
@@ -147,7 +150,8 @@ class JobEvaluator:
         if found is None:
             isolated.import_ahead()
             arguments = self._job, point, self._fastest
-            found = isolated.call(layer_run, *arguments, timeout=RUN_SECONDS)
+            found, known = isolated.call(_layer_run, *arguments, timeout=RUN_SECONDS)
+            planned_tensors.learn(known)
             cache.put_layer(point, found)
         return found
 
@@ -217,6 +221,11 @@ class JobEvaluator:
 
     def _shape(self, layout: Layout) -> Shape:
         return reshaped(self._shapes[self.key(layout)], layout)
+
+
+def _layer_run(job: Job, point: Point, cluster: Cluster) -> tuple[LayerRun, list[Any]]:
+    """A run of layers, and what the next process need not find again."""
+    return layer_run(job, point, cluster), planned_tensors.learned()
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:
