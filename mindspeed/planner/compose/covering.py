@@ -115,6 +115,18 @@ class Cover:
         """Ranks to record, without those of sources."""
         return [self.point, self.base, *(one.point for one in self.longer)]
 
+    def with_bare_growth(self) -> Cover:
+        """The cover whose growth with layers is recorded with bare ones.
+
+        What grows outside of layers does so by their parameters, which bare layers have.
+        """
+        sources = tuple((one.with_bare_growth(), chunk) for one, chunk in self.sources)
+        if not self.longer:
+            return replace(self, sources=sources)
+        longer = tuple(replace(x, point=replace(x.point, bare=True)) for x in self.longer)
+        base = replace(self.base, bare=True)
+        return replace(self, base=base, longer=longer, sources=sources)
+
     @property
     def distinct_sources(self) -> list[Cover]:
         """Covers of which layers are taken, each once."""
@@ -157,12 +169,14 @@ def covering(
     Raises:
         NotSpliceable: none does.
     """
-    if not is_plain(layout, shape):
-        return [_of_row(layout, shape, rank, reach, bare) for rank in ranks]
+    plain = is_plain(layout, shape)
     alike: dict[object, Cover] = {}
     found = []
     for rank in ranks:
-        cover = _of_1f1b(layout, shape, rank, reach)
+        if plain:
+            cover = _of_1f1b(layout, shape, rank, reach)
+        else:
+            cover = _of_row(layout, shape, rank, reach, bare)
         units = frozenset(one.unit for one in cover.longer)
         ends = rank == 0, rank == shape.ranks - 1
         first = alike.setdefault((ends, cover.words, units), cover)

@@ -106,6 +106,8 @@ class Tracer:
         shared = shape.distributed_optimizer
 
         def traced(covers: Sequence[Cover]) -> list[RankTrace]:
+            if EXPERT not in shape.layer_kinds:  # whose layers keep bytes for the end of the step
+                covers = [one.with_bare_growth() for one in covers]
             leaves = [leaf for x in covers for leaf in [one for one, _ in x.sources] or [x]]
             points = [point for leaf in leaves for point in leaf.points]
             more = [_twice(point) for leaf in leaves for point in leaf.points[1:] if shared]
