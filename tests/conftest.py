@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import os
@@ -16,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 
+from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.testing import RankPool
 from tests.support.lazy import HEAVY
 
@@ -115,6 +117,27 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def one_thread() -> None:
     """Tensors here are tiny: a second thread only waits, the longer the busier the machine is."""
     torch.set_num_threads(1)
+
+
+@contextlib.contextmanager
+def _after_the_adaptor() -> Iterator[None]:
+    import mindspeed.megatron_adaptor  # noqa: F401
+
+    yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def adaptor_first() -> Iterator[None]:
+    """Import Megatron after the adaptor in this process too, as every command does.
+
+    Tests share the process: imported before it, Megatron has no Transformer Engine for any later
+    test.
+    """
+    hooks = PostImportHooks()
+    hooks.around_import("megatron.core", _after_the_adaptor)
+    hooks.install()
+    yield
+    hooks.uninstall()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import torch
 
 from mindspeed.adaptor.moe import replace_forward
 from mindspeed.journal import Journal
+from tests.support.lazy import needs
 
 
 def test_replacements_stack_and_are_undone():
@@ -36,7 +37,7 @@ def test_the_journal_does_not_keep_a_module_alive():
 
 @pytest.mark.parametrize("spec", ["te", "local"])
 def test_experts_of_both_specs_and_of_multi_token_prediction(ranks, spec):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    needs("megatron.core")
     from tests.adaptor import moe_ranks
 
     setup = "tests.support.warm"

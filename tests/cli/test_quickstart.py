@@ -20,6 +20,7 @@ from mindspeed.cli.main import COMMANDS
 from mindspeed.cli.quickstart_plan import QUESTIONS, TRACKER, Step, typed, words
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
 from tests.support import commands_job
+from tests.support.lazy import needs
 
 
 def arguments(*words):
@@ -55,7 +56,7 @@ class TestPlan:
             written |= {step.output, step.metrics}
 
     def test_the_trainer_accepts_the_recipe_with_the_flags_of_the_step(self, tmp_path):
-        pytest.importorskip("megatron.core")
+        needs("megatron.core")
         from mindspeed.training.arguments import build_parser
         from mindspeed.training.recipe import parse_with_recipe
         from mindspeed.training.resolve import resolve

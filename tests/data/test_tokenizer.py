@@ -14,6 +14,7 @@ from mindspeed.data import tokenizer_types
 from mindspeed.data.tokenizer import PADDING, build_tokenizer, save_tokenizer, train_bpe
 from mindspeed.data.tokenizer_types import END_OF_TEXT, TokenizerOptions
 from mindspeed.errors import ConfigError, DataError
+from tests.support.lazy import needs
 
 TEXTS = ["the cat sat on the mat\n", "naïve café, 東京 and 🙂", "def f(x):\n    return x\n"] * 20
 
@@ -101,7 +102,7 @@ def test_a_directory_of_another_class_is_read_through_transformers(directory, to
 
 def test_megatron_opens_the_directory_and_gives_the_same_ids(directory, tokenizer):
     pytest.importorskip("transformers")
-    pytest.importorskip("megatron.core")
+    needs("megatron.core")
     from megatron.core.tokenizers import MegatronTokenizer
 
     theirs = MegatronTokenizer.from_pretrained(
@@ -112,7 +113,7 @@ def test_megatron_opens_the_directory_and_gives_the_same_ids(directory, tokenize
 
 
 def test_null_tokenizer_has_its_eod_after_the_vocabulary():
-    pytest.importorskip("megatron.core")
+    needs("megatron.core")
     null = build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=10))
     assert (null.eod, null.pad, null.vocab_size) == (10, 10, 11)
     assert null.tokenize_batch(["1 2", "3"]) == [[1, 2], [3]]
@@ -138,7 +139,7 @@ def test_null_tokenizer_has_its_eod_after_the_vocabulary():
     ],
 )
 def test_wrong_options_name_the_remedy(options, error, message):
-    pytest.importorskip("megatron.core")
+    needs("megatron.core")
     with pytest.raises(error, match=message):
         build_tokenizer(options)
 
@@ -191,7 +192,7 @@ SENTENCES = ["the cat sat", "  two blanks", "naïve 🙂\n", ""]
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer"])
 def test_sentencepiece_ids_are_those_of_megatron(model, kind):
-    pytest.importorskip("megatron.core")
+    needs("megatron.core")
     from megatron.core.tokenizers import MegatronTokenizer
 
     theirs = MegatronTokenizer.from_pretrained(

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.lazy import needs
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 CHINESE = ROOT / "README.zh.md"
@@ -161,7 +163,7 @@ def _commands() -> list[str]:
 def _options_of(command: str) -> set[str]:
     module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     if getattr(module, "PASS_THROUGH", False):
-        pytest.importorskip("megatron.core")
+        needs("megatron.core")
         from mindspeed.training.arguments import build_parser
 
         options = set(build_parser()._option_string_actions)
