@@ -94,9 +94,11 @@ def read_batch(
         read = seams.batch.pipe(dict(next(iterator)))
         if packed:
             tokens = read["tokens"]
-            samples_alone = cu_seqlens_of_samples(*tokens.shape)
-            found = documents(read) if documents else None
-            cu_seqlens = found or seams.documents.pipe(samples_alone, tokens, tokenizer)
+            if documents is None:
+                samples_alone = cu_seqlens_of_samples(*tokens.shape)
+                cu_seqlens = seams.documents.pipe(samples_alone, tokens, tokenizer)
+            else:
+                cu_seqlens, seams.documents.reached = documents(read), True
             read["starts"] = starts_of(cu_seqlens, len(tokens))
     here = device.current().torch_device()
     received, (samples, length) = broadcast_batch(read, names, shape, group, here)

@@ -1,4 +1,4 @@
-"""Seams of a test: on the process's patch engine where a test installed the adaptor before."""
+"""Seams of a test, on the patch engine of the process."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import contextlib
 from collections.abc import Iterator
 
 from mindspeed import session
-from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.patch import PatchEngine
 from mindspeed.adaptor.seams import Seams
 
 
 @contextlib.contextmanager
 def fresh_seams() -> Iterator[Seams]:
-    """Yield seams and take everything back, dispatchers in a Megatron that is loaded too."""
-    installed = session.current()
+    """Yield seams and take back what is attached to them."""
     # A second engine would find the dispatchers of the first one, and refuse them.
-    engine = installed.engine if installed else PatchEngine(PostImportHooks(), None)
-    seams = Seams(engine)
+    seams = Seams(session.install().engine)
     try:
         yield seams
     finally:
         seams.clear()
-        if installed is None:
-            engine.undo()

@@ -152,7 +152,7 @@ def test_a_directory_that_has_a_model_is_taken_to_go_on_only(rank_pool, tmp_path
 
 
 @pytest.mark.slow
-def test_one_command_trains_as_preprocess_and_flags_do(rank_pool, model, chat, tmp_path):
+def test_one_command_trains_as_preprocess_and_flags_do(rank_pool, model, chat, tmp_path, capfd):
     """The data set and every assumed flag by hand: equal losses, bit for bit."""
 
     def command(*words: str) -> str:
@@ -167,6 +167,9 @@ def test_one_command_trains_as_preprocess_and_flags_do(rank_pool, model, chat, t
     messages = command(
         *short, "--data", str(chat), "--data-cache-path", cache, "--save", str(tmp_path / "short")
     )
+    log = capfd.readouterr().out
+    assert "features reached in the first step: packed-documents" in log
+    assert "never called" not in log  # no feature is on that has nothing to do
     flags = messages.split("assumed: ")[1].splitlines()[0].split()
     command(
         *("preprocess", "--input", str(chat), "--handler-name", "OpenAIInstructionHandler"),
