@@ -1,4 +1,4 @@
-"""Where a feature replaces the forward of mixture-of-experts layers: on the instances.
+"""Replacement of the forward of mixture-of-experts layers by a feature: on the instances.
 
     def attach(seams, options, megatron):
         def replace(model, config, vp_stage):

@@ -323,7 +323,7 @@ def _smallest(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Megatron-LM's report of its arguments and sizes, nor what it logs at each start."""
+    """Silence Megatron-LM's report of its arguments and sizes, and what it logs at each start."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

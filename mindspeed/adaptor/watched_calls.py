@@ -1,4 +1,4 @@
-"""Where Megatron decides or computes what planning watches: modules and classes by name."""
+"""Modules and classes of Megatron in which planning watches decisions and computations, by name."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def sent_by(transfers: Iterable[Transfer], rank: int) -> tuple[Transfer, ...]:
 
 
 def last_use(stages: Sequence[Stage], rank: int) -> list[int]:
-    """For each stage, the last stage that computes with, or sends, what arrived in it."""
+    """The last stage that computes with, or sends, what arrived in a stage; one for each."""
     last = list(range(len(stages)))
     for stage in stages:
         for transfer in stage.kv:

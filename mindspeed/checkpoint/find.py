@@ -1,4 +1,4 @@
-"""Which checkpoint ``--load`` names, and the values of the run that wrote it."""
+"""The checkpoint that ``--load`` names, and the values of the run that wrote it."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def _copy_to_main_weights(buffer: Any) -> None:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Its storage and its first element there, also on the meta device, which has no addresses."""
+    """Storage and first element there, also on the meta device, which has no addresses."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 

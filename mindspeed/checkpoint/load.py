@@ -41,7 +41,7 @@ from mindspeed.storage.sharded_load import on_all_ranks, read_sharded
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where training continues."""
+    """The point at which training continues."""
 
     path: Path
     state: TrainState

@@ -265,7 +265,7 @@ def _check_choices(args: argparse.Namespace, tasks: Sequence[PreparedTask]) -> N
 
 
 def _import_megatron_adaptor() -> None:
-    """Must be imported before Megatron."""
+    """Import the adaptor, before Megatron."""
     from mindspeed.training.warning_filters import filter_warnings
 
     filter_warnings()

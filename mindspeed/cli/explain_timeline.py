@@ -213,7 +213,7 @@ def _figures(costs: Costs, operations: list[str]) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """At least four digits, no more than three after the point."""
+    """Text with at least four digits, no more than three after the point."""
     return f"{value:,.{3 if value < 10 else 2 if value < 100 else 1 if value < 10_000 else 0}f}"
 
 

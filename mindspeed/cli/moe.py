@@ -207,7 +207,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _attention(model: dict[str, Any], sizes: Sizes, length: int) -> Attention:
-    """That of the model, else of heads as wide as the hidden size; the mask is causal."""
+    """Attention of the model, else of heads as wide as the hidden size; the mask is causal."""
     unused = {"num_layers": 1, "ffn_hidden_size": 0, "padded_vocab_size": 0}
     plain = {"num_attention_heads": 1, "group_query_attention": False}
     given = {**unused, **plain, **model, "hidden_size": sizes.hidden, "seq_length": length}

@@ -56,7 +56,7 @@ class Style:
 
     @property
     def every_color(self) -> dict[str, str]:
-        """With those of waits and of all else."""
+        """Colors, with those of waits and of all else."""
         return {**self.colors, _OTHER: _OTHER_COLOR, WAITING: WAIT_COLOR}
 
 

@@ -472,7 +472,7 @@ def _split(frame: str, marks: Sequence[str]) -> list[str] | None:
 
 
 def _end_of_header(part: str, header: str) -> int:
-    """Where the last ``header`` ends in the text before an answer; without one, its end."""
+    """End of the last ``header`` in the text before an answer; without one, the end of the text."""
     at = part.rfind(header) if header else -1
     return len(part) if at < 0 else at + len(header)
 

@@ -122,7 +122,7 @@ class PreferenceDataset(InstructionDataset):
         return self._answers.max(axis=1)
 
     def _cut(self) -> np.ndarray:
-        """Which pairs lose an end, bool ``[pairs]``."""
+        """Pairs that lose an end, bool ``[pairs]``."""
         return (self._answers < self.dataset.pair_lengths - self._label_offset).any(axis=1)
 
     def _is_usable(self, indices: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """As in BoolQ, without a question mark."""
+        """The question as in BoolQ, without a question mark."""
         return f"is {self.name} an exception"
 
 

@@ -360,7 +360,7 @@ Ends = Callable[[handlers.Conversation], list[int]]
 
 
 def _ends_of_questions(messages: handlers.Conversation) -> list[int]:
-    """Where the answers to each question end."""
+    """Ends of the answers to each question."""
     questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return [*questions[1:], len(messages)]
 

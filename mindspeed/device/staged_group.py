@@ -50,7 +50,7 @@ class StagedGroup(ProcessGroup):
     slice_size: int
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
+        """Name of the backend, under the name that torch calls."""
         return BACKEND
 
     def gather(  # type: ignore[override]

@@ -131,7 +131,7 @@ def warn_about_gaps() -> None:
 
 
 def isolation_record() -> dict[str, Any]:
-    """For results: the isolation of the programs, and what it does not prevent."""
+    """The isolation of the programs for the results, and what it does not prevent."""
     return {"isolation": str(best_isolation()), "not_prevented": list(best_isolation().gaps())}
 
 

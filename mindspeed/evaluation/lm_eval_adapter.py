@@ -90,7 +90,7 @@ class MindSpeedLM(TemplateLM):
 
     @classmethod
     def of(cls, generator: TextGenerator, **options: Any) -> MindSpeedLM:
-        """For a model that is already loaded; options as for the class."""
+        """Adapt a model that is already loaded; options as for the class."""
         model = cls.__new__(cls)
         model._set_up(generator, **options)
         return model

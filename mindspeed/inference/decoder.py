@@ -120,7 +120,7 @@ class Decoder:
         return None if output is None else output[:, -1]
 
     def all_positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """As a call with int64 ``tokens [b, s]``, but logits ``[b, s, v]`` after every token."""
+        """Logits ``[b, s, v]`` after every token of int64 ``tokens [b, s]``, else as a call."""
         if self._context is None:
             output = self._append(tokens)
             return None if output is None else output[:, -tokens.shape[1] :]

@@ -108,7 +108,7 @@ def _closed(schema: Any) -> Any:
 
 
 class Matcher:
-    """Where one sequence is in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: Any, eos: Collection[int]) -> None:
         self._matcher, self._eos = matcher, sorted(eos)

@@ -246,7 +246,7 @@ def adapt_tokenizer(tokenizer: Any) -> TextTokenizer:
 
 
 def without_text(vocab_size: int) -> TextTokenizer:
-    """For a model without a tokenizer: token ids in, token ids out."""
+    """A generator of a model without a tokenizer: token ids in, token ids out."""
     return _IdsOnly(vocab_size)
 
 

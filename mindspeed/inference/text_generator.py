@@ -95,7 +95,7 @@ class TextGenerator:
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> TextGenerator:
-        """For a model of :func:`mindspeed.inference.load.load_model`."""
+        """A generator of a model of :func:`mindspeed.inference.load.load_model`."""
         groups = ModelParallelGroups.of_megatron()
         vocab_size = getattr(loaded.args, "vocab_size", None)
         return cls(loaded.stage, loaded.tokenizer, groups, loaded.eos, loaded.start, vocab_size)
@@ -121,7 +121,7 @@ class TextGenerator:
         return self.tokenizer.detokenize([token for token in ids if token < limit])
 
     def detokenizer(self, shown: Sequence[str]) -> Callable[[Sequence[int]], str]:
-        """As :meth:`detokenize`, with these special tokens as text."""
+        """A :meth:`detokenize` that shows these special tokens as text."""
         found = {self.tokenizer.token_id(text): text for text in shown}
         special = {
             t: text for t, text in found.items() if t is not None and not self.detokenize([t])

@@ -157,7 +157,7 @@ class VirtualClock(Instrument):
             )
 
     def _end(self, seconds: float) -> float:
-        """When a computation ends that starts now; slower while communication runs."""
+        """End of a computation that starts now; it is slower while communication runs."""
         slowdown = self._rates.slowdown
         if slowdown == 1.0:
             return self.now + seconds
@@ -369,5 +369,5 @@ class SimpleRates:
         return self.link_of(communication).seconds(communication.wire)
 
     def stream(self, communication: Communication) -> str:
-        """Its process group."""
+        """The process group."""
         return communication.group

@@ -1,4 +1,4 @@
-"""Where the storages that the backward pass needs are: on the device, on the host, or nowhere.
+"""Places of the storages that the backward pass needs: on the device, on the host, or nowhere.
 
 A saved tensor keeps its storage alive (``holders``), or its owner pushed saved-tensor hooks of its
 own and keeps whatever these returned (``packs``). For the second kind the place follows from what

@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last interval of a lane that is not thin ends."""
+        """End of the last interval of a lane that is not thin."""
         return max((one.end for one in self.intervals if one.lane not in self.thin), default=0.0)
 
     @property
@@ -90,7 +90,7 @@ class Timeline:
 
     @cached_property
     def by_lane(self) -> dict[str, list[Interval]]:
-        """For each lane its intervals that last, by their start."""
+        """Intervals that last, by lane and start."""
         found: dict[str, list[Interval]] = {lane: [] for lane in self.lanes}
         for one in sorted(self.intervals, key=lambda one: one.start):
             if one.end > one.start and one.lane in found:

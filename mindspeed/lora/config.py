@@ -155,7 +155,7 @@ class LoraConfig:
 
     @property
     def plain(self) -> LoraConfig:
-        """Of the adapter that changes the base model as it is: of twice the rank if A and B began
+        """The adapter that changes the base model as it is: of twice the rank if A and B began
         as factors of its weights, by the same scale."""
         if not self.from_base:
             return self

@@ -1,4 +1,4 @@
-"""Where the rows of an adapted layer are in Hugging Face's model, by the family's mapping table."""
+"""Places of the rows of an adapted layer in Hugging Face's model, by the family's mapping table."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def whole_parts(layer: str, parameter: Parameter, shape: Shape) -> dict[str, int
 def rows_in_layer(
     parameter: Parameter, parts: Mapping[str, int], head: int
 ) -> dict[str, torch.Tensor]:
-    """For each Hugging Face module, the indices of its rows in the layer's parts.
+    """Indices of the rows of each Hugging Face module in the layer's parts.
 
     Args:
         parameter: The layer's weight.

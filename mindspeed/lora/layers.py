@@ -61,7 +61,7 @@ def rows_of(module: Any) -> int:
 
 
 def order_of(parts: dict[str, int], head: int) -> torch.Tensor | None:
-    """For each row of the weight, its row in the concatenated parts.
+    """The row in the concatenated parts, for each row of the weight.
 
     Args:
         parts: Rows of each part.

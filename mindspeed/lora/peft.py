@@ -307,7 +307,7 @@ def _match(pattern: str, module: str) -> re.Match[str] | None:
 
 
 def _fused_parameter(module: re.Match[str], nested: bool, values: Mapping[str, Any]) -> str:
-    """Which parameter of a layer's experts a module is about: peft wraps one into the other."""
+    """The parameter of a layer's experts that a module is about: peft wraps one into the other."""
     names = {name.rpartition(".")[2] for name in values.get("target_parameters") or ()}
     if not names or names - EXPERT_LAYERS.keys():
         raise CheckpointError(

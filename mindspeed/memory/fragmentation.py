@@ -1,4 +1,4 @@
-"""Which use of the caching allocator wastes least: a table for one recorded run.
+"""The use of the caching allocator that wastes least: a table for one recorded run.
 
 Fragmentation arises where short-lived activations and long-lived states share segments, and where
 sizes change from step to step. Two remedies of today's allocators, and what they do in the

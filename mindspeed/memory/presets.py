@@ -1,4 +1,4 @@
-"""Which layers of a model chunk a flag with a number of layers means.
+"""Layers of a model chunk that a flag with a number of layers means.
 
 Megatron counts the first N layers of every model chunk. With virtual pipeline stages the layers of
 a rank may be counted across its chunks instead:

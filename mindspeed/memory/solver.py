@@ -415,7 +415,7 @@ def _undominated_states(states: _States) -> _States:
 
 
 def _thinned(states: _States) -> _States:
-    """At most about ``MOST_STATES``: the fastest for each cell of device and host bytes."""
+    """About ``MOST_STATES`` at most: the fastest for each cell of device and host bytes."""
     if len(states.kept) <= MOST_STATES:
         return states
     host_cells = min(MOST_HOST_CELLS, len(np.unique(states.host)))

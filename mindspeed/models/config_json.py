@@ -252,7 +252,7 @@ class LocalRope:
     local_key: str | None = None
 
     def read(self, config: Config) -> Flags:
-        """As :class:`Rope`, and ``--local-rotary-base`` where the two differ."""
+        """Read as :class:`Rope` does, and ``--local-rotary-base`` where the two differ."""
         kinds = config.get("rope_parameters", {})
         names = ("full_attention", "sliding_attention")
         if missing := [name for name in names if not kinds.get(name)]:
@@ -271,7 +271,7 @@ class LocalRope:
         return flags
 
     def write(self, args: Any) -> Flags:
-        """In the spelling that every release of transformers reads, where there is one."""
+        """Write the spelling that every release of transformers reads, where there is one."""
         keys, base = Rope().write(args), float(args.local_rotary_base or args.rotary_base)
         if self.local_key:
             return {**keys, self.local_key: base}

@@ -1,4 +1,4 @@
-"""Which family a ``config.json`` or a set of flags belongs to; families of plug-ins included."""
+"""The family of a ``config.json`` or of a set of flags; families of plug-ins included."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def family_of_args(args: Any) -> Family:
 
 
 def family_or_gpt(args: Any) -> Family:
-    """As :func:`family_of_args`; a plain table of Megatron's parameters where no family fits.
+    """Family of flags; a plain table of Megatron's parameters where none fits.
 
     Raises:
         ConfigError: No family fits, and the model has latent attention.

@@ -76,7 +76,7 @@ class Family:
 
     @property
     def config_class(self) -> Any:
-        """Its configuration class in transformers.
+        """The configuration class in transformers.
 
         Raises:
             ConfigError: transformers is not installed.

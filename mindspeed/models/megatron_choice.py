@@ -1,4 +1,4 @@
-"""Which experts a token takes, where Megatron Core chooses in another way.
+"""Choice of the experts of a token, where Megatron Core chooses in another way.
 
 =============================  =============================================  ===========
 ``--moe-group-score-experts``  a group's score is the sum of its best N       DeepSeek-V2

@@ -274,7 +274,7 @@ def _first_frequency(args: argparse.Namespace) -> float:
 
 
 class LocalRotation:
-    """From rotary angles of one base to those of another, at the same positions.
+    """Rotary angles of one base as those of another, at the same positions.
 
     Args:
         base: The new base.

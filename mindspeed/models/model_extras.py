@@ -235,7 +235,7 @@ def _scale_positions(args: argparse.Namespace, model: Any) -> None:
 
 
 def _scale(factor: float, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """In the embeddings' dtype, which rounds the factor, too."""
+    """Scale in the embeddings' dtype, which rounds the factor, too."""
     return output * torch.tensor(factor, dtype=output.dtype)
 
 

@@ -85,7 +85,7 @@ class GatedSharedExpert:
     """A shared expert whose output a gate scales (Qwen2-MoE)."""
 
     def read(self, config: Config) -> Flags:
-        """Its size; the gate is always there."""
+        """Read the size; the gate is always there."""
         size = config["shared_expert_intermediate_size"]
         return {"moe_shared_expert_intermediate_size": size, "moe_shared_expert_gate": True}
 
@@ -454,7 +454,7 @@ class MultiTokenPrediction:
         return {}
 
     def write(self, args: Any) -> Flags:
-        """Their number."""
+        """Write the number of layers."""
         return {"num_nextn_predict_layers": getattr(args, "mtp_num_layers", None) or 0}
 
 

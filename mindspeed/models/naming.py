@@ -34,7 +34,7 @@ _LATENT = (
 
 @dataclass(frozen=True)
 class Address:
-    """Where a checkpoint has a parameter.
+    """Place of a parameter in a checkpoint.
 
     Attributes:
         key: Name of the tensor in the checkpoint.

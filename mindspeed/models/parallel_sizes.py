@@ -1,4 +1,4 @@
-"""Which shard of a model one rank holds: tensor, pipeline, virtual pipeline and expert parallelism.
+"""The shard of a model that a rank holds: tensor, pipeline, virtual pipeline, expert parallelism.
 
 Pure functions of numbers, without ranks or process groups. A pipeline's stages take turns: with
 four layers, two ranks and two virtual stages,

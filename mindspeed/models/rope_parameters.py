@@ -78,7 +78,7 @@ class RopeParameters:
 
     @classmethod
     def read(cls, scaling: Mapping[str, Any], longest: int | None, where: str) -> RopeParameters:
-        """From the keys of a file.
+        """Read the keys of a file.
 
         Args:
             scaling: ``rope_type`` and its numbers.
@@ -118,7 +118,7 @@ class RopeParameters:
     @classmethod
     @functools.lru_cache(maxsize=8)
     def of(cls, text: str) -> RopeParameters:
-        """From the value of ``--rope-parameters``.
+        """Read the value of ``--rope-parameters``.
 
         Raises:
             ConfigError: It is not JSON, or not a scaling.

@@ -93,7 +93,7 @@ def pack(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor of the table is stored."""
+    """Place at which a tensor of the table is stored."""
 
     file: str
     stack: ExpertStack
@@ -177,11 +177,11 @@ class Stored:
         return self._read(index)
 
     def get_shape(self) -> list[int]:
-        """As a slice of safetensors has it."""
+        """Answer as a slice of safetensors does."""
         return self._shape
 
     def get_dtype(self) -> str:
-        """As a slice of safetensors has it."""
+        """Answer as a slice of safetensors does."""
         return self._dtype
 
 

@@ -92,7 +92,7 @@ def _groups(
 
 
 def gated_qkv(query: str, key: str, value: str) -> ShardMap:
-    """As :func:`grouped_qkv`, of queries whose tensor has the gate of a head behind each head.
+    """A :func:`grouped_qkv` of queries whose tensor has the gate of a head behind each head.
 
     Per key/value head: its query heads, then their gates, then the key, then the value.
     """

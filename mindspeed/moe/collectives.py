@@ -36,7 +36,7 @@ class AllToAll:
     received: Sequence[int]
 
     def typed(self) -> spmd.Collective:
-        """Its rule for :mod:`mindspeed.spmd`."""
+        """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, V, group=lambda given: self.group)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
@@ -80,7 +80,7 @@ class GatherRows:
     add: Callable[[torch.Tensor], torch.Tensor] = sum_in_fp32
 
     def typed(self) -> spmd.Collective:
-        """Its rule for :mod:`mindspeed.spmd`."""
+        """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, R, group=lambda given: self.group)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
@@ -112,7 +112,7 @@ class SumRows:
     sizes: Sequence[int]
 
     def typed(self) -> spmd.Collective:
-        """Its rule for :mod:`mindspeed.spmd`."""
+        """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
@@ -149,7 +149,7 @@ class Gather:
     group: dist.ProcessGroup
 
     def typed(self) -> spmd.Collective:
-        """Its rule for :mod:`mindspeed.spmd`."""
+        """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, R, group=lambda given: self.group)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
@@ -168,7 +168,7 @@ class ReduceScatter:
     group: dist.ProcessGroup
 
     def typed(self) -> spmd.Collective:
-        """Its rule for :mod:`mindspeed.spmd`."""
+        """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:

@@ -74,7 +74,7 @@ class ToHost:
         self._collective, self._copy = collective, copy
 
     def typed(self) -> spmd.Collective:
-        """Its rule for :mod:`mindspeed.spmd`."""
+        """Rule for :mod:`mindspeed.spmd`."""
         return self._collective.typed()
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:

@@ -1,4 +1,4 @@
-"""Which ranks of an expert group share a node, and the groups between and within nodes.
+"""Ranks of an expert group that share a node, and the groups between and within nodes.
 
 nodes = node_groups(ep_group, ranks_per_node())
 """

@@ -36,7 +36,7 @@ class Packing:
 
     @classmethod
     def of(cls, rows: torch.Tensor, probs: torch.Tensor) -> Packing:
-        """For ``rows [n, h]`` and ``probs``, floating dtypes."""
+        """The packing of ``rows [n, h]`` and ``probs``, floating dtypes."""
         return cls(rows.shape[-1], rows.dtype, probs.dtype)
 
     @property

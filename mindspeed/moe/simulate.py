@@ -1,4 +1,4 @@
-"""When the steps of a program run, over links and compute rates, without running them.
+"""Times of the steps of a program, over links and compute rates, without running them.
 
     line = simulate(program, costs, Rates(flops_per_second=300e12, links=lambda m: link))
     line.total, line.exposed()                   # seconds

@@ -37,7 +37,7 @@ class Collective(Protocol):
     """A communication and its reverse."""
 
     def typed(self) -> spmd.Collective:
-        """Its rule for :mod:`mindspeed.spmd`."""
+        """Rule for :mod:`mindspeed.spmd`."""
         ...
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:

@@ -245,7 +245,7 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """For every head, in memory whose rows start at multiples of 16 elements."""
+    """Expand to every head, in memory whose rows start at multiples of 16 elements."""
     if bias is None:
         return None
     columns = k.shape[2]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Occasion:
-    """When and where a state is stored: what random rounding is keyed by.
+    """Time and place at which a state is stored: what random rounding is keyed by.
 
     Attributes:
         step: of the optimizer, from 1; 0 before the first.

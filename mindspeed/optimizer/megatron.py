@@ -121,7 +121,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _forget_main_param(param: Tensor) -> None:
-    """Without it Megatron takes a parameter's norm from the parameter itself, 16 bit.
+    """Remove it: Megatron then takes a parameter's norm from the parameter itself, 16 bit.
 
     With the None that its precision-aware optimizer leaves there, the norm would be that of none.
     """

@@ -1,4 +1,4 @@
-"""Where an optimizer state lives: in host memory instead of next to its parameter.
+"""Place of an optimizer state: host memory instead of next to its parameter.
 
 ``HostSwap``    in (pinned) host memory; a step streams it through two buffers on the device:
 

@@ -38,7 +38,7 @@ class Remainder(Codec):
         self.block = 8 if exact else 1
 
     def allocate_extra(self, param: Tensor) -> Tensor | None:
-        """With ``exact`` uint8 ``[ceil(n / 8)]`` for a parameter of n elements."""
+        """Allocate uint8 ``[ceil(n / 8)]`` for a parameter of n elements, with ``exact``."""
         if not self.exact:
             return None
         return torch.zeros(-(-param.numel() // 8), dtype=torch.uint8, device=param.device)

@@ -1,4 +1,4 @@
-"""Which transformer layers each pipeline stage has, where they are not shared evenly.
+"""Transformer layers of each pipeline stage, where they are not shared evenly.
 
     [[0,1],[1,1]*4,[1,0]]     one row per pipeline rank, one column per model chunk; *n repeats
     5,6,6,5                   one chunk per rank

@@ -74,7 +74,7 @@ class PreferenceLoss:
 
     @classmethod
     def from_args(cls, args: Any) -> PreferenceLoss:
-        """Of the flags of a run."""
+        """The loss that the flags of a run ask for."""
         return cls(
             args.loss_type,
             args.beta,

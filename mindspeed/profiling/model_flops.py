@@ -140,7 +140,7 @@ class ModelShape:
 
 
 def moe_pattern(args: Mapping[str, Any]) -> list[bool]:
-    """For each layer whether Megatron's arguments make it a mixture of experts."""
+    """Whether Megatron's arguments make a layer a mixture of experts, for each layer."""
     layers, frequency = args["num_layers"], args.get("moe_layer_freq") or 1
     if args.get("num_experts") is None:
         return [False] * layers
@@ -150,7 +150,7 @@ def moe_pattern(args: Mapping[str, Any]) -> list[bool]:
 
 
 def linear_pattern(args: Mapping[str, Any]) -> list[bool]:
-    """For each layer whether its attention is linear, as ``--linear-attention-freq`` says."""
+    """Whether the attention of a layer is linear, for each layer (``--linear-attention-freq``)."""
     layers, frequency = args["num_layers"], args.get("linear_attention_freq")
     if args.get("experimental_attention_variant") != "gated_delta_net" or frequency is None:
         return [False] * layers
@@ -160,7 +160,7 @@ def linear_pattern(args: Mapping[str, Any]) -> list[bool]:
 
 
 def window_pattern(args: Mapping[str, Any], computing: Computing = list) -> list[bool]:
-    """For each attention, those of multi-token prediction included, whether it has a window.
+    """Whether an attention has a window, for each, those of multi-token prediction included.
 
     Args:
         args: Megatron's arguments by name.

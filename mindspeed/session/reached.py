@@ -92,7 +92,7 @@ class ReachedFeatures:
         return found
 
     def on_all_ranks(self) -> dict[str, dict[str, bool]]:
-        """As :meth:`by_feature`, reached on any rank. Collective."""
+        """Join :meth:`by_feature` of all ranks: reached on any. Collective."""
         reached = self.by_feature()
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, reached)

@@ -205,7 +205,7 @@ class Session:
             args.__class__ = shown_as(type(args), shown)
 
     def _repair_for(self, megatron: Mapping[str, Any]) -> None:
-        """Have the repairs that these arguments of Megatron's need, and those not told."""
+        """Install the repairs that these arguments of Megatron's need, and those not told."""
         needed = repairs_for_arguments(megatron, self.te)
         for owner in {patch.owner for patch in self._repairs} - {patch.owner for patch in needed}:
             self.engine.remove(owner)

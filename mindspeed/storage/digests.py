@@ -110,7 +110,7 @@ class BlockHash:
             self._room -= len(view) - start
 
     def digest(self) -> FileDigest:
-        """Of all bytes; none may follow."""
+        """Digest of all bytes; none may follow."""
         if self._room < BLOCK_BYTES:
             self._end_block()
         return FileDigest(self.size, tuple(self._blocks))

@@ -45,7 +45,7 @@ def path_of(root: str | Path, iteration: int) -> Path:
 
 
 def unfinished_path_of(root: str | Path, iteration: int) -> Path:
-    """Where it is while it is being written."""
+    """Path while it is being written."""
     return path_of(root, iteration).with_suffix(".tmp")
 
 

@@ -129,7 +129,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     @property
     def param_init_meta(self) -> dict[str, ParameterInit]:
-        """For each parameter, how it is to be initialised."""
+        """Initialisation of each parameter."""
         return dict.fromkeys(self._parameters, ParameterInit())
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which attention runs: the one decision for the Transformer Engine substitute and the local spec.
+"""Choice of the attention that runs, for the Transformer Engine substitute and the local spec.
 
     a sequence shared by context-parallel ranks, or a user's mask   context_parallel.attend
     documents concatenated to one sequence (thd)                    kernels.attend_packed

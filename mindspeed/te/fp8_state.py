@@ -1,4 +1,4 @@
-"""Which fp8 autocast is active in this process, and the scaling factors of its modules."""
+"""The active fp8 autocast of this process, and the scaling factors of its modules."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Run:
 
     @property
     def experts(self) -> slice:
-        """Of a sequence by expert."""
+        """Runs of a sequence by expert."""
         return slice(self.first, self.first + self.count)
 
     def ordered(self, rows: Tensor, splits: Sequence[int]) -> Tensor:

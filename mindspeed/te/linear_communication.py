@@ -79,7 +79,7 @@ class LinearCommunication:
         return self.row and self.sequence_parallel
 
     def typed(self) -> Communication:
-        """Its communication as a rule for :mod:`mindspeed.spmd`."""
+        """The communication as a rule for :mod:`mindspeed.spmd`."""
         split = self.sequence_parallel
         return Communication(
             self.group if self.parallel_mode else None,

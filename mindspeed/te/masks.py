@@ -1,4 +1,4 @@
-"""Which keys a query sees: mask types, sliding windows and padding as one band and one tensor.
+"""Keys that a query sees: mask types, sliding windows and padding as one band and one tensor.
 
 ``True`` in a *keep* mask means "takes part"; Megatron's masks are the other way round (``True`` is
 masked). Positions are aligned at the top left corner for ``causal`` and

@@ -89,7 +89,7 @@ class QuantizedWeight(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], form: QuantizedFormat, size: Any, stride: Any
     ) -> QuantizedWeight:
-        """Of the tensors that it holds; in fp32, for nothing reads the result's dtype."""
+        """Rebuild from the tensors that it holds; in fp32, for nothing reads the result's dtype."""
         return QuantizedWeight(form, tuple(inner.values()), size, torch.float32)
 
     @property
@@ -98,7 +98,7 @@ class QuantizedWeight(Tensor):
         return tuple(getattr(self, name) for name in _PARTS if name in vars(self))
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
-        """Its format and shape."""
+        """Format and shape."""
         return f"QuantizedWeight({self.form.name}, {list(self.shape)}, {self.dtype})"
 
     @classmethod

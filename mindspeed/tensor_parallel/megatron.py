@@ -1,4 +1,4 @@
-"""Which linear layers close a region of Megatron's transformer layers."""
+"""Linear layers that close a region of Megatron's transformer layers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mindspeed.te.quantized_weight import QuantizedFormat, quantized_weights, st
 
 
 def left_out(args: argparse.Namespace) -> AbstractContextManager[Any]:
-    """Where linear layers are built without weights, if they are to be stored in fewer bits."""
+    """A region that builds linear layers without weights, if they get fewer bits."""
     return quantized_weights() if args.base_weights else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""From resolved flags to Megatron Core's configuration objects.
+"""Megatron Core's configuration objects of resolved flags.
 
 Each builder copies the fields its class declares from the namespace and adds what Megatron-LM's
 training script derives: activation functions, data types, the pipeline's point-to-point mode.

@@ -208,7 +208,7 @@ def _describe(command: str, rank: int, error: BaseException, others: _Others = _
 
 
 def _cause(error: BaseException, others: _Others) -> NoAnswer:
-    """Of the waits for pipeline stages the one for a rank that waits for none itself."""
+    """The wait for a rank that waits for none itself, of those for pipeline stages."""
     waiting = {wait.rank for wait in others.waits}
     ends = [wait for wait in others.waits if wait.awaited not in waiting]
     for wait in ends:

@@ -112,7 +112,7 @@ class MicroBatchLoss:
     means: frozenset[str] = frozenset()
 
     def weighted(self, weight: float) -> MicroBatchLoss:
-        """With means that count ``weight`` times, for micro-batches of different sizes."""
+        """The loss with means that count ``weight`` times: micro-batches of different sizes."""
         scaled = {name: self.reports[name] * weight for name in self.means}
         return replace(self, reports={**self.reports, **scaled})
 

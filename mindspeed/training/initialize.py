@@ -1,4 +1,4 @@
-"""From a command line to a job: :func:`prepare`, and ``initialize_megatron`` for scripts.
+"""The job of a command line: :func:`prepare`, and ``initialize_megatron`` for scripts.
 
     initialize_megatron(args_defaults={"no_load_rng": True, "no_load_optim": True})
     config = core_transformer_config_from_args(get_args())
@@ -45,7 +45,7 @@ def prepare(
     parser: Parser | None = None,
     training: bool = True,
 ) -> Settings:
-    """From a command line to final values; reports everything that is wrong with them.
+    """Compute the final values of a command line; reports everything that is wrong with them.
 
     Args:
         argv: flags; ``--config`` and ``--model`` are looked up.

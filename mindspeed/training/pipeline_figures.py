@@ -54,7 +54,7 @@ def figures(args: argparse.Namespace) -> PipelineFigures:
 
 
 def micro_batches(args: argparse.Namespace) -> int:
-    """Of a step, on one data-parallel rank."""
+    """Micro-batches of a step, on one data-parallel rank."""
     return max(1, Batch.of(args).micro_batches)
 
 
@@ -184,7 +184,7 @@ class _Step:
         return cls(plan.name, simulation.makespan, simulation.useful)
 
     def continued(self, longer: _Step, steps: float) -> _Step:
-        """As far again as from here to ``longer``, so many times."""
+        """Continue as far again as from here to ``longer``, so many times."""
         makespan = self.makespan + steps * (longer.makespan - self.makespan)
         useful = self.useful + steps * (longer.useful - self.useful)
         return _Step(self.name, makespan, useful)

@@ -228,7 +228,7 @@ def tokenize_file(args: argparse.Namespace, path: Path, flag: str, console: Cons
 
 
 def _cache(args: argparse.Namespace) -> Path:
-    """Where tokens are kept."""
+    """Directory in which tokens are kept."""
     if args.data_cache_path:
         return Path(args.data_cache_path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mindspeed"

@@ -223,7 +223,7 @@ _OF_THE_MODEL = (
 
 
 def _file(args: argparse.Namespace, prefix: str) -> Path:
-    """Where the log-probabilities of a data set are."""
+    """File with the log-probabilities of a data set."""
     folder = model_at(_source(args)).checkpoint or Path(folder_of(_source(args)))
     parts = [f"{part}{end}" for part in part_prefixes(prefix) for end in (".idx", ".bin")]
     files = [*map(Path, parts), *(path for path in sorted(folder.rglob("*")) if path.is_file())]

@@ -1,4 +1,4 @@
-"""From parsed flags to final values: derived values and contradictions.
+"""Final values of parsed flags: derived values and contradictions.
 
 :func:`resolve` fills in everything that Megatron-LM derives (data-parallel size, feed-forward size,
 virtual pipeline size, data types, batch sizes ...) under Megatron-LM's names, and collects every

@@ -315,7 +315,7 @@ def _before(args: argparse.Namespace, chunk: Any, reader: Any, mesh: Mesh, pairs
 
 
 def _place_of(chunk: Any) -> Any:
-    """Which of the chunks of its rank it is."""
+    """Number of the chunk on its rank."""
     return getattr(chunk, "vp_stage", None)
 
 

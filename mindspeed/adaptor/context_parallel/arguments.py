@@ -1,4 +1,4 @@
-"""From the original's arguments to :func:`mindspeed.te.context_parallel.attend`."""
+"""The original's arguments as those of :func:`mindspeed.te.context_parallel.attend`."""
 
 from __future__ import annotations
 

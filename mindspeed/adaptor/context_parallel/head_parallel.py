@@ -1,4 +1,4 @@
-"""From a sharded sequence to sharded features and back, for layers that scan the whole sequence.
+"""A sharded sequence as sharded features and back, for layers that scan the whole sequence.
 
 Gated delta nets under context parallelism: each rank gets all tokens of some heads. The functions
 have the names and arguments that megatron-core has from 0.18 on.

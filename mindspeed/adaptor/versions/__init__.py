@@ -1,4 +1,4 @@
-"""Which megatron-core is installed, found without importing it.
+"""The installed release of megatron-core, found without importing it.
 
 Only releases that trainings are tested with (:data:`TESTED`, the table of
 ``tools/megatron_versions.py``) and later patches of them are accepted. The contract of every patch

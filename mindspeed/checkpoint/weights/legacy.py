@@ -77,7 +77,7 @@ class LegacyWeights(WeightSource):
         self.unused = self._surplus()
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """As stored."""
+        """The stored dtype."""
         return self._part(parameter, 0).dtype
 
     def read(self, parameter: Parameter) -> torch.Tensor:

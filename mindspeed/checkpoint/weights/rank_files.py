@@ -212,7 +212,7 @@ class _Member(NamedTuple):
 
 
 def _members(path: Path) -> Iterator[_Member]:
-    """Where a ``torch.save`` file has its tensors, in the order of saving.
+    """Places of the tensors of a ``torch.save`` file, in the order of saving.
 
     Such a file is an uncompressed zip archive with members ``<name>/data/0``, ``<name>/data/1`` ...
     """

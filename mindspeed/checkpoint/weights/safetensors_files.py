@@ -54,7 +54,7 @@ class SafetensorsWeights(WeightSource):
         self.unused = self._reader.unused_tensors(own)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """As stored."""
+        """The stored dtype."""
         return self._reader.dtype(_by_its_own_name(parameter))
 
     def read(self, parameter: Parameter) -> torch.Tensor:

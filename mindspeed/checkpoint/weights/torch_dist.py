@@ -48,7 +48,7 @@ class TorchDistWeights(WeightSource):
         )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """As stored."""
+        """The stored dtype."""
         return self._tensors.dtype(self._places[parameter.name][0])
 
     def read(self, parameter: Parameter) -> torch.Tensor:

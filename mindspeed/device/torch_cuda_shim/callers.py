@@ -1,4 +1,4 @@
-"""Which modules see a CUDA device on the CPU: Megatron does, all others do not.
+"""Modules that see a CUDA device on the CPU: Megatron's do, all others do not.
 
 Megatron refuses to run unless ``torch.cuda.is_available()``, ``Tensor.is_cuda`` and the like are
 true. Other libraries in the same process (transformers, peft, accelerate, safetensors, torch

@@ -24,7 +24,7 @@ class JsonCalls(CallReader):
         self._json, self._call = form, _Call()
 
     def read(self, last: bool) -> Iterator[Part]:
-        """Of one call after the other; each is text from the end of the one before on."""
+        """Read one call after the other; each is text from the end of the one before on."""
         before = None
         while self.open and before != self.text:
             before = self.text
@@ -113,7 +113,7 @@ class _Call:
 
 
 class _Braces:
-    """Where the JSON object that begins at a place in a growing text ends."""
+    """Finds the end of the JSON object that begins at a place in a growing text."""
 
     def __init__(self, at: int) -> None:
         self._next, self._depth, self._string, self._found = at, 0, False, 0

@@ -129,7 +129,7 @@ class Writer:
         return {**self._head, "object": kind, "choices": [], "usage": usage}
 
     def _scores(self, index: int, found: Sequence[tuple[int, Any]]) -> Any:
-        """Of the next tokens of a choice."""
+        """Scores of the next tokens of a choice."""
         if not self._logprobs:
             return None
         if self._chat:
@@ -143,7 +143,7 @@ class Writer:
         }
 
     def _offset(self, index: int, token: int) -> int:
-        """Where in the text of a choice its next token begins: after all complete characters."""
+        """Place in the text of a choice of its next token: after all complete characters."""
         text = self._texts[index]
         start = len(text.text)
         text.push(token)

@@ -1,4 +1,4 @@
-"""Where the peaks of a step are: the memory of its sections, measured while it runs.
+"""Peaks of a step: the memory of its sections, measured while it runs.
 
     forward | head | backward of layer n | ... | backward of layer 1 | front | forward | ...
 

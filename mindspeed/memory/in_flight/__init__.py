@@ -1,4 +1,4 @@
-"""For how many micro-batches a pipeline stage holds the activations of each of its chunks at once.
+"""Micro-batches whose activations a pipeline stage holds at once, by chunk.
 
 A stage runs ``w`` forward passes (the warm-up), then one forward and one backward pass in turn,
 then the remaining backward passes. Megatron says ``w`` and in which order the chunks come; backward

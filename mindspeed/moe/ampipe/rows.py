@@ -1,4 +1,4 @@
-"""Which query rows a chunk has, and keys and values for them, gathered from context-parallel ranks.
+"""Query rows of a chunk, and their keys and values, gathered from context-parallel ranks.
 
     rank r of t tensor-parallel ranks holds rows [r S/t, (r + 1) S/t) of a sequence
     chunk c of D: of every rank's rows the c-th part, t blocks of S / (t D) rows
@@ -29,7 +29,7 @@ from mindspeed.spmd import Passes, Token, typed
 
 
 def blocks(length: int, chunks: int, ranks: int) -> list[list[tuple[int, int]]]:
-    """For each chunk its blocks of rows, (start, end), one for each rank.
+    """Blocks of rows of each chunk, (start, end), one for each rank.
 
     Args:
         length: S.

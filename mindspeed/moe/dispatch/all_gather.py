@@ -161,7 +161,7 @@ class AllGatherDispatcher:
         return {} if group.size() == 1 else {"rows": ReduceScatter(group)}
 
     def repeat(self, chunk: Chunk) -> Steps:
-        """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without ids and weights."""
+        """Dispatch ``hidden [n, h]`` to experts' ``rows [m, h]`` again, without ids and weights."""
         values, group = chunk.values, self.groups.tp_ep
         ids, copies = values["row_id_map"], int(values["tokens_per_expert"].sum())
         again = lambda tokens: kernels.moe_permute_again(tokens, ids, copies)  # noqa: E731

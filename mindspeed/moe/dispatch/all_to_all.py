@@ -183,7 +183,7 @@ class AllToAllDispatcher:
         )
 
     def repeat(self, chunk: Chunk) -> Steps:
-        """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without probabilities."""
+        """Dispatch ``hidden [n, h]`` to experts' ``rows [m, h]`` again, without probabilities."""
         groups, (sent, received) = self.groups, self._splits(chunk)
         steps: list[Local | Collective] = [self._permute_again(chunk, sum(sent))]
         if groups.ep.size() > 1:

@@ -1,4 +1,4 @@
-"""Which dispatcher and which program a layer uses: one row for each dispatcher.
+"""Dispatcher and program of a layer: one row for each dispatcher.
 
 choice = choice_of("allgather", request)
 program, stages = choice.program(request), choice.stages(groups, routing)
@@ -47,7 +47,7 @@ class Routing:
 
     @classmethod
     def of(cls, config: Any, request: LayerRequest, training: bool = True) -> Routing:
-        """From a Megatron transformer config and what the features ask."""
+        """Read a Megatron transformer config and what the features ask."""
         topk, experts = config.moe_router_topk, config.num_moe_experts
         width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
         copies = None if request.dropped else topk

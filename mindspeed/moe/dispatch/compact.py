@@ -1,4 +1,4 @@
-"""Which experts a token goes to, in few bytes: their numbers and weights instead of a dense map.
+"""Experts of a token in few bytes: their numbers and weights instead of a dense map.
 
     ids, weights = compact(probs, routing_map, width)     # [n, e], [n, e] -> [n, width] each
     probs, routing_map = expand(ids, weights, experts)    # [n, experts] each

@@ -140,7 +140,7 @@ class DeduplicatedDispatcher:
         chunk.tensors["output"] = chunk.tensors.pop("rows")
 
     def repeat(self, chunk: Chunk) -> Steps:
-        """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without metadata."""
+        """Dispatch ``hidden [n, h]`` to experts' ``rows [m, h]`` again, without metadata."""
         return [*again(chunk, self._ranks, *self._splits(chunk)), again_rows(chunk, "experts")]
 
     def _counts(self, chunk: Chunk) -> torch.Tensor:

@@ -120,7 +120,7 @@ class HierarchicalDispatcher(DeduplicatedDispatcher):
         chunk.tensors["output"] = chunk.tensors.pop("rows")
 
     def repeat(self, chunk: Chunk) -> Steps:
-        """From ``hidden [n, h]`` to the experts' ``rows [m, h]`` again, without metadata."""
+        """Dispatch ``hidden [n, h]`` to experts' ``rows [m, h]`` again, without metadata."""
         return [
             *again(chunk, self._between, *self._between_splits(chunk)),
             *again(chunk, self._within, *self._within_splits(chunk)),

@@ -39,7 +39,7 @@ def program(request: LayerRequest) -> Program:
 
 @dataclass(frozen=True)
 class Slots:
-    """Which token is in which slot: the maps of padded rows, both ways.
+    """Slots of tokens: the maps of padded rows, both ways.
 
     Attributes:
         capacity: C.

@@ -140,12 +140,12 @@ class LayerCall:
         chunk.tensors["shared"] = self.layer.shared_experts_compute(self.hidden)
 
     def shared_fc1(self, chunk: Chunk) -> None:
-        """Their first half: ``shared [s, b, f]``."""
+        """First half of the shared experts: ``shared [s, b, f]``."""
         assert self._shared is not None
         chunk.tensors["shared"] = self._shared.first(self.hidden)
 
     def shared_fc2(self, chunk: Chunk) -> None:
-        """Their second half: ``shared [s, b, h]``."""
+        """Second half of the shared experts: ``shared [s, b, h]``."""
         assert self._shared is not None
         chunk.tensors["shared"] = self._shared.second(chunk.tensors["shared"], self.hidden)
 

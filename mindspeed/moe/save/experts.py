@@ -42,7 +42,7 @@ from mindspeed.te.grouped_gemm import products_of
 
 
 class _Phase(enum.Enum):
-    """Which part of an expert computes."""
+    """The part of an expert that computes."""
 
     BESIDE = enum.auto()
     FC1 = enum.auto()
@@ -208,7 +208,7 @@ class SavedExperts:
         return rows
 
     def _second_run(self, rows: torch.Tensor | None, probs: torch.Tensor) -> list[torch.Tensor]:
-        """From the rows, or from ``fc1``, to what the second linear layers would get."""
+        """Compute what the second linear layers would get, from the rows or from ``fc1``."""
         assert self._input is not None
         requires_grad, placeholder, tokens = self._input
         if rows is None and not self.policy.fc1:

@@ -31,7 +31,7 @@ class Halves(Protocol):
         ...
 
     def second(self, activated: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """From it, ``[s, b, f]``, and the input ``[s, b, h]`` to the output ``[s, b, h]``."""
+        """Compute the output ``[s, b, h]`` from it, ``[s, b, f]``, and the input ``[s, b, h]``."""
         ...
 
 

@@ -346,7 +346,7 @@ def _backward(
 
 
 def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Without dropout, whose random numbers differ between devices."""
+    """Samples without dropout, whose random numbers differ between devices."""
     # 1100 narrow rows: more than one tile for each program of the Triton kernel.
     for shape in ((4, 16), (3, 5, 96), (7, 1000), (1, 2), (0, 16), (1100, 24)):
         x0, residual = random((*shape[:-1], shape[-1] + 4), dtype), random(shape, dtype, seed=1)

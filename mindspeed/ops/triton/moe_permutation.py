@@ -220,7 +220,7 @@ def _unpermute_backward(
 
 @triton.jit
 def _copy(row, probs_ptr, place, num_rows, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which tokens have a copy in ``row``, a place for its products, and its weights."""
+    """Tokens that have a copy in ``row``, a place for its products, and its weights."""
     kept = (row >= 0) & (row < num_rows)
     weight = tl.load(probs_ptr + place, mask=kept, other=0.0).to(tl.float32)[:, None]
     return kept, tl.zeros([BLOCK, COLUMNS], tl.float32), weight

@@ -1,4 +1,4 @@
-"""Is a plan a training step that ends? Says which action is wrong before any has run.
+"""Check that a plan is a training step that ends; names the wrong action before any has run.
 
 Five rules:
 

@@ -36,7 +36,7 @@ from mindspeed.pipeline.schedule.plan import Plan
 
 
 class Policy(NamedTuple):
-    """Which idle times a weight gradient takes.
+    """Choice of the idle times that a weight gradient takes.
 
     Attributes:
         theta: those of at least theta times its own length.
@@ -170,7 +170,7 @@ class _Filler:
             self.waiting[forward, source] = rank
 
     def _arrival(self, forward: bool, stage: int, i: int, rank: int) -> tuple[float | None, int]:
-        """When the input is there, if that is known, and where it comes from."""
+        """Time at which the input is there, if that is known, and its source."""
         before = stage - 1 if forward else stage + 1
         if not 0 <= before < len(self.rank_of):
             return 0.0, -1

@@ -1,4 +1,4 @@
-"""Which rank has which pipeline stages."""
+"""Pipeline stages of each rank."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Plan:
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:
-        """For each (source, target) its messages, in the order in which the source sends them."""
+        """Messages by (source, target), in the order in which the source sends them."""
         found: dict[tuple[int, int], list[Transfer]] = {}
         for _, action in self:
             if (transfer := self.transfer_of(action)) is not None:

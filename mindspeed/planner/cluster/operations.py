@@ -109,7 +109,7 @@ class Operation:
 
     @property
     def backward(self) -> bool:
-        """Of an attention: whether it computes gradients."""
+        """Whether an attention computes gradients."""
         return "backward" in self.name
 
 

@@ -56,13 +56,13 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a model: number, and how many a token takes."""
+    """Experts of a model: number, and how many a token takes."""
 
     number: int
     taken: int
 
     def reached(self, domains: int) -> float:
-        """Of so many equal domains of ranks, those that a token goes to, on average."""
+        """Domains that a token goes to on average, of so many equal ones."""
         if domains <= 1:
             return 1.0
         elsewhere = self.number - self.number // domains

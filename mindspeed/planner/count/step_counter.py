@@ -146,7 +146,7 @@ class StepCounter(LiveMemory):
         self.mode: TorchDispatchMode = _Mode(self)
 
     def enter_contexts(self, stack: ExitStack) -> None:
-        """Also receive FLOPs that are reported without an operator."""
+        """Receive FLOPs that are reported without an operator, too."""
         super().enter_contexts(stack)
         stack.enter_context(flop_reports.received_by(self._reported))
 

@@ -25,7 +25,7 @@ class _Then:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> bool:
-        """As ``torch.distributed.Work.wait``; a second call does nothing."""
+        """Wait as ``torch.distributed.Work.wait`` does; a second call does nothing."""
         if self._finish is not None:
             self._work.wait()
             self._finish()

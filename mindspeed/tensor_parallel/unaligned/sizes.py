@@ -1,4 +1,4 @@
-"""Which part of n units a rank has: the first ``n % p`` of p ranks have one more than the others.
+"""Part of n units that a rank has: the first ``n % p`` of p ranks have one more than the others.
 
     25 query groups on 4 ranks: 7, 6, 6, 6          1026 rows on 4 ranks: 257, 257, 256, 256
 

@@ -22,7 +22,7 @@ from mindspeed.errors import ConfigError
 
 
 def needed_on(device: Device, te: str) -> bool:
-    """Where the package is not installed."""
+    """Whether the package is missing."""
     return find_spec("fla") is None
 
 

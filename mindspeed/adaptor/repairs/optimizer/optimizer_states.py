@@ -134,7 +134,7 @@ class _CheckpointedStates:
                 shard.detach().copy_(value)
 
     def gather(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's, and each additional state in the way of the main parameters."""
+        """Gather as Megatron does, and each additional state like the main parameters."""
         state = self._gather(*args, **kwargs)
         for name in self._inner.additional_states:
             with self._instead(
@@ -146,7 +146,7 @@ class _CheckpointedStates:
         return state
 
     def scatter(self, state_dict: Any, **kwargs: Any) -> None:
-        """As Megatron's, and each additional state that the first rank has read."""
+        """Scatter as Megatron does, and each additional state that the first rank has read."""
         self._scatter(state_dict, **kwargs)
         for name in self._inner.additional_states:
             found = [bool(state_dict) and all(name in s for s, _ in _buffers(state_dict))]
