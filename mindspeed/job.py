@@ -156,7 +156,6 @@ class Schedule:
         decay: after which it has its smallest value.
         last_decay: the last phase of ``--lr-decay-style WSD``; None without.
         evaluation_interval: steps between evaluations; None without.
-        evaluation_steps: steps of one evaluation.
     """
 
     iterations: int

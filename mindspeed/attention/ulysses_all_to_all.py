@@ -38,7 +38,6 @@ class HeadAllToAll:
     Attributes:
         sharding: The positions of its ranks.
         rank: This rank in the group.
-        group: The process group.
     """
 
     sharding: SequenceSharding
@@ -188,7 +187,6 @@ class KVBeforeAllToAll:
     """Keys, and maybe values, saved before the all-to-all, which is repeated in backward.
 
     Attributes:
-        exchange: The all-to-all.
         heads: Query heads, n.
         share: Query heads per key head.
         k: Keys ``[t, g, d]``.

@@ -42,7 +42,6 @@ def ulysses_attention(
         q: This rank's queries ``[t, n, d]``, in the order of the sharding; fp32, bf16 or fp16.
         k: This rank's keys ``[t, g, d]``.
         v: This rank's values ``[t, g, d_v]``.
-        exchange: The all-to-all.
         plan: Of the outer ranks: one rank, or the Ulysses groups of a hybrid as one rank each.
         group: The outer ranks.
         rest: For the heads left over: a plan of the ranks of the all-to-all with its sharding.

@@ -266,7 +266,6 @@ def _rows(part: Part, shard: FSDPShard, data: torch.Tensor, prefix: str = "") ->
     """The rows of a part that are here, of the weights or of something of the same shape.
 
     Args:
-        part: The part.
         shard: What this rank has of its parameter.
         data: The elements of the shard, flattened.
         prefix: Goes before the tensor's name.

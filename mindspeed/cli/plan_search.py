@@ -148,7 +148,6 @@ def print_plan(plan: SearchResult, flags: Sequence[str] = (), launch: str | None
     """Print the candidates, what removed the others, and the flags to copy.
 
     Args:
-        plan: the result.
         flags: of the job as the user gave them.
         launch: words of torchrun for the command.
     """

@@ -150,7 +150,6 @@ def draw(
     """Plot all runs into one figure.
 
     Args:
-        runs: The runs.
         output: File to write; its suffix selects the format.
         title: Title of the figure.
         smooth: Half width of the moving average in points; None for a hundredth of the curve.

@@ -127,7 +127,6 @@ def run_step(step: Step, log: Path, console: Console) -> None:
     """Run one step and show what it printed.
 
     Args:
-        step: The step.
         log: File for its standard error.
         console: Where to show its output.
 

@@ -155,7 +155,6 @@ def run_program(
 
     Args:
         program: Its source.
-        limits: Resource limits.
         isolated_by: Isolation; None: the strongest that works here.
     """
     isolated_by = isolated_by or best_isolation()

@@ -50,7 +50,6 @@ class ModelAdapter:
     Attributes:
         generator: The model, its tokenizer and its process groups.
         max_length: Maximum number of tokens of context and continuation.
-        sampling: Sampling options.
         tokens_per_batch: Maximum tokens of a scoring pass.
         wrap: Plain prompt -> prompt of a chat.
         more_stops: Stop strings of the chat template.

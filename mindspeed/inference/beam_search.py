@@ -239,7 +239,6 @@ def _advance(
         prompt: Token ids.
         length: Tokens per sequence so far.
         logits: fp32 ``[num_beams, v]``.
-        options: Sampling options.
         eos: Ids that end a sequence.
 
     Returns:

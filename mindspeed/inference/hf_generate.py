@@ -126,7 +126,6 @@ class OutputFormat:
             generator: The model.
             prompts: As given by the caller.
             tokens: Ids of each prompt.
-            options: Sampling options.
         """
         results, log_probs = [], []
         for index, completions in enumerate(generator.generate(tokens, options, share=True)):

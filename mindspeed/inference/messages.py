@@ -119,9 +119,6 @@ def answer_all(
 
     Args:
         generator: The model.
-        template: Chat template.
-        conversations: The conversations.
-        options: Sampling options.
         batch_size: Prompts in one pass.
         calls: How the model writes calls of tools; None: in no known way.
 

@@ -176,7 +176,6 @@ class TextGenerator:
 
         Args:
             prompts: Texts or ids.
-            options: Sampling options.
             batch_size: Prompts per batch; default all. Prompts of similar length share a batch;
                 batching does not change the output.
             share: Divide the prompts between data-parallel replicas; all ranks get all results.

@@ -21,7 +21,6 @@ def draw(name: str, layer: AdaptedLinear) -> None:
 
     Args:
         name: Of the layer in the whole model.
-        layer: The layer.
     """
     config = layer._lora.config
     for entry in layer.adapted_weights(name):

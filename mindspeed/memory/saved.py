@@ -69,7 +69,6 @@ class ViewOf:
     """A view of an output that a segment computes again.
 
     Args:
-        output: The output.
         view: The tensor that was saved: a view of the output's storage, of the same dtype.
     """
 

@@ -294,7 +294,6 @@ class SoftmaxScale:
     """The factor on attention scores, where a file says it.
 
     Attributes:
-        key: The key.
         power: Power of the key's value that is the factor.
     """
 
@@ -324,7 +323,6 @@ class Switches:
 
     Attributes:
         key: The key, a bool.
-        flags: The flags.
     """
 
     key: str

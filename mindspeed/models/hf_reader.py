@@ -75,7 +75,6 @@ class HFReader:
             parameter: Which one.
             start: First row.
             count: Number of rows; None for all.
-            columns: Columns.
             dtype: Type of the result; None for that of its first source.
 
         Returns:

@@ -131,7 +131,6 @@ def locations(
 
     Args:
         parameter: Which one.
-        sizes: Parallel sizes.
         stages: Their stages for this model.
         shape: The model.
     """

@@ -163,7 +163,6 @@ class Stored:
     """A tensor that is read, and made floating-point, when it is indexed.
 
     Args:
-        shape: Its shape.
         dtype: In the words of safetensors, the type in which it is converted.
         read: From an index to a part of it.
     """

@@ -68,7 +68,6 @@ class Parameter:
         layer: Number of its layer, from 0; None outside the layers.
         depth: Number of its layer of multi-token prediction, from 0; None outside those.
         expert: Number of its expert, from 0; None outside the experts.
-        shape: Its shape.
         segments: Where its rows come from, in Hugging Face names.
         split: How tensor parallelism shards it.
         moe: Its layer's MLP is a mixture of experts.

@@ -14,7 +14,7 @@ all-to-all, then gather over t        N k H e ((EP - 1) / EP + t - 1)
 a row for each (token, rank)          N H e (R - 1) (1 - C(E - E/R, k) / C(E, k))
 ====================================  ==========================================
 
-For an actual routing (:func:`mindspeed.moe.sizes.load_of`) all bytes are exact.
+For the :class:`mindspeed.moe.sizes.Load` of an actual routing all bytes are exact.
 :mod:`mindspeed.moe.simulate` runs programs over these costs.
 """
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed.ops._check import FLOATS, Check
-from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
+from mindspeed.ops._numerics import accumulation_dtype, random
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu, triton
 
 __all__ = [
@@ -343,11 +343,6 @@ def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
     codes = torch.zeros(hidden, hidden // 2, dtype=torch.uint8, device=device)
     scales = torch.ones(scales_shape(hidden, hidden, "nf4"), device=device)
     return codes, scales, "nf4", dtype
-
-
-def _workload_multiply(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    codes, scales, form, _ = _workload(hidden, dtype, device)
-    return torch.ones(WORKLOAD_ROWS, hidden, dtype=dtype, device=device), codes, scales, form, True
 
 
 def _flops(x: Any, codes: Any, scales: Any, form: str, transposed: bool, **more: Any) -> int:

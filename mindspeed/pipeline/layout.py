@@ -11,7 +11,6 @@ layers of multi-token prediction and the loss on the last.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 Layers = tuple[tuple[int, ...], ...]
 """Layers of each chunk of each pipeline rank: ``layers[rank][chunk]``."""
@@ -108,11 +107,6 @@ def evenly(num_layers: int, ranks: int, chunks: int = 1) -> Layers:
         tuple(each + (chunk * ranks + rank < more) for chunk in range(chunks))
         for rank in range(ranks)
     )
-
-
-def imbalance(costs: Sequence[float]) -> float:
-    """Longest over mean cost of the ranks: the factor by which the slowest delays the others."""
-    return max(costs) * len(costs) / sum(costs)
 
 
 def even_layout(num_layers: int, ranks: int, mtp_layers: int = 0) -> str:

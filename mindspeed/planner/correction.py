@@ -66,7 +66,6 @@ def extent(name: str, layout: Layout) -> int:
 
     Args:
         name: description of the group, ``data parallel``, or ``messages`` of the pipeline.
-        layout: the layout.
     """
     name = name.upper()
     replica = layout.devices // layout.pp

@@ -51,7 +51,6 @@ class Run:
 
     Attributes:
         stack: the software that ran.
-        model: its model.
         device: name of its cluster.
         kind: of its job.
         layout: number of devices and sizes of parallelism.

@@ -92,7 +92,6 @@ def map(
     children; on Linux they also end with a parent that is killed.
 
     Args:
-        function: any callable.
         arguments: positional arguments of each call.
         jobs: number of concurrent children.
         timeout: seconds of each call.

@@ -69,7 +69,6 @@ class Measured:
 
     Attributes:
         number: its number in the plan, from 1.
-        candidate: the candidate.
         seconds: seconds of a step; None: it failed.
         predicted: seconds that the corrected model predicted.
         error: reason of a failure.

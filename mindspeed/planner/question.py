@@ -63,7 +63,6 @@ class Purpose:
         """Flags of a job that the user has not said, but for its batch.
 
         Args:
-            model: flags of the model.
             given: names that the user has set.
         """
         found = {**_FIRST_GUESS, **_kernels(model), **self.flags}

@@ -208,7 +208,6 @@ def model_flops(shape: ModelShape, sequences: int, *, causal: bool = True) -> in
     """FLOPs of forward and backward of ``sequences`` sequences, on all ranks together.
 
     Args:
-        shape: the model.
         causal: count half of the attention matrix, as Megatron does.
     """
     tokens, keys = sequences * shape.seq_length, shape.causal_keys

@@ -191,7 +191,6 @@ def store(model: torch.nn.Module, form: QuantizedFormat, place: torch.device) ->
     Args:
         model: Built inside :func:`quantized_weights`.
         form: How they are stored.
-        place: The device.
 
     Raises:
         ConfigError: Blocks of a layer do not end with its shard.

@@ -65,7 +65,6 @@ class AheadGather:
     """A gather that backward needs after the second run, and that may start during it.
 
     Attributes:
-        start: Starts it.
         started: What ``start`` returned; None: it has not been called.
     """
 

@@ -137,7 +137,6 @@ def figures_of(
     """Those of a schedule.
 
     Args:
-        request: the schedule.
         ranks: p.
         chunks: v.
         count: micro-batches of the step, m.

@@ -64,32 +64,44 @@ def step_of(
     return RewardStep(args) if args.objective == "reward" else None
 
 
-class PreferenceStep:
+class _Pairs:
+    """The pairs of a step, counted before its micro-batches.
+
+    Attributes:
+        totals: numbers by which the sums of a step are divided; on the last stage.
+    """
+
+    def __init__(self) -> None:
+        self.totals: Totals | None = None
+        self._scale = 1.0
+
+    def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
+        """Count the pairs of a step. Collective."""
+        last = [one for one in readers if one is not None and one.post_process]
+        if last:
+            ranks = parallel_state.get_data_parallel_group()
+            self.totals = totals_of(last[0].ahead(count), ranks)
+            self._scale = float(count * ranks.size())
+
+
+class PreferenceStep(_Pairs):
     """Forward step of preferences.
 
     Args:
         args: final values.
         reference: context manager that yields the chunks of the reference model; None without one,
             and where the data have its log-probabilities.
-
-    Attributes:
-        totals: numbers by which the sums of a step are divided; on the last stage.
     """
 
     def __init__(self, args: argparse.Namespace, reference: Chunks | None) -> None:
+        super().__init__()
         self._loss = PreferenceLoss.from_args(args)
         self._reference = reference
         self._references: deque[torch.Tensor] = deque()
-        self.totals: Totals | None = None
-        self._scale = 1.0
 
     def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
         """Count the pairs of a step and run the reference model on them. Collective."""
-        last = [one for one in readers if one is not None and one.post_process]
-        if last:
-            ranks = parallel_state.get_data_parallel_group()
-            self.totals = totals_of(last[0].ahead(count), ranks)
-            self._scale = float(count * ranks.size())
+        super().before(readers, count, run_forward)
         if self._reference is not None:
             with torch.no_grad(), self._reference() as chunks:
                 again = [None if one is None else one.preview(count) for one in readers]
@@ -125,30 +137,18 @@ def with_references(answers: Answers, references: torch.Tensor) -> Answers:
     return replace(answers, references=references)
 
 
-class RewardStep:
+class RewardStep(_Pairs):
     """Forward step of a reward model, whose output is a score for each token.
 
     The reward of an answer is the score of its last token, the only one in the loss mask.
 
     Args:
         args: final values.
-
-    Attributes:
-        totals: numbers by which the sums of a step are divided; on the last stage.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
         self._center = args.center_rewards_coefficient
-        self.totals: Totals | None = None
-        self._scale = 1.0
-
-    def before(self, readers: Sequence[Any], count: int, run_forward: RunForward) -> None:
-        """Count the pairs of a step. Collective."""
-        last = [one for one in readers if one is not None and one.post_process]
-        if last:
-            ranks = parallel_state.get_data_parallel_group()
-            self.totals = totals_of(last[0].ahead(count), ranks)
-            self._scale = float(count * ranks.size())
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         """The scores of the tokens of a micro-batch ``[b, s, 1]``, and the function of its loss."""

@@ -23,8 +23,9 @@ from mindspeed.moe.repetition import repeated
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1
 from mindspeed.moe.simulate import Rates, simulate
-from mindspeed.moe.sizes import Sizes, load_of, padded
+from mindspeed.moe.sizes import Sizes, padded
 from tests.moe import ampipe_ranks, layer_ranks, timeline_ranks
+from tests.moe.actual_load import load_of
 from tests.support.lazy import needs
 
 needs("megatron.core")

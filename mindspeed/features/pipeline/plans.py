@@ -81,7 +81,6 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
 
     Args:
         flag: the flag with its value, for the message.
-        request: the schedule.
     """
     from mindspeed.pipeline.schedule.schedules import build_plan
 

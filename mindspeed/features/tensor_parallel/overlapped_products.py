@@ -111,7 +111,6 @@ def attach_products(seams: Seams, owner: str, overlap: Overlap) -> OverlappedPro
     """Replace the products of ``te`` by overlapped ones; returns these.
 
     Args:
-        seams: the seams.
         owner: name of the feature.
         overlap: the selected overlap.
     """

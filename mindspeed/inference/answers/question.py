@@ -79,7 +79,6 @@ def question_of(
     """The question that a conversation asks.
 
     Args:
-        template: Chat template.
         messages: The conversation.
         calls: How the model writes calls of tools; None: in no known way.
         tools: Definitions of the tools that it may call.

@@ -55,7 +55,6 @@ class GenerationJob:
 
     Attributes:
         prompts: Token ids of each prompt.
-        options: Sampling options.
         prompt_scores: Also score the tokens of the prompts.
     """
 

@@ -139,15 +139,10 @@ class Price:
         return max(self.peaks)
 
 
-def simulation_of(profile: Profile, choice: Choice) -> Simulation:
-    """The step of a choice, simulated with the costs of the profile."""
-    stages = stages_of(profile, choice)
-    return _simulated(profile, choice, stages, profile.num_microbatches)
-
-
-def _simulated(
+def simulated(
     profile: Profile, choice: Choice, stages: tuple[Stage, ...], count: int
 ) -> Simulation:
+    """A step of ``count`` micro-batches, simulated with the costs of the profile."""
     costs = _of_the_filler(profile, stages)
     request = ScheduleRequest(choice.kind, sizes=choice.sizes, costs=costs)
     plan = build_plan(request, profile.ranks, profile.chunks, count)
@@ -174,11 +169,11 @@ def price_of(profile: Profile, choice: Choice) -> Price:
     stages, count = stages_of(profile, choice), profile.num_microbatches
     p = profile.ranks
     if choice.sizes is not None or 2 * p * profile.chunks * count <= MOST_ACTIONS:
-        simulation = _simulated(profile, choice, stages, count)
+        simulation = simulated(profile, choice, stages, count)
         return _price(simulation, stages, simulation.makespan, simulation.useful)
     short = min(count, 4 * p + count % p)
-    one = _simulated(profile, choice, stages, short)
-    other = _simulated(profile, choice, stages, short + p)
+    one = simulated(profile, choice, stages, short)
+    other = simulated(profile, choice, stages, short + p)
     steps = (count - short) / p
     makespan = one.makespan + steps * (other.makespan - one.makespan)
     return _price(one, stages, makespan, one.useful + steps * (other.useful - one.useful))

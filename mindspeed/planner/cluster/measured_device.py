@@ -102,7 +102,6 @@ def measure_products(
 
     Args:
         hardware: the device.
-        watch: the stopwatch.
         dtypes: names of :data:`NAMES`.
         largest: rows and columns of the largest matrix.
 
@@ -187,7 +186,6 @@ def measured_device(
     Args:
         base: source of figures that cannot be measured: reserved memory, tiles.
         hardware: the device.
-        watch: the stopwatch.
         dtypes: dtypes of products.
         largest: rows and columns of the largest product.
         keep_peak: measure efficiencies relative to the peaks of ``base``; otherwise the fastest

@@ -202,7 +202,6 @@ def planned_rank(
 
     Args:
         args: final values of the job.
-        rank: the rank.
         imbalance: of the routing; default: as the job is planned.
     """
     args = copy.copy(args)

@@ -36,7 +36,6 @@ class RunCache:
 
     Args:
         directory: directory of the files, created if missing; None: nothing is written.
-        job: the job.
         cluster: rates that the runs are timed with.
 
     Attributes:

@@ -103,7 +103,6 @@ def _layer_hooks(clock: VirtualClock, layer: Any, scope: Scope, outside: Scope) 
     """Register hooks that set the scope of the clock while a transformer layer runs.
 
     Args:
-        clock: the clock.
         layer: a ``TransformerLayer``.
         scope: scope inside the layer.
         outside: scope after it, and before the backward of the last layer.

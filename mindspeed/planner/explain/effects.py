@@ -40,7 +40,6 @@ class Effect:
     """Predicted effect of a change.
 
     Attributes:
-        change: the change.
         seconds: predicted seconds of a step.
         peak_bytes: predicted bytes of the fullest rank.
         exact: whether the figures are no estimates.
@@ -78,7 +77,6 @@ def effects(
     most may be estimates.
 
     Args:
-        found: changes.
         pricer: predicts changed jobs.
         now: prediction of the unchanged job.
         limit: bytes of a rank.

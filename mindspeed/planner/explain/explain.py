@@ -76,7 +76,6 @@ def explain(
     """Count a job, and predict its time and that of changed jobs.
 
     Args:
-        job: the job.
         args: its final values; their features are attached.
         cluster: rates of devices and links.
         memory_limit: bytes that the tensors of a rank may take.

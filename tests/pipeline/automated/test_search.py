@@ -19,7 +19,7 @@ from mindspeed.pipeline.automated.stages import (
     Choice,
     Price,
     price_of,
-    simulation_of,
+    simulated,
     stages_of,
 )
 
@@ -127,7 +127,8 @@ def test_a_recomputed_layer_is_alone_in_backward():
 def test_predicted_memory_is_the_simulated_row():
     of = profile()
     choice = Choice(((3,), (3,), (3,)), (1, 0, 0))
-    price, simulation = price_of(of, choice), simulation_of(of, choice)
+    price = price_of(of, choice)
+    simulation = simulated(of, choice, stages_of(of, choice), of.num_microbatches)
     assert price.activations == simulation.peak_memory
     assert price.peaks[2] == 3 * 100 + 50 + 3 * 20 + 40  # one micro-batch on the last rank
 
