@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Level = Literal[0, 1, 2]
 Stage = Literal["stable", "prototype"]
-Planning = Literal["changes layers", "needs steps", "layers differ", "lays out", "no part"]
+Planning = Literal["changes layers", "needs steps", "lays out", "no part"]
 Megatron = Mapping[str, Any]
 """Megatron's arguments and our flags by name, read-only."""
 COMMAND_WORDS = "command_words"
@@ -149,7 +149,6 @@ class Feature:
             * ``changes layers``: a layer in a pipeline differs from a single one.
             * ``needs steps``: its schedule needs several micro-batches, or later steps use what the
               first one found out.
-            * ``layers differ``: layers of one kind do, so small runs cannot be composed.
             * ``lays out``: its flags stand for sizes that a planned layout says itself.
             * ``no part``: its flags are no part of the job that is planned.
         first_layers: Its flag that limits it to the first layers of a chunk or rank.
@@ -248,6 +247,18 @@ class Feature:
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         """Attach functions of an algorithm to seams."""
+
+    def uneven_layers(self, megatron: Megatron) -> str:
+        """The flag by which layers of one kind differ, so that small runs cannot be composed.
+
+        Empty where they are alike; called only when the feature is on. By default the flag of
+        ``first_layers``, if not all layers have it.
+        """
+        count = getattr(self, self.first_layers) if self.first_layers else None
+        of_stages = megatron["recompute_method"] == "block"
+        if count is None or (count >= megatron["num_layers"] and not of_stages):
+            return ""
+        return "--" + self.first_layers.replace("_", "-")
 
     @classmethod
     def recorded(cls, megatron: Megatron) -> dict[str, Any]:

@@ -118,6 +118,13 @@ def planned_as(planning: Planning, values: Mapping[str, Any]) -> list[Feature]:
     return [one for kind in kinds if (one := _with_values(kind, values)).enabled(values)]
 
 
+def uneven_layers(values: Mapping[str, Any]) -> str:
+    """The flag of a feature that is on by which layers of one kind differ; empty without one."""
+    every = (_with_values(kind, values) for kind in all_features())
+    found = (one.uneven_layers(values) for one in every if one.enabled(values))
+    return next(filter(None, found), "")
+
+
 @lru_cache
 def flags_planned_as(planning: Planning) -> tuple[str, ...]:
     """Names of the flags of the features that have this ``planning`` trait."""

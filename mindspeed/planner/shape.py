@@ -15,25 +15,22 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from mindspeed.features.registry import all_features, planned_as
-from mindspeed.flags import given_names
+from mindspeed.features.registry import uneven_layers
 from mindspeed.job import Parallel, Precision
-from mindspeed.optimizer.placement import ALL
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 from mindspeed.planner.expert_loads import loads_of
 
-_DIFFER = {
+_UNEVEN = {
     "window_attn_skip_freq": "--window-attn-skip-freq",
     "no_rope_freq": "--no-rope-freq",
     "linear_attention_freq": "--linear-attention-freq",
     "heterogeneous_block_specs": "--heterogeneous-layers-config-path",
     "first_last_layers_bf16": "--first-last-layers-bf16",
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
-    "context_parallel_cache_interval": "--context-parallel-cache-interval",
 }
-"""Flags by which layers of one kind differ, by argument."""
+"""Flags of Megatron by which layers of one kind differ, by argument."""
 
 
 PAIRS = "forward and backward of two micro-batches at once (--overlap-moe-expert-parallel-comm)"
@@ -45,23 +42,15 @@ def whole_only(args: argparse.Namespace) -> str:
     Either layers of one kind differ, or what they share is not shared layer by layer.
     """
     values = vars(args)
-    for name, flag in _DIFFER.items():
+    for name, flag in _UNEVEN.items():
         if values.get(name):
             return f"layers that differ by {flag}"
     if values.get("overlap_moe_expert_parallel_comm"):
         return PAIRS
-    for feature in planned_as("layers differ", values):
-        return f"layers that differ by {given_names(feature)[0]}"
+    if flag := uneven_layers(values):
+        return f"layers that differ by {flag}"
     if (values.get("num_distributed_optimizer_instances") or 1) > 1:
         return "--num-distributed-optimizer-instances"
-    for name in filter(None, (feature.first_layers for feature in all_features())):
-        count, block = values.get(name), args.recompute_method == "block"
-        if count is not None and (count < args.num_layers or block):
-            return f"layers that differ by --{name.replace('_', '-')}"
-    if (host := values.get("virtual_optimizer")) and tuple(host) != (ALL,):
-        return "--virtual-optimizer SIZE"
-    if (plan := values.get("activation_plan")) and _names_layers(plan):
-        return "layers that differ by --activation-plan"
     return ""
 
 
@@ -70,14 +59,6 @@ def _pairs(args: argparse.Namespace) -> str:
     if args.objective == "next_token":
         return ""
     return f"training on pairs of answers (--objective {args.objective})"
-
-
-def _names_layers(path: str) -> bool:
-    """Whether an activation plan has rules for single layers."""
-    from mindspeed.memory.layer_rules import largest, rules_of
-    from mindspeed.parsing import read_yaml
-
-    return largest(rules_of(read_yaml(path, f"--activation-plan {path}"))) >= 0
 
 
 DENSE, EXPERT, NOOP = "dense", "expert", "noop"

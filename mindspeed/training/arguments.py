@@ -236,17 +236,17 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
         raise ConfigError(_unknown_flags(parser, unknown))
     if problems := list(_out_of_range(parser, args)):
         raise ConfigError("\n".join(problems))
-    _resolve_old_switches(args, parser)
+    _resolve_old_switches(args, tokens, parser)
     return args
 
 
-def _resolve_old_switches(args: argparse.Namespace, parser: Parser) -> None:
+def _resolve_old_switches(args: argparse.Namespace, tokens: Sequence[str], parser: Parser) -> None:
     """Put the value that a switch of earlier releases stands for under its present name."""
     for switch, (name, value) in OLD_SWITCHES.items():
         old, new = _spelling(switch), _spelling(name)
         if getattr(args, switch, False) and new in parser._option_string_actions:
             given = getattr(args, name)
-            if given not in (parser.get_default(name), value):
+            if given != value and name in set_by(tokens, parser):
                 said = f"{old} is {new} {value}, and {new} {given} is given, too"
                 raise ConfigError(f"{said}: remove one of them")
             setattr(args, name, value)

@@ -27,6 +27,10 @@ WRONG = {
         "--enable-cuda-graph is --cuda-graph-impl local, and --cuda-graph-impl transformer_engine "
         "is given, too: remove one of them",
     ),
+    "an old switch against its default": (
+        [*TINY, "--enable-cuda-graph", "--cuda-graph-impl", "none"],
+        "--enable-cuda-graph is --cuda-graph-impl local, and --cuda-graph-impl none is given, too",
+    ),
     "unknown flag": (
         [*TINY, "--num-layer", "2"],
         "unknown flag --num-layer; did you mean --num-layers",

@@ -205,6 +205,9 @@ class ContextParallel(
             }
         return values
 
+    def uneven_layers(self, megatron: Megatron) -> str:
+        return "--context-parallel-cache-interval" if self.context_parallel_cache_interval else ""
+
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         given = comm_types(megatron)
 

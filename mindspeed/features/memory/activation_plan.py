@@ -55,6 +55,11 @@ class ActivationPlan(
                 f"--num-layers is {total}",
             )
 
+    def uneven_layers(self, megatron: Megatron) -> str:
+        from mindspeed.memory.layer_rules import largest
+
+        return _FLAG if largest(_rules(self.activation_plan)) >= 0 else ""
+
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         rules = _rules(self.activation_plan)
 

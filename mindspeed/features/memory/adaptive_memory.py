@@ -53,7 +53,7 @@ class AdaptiveMemory(
         "fp8": "trial runs would change the scaling factors",
         "fp4": "trial runs would change the scaling factors",
     },
-    planning=("changes layers", "needs steps", "layers differ"),
+    planning=("changes layers", "needs steps"),
 ):
     """Keep as many activations as fit into a budget, chosen after the first steps."""
 
@@ -101,6 +101,9 @@ class AdaptiveMemory(
         steps, total = self.adaptive_recompute_profiling_step, megatron.get("train_iters")
         if total is not None and steps >= total:
             yield Problem(f"{_STEPS} {steps}", f"leaves no step of --train-iters {total} to profit")
+
+    def uneven_layers(self, megatron: Megatron) -> str:
+        return next(iter(self.flags), "")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed import device

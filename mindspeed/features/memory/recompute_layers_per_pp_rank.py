@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
+_FLAG = "--enable-recompute-layers-per-pp-rank"
+
+
 class RecomputeLayersPerRank(
     Feature,
     level=2,
     seams=("chunk",),
     excludes={**EXCLUDES, "fp8": "", "distribute_saved_activations": ""},
-    planning=("layers differ",),
 ):
     """--recompute-num-layers counts layers of a pipeline rank, not of a model chunk."""
 
@@ -36,22 +38,24 @@ class RecomputeLayersPerRank(
         return {"recompute_granularity": None}
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        name = "--enable-recompute-layers-per-pp-rank"
         if megatron.get("recompute_granularity") != "full" or (
             megatron.get("recompute_method") != "block"
         ):
             yield Problem(
-                name,
+                _FLAG,
                 "counts the layers of --recompute-granularity full --recompute-method block, "
                 "which are not given",
                 "add them, or remove it",
             )
         if (megatron.get("virtual_pipeline_model_parallel_size") or 1) == 1:
             yield Problem(
-                name,
+                _FLAG,
                 "has no effect without virtual pipeline stages: a rank has one model chunk",
                 "add --num-layers-per-virtual-pipeline-stage, or remove it",
             )
+
+    def uneven_layers(self, megatron: Megatron) -> str:
+        return _FLAG
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         if megatron.get("optimize_recomp_communication_level"):

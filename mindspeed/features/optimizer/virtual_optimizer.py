@@ -67,6 +67,9 @@ class VirtualOptimizer(
             what = f"kernels of {device.current().name} cannot address host memory"
             yield Problem(FLAG, what, "add --use-distributed-optimizer: it swaps instead")
 
+    def uneven_layers(self, megatron: Megatron) -> str:
+        return "" if self.virtual_optimizer == (ALL,) else f"{FLAG} SIZE"
+
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.optimizer.placement import HostMapped, HostSwap
         from mindspeed.te import optimizer_policy
