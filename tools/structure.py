@@ -6,7 +6,8 @@
 
 A neighbour is a module of the same folder; a module that only one neighbour imports is often half
 an idea. A circle is a set of modules that import each other, imports inside functions and for type
-checkers included.
+checkers included. Flags are attributes of a namespace called ``args``; those of commands (``cli/``)
+are their own.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Structure:
     circles: tuple[str, ...]
     long_functions: tuple[str, ...]
     classes_twice: tuple[str, ...]
+    flag_writes: tuple[str, ...]
+    flag_reads: tuple[str, ...]
 
 
 def on_disk(root: Path = ROOT, package: str = "mindspeed") -> dict[str, str]:
@@ -136,6 +139,17 @@ def single_importers(graph: Graph) -> dict[str, str]:
     }
 
 
+def flags_used(trees: Mapping[str, ast.Module], context: type[ast.expr_context]) -> Iterator[str]:
+    """Places outside commands that read (``ast.Load``) or write (``ast.Store``) a flag."""
+    for path, tree in trees.items():
+        nodes = [] if "/cli/" in path else ast.walk(tree)
+        for node in nodes:
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, context):
+                continue
+            if ast.unparse(node.value).split(".")[-1].removeprefix("_") == "args":
+                yield f"{path}:{node.lineno} {node.attr}"
+
+
 def structure(sources: Mapping[str, str]) -> Structure:
     """Count a package (path -> source)."""
     trees = {path: ast.parse(source) for path, source in sources.items()}
@@ -159,6 +173,8 @@ def structure(sources: Mapping[str, str]) -> Structure:
         circles=tuple(" ".join(circle) for circle in circles(graph)),
         long_functions=tuple(f"{name}, {n} lines" for name, n in functions.items() if n > LONG),
         classes_twice=tuple(f"{name}, {n} times" for name, n in sorted(classes.items()) if n > 1),
+        flag_writes=tuple(flags_used(trees, ast.Store)),
+        flag_reads=tuple(flags_used(trees, ast.Load)),
     )
 
 
@@ -171,6 +187,8 @@ ROWS = {
     "circles": "import circles",
     "long_functions": f"functions over {LONG} lines",
     "classes_twice": "class names that stand more than once",
+    "flag_writes": "writes of flags outside commands",
+    "flag_reads": "reads of flags outside commands",
 }
 
 

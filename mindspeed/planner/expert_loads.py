@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed.errors import ConfigError
+from mindspeed.job import Parallel
 from mindspeed.parsing import read_json
 
 UNKNOWN = 1.25
@@ -53,7 +54,7 @@ class ExpertLoads:
         """Part of its tokens that the busiest rank of a job may get beyond what is assumed."""
         if self.text or not args.num_experts or _forced(args):
             return 0.0
-        return min(UNKNOWN, float(args.expert_model_parallel_size)) - 1.0
+        return min(UNKNOWN, float(Parallel.of(args).expert)) - 1.0
 
     def check(self, args: argparse.Namespace) -> None:
         """Refuse loads that are not those of a job with final values ``args``.

@@ -39,6 +39,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.job import Parallel
 from mindspeed.journal import Journal
 from mindspeed.memory.adaptive import SHARES, Settings
 from mindspeed.memory.estimate import Clock
@@ -202,7 +203,7 @@ def plan_activations(args: argparse.Namespace, budget: int, cluster: Cluster) ->
         ConfigError: the feature is off.
         TrainingError: no plan fits; has the smallest peak.
     """
-    stages = range(args.pipeline_model_parallel_size)
+    stages = range(Parallel.of(args).pipeline)
     return ActivationPlan(
         budget, tuple(plan_stage(args, budget, cluster, stage) for stage in stages)
     )
@@ -296,7 +297,7 @@ def profile_job(args: argparse.Namespace, cluster: Cluster) -> tuple[Task, Profi
     """The feature's task and the profile of the job; see :func:`plan_pipeline`."""
     attached = getattr(wrapper_of(AUTOMATED, AUTOMATED_FLAG), "__self__", None)
     assert isinstance(attached, Profiler)
-    stages = range(args.pipeline_model_parallel_size)
+    stages = range(Parallel.of(args).pipeline)
     parts = [_part_of(args, cluster, attached.task, stage) for stage in stages]
     return attached.task, profile_of(parts, attached.task)
 

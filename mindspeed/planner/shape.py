@@ -16,7 +16,7 @@ import argparse
 from dataclasses import dataclass
 
 from mindspeed.features.registry import uneven_layers
-from mindspeed.job import Parallel, Precision
+from mindspeed.job import Batch, Parallel, Precision
 from mindspeed.pipeline.noop_layers import indices_of
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest
@@ -181,7 +181,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
     from mindspeed.training.flops import training_flops
     from mindspeed.training.pipeline_figures import layers_of_stages, micro_batches, request_of
 
-    parallel, precision = Parallel.of(args), Precision.of(args)
+    parallel, batch, precision = Parallel.of(args), Batch.of(args), Precision.of(args)
     pp = parallel.pipeline
     length = args.seq_length // parallel.context
     if args.sequence_parallel:
@@ -194,7 +194,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         ranks=pp,
         chunks=parallel.chunks or 1,
         stages=_stages(args, counts),
-        micro_batch=args.micro_batch_size,
+        micro_batch=batch.micro,
         micro_batches=micro_batches(args),
         data_parallel=parallel.data,
         devices=parallel.world,
@@ -202,13 +202,13 @@ def shape_of(args: argparse.Namespace) -> Shape:
         context=parallel.context,
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
-        message=args.micro_batch_size * length * args.hidden_size * precision.element,
+        message=batch.micro * length * args.hidden_size * precision.element,
         overlap_messages=bool(args.overlap_p2p_comm) and pp > 1,
         overlap_gradients=bool(args.overlap_grad_reduce),
         overlap_parameters=bool(args.overlap_param_gather),
         distributed_optimizer=bool(args.use_distributed_optimizer),
-        model_flops=training_flops(args, args.global_batch_size),
-        tokens=args.global_batch_size * args.seq_length,
+        model_flops=training_flops(args, batch.whole),
+        tokens=batch.whole * args.seq_length,
         dtype=precision.name,
         whole_only=whole_only(args) or _pairs(args),
         shards_gradients=(vars(args).get("zero_stage") or 0) > 1

@@ -38,6 +38,16 @@ def test_long_functions_and_equal_class_names_are_listed() -> None:
     assert (counted.lines, counted.functions) == (53, 1)
 
 
+def test_flags_are_counted_where_they_are_read_and_written() -> None:
+    sources = {
+        "p/a.py": "args.x = args.y\nother.x = settings.args.z\n",
+        "p/cli/b.py": "print(args.x)\n",
+    }
+    counted = structure.structure(sources)
+    assert counted.flag_writes == ("p/a.py:1 x",)
+    assert counted.flag_reads == ("p/a.py:1 y", "p/a.py:2 z")
+
+
 def test_the_report_has_differences_and_names() -> None:
     sources = {"p/a.py": "class K: ...\n", "p/b.py": "class K: ...\n"}
     now, before = structure.structure(sources), structure.structure({"p/a.py": ""})

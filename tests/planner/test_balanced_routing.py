@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 import torch
 
 from tests.support.lazy import Lazy
+from tests.support.values import values
 
 routing = Lazy("mindspeed.planner.count.balanced_routing")
 
@@ -63,7 +62,7 @@ def test_groups_limit_the_experts_of_a_token() -> None:
 def test_impossible_imbalances_are_refused() -> None:
     from mindspeed.errors import ConfigError
 
-    args = Namespace(
+    args = values(
         num_experts=8,
         expert_model_parallel_size=2,
         moe_router_topk=2,

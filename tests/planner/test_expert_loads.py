@@ -18,6 +18,7 @@ from mindspeed.planner.cluster.program import Experts, Program
 from mindspeed.planner.cluster.rates import DeviceRates
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads, assumed, expert_loads
 from tests.support.lazy import Lazy
+from tests.support.values import values
 
 Balance = Lazy("mindspeed.planner.count.balanced_routing", "Balance")
 prediction = Lazy("mindspeed.planner.time.prediction")
@@ -30,9 +31,9 @@ def test_a_number_is_the_load_of_the_busiest_rank() -> None:
 
 
 def test_what_is_not_said_may_be_uneven() -> None:
-    def more(loads: ExpertLoads, ranks: int, **values: object) -> float:
-        found = {"num_experts": 8, "expert_model_parallel_size": ranks, **values}
-        return loads.more(Namespace(**found))
+    def more(loads: ExpertLoads, ranks: int, **changes: object) -> float:
+        found = {"num_experts": 8, "expert_model_parallel_size": ranks, **changes}
+        return loads.more(values(**found))
 
     assert [more(BALANCED, ranks) for ranks in (1, 8)] == [0.0, 0.25]
     assert more(BALANCED, 8, num_experts=None) == 0.0

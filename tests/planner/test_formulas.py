@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from mindspeed.planner.count.check import megatron_formula
 from tests.megatron_lm.launch import megatron_checkout
 from tests.support.installed_repair import with_repair
+from tests.support.values import values
 
 LLAMA = {
     "num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64,
@@ -21,6 +21,7 @@ LLAMA = {
     "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 8, "data_parallel_size": 16,
     "virtual_pipeline_model_parallel_size": None, "use_distributed_optimizer": True,
     "sequence_parallel": True, "recompute_granularity": "selective", "is_hybrid_model": False,
+    "quick_geglu": False, "geglu": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 14336, "moe_layer_freq": 2}
 CASES = {
@@ -39,7 +40,7 @@ CASES = {
 
 def test_a_layer_of_the_example_has_256_mib():
     """s b h (18 + 4 f/h) / t of the 70B model: 8192 x 8192 x 32 / 8 bytes."""
-    one, two = (megatron_formula(Namespace(**LLAMA | {"num_layers": n}), 8) for n in (80, 160))
+    one, two = (megatron_formula(values(**LLAMA | {"num_layers": n}), 8) for n in (80, 160))
     layers = 80 * (8192 * (8192 * 2 + 2 * 1024 + 3 * 28672) + 2 * 8192) / 64  # 8 stages, TP 8
     assert two - one == pytest.approx(80 * 256 * 2**20 + layers * (6 + 12 / 16), rel=1e-12)
 
@@ -54,7 +55,7 @@ SHARDED = {
 @pytest.mark.parametrize("case", SHARDED)
 def test_is_not_shown_for_experts_that_it_does_not_know(case, capsys):
     """Neither in a plan nor in Megatron-LM's log; it is for those sharded as dense layers."""
-    args = Namespace(**LLAMA | EXPERTS | SHARDED[case])
+    args = values(**LLAMA | EXPERTS | SHARDED[case])
     assert megatron_formula(args, 16) is None
     report = with_repair(
         "memory-estimate",
@@ -64,7 +65,7 @@ def test_is_not_shown_for_experts_that_it_does_not_know(case, capsys):
     )
     assert report(args) is None
     assert "mindspeed plan --check counts" in capsys.readouterr().out
-    known = Namespace(**LLAMA | EXPERTS | {"expert_tensor_parallel_size": 8})
+    known = values(**LLAMA | EXPERTS | {"expert_tensor_parallel_size": 8})
     assert report(known, num_microbatches=16) == 1 and megatron_formula(known, 16) is not None
 
 
@@ -77,9 +78,9 @@ def test_equals_megatron_lm(case, monkeypatch):
     source = name.read_text().replace("from .utils import print_rank_0", "print_rank_0 = print")
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("formula", None))
     exec(compile(source, str(name), "exec"), vars(module))
-    values = {**LLAMA, **CASES[case]}
-    count = values.pop("micro_batches", 16)
-    args = Namespace(**values)
+    changes = {**LLAMA, **CASES[case]}
+    count = changes.pop("micro_batches", 16)
+    args = values(**changes)
     ours = megatron_formula(args, count)
     *_, total = module.report_theoretical_memory(args, num_microbatches=count)
     assert ours == pytest.approx(total * 2**20, rel=1e-12)

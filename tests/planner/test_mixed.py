@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from mindspeed.planner.cluster.mixed import MixedCluster, mixed_cluster
 from mindspeed.planner.layout import Layout, Recompute
 from tests.planner.test_price import shape, traces
 from tests.support.lazy import Lazy
+from tests.support.values import values
 
 kinds = Lazy("mindspeed.planner.search.kinds")
 predict = Lazy("mindspeed.planner.time.price", "predict")
@@ -43,11 +43,11 @@ def test_stages_are_on_one_kind():
     names = {n: found.stage_kinds(n) for n in (1, 2, 3, 4, 6)}
     assert [names[n] is None for n in names] == [True, True, False, True, False]
     assert [kind.name for kind in names[3]] == ["h100", "a100", "a100"]
-    job = Namespace(world_size=24, pipeline_model_parallel_size=2)
+    job = values(world_size=24, pipeline_model_parallel_size=2)
     with pytest.raises(ConfigError, match=r"a stage of 12 ranks .* \(8 h100 and 16 a100\)"):
         found.check_stages(job)
     with pytest.raises(ConfigError, match="has 24 devices, the job 16 ranks"):
-        found.check_stages(Namespace(world_size=16))
+        found.check_stages(values(world_size=16))
     job.pipeline_model_parallel_size = 3
     found.check_stages(job)
 

@@ -23,6 +23,7 @@ from itertools import accumulate
 from typing import Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.job import Parallel
 from mindspeed.planner.cluster import GIB, Cluster, Level
 
 
@@ -84,11 +85,12 @@ class MixedCluster(Cluster):
 
     def check_stages(self, args: argparse.Namespace) -> None:
         """See :meth:`Cluster.check_stages`."""
-        if args.world_size != self.devices:
+        parallel = Parallel.of(args)
+        if parallel.world != self.devices:
             raise ConfigError(
-                f"{self.name} has {self.devices} devices, the job {args.world_size} ranks"
+                f"{self.name} has {self.devices} devices, the job {parallel.world} ranks"
             )
-        stages = args.pipeline_model_parallel_size
+        stages = parallel.pipeline
         if self.stage_kinds(stages) is None:
             counts = " and ".join(f"{count} {kind.name}" for count, kind in self.parts)
             raise ConfigError(

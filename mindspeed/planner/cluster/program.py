@@ -27,12 +27,13 @@ import argparse
 from dataclasses import dataclass
 from math import comb
 
+from mindspeed.job import Parallel, Precision
 from mindspeed.planner.expert_loads import loads_of
 from mindspeed.planner.interval import job_kind
 
 
 @dataclass(frozen=True)
-class Precision:
+class Multiplication:
     """How linear layers multiply.
 
     Attributes:
@@ -47,9 +48,9 @@ class Precision:
 
 
 PRECISIONS = {
-    "fp8": Precision("fp8", 1, 2),
-    "mxfp8": Precision("fp8", 1, 2),
-    "nvfp4": Precision("fp4", 0.5, 2),
+    "fp8": Multiplication("fp8", 1, 2),
+    "mxfp8": Multiplication("fp8", 1, 2),
+    "nvfp4": Multiplication("fp4", 0.5, 2),
 }
 """Those that are priced otherwise than they are executed."""
 
@@ -90,7 +91,7 @@ class Program:
     imbalance: float = 1.0
 
     @property
-    def low(self) -> Precision | None:
+    def low(self) -> Multiplication | None:
         """The precision of products of linear layers, if it is not that of the job."""
         return PRECISIONS.get(self.precision)
 
@@ -98,13 +99,14 @@ class Program:
 def program_of(args: argparse.Namespace) -> Program:
     """The program of a job, from its final values."""
     number = args.num_experts or 0
-    sizes = {args.padded_vocab_size // args.tensor_model_parallel_size, number} - {0}
+    parallel = Parallel.of(args)
+    sizes = {args.padded_vocab_size // parallel.tensor, number} - {0}
     flexible = number and args.moe_token_dispatcher_type == "flex"
     return Program(
-        "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        Precision.of(args).name,
         job_kind(args).precision,
         frozenset(sizes),
         Experts(number, args.moe_router_topk) if flexible else None,
         waits=not flexible,
-        imbalance=loads_of(args).imbalance(args.expert_model_parallel_size),
+        imbalance=loads_of(args).imbalance(parallel.expert),
     )

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from mindspeed.errors import ConfigError
+from mindspeed.job import Parallel
 from mindspeed.journal import Journal
 from mindspeed.planner.count.fake_world import fake_world
 from mindspeed.planner.count.known_values import KnownValues, assume, share_bytes
@@ -67,7 +68,7 @@ class Balance:
         Raises:
             ConfigError: the imbalance is not possible.
         """
-        experts, ranks = args.num_experts, args.expert_model_parallel_size
+        experts, ranks = args.num_experts, Parallel.of(args).expert
         groups, topk = args.moe_router_num_groups or 1, args.moe_router_topk
         found = cls(experts, topk, ranks, imbalance, groups, args.moe_router_group_topk or 1)
         if not 1 <= imbalance <= found.most:
@@ -206,7 +207,7 @@ def planned_rank(
     """
     args = copy.copy(args)
     if imbalance is None:
-        imbalance = loads_of(args).imbalance(args.expert_model_parallel_size)
+        imbalance = loads_of(args).imbalance(Parallel.of(args).expert)
     with fake_world(args, rank), PlannedTensors(), assumed_routing(args, imbalance):
         yield args
 

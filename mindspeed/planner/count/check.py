@@ -21,7 +21,7 @@ import torch
 
 from mindspeed.adaptor.repairs.experts.memory_estimate import has_unknown_experts
 from mindspeed.instruments.ledger import Communication
-from mindspeed.job import Parallel
+from mindspeed.job import Batch, Parallel
 from mindspeed.planner import isolated
 from mindspeed.planner.count.counted_step import CountedStep, count_step
 from mindspeed.profiling.model_flops import moe_pattern
@@ -130,7 +130,7 @@ def check(
         MindSpeedError: the step cannot be counted; gives the reason.
     """
     steps: list[CountedStep] = []
-    stages = args.pipeline_model_parallel_size
+    stages = Parallel.of(args).pipeline
     progress(0, stages)
     for step in _count(args, micro_batches or [None] * stages, jobs):
         if isinstance(step, Exception):
@@ -242,11 +242,12 @@ def _weights_and_optimizer(args: argparse.Namespace) -> float:
     layer = {kind: _layer(args, width) + 2 * norm for kind, width in widths.items()}
     block = layer[0] * (len(pattern) - sparse) + layer[1] * sparse + norm
     edge = args.hidden_size * args.padded_vocab_size
-    untied_here = args.untie_embeddings_and_output_weights and _stages(args) == 1
-    fullest = block / _stages(args) + extra * layer[last] + edge * (2 if untied_here else 1)
+    parallel = Parallel.of(args)
+    untied_here = args.untie_embeddings_and_output_weights and parallel.pipeline == 1
+    fullest = block / parallel.pipeline + extra * layer[last] + edge * (2 if untied_here else 1)
     shared = args.use_distributed_optimizer
-    each = 6 + 12 / args.data_parallel_size if shared else 18
-    return each * fullest / args.tensor_model_parallel_size
+    each = 6 + 12 / parallel.data if shared else 18
+    return each * fullest / parallel.tensor
 
 
 def _layer(args: argparse.Namespace, width: int) -> float:
@@ -259,21 +260,16 @@ def _layer(args: argparse.Namespace, width: int) -> float:
 
 
 def _activations(args: argparse.Namespace, micro_batches: int) -> float:
-    tokens = args.seq_length * args.micro_batch_size
-    hidden, tp, stages = args.hidden_size, args.tensor_model_parallel_size, _stages(args)
+    parallel, hidden = Parallel.of(args), args.hidden_size
+    tokens, tp, stages = args.seq_length * Batch.of(args).micro, parallel.tensor, parallel.pipeline
     parted = args.sequence_parallel and args.recompute_granularity == "selective"
     layer = 18 * hidden + 4 * args.ffn_hidden_size if parted else hidden * (10 + 24 / tp)
     kept = layer * args.num_layers + (8 + hidden) * stages
-    chunks = args.virtual_pipeline_model_parallel_size
-    if chunks is not None:
-        kept *= 1 + (stages - 1) / (stages * chunks)
+    if parallel.chunks is not None:
+        kept *= 1 + (stages - 1) / (stages * parallel.chunks)
     elif stages > 1:
         kept *= min(1, micro_batches / stages)
     if stages == 1:
         vocab = args.padded_vocab_size
         kept += 4 * (hidden + vocab) if parted else 2 * (vocab / tp + hidden)
     return float(tokens * kept / tp if parted else 1.05 * tokens * kept)
-
-
-def _stages(args: argparse.Namespace) -> int:
-    return int(args.pipeline_model_parallel_size)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed.errors import ConfigError
+from mindspeed.job import Parallel
 from mindspeed.journal import Journal
 
 
@@ -37,7 +38,7 @@ def fake_world(args: argparse.Namespace, rank: int) -> Iterator[None]:
     args.check_for_nan_in_loss_and_grad = False
     args.rank = rank
     journal = Journal()
-    with fake_groups(rank, args.world_size), loop_of(args).started(args):
+    with fake_groups(rank, Parallel.of(args).world), loop_of(args).started(args):
         try:
             _answer_with_constants(journal)
             if args.use_megatron_fsdp:

@@ -28,6 +28,7 @@ from mindspeed.built_model import TrainedModel, unwrap
 from mindspeed.device.wrapped_tensors import held
 from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.live_memory import LiveMemory
+from mindspeed.job import Parallel
 from mindspeed.pipeline.v_shape import flag_of
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.count.layer_costs import (
@@ -127,9 +128,10 @@ def _parts_here(
 
 def fewest_micro_batches(args: argparse.Namespace) -> int:
     """Smallest number of micro-batches with which the schedule of the job exists."""
+    parallel = Parallel.of(args)
     if flag_of(vars(args)) is not None:
-        return 2 * int(args.pipeline_model_parallel_size)
-    return args.pipeline_model_parallel_size if args.virtual_pipeline_model_parallel_size else 1
+        return 2 * parallel.pipeline
+    return parallel.pipeline if parallel.chunks else 1
 
 
 @dataclass

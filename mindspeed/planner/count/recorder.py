@@ -21,6 +21,7 @@ from mindspeed.instruments.clock import Call, VirtualClock
 from mindspeed.instruments.flops import repeated_in
 from mindspeed.instruments.ledger import OperatorTraits
 from mindspeed.instruments.live_memory import HOST
+from mindspeed.job import Parallel
 from mindspeed.planner.count.marks import Marks
 from mindspeed.planner.count.recording import (
     BUILT,
@@ -239,9 +240,8 @@ def planned_row(args: argparse.Namespace, stage: int) -> Row:
     """The row that the schedule's plan has for a pipeline rank."""
     from mindspeed.training.pipeline_figures import micro_batches, request_of
 
-    chunks = args.virtual_pipeline_model_parallel_size or 1
-    ranks = args.pipeline_model_parallel_size
-    return row_of(request_of(args), ranks, chunks, micro_batches(args), stage)
+    parallel, request = Parallel.of(args), request_of(args)
+    return row_of(request, parallel.pipeline, parallel.chunks or 1, micro_batches(args), stage)
 
 
 def first_may_be_short(args: argparse.Namespace) -> bool:

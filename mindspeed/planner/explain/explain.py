@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed.errors import MindSpeedError
+from mindspeed.job import Parallel
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.compose import compose, count_where_needed
@@ -126,7 +127,7 @@ def _parts(ranks: Mapping[int, _Run], jobs: int) -> Parts:
 
 def _whole(args: argparse.Namespace, cluster: Cluster) -> dict[int, _Run]:
     """The first, the second and the last pipeline rank."""
-    last = args.pipeline_model_parallel_size - 1
+    last = Parallel.of(args).pipeline - 1
     return {
         stage: (args, cluster.at(rank_in_stage(args, stage)), rank_in_stage(args, stage), ())
         for stage in sorted({0, min(1, last), last})
