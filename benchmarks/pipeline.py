@@ -12,6 +12,8 @@ simulation has no latency and no cost of starting an action, both of which are i
 The last column is torch.distributed.pipelining with the same sleeping stages: its own schedule of
 this kind or, where it has none, our plan read from a csv file (*).
 
+Below it: processor time of what follows from a plan alone, once and at the start of every step.
+
 Writes FILE.json.
 """
 
@@ -34,7 +36,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from mindspeed.pipeline.schedule.actions import Action
-from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
+from mindspeed.pipeline.schedule.channel import Directions, PeerToPeer, directions_of
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.executor import Tensors, execute
@@ -52,7 +54,10 @@ SCHEDULES = (
     ("aiao", 2, "ScheduleLoopedBFS"),
     ("zb-v", 2, "ScheduleZBVZeroBubble"),
     ("dualpipev", 2, "ScheduleDualPipeV"),
+    ("v-half", 2, None),
+    ("v-min", 2, None),
 )
+STARTS = ((4, 2, 16), (8, 2, 64), (16, 4, 256))  # ranks, chunks, micro-batches
 WIDTH = 16
 
 
@@ -68,6 +73,17 @@ class Row:
     measured: float
     torch: float
     torch_schedule: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Processor seconds of a rank that a plan costs before its first message."""
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    once: float
+    each_step: float
 
 
 class SleepingWork:
@@ -124,6 +140,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--unit", type=float, default=0.07, help="seconds of F, I and W each")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--schedule", nargs="+", help="kinds (default: all)")
     parser.add_argument("--quick", action="store_true", help="two ranks, four micro-batches")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--out", type=Path, default=Path("pipeline.json"))
@@ -137,8 +154,27 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, (ranks, args, folder), nprocs=ranks)
             rows += json.loads(Path(folder, "rows.json").read_text())
-    args.out.write_text(json.dumps({"unit": args.unit, "rows": rows}, indent=1) + "\n")
+    starts = [asdict(start(*shape)) for shape in STARTS]
+    found = {"unit": args.unit, "rows": rows, "starts": starts}
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(rows, indent=1) if args.json else table([Row(**row) for row in rows]))
+    for one in starts:
+        print(
+            f"{one['ranks']} ranks, {one['chunks']} chunks, {one['microbatches']} micro-batches: "
+            f"{1e3 * one['once']:.1f} ms once, {1e6 * one['each_step']:.1f} us in every step"
+        )
+
+
+def start(ranks: int, chunks: int, microbatches: int, steps: int = 200) -> Start:
+    """Processor time of the first rank."""
+    plan = build_plan(ScheduleRequest("nanopipe"), ranks, chunks, microbatches)
+    directions = Directions(None, None, tuple(range(ranks)), set(plan.channels))
+    times = [time.process_time()]
+    for _ in range(1 + steps):
+        PeerToPeer(plan, 0, directions, lambda transfer: None)
+        times.append(time.process_time())
+    each = (times[-1] - times[1]) / steps
+    return Start(ranks, chunks, microbatches, times[1] - times[0], each)
 
 
 def table(rows: list[Row]) -> str:
@@ -166,6 +202,8 @@ def _rank(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
 def _measured(ranks: int, args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     m, costs = args.microbatches, Costs(args.unit, args.unit, args.unit)
     for kind, chunks, name in SCHEDULES:
+        if args.schedule and kind not in args.schedule:
+            continue
         plan = build_plan(ScheduleRequest(kind=kind), ranks, chunks, m)
         price = simulate(plan, costs)
         ours = _fastest(_executor(plan, costs), args.repeats)

@@ -20,7 +20,7 @@ def test_quick_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 8 == len(done.stdout.splitlines()) - 1
+    assert len(rows) == 10 == len(done.stdout.splitlines()) - 4  # a title, and three starts
     for row in rows:
         assert 0 < row["simulated"] < row["measured"] < 1
         assert row["simulated"] < row["torch"] + 1e-9

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,8 +29,9 @@ import torch.distributed as dist
 from mindspeed import device
 from mindspeed.device import torch_versions
 from mindspeed.errors import NoAnswer
-from mindspeed.pipeline.schedule.executor import Tensors
+from mindspeed.pipeline.schedule.executor import PREFETCH, Tensors
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
+from mindspeed.pipeline.schedule.row import row_of
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,10 @@ class Directions:
     ranks: tuple[int, ...]
     connected: set[tuple[int, int]] = field(default_factory=set)
 
-    def connect(self, rank: int, ends: Iterable[tuple[int, int]]) -> None:
+    def connect(self, rank: int, ends: Collection[tuple[int, int]]) -> None:
         """Send one byte along each (source, target) that is new; collective over the pipeline."""
+        if all(pair in self.connected for pair in ends):
+            return
         token = torch.zeros(1, dtype=torch.uint8, device=_device())
         for source, target in sorted(set(ends) - self.connected):
             group = self.group(source, target)
@@ -161,30 +163,27 @@ class PeerToPeer:
         buffers: Callable[[Transfer], Tensors | None],
     ) -> None:
         directions.connect(rank, plan.channels)
-        self._rank = rank
+        self._rank, self._row = rank, row_of(plan, rank, PREFETCH)
         self._directions = directions
         self._buffers = buffers
-        self._unposted = {
-            source: deque(transfers)
-            for (source, target), transfers in plan.channels.items()
-            if target == rank
-        }
+        self._unposted = dict.fromkeys(self._row.incoming, 0)  # the next message of each sender
         self._posted: dict[Transfer, tuple[Tensors, list[Any]]] = {}
         self._sending: dict[Transfer, list[tuple[Any, torch.Tensor]]] = {}
-        self._receipts = receipts(plan, rank)
 
     def expect(self, transfer: Transfer) -> None:
         """Post the receive of a message, if its size is known, and of those sent before it."""
-        queue = self._unposted[transfer.source]
+        queue = self._row.incoming[transfer.source]
         while transfer not in self._posted:
-            tensors = self._buffers(queue[0])
+            first = queue[self._unposted[transfer.source]]
+            tensors = self._buffers(first)
             if tensors is None:
                 return
             group = self._directions.group(transfer.source, self._rank)
             source = self._directions.ranks[transfer.source]
-            with self.waiting(transfer.source, f"send {queue[0]}"):
+            with self.waiting(transfer.source, f"send {first}"):
                 handles = [dist.irecv(tensor, src=source, group=group) for tensor in tensors]
-            self._posted[queue.popleft()] = (tensors, handles)
+            self._posted[first] = (tensors, handles)
+            self._unposted[transfer.source] += 1
 
     def receive(self, transfer: Transfer) -> Tensors:
         """Wait for a message."""
@@ -193,7 +192,7 @@ class PeerToPeer:
         with self.waiting(transfer.source, f"send {transfer}"):
             for handle in handles:
                 handle.wait()
-        for sent in self._receipts.get(transfer, ()):
+        for sent in self._row.receipts.get(transfer, ()):
             self._wait_for(sent)
         return tensors
 
@@ -228,21 +227,3 @@ class PeerToPeer:
     def waiting(self, other: int, action: str) -> contextlib.AbstractContextManager[None]:
         """:meth:`Directions.waiting` of this rank."""
         return self._directions.waiting(self._rank, other, action)
-
-
-def receipts(plan: Plan, rank: int) -> dict[Transfer, tuple[Transfer, ...]]:
-    """Per message to ``rank``, those from it that have arrived when this one does.
-
-    A rank that sends a message has received all that the actions before needed. A handle of gloo
-    does not tell by itself: it is complete only once it was waited for.
-    """
-    found: dict[Transfer, tuple[Transfer, ...]] = {}
-    for row in plan.rows:
-        arrived: list[Transfer] = []
-        for action in row:
-            needed, sent = plan.message_to(action), plan.transfer_of(action)
-            if needed is not None and needed.source == rank != needed.target:
-                arrived.append(needed)
-            if sent is not None and sent.target == rank:
-                found[sent], arrived = tuple(arrived), []
-    return found

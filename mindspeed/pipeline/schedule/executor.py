@@ -4,9 +4,10 @@
         wait for its message -> compute -> send its result
         (receives of the next actions are posted before)
 
-The executor only keeps the order and hands tensors on: to the rank that computes the next stage, or
-directly to another stage of the same rank. What an action computes is decided by :class:`Work`, how
-messages travel by :class:`Channels`.
+What follows from the plan alone was made before (:mod:`.row`). The executor only keeps the order
+and hands tensors on: to the rank that computes the next stage, or directly to another stage of the
+same rank. What an action computes is decided by :class:`Work`, how messages travel by
+:class:`Channels`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,17 @@ from mindspeed.pipeline.schedule.actions import (
     Action,
 )
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
+from mindspeed.pipeline.schedule.row import row_of
 
 Tensors = list[torch.Tensor]
 PREFETCH = 2
+_RUN = {
+    BACKWARD_WEIGHT: "weight_gradients",
+    RECOMPUTE: "recompute",
+    OFFLOAD: "offload",
+    LOAD: "load",
+    REDUCE: "reduce",
+}
 
 
 class Work(Protocol):
@@ -117,26 +126,22 @@ def execute(
         prefetch: the receives of so many actions after the current one are posted before it runs.
         done: called after each action, before its result is handed on.
     """
-    row = plan.rows[rank]
-    awaited = [plan.message_to(action) for action in row]
     local: dict[Transfer, Tensors] = {}
-    for index, action in enumerate(row):
-        for transfer in awaited[index : index + 1 + prefetch]:
-            if transfer is not None and transfer.source != rank:
-                channels.expect(transfer)
+    for action, awaited, handed, posted, from_here, to_here in row_of(plan, rank, prefetch).entries:
+        for transfer in posted:
+            channels.expect(transfer)
         inputs: Tensors = []
-        if (transfer := awaited[index]) is not None:
-            is_local = transfer.source == rank
-            inputs = local.pop(transfer) if is_local else channels.receive(transfer)
+        if awaited is not None:
+            inputs = local.pop(awaited) if from_here else channels.receive(awaited)
         outputs = _run(work, action, inputs)
         done(action)
-        if (transfer := plan.message_of(action)) is None:
+        if handed is None:
             continue
-        if transfer.target == rank:
-            local[transfer] = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
+        if to_here:
+            local[handed] = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
         else:
-            channels.send(transfer, outputs)
-        if transfer.forward:
+            channels.send(handed, outputs)
+        if handed.forward:
             work.handed_on(action)
     channels.finish()
 
@@ -146,11 +151,5 @@ def _run(work: Work, action: Action, inputs: Tensors) -> Tensors:
         return work.forward(action, inputs)
     if action.op in BACKWARDS:
         return work.backward(action, inputs)
-    {
-        BACKWARD_WEIGHT: work.weight_gradients,
-        RECOMPUTE: work.recompute,
-        OFFLOAD: work.offload,
-        LOAD: work.load,
-        REDUCE: work.reduce,
-    }[action.op](action)
+    getattr(work, _RUN[action.op])(action)
     return []

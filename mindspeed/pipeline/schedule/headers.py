@@ -14,7 +14,6 @@ early; only the use waits for it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,17 +178,19 @@ class HeaderedPeerToPeer(PeerToPeer):
         super().__init__(plan, rank, directions, self._known)
         self._declared = declared
         self._headers = headers
-        self._no_header = {source: deque(queue) for source, queue in self._unposted.items()}
+        self._no_header = dict.fromkeys(self._row.incoming, 0)  # the next one of each sender
         self._coming: dict[Transfer, tuple[torch.Tensor, Any]] = {}
         self._infos: dict[Transfer, list[TensorInfo]] = {}
         self._sent: dict[tuple[int, int], list[TensorInfo]] = {}
 
     def expect(self, transfer: Transfer) -> None:
         """Post the receives of headers up to this message, and of tensors whose header is there."""
-        queue = self._no_header[transfer.source]
+        queue, place = self._row.incoming[transfer.source], self._row.places[transfer]
         source = self._directions.ranks[transfer.source]
-        while transfer not in self._posted and transfer in queue:
-            if (first := queue.popleft()).forward:
+        while self._no_header[transfer.source] <= place:
+            first = queue[self._no_header[transfer.source]]
+            self._no_header[transfer.source] += 1
+            if first.forward:
                 header = torch.zeros(WORDS, dtype=torch.int64)
                 with self.waiting(transfer.source, f"send the header of {first}"):
                     handle = dist.irecv(header, src=source, group=self._headers)
@@ -199,9 +200,9 @@ class HeaderedPeerToPeer(PeerToPeer):
     def receive(self, transfer: Transfer) -> Tensors:
         """Wait for a message; what needs a gradient of it says so."""
         self.expect(transfer)
-        for earlier in list(self._unposted[transfer.source]):
-            if transfer in self._posted:
-                break
+        queue = self._row.incoming[transfer.source]
+        while transfer not in self._posted:
+            earlier = queue[self._unposted[transfer.source]]
             self._read_header(earlier)
             super().expect(earlier)
         tensors = super().receive(transfer)

@@ -32,7 +32,6 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from mindspeed import device
 from mindspeed.errors import ConfigError
-from mindspeed.pipeline.schedule.actions import FORWARD_INPUT_ONLY
 from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
 from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.executor import Tensors, execute
@@ -249,11 +248,10 @@ class ScheduledPipeline:
         if self.recomputation is not None:
             return [self.recomputation(unwrap_model(chunk)) for chunk in chunks]
         asked = self.request.recompute is not None or self.request.plan is not None
-        drops = (action for _, action in plan if action.op == FORWARD_INPUT_ONLY)
-        if asked and (dropped := next(drops, None)) is not None:
+        if asked and plan.dropped is not None:
             raise ConfigError(
-                f"the schedule {plan.name} has {dropped}, but nothing recomputes activations: add "
-                "--recompute-in-bubble or --recompute-in-advance"
+                f"the schedule {plan.name} has {plan.dropped}, but nothing recomputes activations: "
+                "add --recompute-in-bubble or --recompute-in-advance"
             )
         return [None] * len(chunks)
 

@@ -21,9 +21,10 @@ from mindspeed import device
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.pipeline.megatron_v_shape import finalized_groups, move_results
 from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, FORWARD_INPUT_ONLY, Action
-from mindspeed.pipeline.schedule.executor import Tensors
+from mindspeed.pipeline.schedule.executor import PREFETCH, Tensors
 from mindspeed.pipeline.schedule.headers import check_tensors, made_here
 from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.row import row_of
 
 if TYPE_CHECKING:
     from mindspeed.pipeline.schedule.megatron_weights import MicroBatchWeights
@@ -122,7 +123,7 @@ class MegatronWork:
         with contextlib.ExitStack() as stack:
             for no_sync in functions if isinstance(functions, list) else [functions]:
                 stack.enter_context(no_sync())
-            if any(action.op == BACKWARD_INPUT for action in self._plan.rows[self._rank]):
+            if row_of(self._plan, self._rank, PREFETCH).splits:
                 stack.enter_context(self._weight_gradients.splitting())
             yield
 
@@ -223,7 +224,7 @@ class MegatronWork:
     @property
     def num_live(self) -> int:
         """Number of (stage, micro-batch) pairs with activations, for a backward or for a ``W``."""
-        split = any(action.op == BACKWARD_INPUT for action in self._plan.rows[self._rank])
+        split = row_of(self._plan, self._rank, PREFETCH).splits
         return len(self.live) + (len(self._weight_gradients.pending) if split else 0)
 
     @cached_property

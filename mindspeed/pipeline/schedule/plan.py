@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from mindspeed.pipeline.schedule.actions import BACKWARDS, FORWARDS, Action
+from mindspeed.pipeline.schedule.actions import (
+    BACKWARDS,
+    FORWARD_INPUT_ONLY,
+    FORWARDS,
+    Action,
+)
 from mindspeed.pipeline.schedule.placement import Placement
 
 
@@ -47,6 +52,7 @@ class Plan:
         num_microbatches: m.
         sizes: samples of each micro-batch, where they differ; relative values are enough.
         name: of the schedule, for people.
+        compiled: what :mod:`.row` keeps of it between steps.
     """
 
     placement: Placement
@@ -54,6 +60,13 @@ class Plan:
     num_microbatches: int
     sizes: tuple[float, ...] | None = None
     name: str = ""
+    compiled: dict[tuple[int, int], object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __hash__(self) -> int:
+        """That of few fields: a step looks plans up, and must not walk over their tables."""
+        return hash((self.placement, self.num_microbatches, self.name))
 
     def size(self, microbatch: int) -> float:
         """Relative size of a micro-batch, 1 where all are equal."""
@@ -91,6 +104,11 @@ class Plan:
         ranks = placement.rank(source), placement.rank(target)
         assert action.microbatch is not None
         return Transfer(*ranks, source < target, target, action.microbatch)
+
+    @cached_property
+    def dropped(self) -> Action | None:
+        """The first forward that keeps its input only."""
+        return next((action for _, action in self if action.op == FORWARD_INPUT_ONLY), None)
 
     @cached_property
     def channels(self) -> dict[tuple[int, int], tuple[Transfer, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -119,3 +121,29 @@ def test_weights_of_losses_average_to_one_and_follow_the_sizes():
 def test_sizes_that_do_not_suit_the_step_are_refused(text, shape, message):
     with pytest.raises(ValueError, match=message):
         parse_sizes(text, shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "p", "v", "m", "size"),
+    [
+        ("zb-h1", 2, 1, 6, 2),
+        ("zb-h1", 4, 1, 8, 4),
+        ("nanopipe", 4, 2, 8, 4),
+        ("aiao", 4, 2, 8, 4),
+    ],
+)
+def test_sizes_are_searched_for_the_schedule_that_runs(kind, p, v, m, size):
+    """Sizes for 1F1B make zb-h1 slower than equal ones."""
+    request = ScheduleRequest(kind=kind)
+    found = search_sizes(p, v, m, m * size, request=request)
+
+    def step(sizes):
+        return simulate(build_plan(replace(request, sizes=sizes), p, v, m)).makespan
+
+    assert step(found) <= step((size,) * m) + 1e-9
+    assert step(found) <= step(search_sizes(p, v, m, m * size)) + 1e-9
+
+
+def test_other_schedules_get_other_sizes():
+    shape = (4, 1, 8, 32)
+    assert search_sizes(*shape, request=ScheduleRequest(kind="zb-h1")) != search_sizes(*shape)
