@@ -10,7 +10,8 @@ from mindspeed.cli.plot import GREY, check_format, figure_class, write_figure
 from mindspeed.compare.names import layer_of
 
 if TYPE_CHECKING:
-    from mindspeed.compare.walk import Result, Row
+    from mindspeed.compare.row import Row
+    from mindspeed.compare.walk import Result
 
 _LEAST, _MOST = -8.0, 0.0  # decimal exponents of the colours
 

@@ -44,11 +44,15 @@ class Place:
         shape: Rows and columns of the whole tensor.
         rows: Global row of each row of the piece, int64 on the host.
         columns: Global column of each column.
+        sparse: The whole tensor has some of its rows only, as the tokens of an expert.
+        partial: Pieces at one place are no copies but terms of a sum.
     """
 
     shape: tuple[int, int]
     rows: torch.Tensor
     columns: torch.Tensor
+    sparse: bool = False
+    partial: bool = False
 
     @functools.cached_property
     def identity(self) -> str:

@@ -17,7 +17,7 @@ import inspect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mindspeed.compare.digest import Place
 from mindspeed.compare.forced import ForcedValues, Replace, gradient_scale
+from mindspeed.compare.megatron_experts import ExpertHooks, layers_of
 from mindspeed.compare.megatron_modules import (
     flattened,
     global_names,
@@ -42,6 +43,7 @@ from mindspeed.compare.megatron_weights import MegatronWeights, NamedChunk
 from mindspeed.compare.names import Name
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
+from mindspeed.compare.routing import GAPS, counted, scores_of
 from mindspeed.journal import Journal
 
 _OUTPUTS = ("output", "choice", "logits")
@@ -95,6 +97,7 @@ class MegatronHooks:
         self._handles: list[RemovableHandle] = []
         self._journal = Journal()
         self._chunks: list[_Chunk] = []
+        self._logits: dict[int, torch.Tensor] = {}  # of the call of a router that runs
         self._weights = MegatronWeights(recorder, what, noise)
         self._ranks: Ranks | None = None
         self.micro_batch = 0
@@ -197,6 +200,7 @@ class MegatronHooks:
 
     def _hook(self, chunk: _Chunk) -> None:
         module = chunk.module
+        assert self._ranks is not None
         self._handles.append(
             module.register_forward_pre_hook(
                 functools.partial(self._begin_micro_batch, chunk), with_kwargs=True
@@ -218,6 +222,17 @@ class MegatronHooks:
                 after = functools.partial(self._output, chunk, name)
                 self._handles.append(inner.register_forward_hook(after))
 
+        experts = ExpertHooks(
+            self._recorder,
+            self._what,
+            self._only,
+            self._noise,
+            self._ranks,
+            functools.partial(_running, chunk),
+        )
+        for path, layer in layers_of(module):
+            experts.hook(chunk.names[path], layer, self._journal, self._handles)
+
     def _hook_logits(self, chunk: _Chunk, name: str, router: Any) -> None:
         """A router computes its logits in a method, not in a module."""
         gating = router.gating
@@ -230,9 +245,22 @@ class MegatronHooks:
             reduction = router.weight.shape[1]
             columns = Columns(logits.shape[-1])
             result = self._tensor(call, "logits", logits, columns, reduction)
-            return logits if result is None else result
+            self._logits[id(router)] = logits if result is None else result
+            return self._logits[id(router)]
 
         self._journal.set(router, "gating", recorded, owner="compare")
+
+    def _gaps(self, call: _Call, router: Any, chosen: torch.Tensor) -> None:
+        """Count how close the choice of each token is."""
+        logits, batch = self._logits.pop(id(router), None), call.batch
+        skip = self._only and batch.number not in self._only
+        if logits is None or skip or "activations" not in self._what or in_backward():
+            return
+        scores = scores_of(router, logits).detach().reshape(-1, logits.shape[-1])
+        place = batch.rows.place(len(scores) // batch.rows.samples, Columns(scores.shape[1]))
+        if place is not None and scores.shape == chosen.shape:
+            counts = counted(scores, chosen.bool(), place)
+            self._recorder.add_counts(batch.number, call.name, GAPS, counts, place)
 
     def _begin_micro_batch(self, chunk: _Chunk, module: Any, args: Any, kwargs: Any) -> None:
         assert self._ranks is not None
@@ -271,10 +299,11 @@ class MegatronHooks:
         call = self._call_of(chunk, name, "output")
         if call is None or not isinstance(first, torch.Tensor):
             return None
-        columns = output_columns(module, name, first, self._ranks)
+        columns = output_columns(module, name, first, self._ranks, chunk.module.config)
         reduction = reduction_of(module, name, call.batch.rows, first)
         result = self._tensor(call, "output", first, columns, reduction)
         if name.endswith("router") and rest and isinstance(rest[0], torch.Tensor):
+            self._gaps(call, module, rest[0])
             choice = self._tensor(call, "choice", rest[0], columns, 1)
             if choice is not None:
                 result, rest = first if result is None else result, (choice, *rest[1:])
@@ -362,8 +391,14 @@ class MegatronHooks:
         value = self._replacement(call, what, "forward", x, place, loss)
         if value is not None:
             target = result = self._forced_value(call, what, x, value, place, reduction)
-        partial = what in ("key", "value") and columns.parts < ranks.tp_size
-        if "output-gradients" in self._what and target.requires_grad and not partial:
+        graph = target.requires_grad and torch.is_grad_enabled()  # else its second forward has one
+        if "output-gradients" in self._what and graph:
+            of_keys = what in ("key", "value") or name.endswith("k_layernorm")
+            shared = of_keys and columns.parts < ranks.tp_size  # ranks have terms of its gradient
+            if shared != columns.partial:
+                tokens = len(place.rows) // batch.rows.samples
+                place = batch.rows.place(tokens, replace(columns, partial=shared))
+                assert place is not None
             self._hook_gradient(target, call, what, place, reduction, loss)
         return result
 
@@ -424,7 +459,7 @@ class MegatronHooks:
             flat = flattened(gradient if result is None else result, loss)
             self._add(batch, "backward", name, what, flat, place, reduction)
             value = self._replacement(call, what, "backward", gradient, place, loss)
-            if value is None:
+            if value is None or place.partial:
                 return result
             if self._noise is None:
                 return value
@@ -452,6 +487,12 @@ class MegatronHooks:
 
 def _chunks(model: Any) -> list[Any]:
     return [unwrapped(one) for one in (model if isinstance(model, list) else [model])]
+
+
+def _running(chunk: _Chunk) -> tuple[int, MicroBatchRows] | None:
+    """Number and rows of the micro-batch that runs forward."""
+    batch = None if in_backward() else chunk.current
+    return None if batch is None else (batch.number, batch.rows)
 
 
 def in_backward() -> bool:

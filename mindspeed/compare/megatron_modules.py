@@ -20,7 +20,13 @@ def unwrapped(model: Any) -> Any:
     """A chunk without data-parallel and precision wrappers."""
     from megatron.core.utils import unwrap_model
 
-    return unwrap_model(model)
+    inner = unwrap_model(model)
+    return unwrapped(inner.module) if is_fsdp(inner) else inner
+
+
+def is_fsdp(module: Any) -> bool:
+    """Whether it is Megatron's wrapper that shares parameters in flat buffers."""
+    return type(module).__name__ == "MegatronFSDP"
 
 
 def global_names(chunk: Any) -> dict[str, str]:
@@ -64,11 +70,19 @@ def records_output(path: str, module: Any) -> bool:
     return leaf or chosen or layer or hasattr(module, "parallel_mode")
 
 
-def output_columns(module: Any, name: str, x: torch.Tensor, ranks: Ranks | None) -> Columns:
+def output_columns(
+    module: Any, name: str, x: torch.Tensor, ranks: Ranks | None, config: Any
+) -> Columns:
     """The columns of a module's output ``[tokens, samples, ...]``, or ``[rows, columns]``."""
     assert ranks is not None
     width = x[0, 0].numel() if x.dim() > 2 else x.shape[-1]
-    sharded = name.endswith("core_attention") or _column_parallel(module)
+    if x.dim() == 4:  # of heads: norms of queries and keys
+        what = "key" if name.endswith("k_layernorm") else "query"
+        return input_columns(what, x, ranks, module, config)
+    if config.moe_shared_expert_overlap and name.endswith("shared_experts.linear_fc2"):
+        return Columns(width, partial=ranks.tp_size > 1)  # reduced once the experts have run
+    sharded = name.endswith(("core_attention", "shared_experts.linear_fc1"))
+    sharded = sharded or _column_parallel(module)
     if not sharded or ranks.tp_size == 1:
         return Columns(width)
     gated = name.endswith("linear_fc1") and bool(module.config.gated_linear_unit)

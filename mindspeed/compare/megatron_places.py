@@ -98,7 +98,9 @@ class MicroBatchRows:
             return None
         key = tokens, columns
         if key not in self._places:
-            self._places[key] = Place((self.total, columns.total), rows, columns.index())
+            self._places[key] = Place(
+                (self.total, columns.total), rows, columns.index(), partial=columns.partial
+            )
         return self._places[key]
 
 
@@ -111,12 +113,14 @@ class Columns:
         part: Of this rank.
         parts: Ranks with different ones.
         halves: 2 for gate and up, which are one after the other in the whole tensor.
+        partial: Ranks with the same columns have terms of a sum.
     """
 
     total: int
     part: int = 0
     parts: int = 1
     halves: int = 1
+    partial: bool = False
 
     def index(self) -> torch.Tensor:
         """Global column of each column of the rank: ``[columns]`` int64."""

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed.compare.digest import Place, whole
 from mindspeed.compare.forced import ForcedValues
+from mindspeed.compare.megatron_modules import is_fsdp
 from mindspeed.compare.megatron_optimizer import owned
 from mindspeed.compare.megatron_places import parameter_places, rectangles
 from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
@@ -63,7 +64,8 @@ class MegatronWeights:
         self._chunks, self._forced = chunks, forced
         for chunk in chunks:
             if id(chunk.module) not in self._places:
-                self._places[id(chunk.module)] = parameter_places(chunk.module)
+                flat = is_fsdp(getattr(chunk.wrapped, "module", None))
+                self._places[id(chunk.module)] = {} if flat else parameter_places(chunk.module)
         if "weights" in self._what:
             self._complete_parameters()
             self._weights("begin", "weight", lambda parameter: parameter)
@@ -101,6 +103,8 @@ class MegatronWeights:
                 self._recorder.add(
                     NO_MICRO_BATCH, "end", "optimizer", what, scalar, whole(1), terms
                 )
+        if not any(self._places.values()):
+            return  # in flat buffers
         wanted = {"main_weight"} if "main-weights" in self._what else set()
         named = {
             parameter: (chunk, path)
@@ -215,22 +219,27 @@ def _own_ranges(chunks: list[NamedChunk]) -> Callable[[torch.nn.Parameter], tupl
     """The part of each gradient that is reduced on this rank."""
     ranges: dict[torch.nn.Parameter, tuple[int, int]] = {}
     for chunk in chunks:
-        groups = [
-            *getattr(chunk.wrapped, "bucket_groups", ()),
-            *getattr(chunk.wrapped, "expert_parallel_bucket_groups", ()),
-        ]
-        for group in groups:
-            if not group.ddp_config.use_distributed_optimizer:
-                continue
-            size, rank = (
-                group.intra_distributed_optimizer_instance_size,
-                group.intra_distributed_optimizer_instance_rank,
-            )
-            for bucket in group.buckets:
+        groups = {
+            id(bucket): group
+            for kind in ("bucket_groups", "expert_parallel_bucket_groups")
+            for group in getattr(chunk.wrapped, kind, ())
+            if group.ddp_config.use_distributed_optimizer
+            for bucket in group.buckets
+        }
+        buffers = (
+            buffer
+            for kind in ("buffers", "expert_parallel_buffers")
+            for buffer in (getattr(chunk.wrapped, kind, ()) if groups else ())
+        )
+        for buffer in buffers:
+            for parameter, (start, end, number) in buffer.param_index_map.items():
+                bucket = buffer.buckets[number]
+                group = groups[id(bucket)]
+                size = group.intra_distributed_optimizer_instance_size
                 share = bucket.grad_data.numel() // size
-                for parameter, (start, end) in bucket.param_to_index.items():
-                    first, last = max(start, rank * share), min(end, (rank + 1) * share)
-                    ranges[parameter] = first - start, max(last, first) - start
+                begin = bucket.offset + group.intra_distributed_optimizer_instance_rank * share
+                first, last = max(start, begin), min(end, begin + share)
+                ranges[parameter] = first - start, max(last, first) - start
 
     def range_of(parameter: torch.nn.Parameter) -> tuple[int, int]:
         return ranges.get(parameter, (0, parameter.numel()))

@@ -11,7 +11,8 @@ from typing import Any
 from mindspeed.compare.names import layer_of
 from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recording
-from mindspeed.compare.walk import Result, Row
+from mindspeed.compare.row import Row
+from mindspeed.compare.walk import Result
 
 _ARGUMENTS = 12
 _OTHERS = 20

@@ -40,6 +40,8 @@ class Piece:
         place: Equal for copies.
         count: Number of elements.
         reduction: How many products or terms make up one value.
+        sparse: The whole tensor has some of its rows only.
+        partial: Pieces at one place are terms of a sum.
     """
 
     name: Name
@@ -48,6 +50,8 @@ class Piece:
     place: str
     count: int
     reduction: int
+    sparse: bool = False
+    partial: bool = False
 
 
 @dataclass
@@ -112,7 +116,8 @@ class Recorder:
         assert step is not None
         name = Name(step.number, micro_batch, when, module, what)
         dtype = str(x.dtype).removeprefix("torch.")
-        piece = Piece(name, dtype, place.shape, place.identity, place.count, reduction)
+        kind = place.sparse, place.partial
+        piece = Piece(name, dtype, place.shape, place.identity, place.count, reduction, *kind)
         if exactly:
             step.exact[len(step.pieces)] = exact(x, place)
         if self._values:
@@ -121,6 +126,26 @@ class Recorder:
             step.values[f"columns/{piece.place}"] = place.columns.clone()
         step.pieces.append(piece)
         step.digests.append(digest(x, place))
+
+    def add_counts(
+        self, micro_batch: int, module: str, what: str, counts: torch.Tensor, place: Place
+    ) -> None:
+        """Record numbers that add over shards, in the form of a digest.
+
+        Args:
+            micro_batch: As in :class:`Name`, like the two that follow.
+            module: Path.
+            what: Of the module.
+            counts: ``[BLOCKS, WIDTH]``, fp64 or fp32.
+            place: Of what was counted.
+        """
+        step = self.step
+        assert step is not None
+        name = Name(step.number, micro_batch, "forward", module, what)
+        step.pieces.append(
+            Piece(name, "float64", place.shape, place.identity, place.count, 1, place.sparse)
+        )
+        step.digests.append(counts)
 
     def write_if_not_finite(self) -> None:
         """Write a step with NaN or infinity at once: the training may end before its optimizer."""

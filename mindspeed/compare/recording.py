@@ -40,6 +40,8 @@ class Recorded:
         exact: Exact digest; None where it was not taken.
         count: Elements that were recorded.
         copies: Ranks whose copy differs from that of the first rank in ``copies[0]``.
+        sparse: It has some of its rows only, as the tokens of an expert.
+        partial: It was recorded as terms of a sum: its norm is an estimate, as of a difference.
     """
 
     name: Name
@@ -50,6 +52,8 @@ class Recorded:
     exact: int | None
     count: int
     copies: tuple[int, ...] = ()
+    sparse: bool = False
+    partial: bool = False
 
     @property
     def sketch(self) -> torch.Tensor:
@@ -78,8 +82,8 @@ class Recorded:
 
     @property
     def whole(self) -> bool:
-        """Whether all elements were recorded."""
-        return self.count == self.shape[0] * self.shape[1]
+        """Whether all elements were recorded, as far as one tensor tells."""
+        return self.sparse or self.count == self.shape[0] * self.shape[1]
 
 
 @dataclass
@@ -222,31 +226,52 @@ def _whole(
     name: Name, places: Mapping[str, list[tuple[int, int]]], ranks: list[_Rank], scales: _Scales
 ) -> Recorded:
     total, exact, count = None, 0, 0
-    taken, differing = True, []
+    taken, differing, partial = True, [], False
     for copies in places.values():
         index, at = copies[0]
-        rank = ranks[index]
-        piece = rank.pieces[at]
-        scale = scales.of(name, rank)
-        own = rank.digests[at].clone()
-        own[:, : SKETCHES + 1] /= scale
-        own[:, SQUARES] /= scale * scale
-        own[:, LARGEST] /= scale
-        if total is None:
-            total = own
-        else:
-            total += own
-            total[:, LARGEST] = torch.maximum(total[:, LARGEST] - own[:, LARGEST], own[:, LARGEST])
+        piece = ranks[index].pieces[at]
+        partial |= piece["partial"]
+        for index, at in copies if piece["partial"] else copies[:1]:
+            rank = ranks[index]
+            own = _scaled(rank.digests[at], scales.of(name, rank))
+            total = own if total is None else _sum(total, own)
+            taken &= at in rank.header["exact"]
+            exact = (exact + int(rank.exact[at])) & _MASK
         count += piece["count"]
-        taken &= at in rank.header["exact"]
-        exact = (exact + int(rank.exact[at])) & _MASK
-        differing += _other_copies(copies, ranks)
+        if not piece["partial"]:
+            differing += _other_copies(copies, ranks)
     assert total is not None
+    if partial:
+        total[:, SQUARES] = total[:, :SKETCHES].square().mean(1)
     shape = (piece["shape"][0], piece["shape"][1])
-    same = exact if taken else None
     return Recorded(
-        name, piece["dtype"], shape, piece["reduction"], total, same, count, tuple(differing)
+        name,
+        piece["dtype"],
+        shape,
+        piece["reduction"],
+        total,
+        exact if taken else None,
+        count,
+        tuple(differing),
+        piece["sparse"],
+        partial,
     )
+
+
+def _scaled(digest: torch.Tensor, scale: float) -> torch.Tensor:
+    """Digest of a tensor divided by a number: ``[blocks, numbers]``."""
+    own = digest.clone()
+    own[:, : SKETCHES + 1] /= scale
+    own[:, SQUARES] /= scale * scale
+    own[:, LARGEST] /= scale
+    return own
+
+
+def _sum(total: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Digest of two parts: ``[blocks, numbers]``."""
+    found = total + own
+    found[:, LARGEST] = torch.maximum(total[:, LARGEST], own[:, LARGEST])
+    return found
 
 
 def _other_copies(copies: list[tuple[int, int]], ranks: list[_Rank]) -> list[int]:

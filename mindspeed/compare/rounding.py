@@ -26,11 +26,13 @@ from mindspeed.compare.digest import SKETCH_ERROR, SMALL
 from mindspeed.compare.names import Name, depth
 from mindspeed.compare.noise import UNIT, amplitude
 from mindspeed.compare.recording import Recorded, Recording
+from mindspeed.compare.routing import GAPS, Moved
 
 LIMITS = {"whole": 6.0, "block": 10.0, "norm": 12.0}
 FORCED_LIMITS = {"whole": 3.0, "block": 4.0, "norm": 6.0}
 """Of a run that computes with A's values: its noise does not grow."""
 _TINY = 1e-300
+_RARE = 1e-3  # expected signs, below which none is expected to turn
 _EXACT = 1e9  # ratio of a difference where none is allowed
 
 
@@ -79,14 +81,19 @@ class NoiseLevels:
         self._dtype = max(outputs, key=lambda dtype: UNIT.get(dtype, 0.0), default="float32")
         layers = [at for name in a.tensors if (at := depth(name.module)) < 10**6]
         self._layers = 1 + max(layers, default=0)
+        self._tensors = a.tensors
         self._sums: defaultdict[tuple[object, ...], list[float]] = defaultdict(lambda: [0.0] * 4)
-        for name, own in a.tensors.items():
-            for run in runs:
-                if other := run.tensors.get(name):
+        for run in runs:
+            other_experts = Moved(a, run.tensors)
+            for name, own in a.tensors.items():
+                other = run.tensors.get(name)
+                if other is not None and name not in other_experts:
                     self._add(name, own, other)
 
     def _add(self, name: Name, own: Recorded, other: Recorded) -> None:
-        apart = _squared_distances(own, other)
+        if name.what == GAPS:
+            return
+        apart = squared_distances(own, other)
         norm = own.norm + _TINY
         sums = self._sums[_pooled(name)]
         reference = own.squares + own.squares.mean() + _TINY
@@ -106,12 +113,33 @@ class NoiseLevels:
         if elements == 1:  # no other values whose noise could be pooled
             floor = of_norm = amplitude(tensor.dtype, tensor.reduction)
         least = {"whole": floor, "block": floor, "norm": of_norm}
+        turned = self._turned(tensor)
+        for which, share in (("whole", 1), ("block", 2), ("norm", 1)):  # all may be in one block
+            least[which] = max(least[which], share * turned / self.limits[which])
         sums = self._sums.get(_pooled(tensor.name))
         if sums is not None and sums[0]:
             measured = [math.sqrt(one / sums[0]) for one in sums[1:]]
             return {k: max(v, m) for (k, v), m in zip(least.items(), measured, strict=True)}
         whole = self._formula(tensor)
         return {"whole": whole, "block": 2 * whole, "norm": whole / 2}
+
+    def _turned(self, tensor: Recorded) -> float:
+        """The error of a weight some of whose first updates have the other sign, relative.
+
+        Adam's first update is the learning rate whatever the size of a gradient. Where that is
+        within its noise the sign is anybody's, of about noise x elements of them, which is so rare
+        in a small tensor that no run with noise may have met it.
+        """
+        name = tensor.name
+        if name.step or not name.what.endswith("main_weight") or not tensor.norm:
+            return 0.0
+        kind = name.what.removesuffix("main_weight")
+        gradient = self._tensors.get(name._replace(what=f"{kind}main_grad"))
+        rate = self._tensors.get(name._replace(module="optimizer", what="learning_rate"))
+        if gradient is None or rate is None:
+            return 0.0
+        turned = self.of(gradient)["whole"] * tensor.count
+        return 0.0 if turned < _RARE else 2 * rate.norm * math.sqrt(1 + 3 * turned) / tensor.norm
 
     def _formula(self, tensor: Recorded) -> float:
         """Rounding of one value, and of what comes before it; infinite where it says nothing.
@@ -140,7 +168,9 @@ def exactly(name: Name, first: int) -> bool:
     return name.module == "data" or name.what == "choice" or begins
 
 
-def difference(a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool) -> Difference:
+def difference(
+    a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool, clipped: float = 0.0
+) -> Difference:
     """Compare a tensor.
 
     Args:
@@ -148,19 +178,23 @@ def difference(a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool) -> Dif
         b: Of the other one.
         noise: Of A.
         exact: No difference is allowed.
+        clipped: By how much clipped gradients may differ, relative.
     """
     levels = noise.of(a)
+    if a.name.when == "end" and not a.name.what.endswith("main_grad") and a.count > 1:
+        levels = {which: level + clipped for which, level in levels.items()}
     limit = noise.limits["whole"] * levels["whole"]
     norm = a.norm + _TINY
     scale = b.norm / norm
     none = dict.fromkeys(LIMITS, 0.0)
     if a.exact is not None and a.exact == b.exact:
         return Difference(0.0, none, limit, 1.0)
-    if b.not_finite != a.not_finite:
+    partial = a.partial or b.partial
+    if b.not_finite != a.not_finite and not (partial and a.not_finite and b.not_finite):
         return Difference(math.inf, dict.fromkeys(LIMITS, _EXACT), limit, scale)
     if a.not_finite:
         return Difference(0.0, none, math.inf, 1.0)
-    apart = _squared_distances(a, b)
+    apart = squared_distances(a, b)
     error = math.sqrt(float(apart.sum())) / norm
     if exact and a.exact is not None and b.exact is not None:
         return Difference(error, dict.fromkeys(LIMITS, _EXACT), 0.0, scale)
@@ -168,12 +202,12 @@ def difference(a: Recorded, b: Recorded, noise: NoiseLevels, exact: bool) -> Dif
     found = {
         "whole": error,
         "block": math.sqrt(float((apart / reference).max())),
-        "norm": abs(scale - 1) if norm > 1e-30 else 0.0,
+        "norm": abs(scale - 1) if norm > 1e-30 and not partial else 0.0,
     }
     ratios = {which: value / levels[which] for which, value in found.items()}
     return Difference(error, ratios, limit, scale, noise.limits)
 
 
-def _squared_distances(a: Recorded, b: Recorded) -> torch.Tensor:
-    """Estimate of ``||a - b||^2`` of each block."""
+def squared_distances(a: Recorded, b: Recorded) -> torch.Tensor:
+    """Estimate of ``||a - b||^2`` of each block: ``[blocks]`` fp64."""
     return (a.sketch - b.sketch).square().mean(1)

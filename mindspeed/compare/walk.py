@@ -1,60 +1,30 @@
 """Walks a step of two recordings and finds the first tensor that differs.
 
 Tensors are matched by name and visited in A's order: weights, forward by depth, backward from the
-end, gradients of weights. Micro-batches are matched by their tokens. What makes a comparison
-pointless is found first: other data, other sizes of the model, other weights at the start.
+end, gradients of weights. Micro-batches are matched by their tokens, or as samples where both runs
+recorded these. What makes a comparison pointless is found first (:mod:`.before`); where the fault
+is, :mod:`.verdicts` says.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed.compare.names import Name
+import torch
+
+from mindspeed.compare import before, verdicts
+from mindspeed.compare.digest import BLOCKS, SKETCHES, SQUARES, SUM, WIDTH
+from mindspeed.compare.names import NO_MICRO_BATCH, Name
 from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recorded, Recording
 from mindspeed.compare.rounding import Difference, NoiseLevels, difference, exactly
-
-_OF_NO_ACCOUNT = (
-    *("rank", "local_rank", "world_size", "data_parallel_size", "command_words", "load", "save"),
-    *("metrics_file", "transformer_pipeline_model_parallel_size", "config", "global_rank"),
-)
-"""Arguments that name files, or that follow from the layout."""
-
-_OF_OPTIMIZER = {
-    "learning_rate": "the learning rate: its schedule, or the step that the runs are at",
-    "grad_norm": (
-        "the gradient norm, of equal gradients: parameters that are left out, or copies that are "
-        "counted twice"
-    ),
-    "main_weight": (
-        "the update, of equal gradients and states: weight decay, eps, or a shard that is not "
-        "updated"
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """A compared tensor.
-
-    Attributes:
-        a: Of the run that is trusted.
-        b: Of the other one.
-        difference: Of the two.
-    """
-
-    a: Recorded
-    b: Recorded
-    difference: Difference
-
-    @property
-    def name(self) -> Name:
-        """Its name in A."""
-        return self.a.name
+from mindspeed.compare.routing import GAPS, Moved, close, moved
+from mindspeed.compare.row import Row
+from mindspeed.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -113,44 +83,120 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
         a: The run that is trusted.
         b: The other one.
         noise: The same run as ``a``, with noise.
+
+    Raises:
+        DataError: the runs have no tensor in common.
     """
-    result = Result(measured=bool(noise), arguments=_arguments(a, b))
-    tensors, problems = _aligned(a, b)
-    result.before = [*_cut_off("A", a), *_cut_off("B", b), *problems, *_dropout(a, b)]
+    result = Result(measured=bool(noise), arguments=before.arguments(a, b))
+    tensors, other_data = _aligned(a, b)
+    result.before = [*before.problems(a, b), *other_data]
+    if (other := before.other_model(a, b)) is not None:
+        name, sentence = other
+        result.before.insert(0, sentence)
+        result.first = Finding(name, "compare runs of one model")
+        return result
     result.forced = any(scalars.get("forced") for scalars in b.scalars.values())
     levels = NoiseLevels(a, noise, result.forced)
-    first_step = min(a.steps)
-    rows: list[Row] = []
-    for name, own in a.tensors.items():
-        other = tensors.get(name)
-        if other is None or not own.whole or not other.whole:
-            continue
-        if own.shape != other.shape or (not levels.measured and name.step != first_step):
-            continue
-        found = difference(own, other, levels, exactly(name, first_step))
-        rows.append(Row(own, other, found))
-    result.rows = rows
+    regrouped = before.grouping(a, b)
+    result.before += [regrouped] if regrouped else []
+    result.rows, ties = _rows(a, b, tensors, levels)
+    result.before += ties
+    if regrouped:
+        result.rows = [row for row in result.rows if row.name.micro_batch == NO_MICRO_BATCH]
+        result.rows = [*_losses(a, b, levels), *result.rows]
+        result.rows.sort(key=lambda row: row.name.when == "end")
     result.only = _only(a, tensors)
-    shapes = [
-        (name, own.shape, tensors[name].shape)
-        for name, own in a.tensors.items()
-        if name in tensors and own.shape != tensors[name].shape
-    ]
-    weights = [(n, x, y) for n, x, y in shapes if n.when == "begin"]
-    if weights:
-        name, here, there = weights[0]
-        text = f"{name.module} is {_size(here)} in A and {_size(there)} in B"
-        result.before.append(f"other sizes of the model: {text}")
-        result.first = Finding(name, "the models differ: compare runs of one model")
-        return result
-    if shapes:
-        name, here, there = shapes[0]
-        result.before.append(
-            f"other micro-batches: {name.module} has {here[0]} rows in A and {there[0]} in B; only "
-            "weights and their gradients are compared"
+    if not result.rows:
+        steps = (", ".join(map(str, run.steps)) for run in (a, b))
+        raise DataError(
+            "nothing to compare: A has recorded step {}, B step {}, and no tensor of one size "
+            "is in both; record the same --record-steps and --record-what".format(*steps)
         )
     _find_first(result, a, b)
     return result
+
+
+def _rows(
+    a: Recording, b: Recording, tensors: Mapping[Name, Recorded], levels: NoiseLevels
+) -> tuple[list[Row], list[str]]:
+    """All pairs of tensors, and which choices of experts rounding explains."""
+    first_step = min(a.steps)
+    clipped = _clipped(a, b)
+
+    def explained(own: Recorded, other: Recorded) -> bool:
+        gaps, logits = (a.tensors.get(own.name._replace(what=what)) for what in (GAPS, "logits"))
+        there = tensors.get(own.name._replace(what="logits"))
+        if gaps is None or logits is None or there is None:
+            return False
+        apart = difference(logits, there, levels, exact=False)
+        error = max(levels.of(logits)["whole"], apart.error)
+        changed = moved(own, other)
+        ties = close(gaps, error)
+        return not apart.differs and bool((0.6 * changed <= ties).all())
+
+    other_experts = Moved(a, tensors, explained)
+    ties = [
+        f"step {step}, micro-batch {number}: about "
+        f"{max(1, round(float(moved(own, tensors[own.name]).sum())))} tokens go to other experts "
+        f"in {own.name.module} because two scores are as close as rounding; nothing after it in "
+        "this micro-batch, and no gradient of a weight, is compared"
+        for (step, number), own in other_experts.first.items()
+    ]
+    rows = []
+    for name, own in a.tensors.items():
+        other = tensors.get(name)
+        if other is None or name.what == GAPS or name in other_experts:
+            continue
+        if not own.whole or not other.whole or own.shape != other.shape:
+            continue
+        if own.sparse and (name.step in a.missing or name.step in b.missing):
+            continue
+        if not levels.measured and name.step != first_step:
+            continue
+        exact = exactly(name, first_step)
+        found = difference(own, other, levels, exact, clipped.get(name.step, 0.0))
+        rows.append(Row(own, other, found))
+    return rows, ties
+
+
+def _clipped(a: Recording, b: Recording) -> dict[int, float]:
+    """By how much the gradient norms of each step differ: clipping scales all gradients by them."""
+    found = {}
+    for name, own in a.tensors.items():
+        if name[3:] == ("optimizer", "grad_norm") and name in b.tensors and own.norm:
+            found[name.step] = abs(b.tensors[name].norm / own.norm - 1)
+    return found
+
+
+def _losses(a: Recording, b: Recording, levels: NoiseLevels) -> list[Row]:
+    """The mean loss of each step, of runs with other micro-batches."""
+    rows = []
+    for step in a.steps:
+        here, there = (_mean_loss(run, step) for run in (a, b))
+        if here is None or there is None or here.count != there.count:
+            continue
+        each = next(t for n, t in a.tensors.items() if n.step == step and n.module == "loss")
+        level, error = levels.of(each)["whole"], abs(there.norm / here.norm - 1)
+        ratios = {"whole": error / level, "block": 0.0, "norm": 0.0}
+        found = Difference(error, ratios, levels.limits["whole"] * level, 1.0, levels.limits)
+        rows.append(Row(here, there, found))
+    return rows
+
+
+def _mean_loss(run: Recording, step: int) -> Recorded | None:
+    each = [
+        tensor
+        for name, tensor in run.tensors.items()
+        if name.step == step and name[2:] == ("forward", "loss", "per_token")
+    ]
+    if not each:
+        return None
+    tokens = sum(one.count for one in each)
+    mean = sum(float(one.digest[:, SUM].sum()) for one in each) / tokens
+    digest = torch.zeros(BLOCKS, WIDTH, dtype=torch.float64)
+    digest[0, : SKETCHES + 1], digest[0, SQUARES] = mean, mean * mean
+    name = Name(step, NO_MICRO_BATCH, "forward", "loss", "mean")
+    return Recorded(name, each[0].dtype, (1, 1), tokens, digest, None, tokens)
 
 
 def _find_first(result: Result, a: Recording, b: Recording) -> None:
@@ -164,12 +210,12 @@ def _find_first(result: Result, a: Recording, b: Recording) -> None:
             continue
         seen.add(key)
         if copies:
-            finding = _copies(row)
+            finding = Finding(row.name, verdicts.of_copies(row), row)
         else:
-            verdict = _verdict(rows, index, a, b)
+            verdict = verdicts.verdict(rows, index, a, b)
             if not result.forced and _nothing_follows(rows, index):
                 verdict += "; nothing after it differs: it is small, or a fault of the recording"
-            finding = Finding(row.name, verdict, row, _enters(rows, index))
+            finding = Finding(row.name, verdict, row, verdicts.enters(rows, index))
         if result.first is not None:
             result.others.append(finding)
             continue
@@ -180,19 +226,8 @@ def _find_first(result: Result, a: Recording, b: Recording) -> None:
 
 def entering(result: Result) -> float:
     """How far the runs are apart before the first tensor that differs."""
-    before = itertools.takewhile(lambda row: not row.difference.differs, result.rows)
-    return max((row.difference.error for row in before), default=0.0)
-
-
-def _copies(row: Row) -> Finding:
-    run, ranks = ("A", row.a.copies) if row.a.copies else ("B", row.b.copies)
-    others = ", ".join(map(str, ranks[1:]))
-    return Finding(
-        row.name,
-        f"ranks of run {run} hold different copies: rank {ranks[0]} and rank {others}; what makes "
-        "the copies equal (an all-reduce, a broadcast, one seed) is missing",
-        row,
-    )
+    rows = itertools.takewhile(lambda row: not row.difference.differs, result.rows)
+    return max((row.difference.error for row in rows), default=0.0)
 
 
 def _nothing_follows(rows: Sequence[Row], index: int) -> bool:
@@ -202,184 +237,44 @@ def _nothing_follows(rows: Sequence[Row], index: int) -> bool:
     return bool(after) and not any(row.difference.differs for row in after)
 
 
-def _verdict(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str:
-    row = rows[index]
-    name, scale = row.name, row.difference.scale
-    if row.b.not_finite != row.a.not_finite:
-        run = "B" if row.b.not_finite > row.a.not_finite else "A"
-        kind = f"{max(row.a.not_finite, row.b.not_finite)} values of {run} are NaN or infinite; "
-    else:
-        kind = ""
-    if name.module == "data":
-        return kind + f"the data differ: {name.what} of micro-batch {name.micro_batch}"
-    if name.when == "begin":
-        if name.step == min(a.steps):
-            return kind + (
-                "a weight differs before the step: loading, initialisation, or the order of shards"
-            )
-        return kind + "a weight differs before the step: the update of an earlier step"
-    if name.what == "choice":
-        tokens = max(1, round((row.difference.error * row.a.norm) ** 2 / 2))
-        return kind + (
-            f"about {tokens} of {row.a.shape[0]} tokens go to other experts though the logits are "
-            "equal within rounding: ties, or the choice of the router. After ties runs in narrow "
-            "types differ: compare in fp32"
-        )
-    if name.when == "forward":
-        if _weight_differs(rows, name):
-            return kind + f"its weight differs: see {name.module}"
-        if name.what in ("query", "key"):
-            return kind + "position embedding, or norm of queries and keys, before this attention"
-        if name.what == "input":
-            return (
-                kind + "what stands between this tensor and those before it: addition, activation"
-            )
-        if name.module.endswith(".mlp"):
-            return kind + "its experts, or the dispatch of tokens to them and back"
-        return kind + "this operator" + _communication(name, a, b)
-    if name.when == "backward":
-        return kind + f"the backward that makes this gradient{_communication(name, a, b)}"
-    if name.what.endswith("main_grad"):
-        return kind + _of_gradients(rows, index, scale)
-    for what, text in _OF_OPTIMIZER.items():
-        if name.what.endswith(what):
-            return kind + text
-    return kind + "the optimizer's states: its decay rates, or what was loaded"
-
-
-def _communication(name: Name, a: Recording, b: Recording) -> str:
-    sizes = {size: max(a.sizes.get(size, 1), b.sizes.get(size, 1)) for size in a.sizes}
-    found = []
-    row_parallel = name.module.endswith(("linear_proj", "linear_fc2", "embedding"))
-    if sizes.get("tp_size", 1) > 1 and (row_parallel or name.when == "backward"):
-        found.append("its reduction over tensor-parallel ranks")
-    if sizes.get("cp_size", 1) > 1 and name.module.endswith("core_attention"):
-        found.append("the exchange of its context-parallel ranks")
-    if sizes.get("pp_size", 1) > 1 and "layernorm" in name.module:
-        found.append("the transfer from the stage before")
-    return f", or {' or '.join(found)}" if found else ""
-
-
-def _weight_differs(rows: Sequence[Row], name: Name) -> bool:
-    return any(
-        row.name.when == "begin" and row.name.step == name.step and row.name.module == name.module
-        for row in rows
-        if row.difference.differs
-    )
-
-
-def _of_gradients(rows: Sequence[Row], index: int, scale: float) -> str:
-    """All activations and their gradients are equal, and a weight's is not."""
-    name = rows[index].name
-    same = [
-        row for row in rows if row.name.step == name.step and row.name.what.endswith("main_grad")
-    ]
-    wrong = [row for row in same if row.difference.differs]
-    if len(wrong) < max(2, len(same) // 2):
-        return "the reduction of this gradient over ranks, or its accumulation"
-    scales = [row.difference.scale for row in wrong]
-    if max(scales) - min(scales) < 1e-3 * abs(scale):
-        return f"the scale of all gradients: each is {scale:.4g} times that of A"
-    return "a micro-batch that is lost or counted twice: the gradients of all weights differ"
-
-
-def _enters(rows: Sequence[Row], index: int) -> tuple[str, ...]:
-    """What a tensor is computed from, and how it compares."""
-    name = rows[index].name
-    found = []
-    before = [
-        row
-        for row in rows[:index]
-        if row.name.step == name.step
-        and row.name.when == name.when
-        and row.name.micro_batch == name.micro_batch
-    ]
-    own = [row for row in before if row.name.module == name.module]
-    before = own if len(own) > 1 else before[-2:]
-    weights = [
-        row
-        for row in rows[:index]
-        if row.name.when == "begin" and row.name.step == name.step
-        and row.name.module == name.module
-    ]  # fmt: skip
-    for row in (*before, *weights):
-        found.append(f"{row.name.module} {row.name.what}: {equality(row)}")
-    return tuple(found)
-
-
-def equality(row: Row) -> str:
-    """How a pair compares, in words."""
-    if row.difference.differs:
-        return f"DIFFERS by {row.difference.error:.2g}"
-    if row.a.exact is not None and row.a.exact == row.b.exact:
-        return "equal in bits"
-    return f"equal within rounding ({row.difference.error:.1e})"
-
-
 def _aligned(a: Recording, b: Recording) -> tuple[Mapping[Name, Recorded], list[str]]:
     """B's tensors under A's numbers of micro-batches, and what differs in the data."""
-    renumbered: dict[Name, Recorded] = {}
     problems: list[str] = []
     numbers: dict[tuple[int, int], int] = {}
     for step in a.steps:
         here, there = _tokens(a, step), _tokens(b, step)
-        if not here or not there:
+        if not here or not there or before.grouping(a, b):
             continue
-        by_tokens = {digest: number for number, digest in here.items()}
-        found = {number: by_tokens.get(digest) for number, digest in there.items()}
-        if len(by_tokens) == len(here) and None not in found.values():
-            for number, own in found.items():
-                assert own is not None
-                numbers[step, number] = own
-        elif _same_shape(a, b, step):
-            wrong = sum(one is None for one in found.values())
+        left = {digest: sorted(own) for digest, own in here.items()}
+        wrong = 0
+        for number, digest in sorted((n, d) for d, own in there.items() for n in own):
+            if left.get(digest):
+                numbers[step, number] = left[digest].pop(0)
+            else:
+                wrong += 1
+        if wrong:
+            count = sum(map(len, there.values()))
             problems.append(
-                f"the data differ: {wrong} of {len(found)} micro-batches of step {step} in B are "
+                f"the data differ: {wrong} of {count} micro-batches of step {step} in B are "
                 "none of A's"
             )
-    for name, tensor in b.tensors.items():
-        number = numbers.get((name.step, name.micro_batch), name.micro_batch)
-        renumbered[name._replace(micro_batch=number)] = tensor
-    if lost := sorted(set(a.steps) - set(b.steps)):
-        problems.append(f"B has not recorded step {', '.join(map(str, lost))}")
+            numbers = {key: number for key, number in numbers.items() if key[0] != step}
+    renumbered = {
+        name._replace(
+            micro_batch=numbers.get((name.step, name.micro_batch), name.micro_batch)
+        ): tensor
+        for name, tensor in b.tensors.items()
+    }
     return renumbered, problems
 
 
-def _tokens(run: Recording, step: int) -> dict[int, int]:
-    """Exact digest of the tokens of each micro-batch."""
-    return {
-        name.micro_batch: tensor.exact
-        for name, tensor in run.tensors.items()
-        if name.step == step and name[3:] == ("data", "tokens") and tensor.exact is not None
-    }
-
-
-def _same_shape(a: Recording, b: Recording, step: int) -> bool:
-    shapes = [
-        {t.shape for n, t in run.tensors.items() if n.step == step and n.module == "data"}
-        for run in (a, b)
-    ]
-    return shapes[0] == shapes[1]
-
-
-def _cut_off(whose: str, run: Recording) -> Iterator[str]:
-    for step, ranks in run.missing.items():
-        some = ", ".join(map(str, ranks[:4])) + (" ..." if len(ranks) > 4 else "")
-        yield f"{whose}'s step {step} was cut off: nothing of rank {some}"
-
-
-def _dropout(a: Recording, b: Recording) -> Iterator[str]:
-    """Dropout of runs in other layouts, whose masks differ."""
-    rates = [
-        name
-        for name in ("hidden_dropout", "attention_dropout")
-        if a.job.get(name) or b.job.get(name)
-    ]
-    if rates and a.sizes != b.sizes:
-        yield (
-            f"{' and '.join(rates)}: other layouts draw other masks; set it to 0, or record B with "
-            "--record-forced"
-        )
+def _tokens(run: Recording, step: int) -> dict[int, list[int]]:
+    """Numbers of the micro-batches with some tokens, by the exact digest of these."""
+    found: dict[int, list[int]] = {}
+    for name, tensor in run.tensors.items():
+        if name.step == step and name[3:] == ("data", "tokens") and tensor.exact is not None:
+            found.setdefault(tensor.exact, []).append(name.micro_batch)
+    return found
 
 
 def _only(a: Recording, b: Mapping[Name, Recorded]) -> dict[str, list[str]]:
@@ -395,19 +290,3 @@ def _only(a: Recording, b: Mapping[Name, Recorded]) -> dict[str, list[str]]:
 
 def _any_layer(module: str) -> str:
     return re.sub(r"layers\.\d+", "layers.*", module)
-
-
-def _arguments(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
-    """Arguments that both jobs have with other values."""
-    here, there = a.job, b.job
-    return {
-        name: (here[name], there[name])
-        for name in sorted(here.keys() & there.keys())
-        if here[name] != there[name]
-        and name not in _OF_NO_ACCOUNT
-        and not name.startswith("record")
-    }
-
-
-def _size(shape: tuple[int, int]) -> str:
-    return " x ".join(map(str, shape))

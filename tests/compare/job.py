@@ -13,6 +13,11 @@ from tests.compare.faults import FAULTS, SITUATIONS
 from tests.support.trainer_job import SETUP, command
 
 NOISE = (1, 2, 3)
+LEFT_OUT = {
+    "@tied": ("--untie-embeddings-and-output-weights",),
+    "@latent": ("--num-query-groups=2",),
+}
+"""Words among a job's flags, and what each takes out of those of the tiny model."""
 
 
 def train(flags: str, fault: str = "") -> str | None:
@@ -22,14 +27,21 @@ def train(flags: str, fault: str = "") -> str | None:
     from mindspeed.training.model import gpt_model
     from mindspeed.training.pretrain import pretrain
 
+    planted = {**FAULTS, **SITUATIONS}[fault] if fault else None
+
     def provider(*given: Any) -> Any:
+        if planted is not None and planted.before is not None:
+            planted.before()
         model = gpt_model(*given)
-        if fault:
-            {**FAULTS, **SITUATIONS}[fault].plant(model, int(os.environ["RANK"]))
+        if planted is not None:
+            planted.plant(model, int(os.environ["RANK"]))
         return model
 
     try:
-        pretrain(_prepare(command(shlex.split(flags)), int(os.environ["WORLD_SIZE"])), provider)
+        words = command(shlex.split(flags))
+        for mark in LEFT_OUT.keys() & set(words):
+            words = [one for one in words if one not in (mark, *LEFT_OUT[mark])]
+        pretrain(_prepare(words, int(os.environ["WORLD_SIZE"])), provider)
     except MindSpeedError as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -43,13 +55,21 @@ class Runs:
         folder: for weights and recordings.
         model: flags of every run.
         recorded: flags of every run that records.
+        samples: of a step.
+        trusted: flags of the trusted run only.
     """
 
     def __init__(
-        self, ranks: Callable[..., Any], folder: Path, model: str = "", recorded: str = ""
+        self,
+        ranks: Callable[..., Any],
+        folder: Path,
+        model: str = "",
+        recorded: str = "",
+        samples: int = 4,
+        trusted: str = "",
     ) -> None:
         self._ranks, self.folder, self._model, self._recorded = ranks, folder, model, recorded
-        self._count = 0
+        self._count, self._samples, self._own = 0, samples, trusted
 
     @functools.cached_property
     def _weights(self) -> str:
@@ -67,7 +87,7 @@ class Runs:
         """A recording of a run; its directory."""
         self._count += 1
         path = self.folder / (at or f"run-{self._count}")
-        job = f"{self._model} --global-batch-size 4 --train-iters 1 {self._recorded}"
+        job = f"{self._model} --global-batch-size {self._samples} --train-iters 1 {self._recorded}"
         self._train(world, f"{job} {self._weights} {flags} --record {path}", fault)
         return path
 
@@ -75,17 +95,17 @@ class Runs:
     def trusted(self) -> Path:
         """The run of one rank, and three more with noise."""
         for number in NOISE:
-            self.record(1, f"--record-noise {number}", at=f"a/noise-{number}")
-        return self.record(1, "", at="a")
+            self.record(1, f"{self._own} --record-noise {number}", at=f"a/noise-{number}")
+        return self.record(1, self._own, at="a")
 
     @functools.cached_property
     def full(self) -> tuple[Path, str]:
         """A whole recording of the run of one rank, and the flags that force another to it."""
-        path = self.record(1, "--record-level full", at="full")
+        path = self.record(1, f"{self._own} --record-level full", at="full")
         forced = f"--record-forced {path}"
         for number in NOISE:
             at = f"full/forced-noise-{number}"
-            self.record(1, f"{forced} --record-noise {number}", at=at)
+            self.record(1, f"{self._own} {forced} --record-noise {number}", at=at)
         return path, forced
 
     def compare_forced(self, world: int, flags: str, fault: str = "") -> Any:

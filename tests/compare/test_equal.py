@@ -4,71 +4,57 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compare.faults import CP2, PP2, SP2, VPP, ZERO
-from tests.compare.job import Runs
+from tests.compare.campaign import Campaign
+from tests.compare.pairs import PAIRS
 from tests.support.lazy import needs
 
 needs("megatron.core")
 
-RING = f"{CP2} --context-parallel-algo megatron_cp_algo"
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-OVERLAP = f"{ZERO} --overlap-grad-reduce --overlap-param-gather"
-LAYOUTS = {
-    "tensor, sequence": (2, SP2),
-    "sharded optimizer": (2, ZERO),
-    "context": (2, CP2),
-    "virtual pipeline": (2, VPP),
-    "ring": (2, RING),
-    "recomputed": (1, RECOMPUTED),
-    "overlap": (2, OVERLAP),
-    "loss of tokens": (2, "--calculate-per-token-loss"),
-    "more ranks than groups": (4, "--tensor-model-parallel-size 4"),
-    "pipeline, tensor": (4, f"{PP2} {SP2}"),
-    "context, tensor": (4, f"{CP2} {SP2}"),
-}
-
-
-@pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_are_equal_within_rounding(runs, layout):
-    world, flags = LAYOUTS[layout]
-    other = runs.record(world, flags)
-    result = runs.compare(other)
-    assert result.equal, result.first
-    assert runs.compare(other, noise=False).equal
-    assert not result.before
-    assert all(name.split()[-1] in ("grad_key", "grad_value") for name in result.only.get("A", []))
-    assert len(result.rows) >= 260
-
-
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 "
-    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0,1,0,1] "
-    "--moe-shared-expert-intermediate-size 64 --transformer-impl transformer_engine"
+QUICK = ("dense, fp32, layout 1", "dense, fp32, layout 7", "dense, fp32, layout 4")
+DAILY = (
+    *QUICK,
+    "dense, fp32, layout 3",
+    "dense, fp32, layout 5",
+    "dense, fp32, layout 10",
+    "dense, fp32, layout 18",
+    "experts, fp32, layout 0",
+    "experts, fp32, layout 4",
+    "experts, bf16, layout 2",
+    "experts, all-gather",
+    "documents, ring",
+    "ahead, stages",
+    "latent, tensor",
+    "zb-v",
+    "two steps, overlap, bf16",
+    "two steps, zero 2",
+    "fp16, other loss scale",
+    "fp8 blockwise, tensor",
 )
-PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss --calculate-per-token-loss"
-AHEAD = "--mtp-num-layers 1 --transformer-impl transformer_engine"
-TWO_STEPS = "--record-steps 0,1 --train-iters 2"
-OTHERS = {
-    "experts": (EXPERTS, "", [(2, "--expert-model-parallel-size 2"), (2, SP2)]),
-    "experts, bf16": (f"{EXPERTS} --bf16", "", [(2, "--expert-model-parallel-size 2")]),
-    "documents": (PACKED, "", [(2, f"{CP2} --context-parallel-algo adaptive_cp_algo"), (2, RING)]),
-    "tokens ahead": (AHEAD, "", [(2, PP2), (2, SP2)]),
-    "two steps": ("", TWO_STEPS, [(2, f"{SP2}"), (4, f"{SP2} {OVERLAP}")]),
-    "two steps, bf16": ("--bf16", TWO_STEPS, [(2, f"{SP2}"), (2, OVERLAP)]),
-    "loss scale": ("--fp16 --loss-scale 1024", "", [(2, f"{ZERO} --loss-scale 4096")]),
-}
+NAMES = [*DAILY, *(name for name in PAIRS if name not in DAILY)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("job", OTHERS)
-def test_other_jobs_are_equal_in_other_layouts(rank_pool, tmp_path, job):
-    model, recorded, layouts = OTHERS[job]
-    runs = Runs(rank_pool.run, tmp_path, model, recorded)
-    for world, flags in layouts:
-        result = runs.compare(runs.record(world, flags))
-        assert result.equal, (flags, result.first)
-        assert not result.before and not result.only
+@pytest.fixture(scope="module")
+def campaign(rank_pool, tmp_path_factory) -> Campaign:
+    """Recordings of jobs."""
+    return Campaign(rank_pool.run, tmp_path_factory.mktemp("equal"))
+
+
+@pytest.mark.weekly_cases(*(name for name in NAMES if name not in DAILY))
+@pytest.mark.quick_cases(len(QUICK))
+@pytest.mark.parametrize("pair", NAMES)
+def test_runs_are_equal_within_rounding(campaign, pair):
+    result = campaign.equal(PAIRS[pair])
+    assert result.equal, result.first
+    assert not result.before
+    assert "B" not in result.only, result.only
+    assert len(result.rows) > 200
+
+
+@pytest.mark.parametrize("layout", ["dense, fp32, layout 1"])
+def test_without_runs_with_noise_it_is_estimated(campaign, layout):
+    runs = campaign.runs("dense", 1234)
+    own = PAIRS[layout].layout
+    assert runs.compare(runs.record(own.ranks, own.flags), noise=False).equal
 
 
 @pytest.mark.slow
@@ -81,7 +67,7 @@ def test_a_fused_norm_is_no_difference(runs):
 @pytest.mark.slow
 def test_a_part_of_the_tensors_is_recorded(runs):
     kinds = "--record-what main-weights --record-micro-batches 1"
-    result = runs.compare(runs.record(2, f"{ZERO} {kinds}"))
+    result = runs.compare(runs.record(2, f"--use-distributed-optimizer {kinds}"))
     assert result.equal and {row.name.what for row in result.rows} == {"main_weight"}
     only = runs.compare(runs.record(1, "--record-what activations loss --record-micro-batches 1"))
     assert {row.name.micro_batch for row in only.rows} == {1}

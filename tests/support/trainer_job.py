@@ -15,7 +15,7 @@ SETUP = "tests.support.warm"
 # A LLaMA with 0.3 million parameters on invented tokens.
 TINY = shlex.split("""
     --num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 8
-    --num-query-groups 2 --swiglu --normalization RMSNorm --position-embedding-type rope
+    --num-query-groups=2 --swiglu --normalization RMSNorm --position-embedding-type rope
     --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0
     --attention-dropout 0 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3
     --lr-decay-style linear --train-iters 6 --mock-data --tokenizer-type NullTokenizer

@@ -1,0 +1,111 @@
+"""What makes two runs differ before any tensor does: other models, data, seeds, sizes or steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindspeed.compare.names import Name
+from mindspeed.compare.recording import Recorded, Recording
+
+_OF_NO_ACCOUNT = (
+    *("rank", "local_rank", "world_size", "data_parallel_size", "command_words", "load", "save"),
+    *("metrics_file", "transformer_pipeline_model_parallel_size", "config", "global_rank"),
+)
+"""Arguments that name files, or that follow from the layout."""
+
+
+def arguments(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
+    """Arguments that both jobs have with other values."""
+    here, there = a.job, b.job
+    return {
+        name: (here[name], there[name])
+        for name in sorted(here.keys() & there.keys())
+        if here[name] != there[name]
+        and name not in _OF_NO_ACCOUNT
+        and not name.startswith("record")
+    }
+
+
+def problems(a: Recording, b: Recording) -> Iterator[str]:
+    """Why the runs cannot be equal, or are not whole, a sentence each."""
+    for whose, run in (("A", a), ("B", b)):
+        for step, ranks in run.missing.items():
+            some = ", ".join(map(str, ranks[:4])) + (" ..." if len(ranks) > 4 else "")
+            yield f"{whose}'s step {step} was cut off: nothing of rank {some}"
+    if lost := sorted(set(a.steps) - set(b.steps)):
+        yield f"B has not recorded step {', '.join(map(str, lost))}"
+    seeds = a.job.get("seed"), b.job.get("seed")
+    if seeds[0] != seeds[1]:
+        yield f"the seeds differ, {seeds[0]} in A and {seeds[1]} in B: other weights and other data"
+    for step in a.steps:
+        here, there = _tokens(a, step), _tokens(b, step)
+        if here and there and here != there:
+            yield (
+                f"the batch sizes differ: step {step} has {here:,} tokens in A and {there:,} in B"
+            )
+    yield from _dropout(a, b)
+
+
+def grouping(a: Recording, b: Recording) -> str:
+    """How the micro-batches of two runs differ in size; empty if they do not."""
+    rows = [Counter(t.shape[0] for n, t in r.tensors.items() if n.module == "data") for r in (a, b)]
+    if not all(rows) or rows[0].keys() == rows[1].keys():
+        return ""
+    here, there = (next(iter(one)) for one in rows)
+    return (
+        f"other grouping: micro-batches of {here} tokens in A and {there} in B; only weights, "
+        "their gradients and the loss are compared (record both with --record-by-sample for all)"
+    )
+
+
+def other_model(a: Recording, b: Recording) -> tuple[Name, str] | None:
+    """The first weight that one run has not, or in another size, and a sentence about it."""
+    here, there = _weights(a), _weights(b)
+    if not here or not there:
+        return None
+    for name, shape in here.items():
+        if name in there and there[name] != shape:
+            sizes = (" x ".join(map(str, one)) for one in (shape, there[name]))
+            text = "the models differ: {} is {} in A and {} in B"
+            return name, text.format(name.module, *sizes)
+    if a.missing or b.missing:  # of a rank that was killed
+        return None
+    for whose, other, own, more in (("A", "B", here, there), ("B", "A", there, here)):
+        if lost := [name for name in own if name not in more]:
+            text = (
+                f"{whose} has {len(lost)} weights that {other} has not, the first {lost[0].module}"
+            )
+            return lost[0], f"the models differ: {text}"
+    return None
+
+
+def _weights(run: Recording) -> Mapping[Name, tuple[int, int]]:
+    return {
+        name: tensor.shape
+        for name, tensor in run.tensors.items()
+        if name.when == "begin" and name.step == min(run.steps)
+    }
+
+
+def _tokens(run: Recording, step: int) -> int:
+    """Tokens of a step, of the micro-batches that were recorded."""
+    data: dict[Name, Recorded] = {
+        name: tensor for name, tensor in run.tensors.items() if name[3:] == ("data", "tokens")
+    }
+    return sum(tensor.shape[0] for name, tensor in data.items() if name.step == step)
+
+
+def _dropout(a: Recording, b: Recording) -> Iterator[str]:
+    """Dropout of runs in other layouts, whose masks differ."""
+    rates = [
+        name
+        for name in ("hidden_dropout", "attention_dropout")
+        if a.job.get(name) or b.job.get(name)
+    ]
+    if rates and a.sizes != b.sizes:
+        yield (
+            f"{' and '.join(rates)}: other layouts draw other masks; set it to 0, or record B with "
+            "--record-forced"
+        )
