@@ -6,6 +6,8 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
+TP2 = "--tensor-model-parallel-size 2"
+SP2 = f"{TP2} --sequence-parallel"
 _RING = "--context-parallel-algo megatron_cp_algo"
 _HYBRID = "--context-parallel-algo hybrid_cp_algo --ulysses-degree-in-cp 2"
 _ALL_GATHER = "--context-parallel-algo kvallgather_cp_algo"

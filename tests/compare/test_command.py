@@ -10,11 +10,10 @@ import sys
 import pytest
 
 from mindspeed.cli.main import main
+from tests.compare.layouts import SP2
 from tests.support.lazy import needs
 
 needs("megatron.core")
-
-SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
 def test_page_json_and_exit_status(runs, tmp_path, capsys):

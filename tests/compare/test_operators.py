@@ -10,7 +10,7 @@ from mindspeed.cli.main import main
 from mindspeed.compare import operator_walk
 from mindspeed.compare.megatron_operators import module_of
 from mindspeed.compare.names import Name
-from tests.compare.faults import SP2, TP2
+from tests.compare.layouts import SP2, TP2
 from tests.support.lazy import needs
 
 needs("megatron.core")
