@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="run the commands of A and B (after --, each), record into DIR, and find the flags",
     )
+    add(
+        "--replay",
+        type=Path,
+        metavar="DIR",
+        help="write the module that differs first, to be called again without the job",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw the error by layer: PNG, SVG or PDF")
     add("--json", type=Path, metavar="FILE", help="write all tensors as JSON")
 
@@ -67,8 +73,25 @@ def run(args: argparse.Namespace) -> int:
         from mindspeed.cli.compare_plot import draw
 
         draw(args.plot, result)
+    if args.replay and result.first is not None:
+        lines += ["", _replay(args, result)]
     print("\n".join(lines))
     return 0 if result.equal else 1
+
+
+def _replay(args: argparse.Namespace, result: Result) -> str:
+    """Write the module whose operators were compared, and say how to call it."""
+    from mindspeed.compare import megatron_replay
+
+    found = result.operator
+    if found is None:
+        raise ConfigError(
+            f"--replay: record both runs with --record-level full --record-operators MODULE, where "
+            f"{result.first and result.first.name} differs first, or give --bisect"
+        )
+    a, b = (args.bisect / f"operators-{run}" for run in "ab") if args.bisect else args.runs
+    rank = found.ranks[0] if found.ranks else 0
+    return megatron_replay.write(a, b, found.call.step, found.call.module, args.replay, rank)
 
 
 def _compare(a: Path, b: Path, noise: list[Path] | None = None) -> tuple[Result, list[str]]:

@@ -103,7 +103,7 @@ class Bisection:
         module = module_of(first, layers)
         if module is None:
             return None
-        recorded = ["--record-operators", module, "--record-what", "loss"]
+        recorded = ["--record-operators", module, "--record-what", "loss", "--record-level", "full"]
         recorded += ["--record-micro-batches", str(first.micro_batch)]
         runs = [
             self._needed(f"operators-{name}", [*command, *recorded], f"{title}, operators")

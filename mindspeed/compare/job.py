@@ -97,7 +97,11 @@ class JobRecording:
             inner = function
             if options.operators:
                 operators = OperatorHooks(
-                    options.directory, dist.get_rank(), options.operators, options.micro_batches
+                    options.directory,
+                    dist.get_rank(),
+                    options.operators,
+                    options.micro_batches,
+                    self._job if options.values else None,
                 )
                 inner = operators.around(function, number, lambda: hooks.micro_batch)
             result = hooks.around(inner, number, given)

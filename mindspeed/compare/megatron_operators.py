@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mindspeed.compare.megatron_modules import global_names, unwrapped
 from mindspeed.compare.names import Name, layer_of
-from mindspeed.compare.operators import ModuleCall, OperatorRecorder
+from mindspeed.compare.operators import ModuleCall, OperatorRecorder, SavedCall
+from mindspeed.compare.saved_module import Describer
 from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_text, atomic_writer
 
 MODEL = "model"
 """Name of the whole model, as the others have it in ``--record-operators``."""
@@ -53,12 +57,18 @@ class OperatorHooks:
         rank: Global rank.
         modules: Their names.
         micro_batches: Numbers of those that are recorded; empty: all.
+        job: Arguments of the job, if the first call of each module is saved to be called again.
     """
 
     def __init__(
-        self, directory: Path, rank: int, modules: Collection[str], micro_batches: Collection[int]
+        self,
+        directory: Path,
+        rank: int,
+        modules: Collection[str],
+        micro_batches: Collection[int],
+        job: Mapping[str, Any] | None,
     ) -> None:
-        self._directory, self._rank = directory, rank
+        self._directory, self._rank, self._job = directory, rank, job
         self._modules, self._only = frozenset(modules), frozenset(micro_batches)
 
     def around(
@@ -76,7 +86,7 @@ class OperatorHooks:
         def run(**options: Any) -> Any:
             model = options["model"]
             recorder = OperatorRecorder(number)
-            handles = []
+            handles, saved = [], []
             for chunk in model if isinstance(model, list) else [model]:
                 inner = unwrapped(chunk)
                 found = {MODEL: inner} | {
@@ -84,7 +94,8 @@ class OperatorHooks:
                 }
                 self._check(inner, found)
                 for name in self._modules & found.keys():
-                    calls = _Calls(recorder, name, micro_batch, self._only)
+                    calls = _Calls(recorder, name, micro_batch, self._only, self._job)
+                    saved.append(calls)
                     module = found[name]
                     handles += [
                         module.register_forward_pre_hook(calls.begin, with_kwargs=True),
@@ -97,6 +108,8 @@ class OperatorHooks:
                 for handle in handles:
                     handle.remove()
                 recorder.write(self._directory, self._rank)
+                for index, calls in enumerate(saved):
+                    calls.write(self._directory / f"step-{number:06d}", self._rank, index)
 
         return run
 
@@ -118,8 +131,9 @@ class _Calls:
         name: str,
         micro_batch: Callable[[], int],
         only: Collection[int],
+        job: Mapping[str, Any] | None,
     ) -> None:
-        self._recorder, self._name, self._only = recorder, name, only
+        self._recorder, self._name, self._only, self._job = recorder, name, only, job
         self._micro_batch = micro_batch
         self._calls: list[ModuleCall] = []
         self._numbers: Counter[int] = Counter()
@@ -134,14 +148,54 @@ class _Calls:
             self._recomputed += 1
         else:
             number = self._micro_batch()
-            call = ModuleCall(number, self._name, self._numbers[number])
+            saved = None
+            if (
+                self._job is not None
+                and self._counts(number)
+                and not any(one.saved for one in self._calls)
+            ):
+                saved = self._saved(module, args, kwargs, number)
+            call = ModuleCall(number, self._name, self._numbers[number], saved)
             self._numbers[number] += 1
             self._calls.append(call)
-        counts = call is not None and (not self._only or call.micro_batch in self._only)
+        counts = call is not None and self._counts(call.micro_batch)
         self._inputs.append((args, kwargs) if counts else None)
         if counts:
             assert call is not None
             self._recorder.enter(call, (args, kwargs), recomputed)
+
+    def _counts(self, micro_batch: int) -> bool:
+        return not self._only or micro_batch in self._only
+
+    def _saved(self, module: Any, args: Any, kwargs: Any, micro_batch: int) -> SavedCall:
+        describer = Describer()
+        assert self._job is not None
+        description = {
+            "name": self._name,
+            "micro_batch": micro_batch,
+            "step": self._recorder.step,
+            "job": dict(self._job),
+            "rank": dist.get_rank(),
+            "ranks": dist.get_world_size(),
+            "training": module.training,
+            "module": describer.describe(module, "module"),
+            "arguments": describer.describe([list(args), dict(kwargs)], "arguments"),
+            "weights": describer.parameters,
+            "absent": describer.absent,
+        }
+        return SavedCall(description, describer.tensors)
+
+    def write(self, folder: Path, rank: int, index: int) -> None:
+        """Write the call that is saved, if there is one."""
+        from safetensors.torch import save
+
+        saved = next((call.saved for call in self._calls if call.saved is not None), None)
+        if saved is not None:
+            path = folder / f"module-{rank:05d}-{index}"
+            with atomic_writer(path.with_suffix(".safetensors"), "wb") as file:
+                file.write(save(saved.tensors))
+            text = json.dumps(saved.description, default=str)
+            atomic_write_text(path.with_suffix(".json"), text)
 
     def end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """For a hook after it."""

@@ -203,16 +203,15 @@ def _walk(
         levels: A and its runs with noise.
         entering: How far the runs are apart before.
     """
-    equal, exactly = 0, runs.one_layout
+    equal = 0
     for i, j in runs.pairs:
         error = None if i is None or j is None else runs.error(i)
         if i is None or j is None or error is None:
             continue
         own = runs.a(i)
-        limit = 0.0 if exactly else _limit(own, levels, i, equal, entering)
+        limit = _limit(own, levels, i, equal, entering)
         if own.name == "input":
             limit = _LIMIT * max(entering, UNIT.get(own.dtype, 0.0))
-        exactly = exactly and not error
         if error <= limit:
             equal += own.name != "input"
             continue

@@ -19,8 +19,9 @@ import functools
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,40 @@ class Operator:
     inputs: tuple[int, ...] = ()
 
 
+@dataclass
+class SavedCall:
+    """A module, what it is called with and what it returns, to be called again.
+
+    Attributes:
+        description: Of the module and its arguments, and of the job.
+        tensors: Those of the module and its arguments; ``output/0`` ..., ``grad_output/0`` ...;
+            ``collective/forward/0/0`` ... of each collective inside.
+    """
+
+    description: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    collectives: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Keep a copy of a tensor, on the host."""
+        self.tensors[name] = value.detach().cpu().clone().contiguous()
+
+    def add_results(self, outputs: Any, recomputed: bool) -> None:
+        """Keep what the module returns, and the gradients of that."""
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        for number, leaf in enumerate(leaves):
+            if not recomputed:
+                self.add(f"output/{number}", leaf)
+            if leaf.requires_grad:
+                leaf.register_hook(functools.partial(self.add, f"grad_output/{number}"))
+
+    def add_collective(self, when: str, tensors: list[torch.Tensor]) -> None:
+        """Keep what a collective inside has returned."""
+        for index, value in enumerate(tensors):
+            self.add(f"collective/{when}/{self.collectives[when]}/{index}", value)
+        self.collectives[when] += 1
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """A call of a recorded module."""
@@ -73,6 +108,7 @@ class ModuleCall:
     micro_batch: int
     name: str
     number: int
+    saved: SavedCall | None = None
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -84,12 +120,13 @@ class OperatorRecorder(TorchDispatchMode):
 
     def __init__(self, step: int) -> None:
         super().__init__()
-        self._step = step
+        self.step = step
         self.operators: list[Operator] = []
         self._digests: list[torch.Tensor] = []
         self._exact: list[torch.Tensor] = []
         self._active: list[tuple[ModuleCall, bool, dict[int, str]]] = []
         self._nodes: dict[Any, tuple[ModuleCall, str]] = {}
+        self._ended: Any = None
         self._writers: dict[int, int] = {}  # storage -> operator
 
     def enter(self, module: ModuleCall, inputs: Any, recomputed: bool) -> None:
@@ -108,11 +145,19 @@ class OperatorRecorder(TorchDispatchMode):
 
     def leave(self, inputs: Any, outputs: Any) -> None:
         """The module that began last has ended."""
-        module, _, lines = self._active.pop()
+        module, recomputed, lines = self._active.pop()
+        if module.saved is not None:
+            module.saved.add_results(outputs, recomputed)
         ends = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
         starts = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         for node in _graph(starts, ends):
-            self._nodes.setdefault(node, (module, lines.get(node._sequence_nr(), "")))
+            if node not in self._nodes:
+                self._nodes[node] = module, lines.get(node._sequence_nr(), "")
+                node.register_hook(functools.partial(self._end_of, node))
+
+    def _end_of(self, node: Any, *gradients: Any) -> None:
+        """What a node calls after its hooks adds its gradient to those of other branches."""
+        self._ended = node
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -128,7 +173,7 @@ class OperatorRecorder(TorchDispatchMode):
                     self._record(module, "forward", func, args, kwargs, result, where)
             return result
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        found = None if node is None else self._nodes.get(node)
+        found = None if node is None or node is self._ended else self._nodes.get(node)
         if found is not None and (own := _caller()) is not None:
             module, where = found
             python = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -146,14 +191,9 @@ class OperatorRecorder(TorchDispatchMode):
         result: Any,
         where: str,
     ) -> None:
-        leaves = tree_leaves(result)
-        if func.namespace == "c10d":
-            for leaf in leaves:
-                if isinstance(leaf, torch.ScriptObject):
-                    leaf.wait()  # type: ignore[attr-defined]  # its result is not yet written
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not tensors:
-            tensors = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+        tensors = results_of(func, args, result)
+        if func.namespace == "c10d" and module.saved is not None:
+            module.saved.add_collective(when, tensors)
         views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         short = str(func).split(".")[1]
         counts = not views and not any(word in short for word in _UNWRITTEN)
@@ -171,7 +211,7 @@ class OperatorRecorder(TorchDispatchMode):
         counts: bool = True,
     ) -> None:
         first = len(self._digests) if counts and tensors else None
-        call = Name(self._step, module.micro_batch, when, module.name, str(module.number))
+        call = Name(self.step, module.micro_batch, when, module.name, str(module.number))
         shapes = tuple(tuple(one.shape) for one in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         entering = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
@@ -199,9 +239,10 @@ class OperatorRecorder(TorchDispatchMode):
         from safetensors.torch import save
 
         self._nodes.clear()
+        self._ended = None
         if not self.operators:
             return
-        path = make_dirs(directory / f"step-{self._step:06d}") / f"operators-{rank:05d}"
+        path = make_dirs(directory / f"step-{self.step:06d}") / f"operators-{rank:05d}"
         tensors = {"digests": torch.zeros(0), "exact": torch.zeros(0, dtype=torch.int64)}
         if self._digests:
             tensors["digests"] = torch.stack([one.double().cpu() for one in self._digests])
@@ -210,6 +251,17 @@ class OperatorRecorder(TorchDispatchMode):
             file.write(save(tensors))
         lines = (json.dumps(asdict(one), separators=(",", ":")) + "\n" for one in self.operators)
         atomic_write_text(path.with_suffix(".jsonl"), "".join(lines))
+
+
+def results_of(func: Any, args: Any, result: Any) -> list[torch.Tensor]:
+    """What an operator has written: ``[...]`` each; waits for a collective."""
+    leaves = tree_leaves(result)
+    if func.namespace == "c10d":
+        for leaf in leaves:
+            if isinstance(leaf, torch.ScriptObject):
+                leaf.wait()  # type: ignore[attr-defined]  # its result is not yet written
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tensors or [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
 
 
 def _graph(starts: Iterable[Any], ends: set[Any]) -> Iterator[Any]:

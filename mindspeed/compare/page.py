@@ -38,7 +38,7 @@ def lines(result: Result, a: Recording, b: Recording) -> Iterator[str]:
     yield from _verdict(result)
     yield ""
     if result.operator is not None:
-        yield from _operator(result.operator)
+        yield from operator_lines(result.operator)
         yield ""
     yield from _table(result)
     yield ""
@@ -85,7 +85,7 @@ def _verdict(result: Result) -> Iterator[str]:
         yield f"  and {more} more (--json has all)"
 
 
-def _operator(found: OperatorFinding) -> Iterator[str]:
+def operator_lines(found: OperatorFinding) -> Iterator[str]:
     """The operator of the guilty module, where operators are recorded."""
     call, own, other = found.call, found.a, found.b
     here, there = found.counts
