@@ -20,6 +20,7 @@ from mindspeed.cli.inference_flags import (
     sampling_options,
 )
 from mindspeed.errors import ConfigError
+from mindspeed.inference.answers.call_formats import FORMATS
 from mindspeed.parsing import parse_object
 from mindspeed.ranges import whole
 
@@ -53,8 +54,8 @@ def add_template_arguments(parser: argparse.ArgumentParser) -> None:
         "--tool-call-parser",
         default="auto",
         metavar="NAME",
-        help="how the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3, "
-        "deepseek_v31, qwen3_coder, glm45, gpt_oss (default: auto, by its chat template)",
+        help=f"how the model writes calls of tools: {', '.join(one.name for one in FORMATS)} "
+        "(default: auto, by its chat template)",
     )
 
 

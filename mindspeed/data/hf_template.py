@@ -27,10 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.data import reasoning
+from mindspeed.data.answer_spans import (
+    answers_of,
+    around,
+    end_of_header,
+    equal_characters,
+    located,
+    mark,
+    prompted,
+    remarks_on,
+    trained_answers,
+    without_prompt,
+)
 from mindspeed.data.chat_template import (
     BEGUN,
     CHANGED,
-    NO_PROMPT,
     OTHER_PROMPT,
     ROLES,
     ChangedAnswerError,
@@ -119,8 +130,8 @@ class JinjaTemplate(ChatTemplate):
         """Find out what the template does with examples."""
         self._example_prompt, self._header = self._generation_prompt()
         self.stop = self._stop()
-        self._renders_reasoning = self._shows({"content": "a", "reasoning_content": _mark(0)})
-        inline = {"content": f"<think>\n{_mark(0)}\n</think>\n\na"}
+        self._renders_reasoning = self._shows({"content": "a", "reasoning_content": mark(0)})
+        inline = {"content": f"<think>\n{mark(0)}\n</think>\n\na"}
         self._drops_reasoning = not self._renders_reasoning and (
             reasoning.has_marks(self._header) or not self._shows(inline)
         )
@@ -138,7 +149,7 @@ class JinjaTemplate(ChatTemplate):
             (text,) = self._run(False, (), [question, {"role": "assistant", **answer}])
         except DataError:
             return True
-        return _mark(0) in text
+        return mark(0) in text
 
     @property
     def source(self) -> str:
@@ -159,15 +170,15 @@ class JinjaTemplate(ChatTemplate):
         if any(message.get(name) for message in messages for name in _PARTS_OF_ANSWERS):
             return self._render_turns(messages, tools)
         marked = [
-            {**message, "content": _mark(index)} if message.get("role") == "assistant" else message
+            {**message, "content": mark(index)} if message.get("role") == "assistant" else message
             for index, message in enumerate(messages)
         ]
         answers = [index for index, m in enumerate(messages) if m.get("role") == "assistant"]
         text, frame = self._run(add_generation_prompt, tools, messages, marked)
-        parts = _split(frame, [_mark(index) for index in answers])
+        parts = around(frame, [mark(index) for index in answers])
         contents = [messages[index]["content"] for index in answers]
-        ends = [_end_of_header(part, self._header) for part in (parts or ())[:-1]]
-        spans = _locate(text, parts, ends, contents)
+        ends = [end_of_header(part, self._header) for part in (parts or ())[:-1]]
+        spans = located(text, parts, ends, contents)
         if parts is None or spans is None:
             raise DataError(
                 f"the chat template {self.name} changes the assistant's messages, so they cannot "
@@ -176,7 +187,7 @@ class JinjaTemplate(ChatTemplate):
             )
         remarks = []
         for (start, end), answer in zip(spans, contents, strict=True):
-            remarks += _remarks(text[start:end], answer)
+            remarks += remarks_on(text[start:end], answer)
             if not text.endswith(self._header, 0, start):
                 remarks.append(OTHER_PROMPT)
         spans = [(a, b + self._stop_length(text[b:])) for a, b in spans]
@@ -189,7 +200,9 @@ class JinjaTemplate(ChatTemplate):
             messages = [reasoning.with_field(message) for message in messages]
         if self._marks_answers:
             return self._sample_marked(messages, tools)
-        kinds = {bool(messages[index].get("reasoning_content")) for index in _trained(messages)}
+        kinds = {
+            bool(messages[index].get("reasoning_content")) for index in trained_answers(messages)
+        }
         if not self._thinking or not kinds:
             return self._sample_turns(messages, tools)
         if len(kinds) > 1 and thinking is None:
@@ -211,8 +224,8 @@ class JinjaTemplate(ChatTemplate):
         ):
             return self.render(messages, tools=tools)
         found = self._generated(messages, tools) or self._render_turns(messages, tools)
-        remarks, trained = list(found.remarks), _trained(messages)
-        for index, (start, end) in zip(_answers(messages), found.spans, strict=True):
+        remarks, trained = list(found.remarks), trained_answers(messages)
+        for index, (start, end) in zip(answers_of(messages), found.spans, strict=True):
             if index in trained:
                 remarks += self._check_answer(messages[index], index, found.text[start:end])
         return replace(found, remarks=tuple(remarks))
@@ -222,7 +235,7 @@ class JinjaTemplate(ChatTemplate):
 
         None where the template's own text follows the prompts, or cannot be made to.
         """
-        trained = _trained(messages)
+        trained = trained_answers(messages)
         prompts = self._run(True, tools, *(messages[:i] for i in trained))
         wholes = self._run(False, tools, *(messages[: i + 1] for i in trained))
         for index, prompt, whole in zip(trained, prompts, wholes, strict=True):
@@ -239,8 +252,8 @@ class JinjaTemplate(ChatTemplate):
                 continue
             if trained != [len(messages) - 1]:
                 raise self._changed(index)
-            spans = [(0, 0)] * (len(_answers(messages)) - 1) + [(len(prompt), self._end(text))]
-            return Rendered(text, tuple(spans), remarks=tuple(_without_prompt(messages)))
+            spans = [(0, 0)] * (len(answers_of(messages)) - 1) + [(len(prompt), self._end(text))]
+            return Rendered(text, tuple(spans), remarks=tuple(without_prompt(messages)))
         return None
 
     def _check_answer(self, message: Message, index: int, text: str) -> list[str]:
@@ -257,12 +270,12 @@ class JinjaTemplate(ChatTemplate):
             )
         if message.get("tool_calls"):
             return []
-        return [one for one in _remarks(text, message["content"]) if one != BEGUN or not thought]
+        return [one for one in remarks_on(text, message["content"]) if one != BEGUN or not thought]
 
     def _sample_marked(self, messages: Sequence[Message], tools: Tools) -> Rendered:
         """A sample of a template with ``{% generation %}`` tags, refused if it lacks reasoning."""
         found = self._render_marked(messages, False, tools)
-        answers = _answers(messages)
+        answers = answers_of(messages)
         spans = found.spans
         if len(spans) != len(answers):
             spans = ((0, len(found.text)),) * len(answers)
@@ -287,14 +300,14 @@ class JinjaTemplate(ChatTemplate):
         A span begins where the prompt of the answer ends, and ends with the stop token. What the
         template writes after it is not trained.
         """
-        trained = _trained(messages)
-        known = _prompted(messages)
+        trained = trained_answers(messages)
+        known = prompted(messages)
         prompts = self._run(True, tools, *(messages[:i] for i in known))
         text, *wholes = self._run(False, tools, messages, *(messages[: i + 1] for i in known))
-        spans: list[Span] = [(0, 0)] * (len(_answers(messages)) - len(known))
-        remarks = _without_prompt(messages)
+        spans: list[Span] = [(0, 0)] * (len(answers_of(messages)) - len(known))
+        remarks = without_prompt(messages)
         for index, prompt, whole in zip(known, prompts, wholes, strict=True):
-            start = _equal_characters(prompt, whole)
+            start = equal_characters(prompt, whole)
             end = self._end(whole)
             if text[:end] == whole[:end] and start <= end:
                 stopped = whole[:end].endswith(self._known or ("",))
@@ -335,7 +348,7 @@ class JinjaTemplate(ChatTemplate):
         answers = [m["content"] for m in messages if m.get("role") == "assistant"]
         if len(answers) != len(spans):
             return Rendered(text, tuple(spans), remarks=(CHANGED,) * len(answers))
-        changed = [_remarks(text[slice(*s)], a) for s, a in zip(spans, answers, strict=True)]
+        changed = [remarks_on(text[slice(*s)], a) for s, a in zip(spans, answers, strict=True)]
         return Rendered(text, tuple(spans), remarks=tuple(c for c in chain(*changed) if c != BEGUN))
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> str:
@@ -405,7 +418,7 @@ class JinjaTemplate(ChatTemplate):
     def _stop(self) -> tuple[str, ...]:
         """The end-of-text token, and the token after an answer if it differs."""
         found = [self._tokens["eos_token"]]
-        answer = _mark(0)
+        answer = mark(0)
         example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         try:
             rendered = self.render(example)
@@ -422,106 +435,9 @@ class JinjaTemplate(ChatTemplate):
         return blanks + max(map(len, matching)) if matching else 0
 
 
-def _answers(messages: Sequence[Message]) -> list[int]:
-    """Indices of the answers."""
-    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _prompted(messages: Sequence[Message]) -> list[int]:
-    """Indices of the answers behind the first question: the others have no prompt."""
-    found = (i for i, message in enumerate(messages) if message["role"] in ("user", "tool"))
-    first = next(found, len(messages))
-    return [index for index in _answers(messages) if index > first]
-
-
-def _trained(messages: Sequence[Message]) -> list[int]:
-    """Indices of the answers to train that have a prompt."""
-    return [index for index in _prompted(messages) if messages[index].get("weight") != 0]
-
-
-def _without_prompt(messages: Sequence[Message]) -> list[str]:
-    """Remarks on answers to train that have none."""
-    trained = [i for i in _answers(messages) if messages[i].get("weight") != 0]
-    return [NO_PROMPT] * (len(trained) - len(_trained(messages)))
-
-
 def _reads(source: str, name: str) -> bool:
     """Whether a Jinja program reads a field of this name."""
     return bool(re.search(rf"""(?:\.|\[['"]|get\(['"]){name}\b""", source))
-
-
-def _equal_characters(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
-    differ = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differ, min(len(one), len(other)))
-
-
-def _mark(index: int) -> str:
-    return f"\N{OBJECT REPLACEMENT CHARACTER}answer-{index}\N{OBJECT REPLACEMENT CHARACTER}"
-
-
-def _split(frame: str, marks: Sequence[str]) -> list[str] | None:
-    """The text around the marks; None unless every mark occurs exactly once and in order."""
-    parts = []
-    for mark in marks:
-        before, found, frame = frame.partition(mark)
-        if not found or mark in frame:
-            return None
-        parts.append(before)
-    return [*parts, frame]
-
-
-def _end_of_header(part: str, header: str) -> int:
-    """End of the last ``header`` in the text before an answer; without one, the end of the text."""
-    at = part.rfind(header) if header else -1
-    return len(part) if at < 0 else at + len(header)
-
-
-def _remarks(rendered: str, answer: str) -> list[str]:
-    """How the text of an answer differs from it, apart from blanks."""
-    shown, expected = ("".join(text.split()) for text in (rendered, answer))
-    if expected not in shown:
-        return [CHANGED]
-    return [] if shown.startswith(expected) else [BEGUN]
-
-
-def _locate(
-    text: str, parts: list[str] | None, ends: Sequence[int], answers: Sequence[str]
-) -> list[Span] | None:
-    """Span of each answer in ``text``, which must consist of ``parts`` and the answers.
-
-    A span begins where its prompt ends, at ``ends`` in the part before it.
-    """
-    if parts is None:
-        return None
-    for strip in (str, str.strip):
-        stripped = [strip(answer) for answer in answers]
-        texts = [parts[0]]
-        spans = []
-        for index, (answer, part) in enumerate(zip(stripped, parts[1:], strict=True)):
-            start = sum(map(len, texts))
-            begin = start - len(parts[index]) + ends[index]
-            spans.append((begin, start + len(answer)))
-            texts += [answer, part]
-        if "".join(texts) == text:
-            return spans
-    cut = [part[:end] for part, end in zip(parts, ends, strict=False)]
-    return _align(text, [*cut, parts[-1]])
-
-
-def _align(text: str, parts: list[str]) -> list[Span] | None:
-    """Spans of answers that the template shortened: each ends at the next part of the format."""
-    if not text.startswith(parts[0]) or not text.endswith(parts[-1]):
-        return None
-    spans, start = [], len(parts[0])
-    for part in parts[1:-1]:
-        end = text.find(part, start)
-        if end < 0 or not part:
-            return None
-        spans.append((start, end))
-        start = end + len(part)
-    end = len(text) - len(parts[-1])
-    return [*spans, (start, end)] if end >= start else None
 
 
 def has_template(directory: Path) -> bool:

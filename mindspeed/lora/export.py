@@ -87,88 +87,136 @@ def write(
 
     if any(name.startswith(f"{OUTPUT}.lora_") for name in tensors):
         shape = untied(shape)
-    table = table_of(family, shape)
-    named = {parameter.name: parameter for parameter in parameters(family.rules, shape)}
-    out: dict[str, torch.Tensor] = {}
-    sizes: dict[str, tuple[int, float]] = {}
-    copies = set[str]()
-    experts: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    saved = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
-    for name, tensor in saved.items():
-        if name not in named:
-            raise ConfigError(f"family {family.name} has no counterpart of {name}")
-        for source, weight in split(tensor, named[name].segments).items():
-            for copy in (source, *named[name].tied):  # one parameter here, two keys there
-                out[PREFIX + copy] = weight.contiguous().clone()
-            copies |= {copy.removesuffix(".weight") for copy in named[name].tied}
+    written = _Written(config, family, shape)
+    written.add_saved({name: one for name, one in tensors.items() if ".lora_" not in name})
     for layer, matrices in sorted(_by_layer(tensors).items(), key=lambda item: _order(item[0])):
-        if layer not in table:
-            raise ConfigError(f"family {family.name} has no counterpart of {layer}")
-        parameter = table[layer]
-        if layer == EMBEDDING:
-            (source,) = parameter.sources
-            module = source.removesuffix(".weight")
-            a, b, scale = _one_pair(layer, config, matrices, whole_parts(layer, parameter, shape))
-            b = split(b, parameter.segments)[source]
-            out[f"{PREFIX}{module}.lora_embedding_A"] = b.t().contiguous()
-            out[f"{PREFIX}{module}.lora_embedding_B"] = a.t().contiguous()
-            sizes[module] = (a.shape[0], scale)
-            if config.ensure_weight_tying:
-                for copy in (one.removesuffix(".weight") for one in parameter.tied):
-                    out[f"{PREFIX}{copy}.lora_A.weight"] = a.contiguous().clone()
-                    out[f"{PREFIX}{copy}.lora_B.weight"] = b.contiguous().clone()
-                    copies.add(copy)
-        elif is_expert(layer):
-            above = parameter.sources[0].split(".experts.")[0].rpartition(".")[0]
-            name = next(n for n, ours in EXPERT_LAYERS.items() if layer.endswith(f".{ours}"))
-            a, b, scale = _one_pair(layer, config, matrices, whole_parts(layer, parameter, shape))
-            experts.setdefault((above, name), []).append((a, b))
-            sizes[f"{above}.experts.{name}"] = (a.shape[0], scale)
-        else:
-            for module, (a, b, scale) in _pairs(layer, config, matrices, parameter, shape).items():
-                out[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous().clone()
-                out[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
-                sizes[module] = (a.shape[0], scale)
-            if config.use_dora:
-                out |= _lengths(layer, matrices, parameter, shape)
-            if config.use_bias:
-                out |= _biases(layer, matrices, parameter, shape)
-    for (above, name), pairs in experts.items():
-        # The last parameter's adapter is wrapped around the first one's.
-        inner = name == "gate_up_proj" and (above, "down_proj") in experts
-        module = f"{PREFIX}{above}.{EXPERTS}{'.base_layer' if inner else ''}"
-        out[f"{module}.lora_A.weight"], out[f"{module}.lora_B.weight"] = fused(pairs)
+        written.add_layer(layer, matrices)
+    written.add_experts()
     folder = make_dirs(folder)
     with atomic_writer(folder / WEIGHTS, "wb") as file:
-        file.write(save(out, metadata={"format": "pt"}))
-    names = {key.removeprefix(PREFIX).removesuffix(".weight") for key in out}
-    adapted = {n.rpartition(".lora_")[0] for n in names if ".lora_" in n} - copies
-    targets = {n.rpartition(".")[2] for n in adapted if not FUSED.fullmatch(n)}
-    modules = {source.rpartition(".")[0] for one in named.values() for source in one.sources}
-    kept = {n.removesuffix(".bias") for n in names - copies if ".lora_" not in n}
-    whole = {
-        name
-        for leaf in {_leaf(one) for one in kept}
-        for name in _shortest(leaf, {m for m in modules if m.endswith(leaf)}, kept)
-    }
-    fused_experts = [f"{EXPERTS}.{name}" for name in sorted({name for _, name in experts})]
-    if config.modules:  # some layers may have none
-        there = {source.removesuffix(".weight") for one in table.values() for source in one.sources}
-        targets = {
-            name
-            for target in targets
-            for name in _shortest(target, {m for m in there if _leaf(m) == target}, adapted)
-        }
-    values = _config(config, sorted(targets), whole, base)
-    ranks = {module: r for module, (r, _) in sizes.items()}
-    alphas = {m: s * (r**0.5 if config.use_rslora else r) for m, (r, s) in sizes.items()}
-    values["rank_pattern"] = _pattern(ranks, config.r)
-    values["alpha_pattern"] = _pattern(alphas, config.alpha)
-    if fused_experts:
-        values["target_parameters"] = fused_experts
-    if copies or config.ensure_weight_tying:
-        values["ensure_weight_tying"] = True
-    atomic_write_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
+        file.write(save(written.tensors, metadata={"format": "pt"}))
+    atomic_write_text(folder / CONFIG, json.dumps(written.fields(base), indent=2) + "\n")
+
+
+class _Written:
+    """Tensors of a PEFT file, and what its description says of them.
+
+    Attributes:
+        tensors: by their keys in the file.
+    """
+
+    def __init__(self, config: LoraConfig, family: Family, shape: Shape) -> None:
+        self._config, self._family, self._shape = config, family, shape
+        self._table = table_of(family, shape)
+        self._named = {one.name: one for one in parameters(family.rules, shape)}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._sizes: dict[str, tuple[int, float]] = {}  # module -> rank and scale
+        self._copies = set[str]()  # further names of tied weights
+        self._experts: dict[tuple[str, str], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def add_saved(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add trained tensors of the base model."""
+        for name, tensor in tensors.items():
+            if name not in self._named:
+                raise self._no_counterpart(name)
+            parameter = self._named[name]
+            for source, weight in split(tensor, parameter.segments).items():
+                for copy in (source, *parameter.tied):  # one parameter here, two keys there
+                    self.tensors[PREFIX + copy] = weight.contiguous().clone()
+                self._copies |= {copy.removesuffix(".weight") for copy in parameter.tied}
+
+    def add_layer(self, layer: str, matrices: Mapping[str, torch.Tensor]) -> None:
+        """Add the adapter of a layer; those of experts wait for :meth:`add_experts`."""
+        if layer not in self._table:
+            raise self._no_counterpart(layer)
+        parameter = self._table[layer]
+        if layer == EMBEDDING:
+            self._add_embedding(parameter, matrices)
+            return
+        if is_expert(layer):
+            above = parameter.sources[0].split(".experts.")[0].rpartition(".")[0]
+            name = next(n for n, ours in EXPERT_LAYERS.items() if layer.endswith(f".{ours}"))
+            a, b, scale = self._one_pair(layer, parameter, matrices)
+            self._experts.setdefault((above, name), []).append((a, b))
+            self._sizes[f"{above}.experts.{name}"] = (a.shape[0], scale)
+            return
+        pairs = _pairs(layer, self._config, matrices, parameter, self._shape)
+        for module, (a, b, scale) in pairs.items():
+            self._add(module, a, b)
+            self._sizes[module] = (a.shape[0], scale)
+        if self._config.use_dora:
+            self.tensors |= _lengths(layer, matrices, parameter, self._shape)
+        if self._config.use_bias:
+            self.tensors |= _biases(layer, matrices, parameter, self._shape)
+
+    def _add_embedding(self, parameter: Parameter, matrices: Mapping[str, torch.Tensor]) -> None:
+        (source,) = parameter.sources
+        module = source.removesuffix(".weight")
+        a, b, scale = self._one_pair(EMBEDDING, parameter, matrices)
+        b = split(b, parameter.segments)[source]
+        self.tensors[f"{PREFIX}{module}.lora_embedding_A"] = b.t().contiguous()
+        self.tensors[f"{PREFIX}{module}.lora_embedding_B"] = a.t().contiguous()
+        self._sizes[module] = (a.shape[0], scale)
+        if self._config.ensure_weight_tying:
+            for copy in (one.removesuffix(".weight") for one in parameter.tied):
+                self._add(copy, a, b)
+                self._copies.add(copy)
+
+    def add_experts(self) -> None:
+        """Add the adapters of all experts of each layer as one."""
+        for (above, name), pairs in self._experts.items():
+            # The last parameter's adapter is wrapped around the first one's.
+            inner = name == "gate_up_proj" and (above, "down_proj") in self._experts
+            self._add(f"{above}.{EXPERTS}{'.base_layer' if inner else ''}", *fused(pairs))
+
+    def fields(self, base: str) -> dict[str, Any]:
+        """The description, ``adapter_config.json``; ``base`` is the base model."""
+        config = self._config
+        names = {key.removeprefix(PREFIX).removesuffix(".weight") for key in self.tensors}
+        adapted = {n.rpartition(".lora_")[0] for n in names if ".lora_" in n} - self._copies
+        kept = {n.removesuffix(".bias") for n in names - self._copies if ".lora_" not in n}
+        values = _config(config, self._targets(adapted), self._saved_modules(kept), base)
+        ranks = {module: r for module, (r, _) in self._sizes.items()}
+        alphas = {m: s * (r**0.5 if config.use_rslora else r) for m, (r, s) in self._sizes.items()}
+        values["rank_pattern"] = _pattern(ranks, config.r)
+        values["alpha_pattern"] = _pattern(alphas, config.alpha)
+        if self._experts:
+            parameters_ = sorted({name for _, name in self._experts})
+            values["target_parameters"] = [f"{EXPERTS}.{name}" for name in parameters_]
+        if self._copies or config.ensure_weight_tying:
+            values["ensure_weight_tying"] = True
+        return values
+
+    def _targets(self, adapted: set[str]) -> list[str]:
+        """The shortest names of the adapted modules."""
+        targets = {n.rpartition(".")[2] for n in adapted if not FUSED.fullmatch(n)}
+        if not self._config.modules:
+            return sorted(targets)
+        every = (source for one in self._table.values() for source in one.sources)
+        there = {source.removesuffix(".weight") for source in every}  # some layers may have none
+        found = (_shortest(t, {m for m in there if _leaf(m) == t}, adapted) for t in targets)
+        return sorted(set().union(*found))
+
+    def _saved_modules(self, kept: set[str]) -> set[str]:
+        """The shortest names of the base modules that were trained."""
+        every = (source for one in self._named.values() for source in one.sources)
+        modules = {source.rpartition(".")[0] for source in every}
+        leaves = {_leaf(one) for one in kept}
+        found = (_shortest(leaf, {m for m in modules if m.endswith(leaf)}, kept) for leaf in leaves)
+        return set().union(*found)
+
+    def _add(self, module: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.tensors[f"{PREFIX}{module}.lora_A.weight"] = a.contiguous().clone()
+        self.tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous().clone()
+
+    def _one_pair(
+        self, layer: str, parameter: Parameter, matrices: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, float]:
+        parts = whole_parts(layer, parameter, self._shape)
+        return _one_pair(layer, self._config, matrices, parts)
+
+    def _no_counterpart(self, name: str) -> ConfigError:
+        return ConfigError(f"family {self._family.name} has no counterpart of {name}")
 
 
 def _leaf(module: str) -> str:
