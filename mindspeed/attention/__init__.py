@@ -14,7 +14,7 @@ executor runs them all. Works without Megatron, with any process group.
 
 from mindspeed.attention import planners
 from mindspeed.attention.alibi import alibi_slopes
-from mindspeed.attention.check import PlanError, check
+from mindspeed.attention.check import WrongPlanError, check
 from mindspeed.attention.context_parallel import context_parallel_attention
 from mindspeed.attention.cost_metrics import CostMetrics, Sizes, cost_metrics
 from mindspeed.attention.mask import Mask, Region
@@ -33,10 +33,10 @@ __all__ = [
     "HeadAllToAll",
     "Mask",
     "Plan",
-    "PlanError",
     "Region",
     "SequenceSharding",
     "Sizes",
+    "WrongPlanError",
     "alibi_slopes",
     "as_mask",
     "check",

@@ -15,7 +15,7 @@ from mindspeed.attention.sequence_sharding import Range, Ranges, length, union, 
 from mindspeed.errors import ConfigError
 
 
-class PlanError(ConfigError):
+class WrongPlanError(ConfigError):
     """A plan is wrong; it was not executed."""
 
 
@@ -23,9 +23,9 @@ def check(plan: Plan) -> None:
     """Prove a plan.
 
     Raises:
-        PlanError: A token has no owner or two, a pair of the mask is missing or computed twice, a
-            rank works with rows or sends rows that it does not have, or a gradient does not reach
-            the owner of its row.
+        WrongPlanError: A token has no owner or two, a pair of the mask is missing or computed
+            twice, a rank works with rows or sends rows that it does not have, or a gradient does
+            not reach the owner of its row.
     """
     _owners(plan)
     for name, stages in (("forward", plan.forward), ("backward", plan.backward)):
@@ -38,13 +38,13 @@ def check_area(plan: Plan) -> None:
     """Compare only the number of pairs with that of the mask.
 
     Raises:
-        PlanError: The numbers differ.
+        WrongPlanError: The numbers differ.
     """
     wanted = plan.mask.area()
     for name, stages in (("forward", plan.forward), ("backward", plan.backward)):
         computed = sum(region.area() for stage in stages for own in stage.work for region in own)
         if computed != wanted:
-            raise PlanError(
+            raise WrongPlanError(
                 f"{plan.algorithm}: {name} computes {computed} pairs, the mask has {wanted}"
             )
 
@@ -54,10 +54,10 @@ def _owners(plan: Plan) -> None:
     at = 0
     for a, b in segments:
         if a != at or b <= a:
-            raise PlanError(f"{plan.algorithm}: position {min(a, at)} has no owner or two")
+            raise WrongPlanError(f"{plan.algorithm}: position {min(a, at)} has no owner or two")
         at = b
     if at != plan.mask.size:
-        raise PlanError(
+        raise WrongPlanError(
             f"{plan.algorithm}: owners of {at} positions, the mask has {plan.mask.size}"
         )
 
@@ -72,7 +72,7 @@ def _pairs(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
     )
     computed, wanted_area = sum(region.area() for region in work), plan.mask.area()
     if computed != wanted_area or inside != computed:
-        raise PlanError(
+        raise WrongPlanError(
             f"{plan.algorithm}: {name} computes {computed} pairs, {inside} of them of the mask's "
             f"{wanted_area}"
         )
@@ -81,7 +81,7 @@ def _pairs(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
         open_regions = [other for other in open_regions if other.q1 > region.q0]
         for other in open_regions:
             if _common(region, other):
-                raise PlanError(
+                raise WrongPlanError(
                     f"{plan.algorithm}: {name} computes a pair twice: {other}, {region}"
                 )
         open_regions.append(region)
@@ -97,22 +97,26 @@ def _rows(plan: Plan, name: str, stages: Sequence[Stage]) -> None:
     for number, stage in enumerate(stages):
         sends = stage.kv or stage.q
         if sends and not 0 <= stage.posted < number:
-            raise PlanError(f"{plan.algorithm}: {name} {number} is posted at {stage.posted}")
+            raise WrongPlanError(f"{plan.algorithm}: {name} {number} is posted at {stage.posted}")
         for transfer in stage.kv:
             there = _buffer(plan, name, stages, transfer, stage.posted)
             if lacking := without(transfer.ranges, there):
-                raise PlanError(f"{plan.algorithm}: {name} {number}: {transfer} lacks {lacking}")
+                raise WrongPlanError(
+                    f"{plan.algorithm}: {name} {number}: {transfer} lacks {lacking}"
+                )
         for transfer in stage.q:
             if lacking := without(transfer.ranges, own[transfer.src]):
-                raise PlanError(f"{plan.algorithm}: {name} {number}: {transfer} lacks {lacking}")
+                raise WrongPlanError(
+                    f"{plan.algorithm}: {name} {number}: {transfer} lacks {lacking}"
+                )
         for rank, regions in enumerate(stage.work):
             queries = [own[rank], _ranges(stage.q_to(rank))]
             keys = [own[rank], *_keys(plan, name, stage, rank)]
             for region in regions:
                 if _lacking((region.q0, region.q1), queries):
-                    raise PlanError(f"{plan.algorithm}: rank {rank} does not own {region}")
+                    raise WrongPlanError(f"{plan.algorithm}: rank {rank} does not own {region}")
                 if _lacking((region.k0, region.k1), keys):
-                    raise PlanError(
+                    raise WrongPlanError(
                         f"{plan.algorithm}: {name} {number}: rank {rank} has no keys for {region}"
                     )
 
@@ -122,7 +126,7 @@ def _keys(plan: Plan, name: str, stage: Stage, rank: int) -> list[Ranges]:
     arrived = _ranges(stage.kv_to(rank))
     kept_keys = [_ranges(plan.forward[t].kv_to(rank)) for t in plan.saved_k]
     if stage.values_only and arrived and arrived not in kept_keys:
-        raise PlanError(f"{plan.algorithm}: rank {rank} has not kept the keys of {arrived}")
+        raise WrongPlanError(f"{plan.algorithm}: rank {rank} has not kept the keys of {arrived}")
     kept_rows = plan.saved_kv if name == "backward" else ()
     return [arrived, *(_ranges(plan.forward[t].kv_to(rank)) for t in kept_rows)]
 
@@ -167,6 +171,6 @@ def _gradients(plan: Plan) -> None:
         ]
         if stale:
             rows = length(union(held[stale[0]]))
-            raise PlanError(
+            raise WrongPlanError(
                 f"{plan.algorithm}: gradients of {rows} keys do not leave rank {stale[0]}"
             )

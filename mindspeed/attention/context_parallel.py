@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed.attention import executor
-from mindspeed.attention.check import PlanError, check, check_area
+from mindspeed.attention.check import WrongPlanError, check, check_area
 from mindspeed.attention.communication import run_on_group
 from mindspeed.attention.kernels import SoftmaxOptions
 from mindspeed.attention.plan import Plan
@@ -74,7 +74,7 @@ def context_parallel_attention(
 
     Raises:
         ConfigError: Sizes do not fit the plan.
-        PlanError: The plan does not compute its mask; it was not executed. With
+        WrongPlanError: The plan does not compute its mask; it was not executed. With
             ``MINDSPEED_CHECK_PLAN=1`` plans are proven in full and compared between ranks.
     """
     world = 1 if plan.ranks == 1 else dist.get_world_size(group)
@@ -180,7 +180,7 @@ def verify(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) ->
         device: Device of the tensors of the all-gather.
 
     Raises:
-        PlanError: The plan is wrong, or the ranks have different plans.
+        WrongPlanError: The plan is wrong, or the ranks have different plans.
     """
     thorough = os.environ.get(CHECK_PLAN) == "1"
     if thorough and plan.ranks > 1:
@@ -196,7 +196,7 @@ def _compare_digests(plan: Plan, group: Any, device: torch.device) -> None:
     dist.all_gather(gathered, own, group=group)
     digests = [bytes(digest.tolist()).hex() for digest in gathered]
     if other := next((digest for digest in digests if digest != digests[0]), None):
-        raise PlanError(
+        raise WrongPlanError(
             f"plans differ between CP ranks: {digests[0][:12]} vs {other[:12]} "
             "(same cu_seqlens on every rank?)"
         )

@@ -46,7 +46,7 @@ from mindspeed.ranges import MAX_COUNT, MAX_RANKS, whole
 
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
-    from mindspeed.planner.count.parts import Part
+    from mindspeed.planner.count.parts import PartFigures
     from mindspeed.planner.explain.effects import Effect
     from mindspeed.planner.explain.explain import Explanation
     from mindspeed.planner.job import Job
@@ -259,7 +259,7 @@ def _effect(one: Effect, commands: Commands) -> dict[str, Any]:
     }
 
 
-def _parts_table(parts: Mapping[int, tuple[Part, ...]]) -> Table:
+def _parts_table(parts: Mapping[int, tuple[PartFigures, ...]]) -> Table:
     every = [part for rows in parts.values() for part in rows]
     size = bytes_unit([*(part.kept or 0 for part in every), *(_sent(part) for part in every)])
     flops = flops_unit(value for part in every for _, value in part.flops)
@@ -290,7 +290,7 @@ def _parts_table(parts: Mapping[int, tuple[Part, ...]]) -> Table:
     return table
 
 
-def _sent(part: Part) -> float:
+def _sent(part: PartFigures) -> float:
     return sum(value for _, value in part.sent)
 
 

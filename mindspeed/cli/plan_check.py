@@ -35,9 +35,9 @@ from mindspeed.processes import cores
 if TYPE_CHECKING:
     from mindspeed.planner.cluster import Cluster
     from mindspeed.planner.compose.compose import Composed
-    from mindspeed.planner.count.check import Check, Traffic
+    from mindspeed.planner.count.check import Check, GroupTraffic
     from mindspeed.planner.feature_plans import ActivationPlan
-    from mindspeed.planner.interval import Interval
+    from mindspeed.planner.interval import Spread
     from mindspeed.planner.job import Job
     from mindspeed.planner.time.prediction import Prediction
 
@@ -207,7 +207,7 @@ def print_check(
         line(text)
 
 
-def interval_of_job(args: argparse.Namespace, cluster: str) -> Interval:
+def interval_of_job(args: argparse.Namespace, cluster: str) -> Spread:
     """How far modelled seconds of a job on the cluster of a name may be off."""
     from mindspeed.planner.interval import interval_of, job_kind
 
@@ -249,7 +249,7 @@ def traffic_table(found: Check) -> Table:
         ["pipeline rank", "group", "operation"],
         ["ranks", "calls", "payload", "sent"],
     )
-    alike: dict[tuple[Traffic, ...], list[int]] = {}
+    alike: dict[tuple[GroupTraffic, ...], list[int]] = {}
     for rank in found.ranks:
         alike.setdefault(rank.traffic, []).extend(rank.pipeline_ranks)
     for traffic, numbers in alike.items():

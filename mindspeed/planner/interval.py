@@ -66,7 +66,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Interval:
+class Spread:
     """Factors of predicted seconds.
 
     Attributes:
@@ -138,7 +138,7 @@ def published_runs() -> tuple[Run, ...]:
 
 def interval_of(
     kind: JobKind, device: str, without: Callable[[Run], bool] = lambda run: False
-) -> Interval:
+) -> Spread:
     """The factors between which the seconds of a job are likely to be.
 
     Args:
@@ -153,7 +153,7 @@ def interval_of(
     total = sum(weight for _, weight in weighted)
     part = max(0.0, (_OUTSIDE * (total + 1) - 1) / total)  # the job counts 1, beyond both ends
     low, high = percentile(weighted, part), percentile(weighted, 1 - part)
-    return Interval(low, high, len(runs), alike)
+    return Spread(low, high, len(runs), alike)
 
 
 def _place(run: Run) -> tuple[str, str, JobKind, str]:

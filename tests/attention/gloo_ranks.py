@@ -11,9 +11,9 @@ from mindspeed.attention import (
     HeadAllToAll,
     Mask,
     Plan,
-    PlanError,
     SequenceSharding,
     Sizes,
+    WrongPlanError,
     context_parallel_attention,
     contiguous,
     cost_metrics,
@@ -91,7 +91,7 @@ def disagreement() -> str:
     x = torch.zeros(SIZE // 2, 1, 8)
     try:
         context_parallel_attention(x, x, x, plan)
-    except PlanError as error:
+    except WrongPlanError as error:
         return str(error)
     return "ran"
 

@@ -11,8 +11,8 @@ import torch
 from mindspeed.attention import (
     HeadAllToAll,
     Mask,
-    PlanError,
     Region,
+    WrongPlanError,
     context_parallel_attention,
     contiguous,
     cost_metrics,
@@ -111,7 +111,7 @@ def test_a_plan_that_does_not_cover_its_mask_is_refused_before_any_work(monkeypa
     short = replace(plan, forward=(replace(plan.forward[0], work=((Region(0, 8, 0, 1),),)),))
     monkeypatch.setattr(executor.kernels, "forward", lambda *_: pytest.fail("a kernel ran"))
     x = torch.zeros(8, 1, 8)
-    with pytest.raises(PlanError, match="ring: forward computes 8 pairs, the mask has 36"):
+    with pytest.raises(WrongPlanError, match="ring: forward computes 8 pairs, the mask has 36"):
         context_parallel_attention(x, x, x, short)
 
 

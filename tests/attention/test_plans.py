@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from mindspeed.attention import (
     Mask,
     Plan,
-    PlanError,
     SequenceSharding,
     Sizes,
+    WrongPlanError,
     check,
     contiguous,
     cost_metrics,
@@ -85,28 +85,28 @@ class TestWrongPlansAreRefused:
     def test_verification_finds_a_missing_pair(self) -> None:
         work = list(self.plan.forward[1].work)
         work[2] = work[2][1:]
-        with pytest.raises(PlanError, match="ring: forward computes"):
+        with pytest.raises(WrongPlanError, match="ring: forward computes"):
             check(self.broken(forward=self.stage(1, work=tuple(work))))
 
     def test_verification_finds_a_pair_computed_twice(self) -> None:
         work = list(self.plan.forward[1].work)
         work[2] = (work[2][0], *work[2][:-1])
-        with pytest.raises(PlanError, match="computes"):
+        with pytest.raises(WrongPlanError, match="computes"):
             check(self.broken(forward=self.stage(1, work=tuple(work))))
 
     def test_verification_finds_absent_keys(self) -> None:
-        with pytest.raises(PlanError, match="forward 1: rank 0 has no keys"):
+        with pytest.raises(WrongPlanError, match="forward 1: rank 0 has no keys"):
             check(self.broken(forward=self.stage(1, kv=())))
 
     def test_verification_finds_a_sender_without_the_data(self) -> None:
         moves = tuple(m._replace(buffer=-1) for m in self.plan.forward[2].kv)
-        with pytest.raises(PlanError, match="lacks"):
+        with pytest.raises(WrongPlanError, match="lacks"):
             check(self.broken(forward=self.stage(2, kv=moves)))
 
     def test_verification_finds_a_gradient_that_does_not_reach_its_owner(self) -> None:
         stages = list(self.plan.backward)
         stages[-2] = replace(stages[-2], dkv=())
-        with pytest.raises(PlanError, match="gradients of 8 keys do not leave rank"):
+        with pytest.raises(WrongPlanError, match="gradients of 8 keys do not leave rank"):
             check(self.broken(backward=tuple(stages)))
 
     def test_verification_finds_queries_that_the_sender_does_not_own(self) -> None:
@@ -114,20 +114,20 @@ class TestWrongPlansAreRefused:
         stage = one.forward[1]
         asks = tuple(move._replace(src=(move.src + 2) % 4) for move in stage.q)
         forward = (one.forward[0], replace(stage, q=asks))
-        with pytest.raises(PlanError, match=r"mesh 2 x 2: forward 1: .* lacks"):
+        with pytest.raises(WrongPlanError, match=r"mesh 2 x 2: forward 1: .* lacks"):
             check(replace(one, forward=forward))
         forward = (one.forward[0], replace(stage, q=()))
-        with pytest.raises(PlanError, match="does not own"):
+        with pytest.raises(WrongPlanError, match="does not own"):
             check(replace(one, forward=forward))
 
     def test_verification_finds_values_without_keys(self) -> None:
         half = planners.with_cache(planners.all_gather(Mask.causal(32), zigzag(32, 4)), "half")
-        with pytest.raises(PlanError, match="all-gather: rank 0 has not kept the keys"):
+        with pytest.raises(WrongPlanError, match="all-gather: rank 0 has not kept the keys"):
             check(replace(half, saved_k=()))
 
     def test_verification_finds_a_token_without_owner(self) -> None:
         sharding = SequenceSharding((((0, 4),), ((5, 8),)))
-        with pytest.raises(PlanError, match="position 4 has no owner"):
+        with pytest.raises(WrongPlanError, match="position 4 has no owner"):
             check(planners.ring(Mask.causal(8), sharding))
 
 

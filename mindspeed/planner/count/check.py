@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Traffic:
+class GroupTraffic:
     """Bytes that a rank sends in a step through one process group by one operation.
 
     Attributes:
@@ -75,7 +75,7 @@ class RankCheck:
     at_peak: Mapping[str, int]
     flops: int
     recomputed: int
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[GroupTraffic, ...]
     host: int = 0
 
 
@@ -197,7 +197,7 @@ def figures_of_step(stage: int, step: CountedStep) -> RankCheck:
     )
 
 
-def traffic(communications: Iterable[Communication]) -> tuple[Traffic, ...]:
+def traffic(communications: Iterable[Communication]) -> tuple[GroupTraffic, ...]:
     """Sum messages by group and operation, the largest first; groups of one rank are left out."""
     sums: dict[tuple[str, int, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for one in communications:
@@ -206,7 +206,7 @@ def traffic(communications: Iterable[Communication]) -> tuple[Traffic, ...]:
             found[0] += 1
             found[1] += one.payload
             found[2] += one.wire
-    rows = [Traffic(*key, *numbers) for key, numbers in sums.items()]
+    rows = [GroupTraffic(*key, *numbers) for key, numbers in sums.items()]
     return tuple(sorted(rows, key=lambda row: (-row.wire, row.group, row.op)))
 
 

@@ -47,7 +47,7 @@ NEAR = 0.01
 
 
 @dataclass(frozen=True)
-class Part:
+class PartFigures:
     """Equal layers, or a part of the step outside of layers.
 
     Attributes:
@@ -78,7 +78,7 @@ class Part:
 
 def parts(
     args: argparse.Namespace, cluster: Cluster, rank: int = 0, offsets: Sequence[int] = ()
-) -> tuple[Part, ...]:
+) -> tuple[PartFigures, ...]:
     """Count the parts of a rank of the job, in the order in which they first run.
 
     Args:
@@ -95,7 +95,7 @@ def parts(
 
 def _parts_here(
     args: argparse.Namespace, cluster: Cluster, offsets: Sequence[int]
-) -> tuple[Part, ...]:
+) -> tuple[PartFigures, ...]:
     from mindspeed.instruments.clock import VirtualClock
     from mindspeed.planner.cluster.program import program_of
     from mindspeed.planner.cluster.rates import DeviceRates
@@ -139,9 +139,9 @@ class _Group:
     """Parts with equal figures and nearly equal times, by scope."""
 
     what: str
-    parts: dict[Scope, Part] = field(default_factory=dict)
+    parts: dict[Scope, PartFigures] = field(default_factory=dict)
 
-    def takes(self, what: str, one: Part) -> bool:
+    def takes(self, what: str, one: PartFigures) -> bool:
         """Whether a part belongs to the group."""
         first = next(iter(self.parts.values()))
         times = ((first.seconds, one.seconds), (first.exposed, one.exposed))
@@ -149,7 +149,7 @@ class _Group:
         same = first == replace(one, seconds=first.seconds, exposed=first.exposed)
         return what == self.what and near and same
 
-    def part(self) -> Part:
+    def part(self) -> PartFigures:
         """Merge the parts into one with mean times."""
         every = list(self.parts.values())
         return replace(
@@ -181,13 +181,13 @@ def _placed(one: TimedCall, sharded: bool) -> TimedCall:
 
 def _part(
     phases: Mapping[str, Costs], micro_batches: int | None, parameters: int, kept: int | None
-) -> Part:
+) -> PartFigures:
     """Build the part of one layer, or of a step if ``micro_batches`` is None."""
     sent, flops, batches = Counter[str](), dict[str, float](), micro_batches or 1
     for phase, costs in phases.items():
         flops[phase] = costs.flops / batches
         sent.update(costs.sent)
-    return Part(
+    return PartFigures(
         "",
         1,
         micro_batches is None,

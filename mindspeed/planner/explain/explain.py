@@ -20,7 +20,7 @@ from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.compose import compose, count_where_needed
 from mindspeed.planner.count.check import Check
-from mindspeed.planner.count.parts import Part, parts
+from mindspeed.planner.count.parts import PartFigures, parts
 from mindspeed.planner.explain.changed_job import ChangeBounds, Predictor
 from mindspeed.planner.explain.changes import changes
 from mindspeed.planner.explain.effects import INTERRUPTED, Effect, effects, most_helpful, nearest
@@ -32,7 +32,7 @@ from mindspeed.training.fake_job import rank_in_stage
 
 Progress = Callable[[str, int, int], None]
 """Progress callback: the activity, how many parts are done, and the total."""
-Parts = Mapping[int, tuple[Part, ...]]
+Parts = Mapping[int, tuple[PartFigures, ...]]
 """Parts by pipeline rank."""
 _Run = tuple[argparse.Namespace, Cluster, int, tuple[int, ...]]
 """Arguments of :func:`mindspeed.planner.count.parts.parts`."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.rank import RankTrace
+from mindspeed.planner.count.check import GroupTraffic as Row
 from mindspeed.planner.count.check import RankCheck
-from mindspeed.planner.count.check import Traffic as Row
 from mindspeed.planner.count.recording import EXPERT_PRODUCTS, Message, Sent
 from mindspeed.planner.count.timed_step import BETWEEN_CHUNKS
 from mindspeed.planner.shape import Shape
