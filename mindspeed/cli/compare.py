@@ -1,4 +1,4 @@
-"""Where do two runs part? Compare recordings of trainings with other layouts, devices or flags.
+"""Compare recordings of trainings with other layouts, devices or flags: where do two runs part?
 
     mindspeed pretrain FLAGS --record runs/a     # or any Megatron script with our import line
     mindspeed pretrain FLAGS --record runs/b --tensor-model-parallel-size 2

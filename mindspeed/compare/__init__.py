@@ -1,4 +1,4 @@
-"""Where do two runs part? Records of a training's tensors, and their comparison.
+"""Records of a training's tensors, and their comparison: where do two runs part?
 
     --record DIR             of a training: digests of its tensors (:mod:`.recorder`)
     mindspeed compare A B    the first tensor that differs by more than rounding explains

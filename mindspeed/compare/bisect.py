@@ -1,4 +1,4 @@
-"""Which flags of a command make a run differ: delta debugging over those that differ.
+"""Flags of a command that make a run differ: delta debugging over those that differ.
 
 A subset of the differing flags is bad if the run that has them, and A's otherwise, differs from A
 first in the same pass and module as B does. A run that is refused or fails is not bad. The result

@@ -38,7 +38,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Which elements of the whole tensor a piece holds: all pairs of its rows and columns.
+    """Elements of the whole tensor that a piece holds: all pairs of its rows and columns.
 
     Attributes:
         shape: Rows and columns of the whole tensor.

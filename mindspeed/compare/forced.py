@@ -86,7 +86,7 @@ class ForcedValues:
 
 
 def gradient_scale(scalars: Mapping[str, Any]) -> float:
-    """By what a run multiplies the gradients of a micro-batch, if its ranks share tokens evenly."""
+    """Factor of the gradients of a micro-batch in a run whose ranks share tokens evenly."""
     if scalars["per_token"]:
         return float(scalars["loss_scale"])
     return float(scalars["loss_scale"] * scalars["cp"] / scalars["micro_batches"])

@@ -74,12 +74,12 @@ class JobRecording:
 
     @contextlib.contextmanager
     def around_step(self, iteration: int) -> Iterator[None]:
-        """For the seam ``step``: the number of the step that runs."""
+        """Number the step that runs, at the seam ``step``."""
         self._announced = iteration - 1
         yield
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For the seam ``schedule``."""
+        """Wrap the schedule, at its seam."""
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -115,7 +115,7 @@ class JobRecording:
         return run
 
     def with_optimizer(self, optimizer: Any) -> Any:
-        """For the seam ``optimizer``."""
+        """Watch the optimizer, at its seam."""
         step = optimizer.step
         self._ends_with_optimizer = True
 

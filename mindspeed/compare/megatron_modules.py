@@ -1,4 +1,4 @@
-"""Which of Megatron's modules are recorded, under which name, and what their tensors look like."""
+"""Recorded modules of Megatron, their names, and what their tensors look like."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class _Calls:
         self._inputs: list[Any] = []
 
     def begin(self, module: Any, args: Any, kwargs: Any) -> None:
-        """For a hook before the forward."""
+        """Begin, in a hook before the forward."""
         recomputed = torch._C._current_graph_task_id() != -1
         if recomputed:
             call = self._calls[self._recomputed] if self._recomputed < len(self._calls) else None
@@ -198,7 +198,7 @@ class _Calls:
             atomic_write_text(path.with_suffix(".json"), text)
 
     def end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """For a hook after it."""
+        """End, in a hook after the forward."""
         inputs = self._inputs.pop()
         if inputs is not None:
             self._recorder.leave(inputs, output)

@@ -64,6 +64,6 @@ def _owned(inner: Any, parameter: torch.nn.Parameter, main: torch.Tensor, start:
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """Of the first group of parameters; None without one on this rank."""
+    """Learning rate of the first group of parameters; None without one on this rank."""
     groups = optimizer.param_groups
     return float(groups[0]["lr"]) if groups else None

@@ -1,4 +1,4 @@
-"""Where the shards of Megatron's tensors are in the whole tensor.
+"""Places of the shards of Megatron's tensors in the whole tensor.
 
 Activations are ``[tokens, samples, ...]``, and row ``token * samples + sample`` of the whole one.
 Which tokens a rank has follows from the packed batch or from Megatron's zigzag chunks; sequence

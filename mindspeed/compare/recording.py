@@ -212,7 +212,7 @@ def _step(number: int, ranks: list[_Rank]) -> dict[Name, Recorded]:
 
 
 def _order(name: Name, order: Mapping[tuple[str, str, str], int]) -> tuple[int, ...]:
-    """Where a name is in a step: by pass, depth of the module, order on its rank."""
+    """Order of a name in a step: by pass, depth of the module, order on its rank."""
     at = order[name.when, name.module, name.what]
     backwards = name.when in ("backward", "end")
     level = depth(name.module) * (-1 if backwards else 1)

@@ -25,5 +25,5 @@ class Row:
 
     @property
     def name(self) -> Name:
-        """Its name in A."""
+        """The name in A."""
         return self.a.name

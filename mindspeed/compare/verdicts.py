@@ -1,4 +1,4 @@
-"""Where the fault is that makes a tensor the first one to differ, in words."""
+"""Places of faults that make a tensor the first one to differ, in words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_OPTIMIZER = {
 
 
 def verdict(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> str:
-    """Where the fault is.
+    """Say where the fault is.
 
     Args:
         rows: All compared tensors, in the order of the walk.
@@ -130,7 +130,7 @@ def _of_forward(rows: Sequence[Row], index: int, a: Recording, b: Recording) -> 
 
 
 def _of_experts(row: Row) -> str:
-    """Of which experts the rows differ."""
+    """Experts whose rows differ."""
     apart = squared_distances(row.a, row.b)
     wrong = (apart > 0.01 * apart.max()).nonzero().view(-1).tolist()
     share = f"of the experts in {len(wrong)} of {len(apart)} equal ranges"

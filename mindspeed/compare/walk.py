@@ -160,7 +160,7 @@ def _rows(
 
 
 def _clipped(a: Recording, b: Recording) -> dict[int, float]:
-    """By how much the gradient norms of each step differ: clipping scales all gradients by them."""
+    """Relative differences of gradient norms by step: clipping scales all gradients by them."""
     found = {}
     for name, own in a.tensors.items():
         if name[3:] == ("optimizer", "grad_norm") and name in b.tensors and own.norm:

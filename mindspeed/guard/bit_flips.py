@@ -110,7 +110,7 @@ class TwiceComputed:
 
 
 def origin_of(flips: Sequence[Flip]) -> list[Flip]:
-    """Of the first differences of ranks, those that the others follow from."""
+    """The first differences of ranks that the others follow from."""
     first = min(flips, key=lambda one: one.order)
     return [one for one in flips if one.order == first.order]
 

@@ -72,13 +72,13 @@ class TrainingGuard:
 
     @contextlib.contextmanager
     def around_step(self, iteration: int) -> Iterator[None]:
-        """For the seam ``step``: the number of the step that runs."""
+        """Number the step that runs, at the seam ``step``."""
         self._announced = iteration - 1
         self._retention.before_step()
         yield
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For the seam ``schedule``."""
+        """Wrap the schedule, at its seam."""
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -91,7 +91,7 @@ class TrainingGuard:
         return run
 
     def with_optimizer(self, optimizer: Any) -> Any:
-        """For the seam ``optimizer``."""
+        """Watch the optimizer, at its seam."""
         step = optimizer.step
 
         @functools.wraps(step)
@@ -106,7 +106,7 @@ class TrainingGuard:
 
     @property
     def _number(self) -> int:
-        """Of the step that runs, from 0."""
+        """Number of the step that runs, from 0."""
         return self._calls - 1 if self._announced is None else self._announced
 
     def _step(self, schedule: Callable[..., Any], given: Mapping[str, Any]) -> Any:

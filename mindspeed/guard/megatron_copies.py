@@ -146,7 +146,7 @@ def _holders(
 
 
 def _odd(held: Mapping[int, int]) -> str:
-    """Which ranks differ from most; empty if all are equal."""
+    """Ranks that differ from most; empty if all are equal."""
     counts = Counter(held.values())
     if len(counts) < 2:
         return ""

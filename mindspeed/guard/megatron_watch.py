@@ -26,7 +26,7 @@ _PASSES = ("begin", "forward", "recompute", "backward", "end")
 
 
 class Where(NamedTuple):
-    """Where a tensor is in a step.
+    """Place of a tensor in a step.
 
     Attributes:
         when: One of ``forward``, ``recompute`` and ``backward``; ``begin`` and ``end`` of weights.

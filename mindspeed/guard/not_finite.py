@@ -1,4 +1,4 @@
-"""Where the first value that is not finite comes from: a step is computed again and looked at.
+"""Origin of the first value that is not finite: a step is computed again and looked at.
 
 Each rank looks at its tensors where modules end, and at every operator between (:mod:`.operators`).
 A rank that only receives such a value has no operator that makes one of finite ones, so of all
@@ -88,6 +88,6 @@ def first_on_this_rank(step: ReplayedStep) -> Origin | None:
 
 
 def origin_of(found: Sequence[Origin | None]) -> list[Origin]:
-    """Of what ranks found first, the origin: once for each rank that has it in the same place."""
+    """The origin among what ranks found first: once for each rank that has it in the same place."""
     own = sorted((one for one in found if one is not None), key=lambda one: one.order)
     return [one for one in own if one.order == own[0].order and one.where == own[0].where]

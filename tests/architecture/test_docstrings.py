@@ -91,3 +91,35 @@ def test_a_docstring_without_shapes_is_found():
     assert not without_shapes(source.replace("Count", "Count x [s, b, h]"))
     assert not without_shapes(source.replace("def f", "def _f"))
     assert not without_shapes(source.replace("x.shape[0]", "id(x)"))
+
+
+# The first word of a fragment: a docstring starts with a verb or names the thing.
+FRAGMENT = re.compile(
+    r"(Of|Its|Their|For|As|From|Where|Which|Whose|When|By|In|At|On|To|With|Without|That|Than|Also|"
+    r"Must|May|Is|Are|Has|Have)\b(?!-)"
+)
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def fragments(source: str) -> list[str]:
+    texts = [
+        ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, Documented)
+    ]
+    return [text.partition("\n")[0] for text in texts if FRAGMENT.match(text)]
+
+
+def test_docstrings_start_with_a_verb_or_name_the_thing():
+    found = {
+        str(path.relative_to(PACKAGE)): lines
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (lines := fragments(path.read_text()))
+    }
+    assert found == {}
+
+
+def test_a_fragment_is_found():
+    source = 'class A:\n    def f(self):\n        """Of a step."""\n'
+    assert fragments(source) == ["Of a step."]
+    assert fragments(source.replace("Of", "Seconds of")) == []

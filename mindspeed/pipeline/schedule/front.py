@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def time(self) -> float:
-        """Of a step, with the reduction that is not hidden."""
+        """Time of a step, with the reduction that is not hidden."""
         return self.simulation.makespan + self.simulation.exposed_reduction
 
     def rank(self) -> tuple[float, float, int]:

@@ -65,7 +65,7 @@ class Plan:
     )
 
     def __hash__(self) -> int:
-        """That of few fields: a step looks plans up, and must not walk over their tables."""
+        """Hash of few fields: a step looks plans up, and must not walk over their tables."""
         return hash((self.placement, self.num_microbatches, self.name))
 
     def size(self, microbatch: int) -> float:

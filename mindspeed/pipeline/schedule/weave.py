@@ -233,7 +233,7 @@ class _Loom:
             self._weight_gradient(rank, now)
 
     def _arrival(self, entry: _Entry) -> float | None:
-        """When the inputs are there, if that is known."""
+        """Time at which the inputs are there, if that is known."""
         _, forward, stage, i, _ = entry
         if not forward and (True, stage, i) not in self.ends:
             return None

@@ -232,7 +232,7 @@ def _between(around: Surroundings) -> Surroundings:
 def _sources(
     layout: Layout, shape: Shape, rank: int, reach: int, row: Row, whole: tuple[Word, ...]
 ) -> Iterator[tuple[Cover, int]]:
-    """For each chunk of a rank, the cover with its layers, and the chunk there."""
+    """The cover with the layers of each chunk of a rank, and the chunk there."""
     if not is_interleaved(shape):
         ends = rank == 0, rank == shape.ranks - 1
         one = _source(layout, shape, reach, _turns(row), whole, *ends)

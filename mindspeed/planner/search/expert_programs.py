@@ -1,4 +1,4 @@
-"""Which programs of a mixture-of-experts layer are worth a candidate in a layout.
+"""Programs of a mixture-of-experts layer that are worth a candidate in a layout.
 
     programs = ExpertPrograms(args, cluster)
     programs.reason_against(layout)         # None: its program may be the best

@@ -1,4 +1,4 @@
-"""Which sets of modules of a layer are worth a candidate that computes them again.
+"""Sets of modules of a layer that are worth a candidate that computes them again.
 
     subsets({"layernorm": Saving(112, 0.13), "mlp": Saving(328, 2.6)}, Saving(832, 5.2))
 
