@@ -1,6 +1,6 @@
 """Origin of the first value that is not finite: a step is computed again and looked at.
 
-Each rank looks at its tensors where modules end, and at every operator between (:mod:`.operators`).
+Each rank looks at its tensors where modules end, and at every operator between (:mod:`.origins`).
 A rank that only receives such a value has no operator that makes one of finite ones, so of all
 ranks the origin is where an operator was found: forward before backward, earlier micro-batches and,
 in the forward, earlier layers first.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mindspeed.guard.megatron_replay import ReplayedStep, gradient_of
 from mindspeed.guard.megatron_watch import StepWatch, Where, named_parameters, order_of
-from mindspeed.guard.operators import FirstNotFinite, is_finite
+from mindspeed.guard.origins import FirstNotFinite, is_finite
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mindspeed.compare.digest import bits
 from mindspeed.guard import checkpoints
 from mindspeed.guard.megatron_copies import _odd
 from mindspeed.guard.megatron_replay import KeptReader
-from mindspeed.guard.operators import FirstNotFinite
+from mindspeed.guard.origins import FirstNotFinite
 from mindspeed.guard.spikes import LEAST, Spikes
 from mindspeed.storage import directory
 

@@ -18,6 +18,7 @@ WITHOUT_A_STEP = {
     "automated-pipeline",  # its options are for results that a run has measured
     "hccl-group-buffer",  # sizes of the library's buffers
     "profiling",
+    "guard",
     "record",
     "type-check",  # before training, in a process of its own
 }
