@@ -8,7 +8,7 @@ must be recorded at the level ``full``: its tensors, put together here for any l
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 
 from mindspeed.compare.digest import Place
 from mindspeed.compare.names import Name
-from mindspeed.compare.recording import pieces_of
+from mindspeed.compare.recording import header_of, pieces_of
+from mindspeed.compare.scales import TokenCounts
 from mindspeed.errors import ConfigError
 
 
@@ -38,25 +39,28 @@ class ForcedValues:
             list
         )
         self._files: dict[Path, Any] = {}
+        self._headers: dict[Path, Mapping[str, Any]] = {}
         for path in sorted((directory / f"step-{step:06d}").glob("rank-*.jsonl")):
             header, pieces = pieces_of(path)
             if not header["values"]:
-                raise ConfigError(
-                    f"--record-forced {directory}: record it with --record-level full"
-                )
+                raise ConfigError(f"{directory}: record it with --record-level full")
             self.scalars = header["scalars"]
+            file = path.with_suffix(".safetensors")
+            self._headers[file] = header
             for index, piece in enumerate(pieces):
-                name = Name(step, *piece["name"])
-                self._pieces[name].append((path.with_suffix(".safetensors"), index, piece))
+                self._pieces[Name(step, *piece["name"])].append((file, index, piece))
         if not self._pieces:
-            raise ConfigError(f"--record-forced {directory}: it has not recorded step {step}")
+            raise ConfigError(f"{directory}: it has not recorded step {step}")
+        self.tokens = TokenCounts(self._headers.values())
 
-    def value(self, name: Name, place: Place) -> torch.Tensor | None:
+    def value(self, name: Name, place: Place, scale: float | None = None) -> torch.Tensor | None:
         """The elements of a tensor at a place: ``[rows, columns]`` on the host, or None.
 
         Args:
             name: Of the tensor.
             place: In the whole tensor.
+            scale: Of the gradients of this run's micro-batch, which those of the recording get;
+                None for other tensors.
         """
         pieces = self._pieces.get(name)
         if not pieces or tuple(pieces[0][2]["shape"]) != place.shape:
@@ -69,6 +73,8 @@ class ForcedValues:
             seen.add(piece["place"])
             file = self._open(path)
             own = file.get_tensor(f"value/{index}")
+            if scale is not None:
+                own = own * (scale / self.tokens.scale(name.micro_batch, self._headers[path]))
             rows, columns = (
                 file.get_tensor(f"{kind}/{piece['place']}") for kind in ("rows", "columns")
             )
@@ -85,11 +91,19 @@ class ForcedValues:
         return self._files[path]
 
 
-def gradient_scale(scalars: Mapping[str, Any]) -> float:
-    """Factor of the gradients of a micro-batch in a run whose ranks share tokens evenly."""
-    if scalars["per_token"]:
-        return float(scalars["loss_scale"])
-    return float(scalars["loss_scale"] * scalars["cp"] / scalars["micro_batches"])
+def check_recording(directory: Path, steps: Iterable[int]) -> None:
+    """Check before a job starts that a recording has steps, with their tensors; reads little.
+
+    Raises:
+        ConfigError: The recording has no such step, or no values.
+        DataError: It is damaged, or of another version.
+    """
+    for step in steps:
+        paths = sorted((directory / f"step-{step:06d}").glob("rank-*.jsonl"))
+        if not paths:
+            raise ConfigError(f"{directory}: it has not recorded step {step}")
+        if not header_of(paths[0])["values"]:
+            raise ConfigError(f"{directory}: record it with --record-level full")
 
 
 class Replace(torch.autograd.Function):

@@ -24,7 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from mindspeed.compare.digest import Place
-from mindspeed.compare.forced import ForcedValues, Replace, gradient_scale
+from mindspeed.compare.forced import ForcedValues, Replace
 from mindspeed.compare.megatron_experts import ExpertHooks, layers_of
 from mindspeed.compare.megatron_modules import (
     flattened,
@@ -44,6 +44,7 @@ from mindspeed.compare.names import Name
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
 from mindspeed.compare.routing import GAPS, counted, scores_of
+from mindspeed.compare.scales import gradient_scale
 from mindspeed.journal import Journal
 
 _OUTPUTS = ("output", "choice", "logits")
@@ -428,13 +429,15 @@ class MegatronHooks:
         if self._forced is None or step is None:
             return None
         name = Name(step.number, call.batch.number, when, call.name, what)
-        value = self._forced.value(name, place)
+        scale = None
+        if when == "backward":
+            own = step.scalars["tokens"].get(str(call.batch.number))
+            total = self._forced.tokens.total(call.batch.number)
+            scale = gradient_scale(step.scalars, total, None if own is None else max(float(own), 1))
+        value = self._forced.value(name, place, scale)
         if value is None:
             return None
         value = value.to(x.device)
-        if when == "backward":
-            ratio = gradient_scale(step.scalars) / gradient_scale(self._forced.scalars)
-            value = value * ratio
         if loss:
             return value.view(x.shape[1], x.shape[0]).t().to(x.dtype).contiguous()
         return value.view(x.shape).to(x.dtype)

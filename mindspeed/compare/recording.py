@@ -19,6 +19,7 @@ import torch
 from mindspeed.compare.digest import LARGEST, NOT_FINITE, SKETCHES, SQUARES
 from mindspeed.compare.names import NO_MICRO_BATCH, PASSES, Name, depth
 from mindspeed.compare.recorder import FORMAT
+from mindspeed.compare.scales import TokenCounts
 from mindspeed.errors import DataError
 from mindspeed.parsing import decode_json
 
@@ -168,14 +169,38 @@ def pieces_of(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         DataError: the file is damaged, or of another version.
     """
     try:
-        header, *pieces = map(decode_json, path.read_text("utf-8").splitlines())
+        first, *pieces = path.read_text("utf-8").splitlines()
+        return _checked(path, first), [decode_json(piece) for piece in pieces]
     except (ValueError, OSError) as error:
-        raise DataError(f"{path}: damaged, record again: {error}") from error
+        raise _damaged(path, error) from error
+
+
+def header_of(path: Path) -> Mapping[str, Any]:
+    """The header of a rank's step, without its pieces.
+
+    Raises:
+        DataError: the file is damaged, or of another version.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            return _checked(path, file.readline())
+    except (ValueError, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _checked(path: Path, line: str) -> Mapping[str, Any]:
+    header: Mapping[str, Any] = decode_json(line)
     if header["format"] != FORMAT:
         raise DataError(
             f"{path}: written by another version (format {header['format']}); record again"
         )
-    return header, pieces
+    return header
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    if isinstance(error, DataError):  # a ValueError, too
+        return error
+    return DataError(f"{path}: damaged, record again: {error}")
 
 
 def _rank(path: Path) -> _Rank:
@@ -193,7 +218,7 @@ def _rank(path: Path) -> _Rank:
 
 def _step(number: int, ranks: list[_Rank]) -> dict[Name, Recorded]:
     """The tensors of a step, in its order."""
-    scales = _Scales(ranks)
+    tokens = TokenCounts(rank.header for rank in ranks)
     order: dict[tuple[str, str, str], int] = {}
     parts: defaultdict[Name, dict[str, list[tuple[int, int]]]] = defaultdict(dict)
     for index, rank in enumerate(ranks):
@@ -207,7 +232,7 @@ def _step(number: int, ranks: list[_Rank]) -> dict[Name, Recorded]:
             parts[name].setdefault(piece["place"], []).append((index, at))
     found = {}
     for name in sorted(parts, key=lambda one: _order(one, order)):
-        found[name] = _whole(name, parts[name], ranks, scales)
+        found[name] = _whole(name, parts[name], ranks, tokens)
     return found
 
 
@@ -223,7 +248,7 @@ def _order(name: Name, order: Mapping[tuple[str, str, str], int]) -> tuple[int, 
 
 
 def _whole(
-    name: Name, places: Mapping[str, list[tuple[int, int]]], ranks: list[_Rank], scales: _Scales
+    name: Name, places: Mapping[str, list[tuple[int, int]]], ranks: list[_Rank], tokens: TokenCounts
 ) -> Recorded:
     total, exact, count = None, 0, 0
     taken, differing, partial = True, [], False
@@ -233,7 +258,7 @@ def _whole(
         partial |= piece["partial"]
         for index, at in copies if piece["partial"] else copies[:1]:
             rank = ranks[index]
-            own = _scaled(rank.digests[at], scales.of(name, rank))
+            own = _scaled(rank.digests[at], _scale_of(name, rank, tokens))
             total = own if total is None else _sum(total, own)
             taken &= at in rank.header["exact"]
             exact = (exact + int(rank.exact[at])) & _MASK
@@ -286,29 +311,9 @@ def _other_copies(copies: list[tuple[int, int]], ranks: list[_Rank]) -> list[int
     return [ranks[first].header["rank"], *others] if others else []
 
 
-class _Scales:
-    """What gradients are divided by."""
-
-    def __init__(self, ranks: list[_Rank]) -> None:
-        self._tokens: dict[tuple[int, int], float] = {}
-        self._parts: defaultdict[int, dict[int, float]] = defaultdict(dict)
-        for rank in ranks:
-            for number, tokens in rank.header["scalars"]["tokens"].items():
-                self._parts[int(number)][rank.header["place"]["cp"]] = max(tokens, 1.0)
-
-    def of(self, name: Name, rank: _Rank) -> float:
-        """The scale of a tensor on a rank."""
-        scalars = rank.header["scalars"]
-        if name.micro_batch == NO_MICRO_BATCH:
-            return scalars["loss_scale"] if name.what.endswith("main_grad") else 1.0
-        if name.when != "backward":
-            return 1.0
-        parts = self._parts.get(name.micro_batch)
-        scale, batches = scalars["loss_scale"], scalars["micro_batches"]
-        if not parts:  # the loss is a mean
-            return scale * scalars["cp"] / batches
-        total = sum(parts.values())
-        if scalars["per_token"]:
-            return scale * total
-        own = parts.get(rank.header["place"]["cp"], total / len(parts))
-        return scale * (total / own) / batches
+def _scale_of(name: Name, rank: _Rank, tokens: TokenCounts) -> float:
+    """What a tensor of a rank is divided by."""
+    if name.micro_batch == NO_MICRO_BATCH:
+        scale: float = rank.header["scalars"]["loss_scale"]
+        return scale if name.what.endswith("main_grad") else 1.0
+    return tokens.scale(name.micro_batch, rank.header) if name.when == "backward" else 1.0

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from mindspeed.compare.digest import whole
-from mindspeed.compare.forced import ForcedValues
+from mindspeed.compare.forced import ForcedValues, check_recording
 from mindspeed.compare.recorder import Recorder
 from mindspeed.compare.recording import read
-from mindspeed.errors import DataError
+from mindspeed.compare.scales import TokenCounts
+from mindspeed.errors import ConfigError, DataError
+from mindspeed.features.platform.record import Record
 
 X = torch.ones(4, 3)
 
@@ -53,3 +55,35 @@ def test_a_damaged_file_is_one_message(tmp_path, reader, change, message):
     path.write_text(change(path.read_text("utf-8")), "utf-8")
     with pytest.raises(DataError, match=message):
         reader(tmp_path)
+
+
+def header(cp: int, **scalars):
+    base = {"loss_scale": 8.0, "micro_batches": 2, "cp": 2, "per_token": False, "tokens": {}}
+    return {"scalars": {**base, **scalars}, "place": {"cp": cp}}
+
+
+def test_one_scale_of_gradients_for_even_and_uneven_ranks():
+    uneven = [header(0, tokens={"1": 3.0}), header(1, tokens={"1": 5.0}), header(1)]
+    counts = TokenCounts(uneven)
+    # Each rank divides its sum by its own tokens; the mean is over all eight.
+    assert [counts.scale(1, one) for one in uneven] == [8 * 8 / 3 / 2, 8 * 8 / 5 / 2, 8 * 8 / 5 / 2]
+    assert counts.scale(0, uneven[0]) == 8 * 2 / 2  # a mean of means
+    assert TokenCounts([header(0, tokens={"1": 4.0})]).scale(1, header(1)) == 8 * 2 / 2
+    tokens = header(0, per_token=True, tokens={"1": 3.0})
+    assert TokenCounts([tokens]).scale(1, tokens) == 8 * 3
+
+
+def test_a_recording_is_checked_before_a_job_is_forced_to_it(tmp_path):
+    with pytest.raises(ConfigError, match="has not recorded step 0"):
+        check_recording(tmp_path, [0])
+    begun(tmp_path, X).end()
+    check_recording(tmp_path, [0])
+    with pytest.raises(ConfigError, match="has not recorded step 3"):
+        check_recording(tmp_path, [0, 3])
+    options = Record(record="x", record_forced=str(tmp_path), record_steps=(0, 3))
+    [problem] = options.problems({})
+    assert str(problem) == f"--record-forced: {tmp_path}: it has not recorded step 3"
+    path = tmp_path / "step-000000" / "rank-00000.jsonl"
+    path.write_text(path.read_text().replace('"values":true', '"values":false', 1))
+    with pytest.raises(ConfigError, match="record it with --record-level full"):
+        check_recording(tmp_path, [0])

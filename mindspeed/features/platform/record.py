@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed.compare.kinds import WHAT
+from mindspeed.errors import ConfigError, DataError
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import NOT_NEGATIVE, Range
@@ -59,6 +60,13 @@ class Record(
         unknown = [one for one in self.record_what if one not in WHAT]
         if unknown:
             yield Problem("--record-what", f"{unknown[0]!r} is none of {', '.join(WHAT)}")
+        if self.record_forced:
+            from mindspeed.compare.forced import check_recording
+
+            try:
+                check_recording(Path(self.record_forced), self.record_steps)
+            except (ConfigError, DataError) as error:
+                yield Problem("--record-forced", str(error))
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.compare.job import JobRecording, RecordOptions
