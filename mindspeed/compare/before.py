@@ -98,14 +98,31 @@ def _tokens(run: Recording, step: int) -> int:
 
 
 def _dropout(a: Recording, b: Recording) -> Iterator[str]:
-    """Dropout of runs in other layouts, whose masks differ."""
+    """Dropout whose masks differ: in other layouts, or drawn from other random states."""
     rates = [
         name
         for name in ("hidden_dropout", "attention_dropout")
         if a.job.get(name) or b.job.get(name)
     ]
-    if rates and a.sizes != b.sizes:
+    if not rates:
+        return
+    if a.sizes != b.sizes:
         yield (
             f"{' and '.join(rates)}: other layouts draw other masks; set it to 0, or record B with "
             "--record-forced"
         )
+    elif found := next(_other_states(a, b), None):
+        step, rank, names = found
+        yield (
+            f"{' and '.join(rates)}: the random states differ at the beginning of step {step}, on "
+            f"rank {rank}: {', '.join(names)}; another seed, or more draws before it"
+        )
+
+
+def _other_states(a: Recording, b: Recording) -> Iterator[tuple[int, int, list[str]]]:
+    """Step, rank and names of random states that differ between runs of one layout."""
+    for step in sorted(a.random.keys() & b.random.keys()):
+        for rank, states in a.random[step].items():
+            others = b.random[step].get(rank, {})
+            if names := [name for name, one in states.items() if others.get(name, one) != one]:
+                yield step, rank, names

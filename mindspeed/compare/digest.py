@@ -26,6 +26,8 @@ BLOCKS = 8
 SUM, SQUARES, LARGEST, NOT_FINITE = range(SKETCHES, SKETCHES + 4)
 WIDTH = SKETCHES + 4
 _AT_ONCE = 1 << 18  # elements
+SAMPLES = 16
+"""Elements whose values the level ``sample`` keeps."""
 SMALL = 1 << 14
 """Elements of a piece whose sketch is computed in fp64."""
 SKETCH_ERROR = 4 * 2.0**-24
@@ -67,6 +69,19 @@ class Place:
         """Number of elements."""
         return len(self.rows) * len(self.columns)
 
+    @functools.cached_property
+    def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Elements of the fixed sample that this piece holds: number in it, own row and column."""
+        rows, columns = sample_of(self.shape)
+        own = [
+            (which, int(row[0]), int(column[0]))
+            for which in range(SAMPLES)
+            if len(row := (self.rows == rows[which]).nonzero())
+            and len(column := (self.columns == columns[which]).nonzero())
+        ]
+        numbers = torch.tensor(own, dtype=torch.int64).view(-1, 3)
+        return numbers[:, 0], numbers[:, 1], numbers[:, 2]
+
     def on(self, device: torch.device) -> _Signs:
         """The signs of its rows and columns, on a device."""
         found = self._signs.get(device)
@@ -106,6 +121,18 @@ class _Signs:
     rows: torch.Tensor  # [rows, K + 1]
     blocks: torch.Tensor  # [BLOCKS, rows]: 1 where a row is in a block
     wide: torch.dtype
+
+
+def sample_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The elements that are sampled of a tensor of this shape in every layout.
+
+    Returns:
+        Rows and columns: ``[SAMPLES]`` int64 each; small tensors have some twice.
+    """
+    numbers = torch.arange(SAMPLES)
+    return tuple(  # type: ignore[return-value]
+        (mixed(numbers, seed) >> 1) % max(size, 1) for size, seed in zip(shape, (6, 7), strict=True)
+    )
 
 
 def whole(rows: int, columns: int = 1) -> Place:

@@ -26,7 +26,7 @@ from mindspeed.compare.megatron import MegatronHooks
 from mindspeed.compare.megatron_operators import OperatorHooks
 from mindspeed.compare.megatron_optimizer import learning_rate
 from mindspeed.compare.noise import Noise
-from mindspeed.compare.recorder import BYTES_OF_PIECE, Recorder, write_job
+from mindspeed.compare.recorder import BYTES_OF_PIECE, BYTES_OF_SAMPLE, Recorder, write_job
 from mindspeed.errors import ConfigError
 from mindspeed.files import make_dirs
 
@@ -41,7 +41,7 @@ class RecordOptions:
         micro_batches: Numbers in a step; empty: all.
         what: Kinds of tensors.
         noise: Number of this run with noise; 0 for a run without.
-        values: Write whole tensors, too.
+        level: ``summary``, ``sample`` or ``full``.
         forced: Recording whose values replace this run's; None for a run of its own.
         operators: Modules whose operators are recorded.
     """
@@ -51,7 +51,7 @@ class RecordOptions:
     micro_batches: tuple[int, ...]
     what: tuple[str, ...]
     noise: int
-    values: bool = False
+    level: str = "summary"
     forced: Path | None = None
     operators: tuple[str, ...] = ()
 
@@ -140,7 +140,8 @@ class JobRecording:
         """
         options, ranks = self._options, dist.get_world_size()
         pieces, values = self._prepared().expected(given)
-        size = pieces * BYTES_OF_PIECE + (values if options.values else 0)
+        size = pieces * BYTES_OF_PIECE + (values if options.level == "full" else 0)
+        size += pieces * BYTES_OF_SAMPLE if options.level != "summary" else 0
         make_dirs(options.directory)
         free = shutil.disk_usage(options.directory).free
         total = size * ranks * len(options.steps)
@@ -159,9 +160,7 @@ class JobRecording:
         """The hooks of this rank, once its groups exist."""
         if self._hooks is None:
             options, rank = self._options, dist.get_rank()
-            self._recorder = Recorder(
-                options.directory, rank, dist.get_world_size(), options.values
-            )
+            self._recorder = Recorder(options.directory, rank, dist.get_world_size(), options.level)
             noise = Noise(options.noise) if options.noise else None
             forced = None
             if options.forced is not None:

@@ -9,4 +9,5 @@ WHAT = (
     "main-weights",
     "optimizer",
     "loss",
+    "rng",
 )

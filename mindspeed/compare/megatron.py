@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from mindspeed.compare.digest import Place
+from mindspeed.compare.digest import Place, bits
 from mindspeed.compare.forced import ForcedValues, Replace
 from mindspeed.compare.megatron_experts import ExpertHooks, layers_of
 from mindspeed.compare.megatron_modules import (
@@ -39,6 +39,7 @@ from mindspeed.compare.megatron_modules import (
     unwrapped,
 )
 from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, rows_of
+from mindspeed.compare.megatron_random import random_states
 from mindspeed.compare.megatron_weights import MegatronWeights, NamedChunk
 from mindspeed.compare.names import Name
 from mindspeed.compare.noise import Noise
@@ -59,10 +60,15 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a module: its micro-batch, and the module's name with the number of the call."""
+    """A call of a module: its micro-batch, and the module's name with the number of the call.
+
+    ``bits`` has digests of what the forward has made, to be compared with what a recomputation
+    makes.
+    """
 
     batch: _MicroBatch
     name: str
+    bits: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,6 +107,7 @@ class MegatronHooks:
         self._logits: dict[int, torch.Tensor] = {}  # of the call of a router that runs
         self._weights = MegatronWeights(recorder, what, noise)
         self._ranks: Ranks | None = None
+        self._recomputes = False
         self.micro_batch = 0
         """Number in the step of the micro-batch whose forward runs."""
 
@@ -153,6 +160,9 @@ class MegatronHooks:
             self._forced = self._values_of(number)
             step.scalars["forced"] = True
         step.place = asdict(self._ranks)
+        if "rng" in self._what:
+            step.random = random_states()
+        self._recomputes = bool(config.recompute_granularity)
         forward = self._counted(options["forward_step_func"], step.scalars)
         try:
             self._weights.begin(self._chunks, self._forced)
@@ -376,6 +386,8 @@ class MegatronHooks:
             step.skipped[f"{name}/{what}"] = f"its place is not known: {list(x.shape)}"
             return None
         recomputes = in_backward()
+        if self._noise is None and self._forced is None:
+            self._compare_recomputed(call, what, x, recomputes)
         result = None
         if self._noise is not None and not recomputes and x.is_floating_point():
             label = f"{batch.number}/{name}/{what}/{place.identity}"
@@ -402,6 +414,14 @@ class MegatronHooks:
                 assert place is not None
             self._hook_gradient(target, call, what, place, reduction, loss)
         return result
+
+    def _compare_recomputed(self, call: _Call, what: str, x: torch.Tensor, again: bool) -> None:
+        """Compare a tensor that is computed again with what the forward has made, in bits."""
+        if again and what in call.bits:
+            different = bits(x) != call.bits.pop(what)
+            self._recorder.add_recomputed(call.batch.number, call.name, what, different)
+        elif not again and (self._recomputes or not torch.is_grad_enabled()):
+            call.bits[what] = bits(x)
 
     def _forced_value(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from mindspeed.compare.digest import sample_of
 from mindspeed.compare.names import layer_of
 from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recording
@@ -16,6 +17,7 @@ from mindspeed.compare.walk import Result
 
 _ARGUMENTS = 12
 _OTHERS = 20
+_SAMPLES = 4
 _COLUMNS = (
     ("weights", ("begin", "weight")),
     ("forward", ("forward", "")),
@@ -75,6 +77,7 @@ def _verdict(result: Result) -> Iterator[str]:
             f"{row.difference.scale:.6g}; in units of rounding: {ratios}"
         )
         yield f"  {row.a.dtype} in A, {row.b.dtype} in B, {row.a.shape[0]} x {row.a.shape[1]}"
+        yield from _samples(row)
     for text in first.enters:
         yield f"  enters: {text}"
     if result.forced:
@@ -83,6 +86,22 @@ def _verdict(result: Result) -> Iterator[str]:
         yield f"  {other.name}: {other.verdict}"
     if (more := len(result.others) - _OTHERS) > 0:
         yield f"  and {more} more (--json has all)"
+
+
+def _samples(row: Row) -> Iterator[str]:
+    """Some values of both runs, those that are farthest apart, where both have sampled them."""
+    a, b = row.a.samples, row.b.samples
+    if a is None or b is None:
+        return
+    rows, columns = sample_of(row.a.shape)
+    apart = (a - b).abs().nan_to_num(-1)
+    chosen = dict.fromkeys(
+        (int(rows[at]), int(columns[at]), float(a[at]), float(b[at]))
+        for at in apart.argsort(descending=True)
+        if apart[at] >= 0
+    )
+    for row_at, column, here, there in list(chosen)[:_SAMPLES]:
+        yield f"  element ({row_at}, {column}): {here:.9g} in A, {there:.9g} in B"
 
 
 def operator_lines(found: OperatorFinding) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
     DIR/run.json                       the job: arguments, versions (rank 0)
     DIR/step-000000/rank-00003.safetensors     digests, [tensors, blocks, numbers]
+                                       level sample: some elements of each
                                        level full: the tensors, rows and columns of places
     DIR/step-000000/rank-00003.jsonl           a line for each: name, dtype, shape, place
 
@@ -20,13 +21,14 @@ from typing import Any
 
 import torch
 
-from mindspeed.compare.digest import BLOCKS, NOT_FINITE, WIDTH, Place, digest, exact
+from mindspeed.compare.digest import BLOCKS, NOT_FINITE, SAMPLES, WIDTH, Place, digest, exact
 from mindspeed.compare.names import Name
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 
-FORMAT = 1
+FORMAT = 2
 BYTES_OF_PIECE = BLOCKS * WIDTH * 8 + 180
 """Digest, and its line."""
+BYTES_OF_SAMPLE = SAMPLES * 9
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,13 @@ class Step:
     pieces: list[Piece] = field(default_factory=list)
     digests: list[torch.Tensor] = field(default_factory=list)
     exact: dict[int, torch.Tensor] = field(default_factory=dict)
+    samples: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    recomputed: list[tuple[Name, torch.Tensor]] = field(default_factory=list)
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     place: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    random: dict[str, str] = field(default_factory=dict)
 
 
 class Recorder:
@@ -75,12 +80,12 @@ class Recorder:
         directory: Of the recording.
         rank: Global rank.
         ranks: Of the job.
-        values: Write the tensors, too.
+        level: ``summary``, ``sample`` (elements of each tensor, too) or ``full`` (all of them).
     """
 
-    def __init__(self, directory: Path, rank: int, ranks: int, values: bool = False) -> None:
+    def __init__(self, directory: Path, rank: int, ranks: int, level: str = "summary") -> None:
         self._directory, self._rank, self._ranks = directory, rank, ranks
-        self._values = values
+        self._values, self._samples = level == "full", level != "summary"
         self.step: Step | None = None
 
     def begin(self, number: int) -> Step:
@@ -124,6 +129,9 @@ class Recorder:
             step.values[f"value/{len(step.pieces)}"] = x.detach().cpu().clone().contiguous()
             step.values[f"rows/{piece.place}"] = place.rows.clone()  # two names, one storage
             step.values[f"columns/{piece.place}"] = place.columns.clone()
+        if self._samples:
+            which, rows, columns = place.sampled
+            step.samples.append((which, x.detach()[rows.to(x.device), columns.to(x.device)]))
         step.pieces.append(piece)
         step.digests.append(digest(x, place))
 
@@ -146,6 +154,24 @@ class Recorder:
             Piece(name, "float64", place.shape, place.identity, place.count, 1, place.sparse)
         )
         step.digests.append(counts)
+        if self._samples:
+            none = torch.zeros(0, dtype=torch.int64)
+            step.samples.append((none, none))
+
+    def add_recomputed(
+        self, micro_batch: int, module: str, what: str, different: torch.Tensor
+    ) -> None:
+        """Note whether a tensor that was computed again differs from what the forward has made.
+
+        Args:
+            micro_batch: As in :class:`Name`, like the two that follow.
+            module: Path.
+            what: Of the module.
+            different: A boolean scalar ``[]``.
+        """
+        assert self.step is not None
+        name = Name(self.step.number, micro_batch, "recompute", module, what)
+        self.step.recomputed.append((name, different))
 
     def write_if_not_finite(self) -> None:
         """Write a step with NaN or infinity at once: the training may end before its optimizer."""
@@ -169,6 +195,8 @@ class Recorder:
         if step.digests:
             tensors["digests"] = torch.stack(step.digests).double().cpu()
         tensors |= step.values
+        if self._samples:
+            tensors |= _stacked(step.samples)
         for index, value in step.exact.items():
             tensors["exact"][index] = value.cpu()
         path = folder / f"rank-{self._rank:05d}"
@@ -188,11 +216,24 @@ class Recorder:
             "skipped": step.skipped,
             "exact": sorted(step.exact),
             "values": self._values,
+            "random": step.random,
+            "recomputed": len(step.recomputed),
+            "differently": [name[1:] for name, different in step.recomputed if bool(different)],
             "pieces": len(step.pieces),
         }
         lines = [header, *(_line(piece) for piece in step.pieces)]
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         atomic_write_text(path.with_suffix(".jsonl"), text)
+
+
+def _stacked(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Samples of all pieces, ``[pieces, SAMPLES]``: values, and which of them a piece holds."""
+    values = torch.zeros(len(samples), SAMPLES, dtype=torch.float64)
+    held = torch.zeros(len(samples), SAMPLES, dtype=torch.bool)
+    for index, (which, own) in enumerate(samples):
+        values[index, which] = own.double().cpu()
+        held[index, which] = True
+    return {"samples": values, "sampled": held}
 
 
 def _line(piece: Piece) -> dict[str, Any]:

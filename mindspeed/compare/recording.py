@@ -43,6 +43,8 @@ class Recorded:
         copies: Ranks whose copy differs from that of the first rank in ``copies[0]``.
         sparse: It has some of its rows only, as the tokens of an expert.
         partial: It was recorded as terms of a sum: its norm is an estimate, as of a difference.
+        samples: Elements of the fixed sample ``[samples]`` fp64, nan where none is held; None at
+            level ``summary``.
     """
 
     name: Name
@@ -55,6 +57,7 @@ class Recorded:
     copies: tuple[int, ...] = ()
     sparse: bool = False
     partial: bool = False
+    samples: torch.Tensor | None = None
 
     @property
     def sketch(self) -> torch.Tensor:
@@ -99,6 +102,9 @@ class Recording:
         missing: Ranks that have not written a step, by step.
         skipped: What was not recorded, and why.
         sizes: Sizes of the layout, as ``tp_size``, those of the last step.
+        recomputed: Tensors that a rank has computed again in the backward, with other bits than
+            in the forward, and the rank; in the order of each rank.
+        random: Digests of random states at the beginning of a step, by step, rank and name.
     """
 
     directory: Path
@@ -108,6 +114,8 @@ class Recording:
     missing: dict[int, list[int]]
     skipped: dict[str, str]
     sizes: Mapping[str, int] = field(default_factory=dict)
+    recomputed: list[tuple[Name, int]] = field(default_factory=list)
+    random: dict[int, dict[int, Mapping[str, str]]] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[int]:
@@ -121,6 +129,7 @@ class _Rank:
     pieces: list[Mapping[str, Any]]
     digests: torch.Tensor
     exact: torch.Tensor
+    samples: torch.Tensor | None
 
 
 def read(directory: Path) -> Recording:
@@ -136,6 +145,7 @@ def read(directory: Path) -> Recording:
         )
     tensors: dict[Name, Recorded] = {}
     scalars, missing, skipped, sizes = {}, {}, {}, {}
+    recomputed, random = [], {}
     for folder in folders:
         ranks = [_rank(path) for path in sorted(folder.glob("rank-*.jsonl"))]
         if not ranks:
@@ -152,14 +162,18 @@ def read(directory: Path) -> Recording:
             missing[number] = lost
         scalars[number] = ranks[0].header["scalars"]
         sizes = {k: v for k, v in ranks[0].header["place"].items() if k.endswith("_size")}
+        random[number] = {rank.header["rank"]: rank.header["random"] for rank in ranks}
         for rank in ranks:
             skipped.update(rank.header["skipped"])
+            recomputed += [
+                (Name(number, *name), rank.header["rank"]) for name in rank.header["differently"]
+            ]
         tensors.update(_step(number, ranks))
     if not scalars:
         raise DataError(f"{directory}: its only step was cut off; record again")
     path = directory / "run.json"
     job = decode_json(path.read_text("utf-8")) if path.is_file() else {}
-    return Recording(directory, job, tensors, scalars, missing, skipped, sizes)
+    return Recording(directory, job, tensors, scalars, missing, skipped, sizes, recomputed, random)
 
 
 def pieces_of(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
@@ -213,7 +227,10 @@ def _rank(path: Path) -> _Rank:
     except (ValueError, OSError, SafetensorError) as error:
         raise DataError(f"{path}: damaged, record again: {error}") from error
     digests = data.get("digests", torch.zeros(0))
-    return _Rank(header, pieces, digests, data["exact"])
+    samples = None
+    if "samples" in data:
+        samples = data["samples"].masked_fill(~data["sampled"], float("nan"))
+    return _Rank(header, pieces, digests, data["exact"], samples)
 
 
 def _step(number: int, ranks: list[_Rank]) -> dict[Name, Recorded]:
@@ -250,7 +267,7 @@ def _order(name: Name, order: Mapping[tuple[str, str, str], int]) -> tuple[int, 
 def _whole(
     name: Name, places: Mapping[str, list[tuple[int, int]]], ranks: list[_Rank], tokens: TokenCounts
 ) -> Recorded:
-    total, exact, count = None, 0, 0
+    total, exact, count, samples = None, 0, 0, None
     taken, differing, partial = True, [], False
     for copies in places.values():
         index, at = copies[0]
@@ -258,8 +275,11 @@ def _whole(
         partial |= piece["partial"]
         for index, at in copies if piece["partial"] else copies[:1]:
             rank = ranks[index]
-            own = _scaled(rank.digests[at], _scale_of(name, rank, tokens))
+            scale = _scale_of(name, rank, tokens)
+            own = _scaled(rank.digests[at], scale)
             total = own if total is None else _sum(total, own)
+            if rank.samples is not None:
+                samples = _samples(samples, rank.samples[at] / scale, partial)
             taken &= at in rank.header["exact"]
             exact = (exact + int(rank.exact[at])) & _MASK
         count += piece["count"]
@@ -280,6 +300,7 @@ def _whole(
         tuple(differing),
         piece["sparse"],
         partial,
+        samples,
     )
 
 
@@ -290,6 +311,15 @@ def _scaled(digest: torch.Tensor, scale: float) -> torch.Tensor:
     own[:, SQUARES] /= scale * scale
     own[:, LARGEST] /= scale
     return own
+
+
+def _samples(found: torch.Tensor | None, own: torch.Tensor, partial: bool) -> torch.Tensor:
+    """Samples of two parts ``[samples]``: those that either holds; terms of a sum add."""
+    if found is None:
+        return own
+    if partial:
+        return torch.where(found.isnan(), own, found + own.nan_to_num())
+    return torch.where(found.isnan(), own, found)
 
 
 def _sum(total: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

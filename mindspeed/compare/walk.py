@@ -201,6 +201,7 @@ def _mean_loss(run: Recording, step: int) -> Recorded | None:
 
 def _find_first(result: Result, a: Recording, b: Recording) -> None:
     rows, seen = result.rows, set()
+    again = _recomputed("A", a) or _recomputed("B", b)
     for index, row in enumerate(rows):
         copies = bool(row.a.copies or row.b.copies)
         if not copies and not row.difference.differs:
@@ -216,12 +217,29 @@ def _find_first(result: Result, a: Recording, b: Recording) -> None:
             if not result.forced and _nothing_follows(rows, index):
                 verdict += "; nothing after it differs: it is small, or a fault of the recording"
             finding = Finding(row.name, verdict, row, verdicts.enters(rows, index))
+        if again is not None and row.name.when in ("backward", "end"):
+            finding, again = again, None  # before the gradients that are computed from it
         if result.first is not None:
             result.others.append(finding)
             continue
         result.first = finding
         if not result.forced:
             return
+    result.first = result.first or again
+
+
+def _recomputed(which: str, run: Recording) -> Finding | None:
+    """The first tensor that a rank has computed again, and not as in its forward."""
+    if not run.recomputed:
+        return None
+    name, rank = run.recomputed[0]
+    more = len(run.recomputed) - 1
+    return Finding(
+        name,
+        f"on rank {rank} of run {which} its recomputation differs in bits from its forward"
+        + (f", and {more} more" if more else "")
+        + ": a random state is not restored, or its forward changes a state of this module",
+    )
 
 
 def entering(result: Result) -> float:

@@ -745,5 +745,14 @@ def little_disk(chunk: Any, rank: int) -> None:
     shutil.disk_usage = lambda path: SimpleNamespace(free=1000)
 
 
-SITUATIONS = {"little disk": Fault(little_disk, ())}
+def only_recomputed(x: torch.Tensor) -> torch.Tensor:
+    from mindspeed.compare.megatron import in_backward
+
+    return x * 1.001 if in_backward() else x
+
+
+SITUATIONS = {
+    "little disk": Fault(little_disk, ()),
+    "recomputed otherwise": Fault(output(FC1, only_recomputed), ()),
+}
 """Planted like faults, of which there is nothing to find."""

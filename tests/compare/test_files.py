@@ -7,7 +7,7 @@ import torch
 
 from mindspeed.compare.digest import whole
 from mindspeed.compare.forced import ForcedValues, check_recording
-from mindspeed.compare.recorder import Recorder
+from mindspeed.compare.recorder import FORMAT, Recorder
 from mindspeed.compare.recording import read
 from mindspeed.compare.scales import TokenCounts
 from mindspeed.errors import ConfigError, DataError
@@ -18,7 +18,7 @@ X = torch.ones(4, 3)
 
 def begun(directory, *tensors):
     """A recorder in step 0, with tensors of it."""
-    recorder = Recorder(directory, 0, 1, values=True)
+    recorder = Recorder(directory, 0, 1, "full")
     step = recorder.begin(0)
     step.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": 1, "cp": 1}
     step.place |= {"cp": 0}
@@ -44,7 +44,7 @@ def test_a_step_is_written_before_its_end_if_a_value_is_not_finite(tmp_path, bad
     [
         (lambda text: text[:25], "damaged, record again"),
         (lambda text: "", "damaged, record again"),
-        (lambda text: text.replace('"format":1', '"format":0', 1), "another version"),
+        (lambda text: text.replace(f'"format":{FORMAT}', '"format":0', 1), "another version"),
     ],
     ids=["cut off", "empty", "other format"],
 )

@@ -39,8 +39,8 @@ class Record(
         (), "micro-batches of a step that are recorded, from 0; none: all", range=NOT_NEGATIVE
     )
     record_what: tuple[str, ...] = flag(WHAT, "kinds of tensors that are recorded")
-    record_level: Literal["summary", "full"] = flag(
-        "summary", "summary: digests; full: the tensors, too"
+    record_level: Literal["summary", "sample", "full"] = flag(
+        "summary", "summary: digests; sample: 16 elements of each tensor, too; full: all of it"
     )
     record_forced: str = flag(
         "", "recording of level full whose tensors replace those of this run once recorded"
@@ -77,7 +77,7 @@ class Record(
             self.record_micro_batches,
             self.record_what,
             self.record_noise,
-            self.record_level == "full",
+            self.record_level,
             Path(self.record_forced) if self.record_forced else None,
             self.record_operators,
         )
