@@ -71,7 +71,7 @@ class Place:
 
     @functools.cached_property
     def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Elements of the sample that this piece holds ``[n]``: number in it, own row and column."""
+        """Elements of the sample in this piece ``[n]``: number in it, own row and column."""
         rows, columns = sample_of(self.shape)
         own = [
             (which, int(row[0]), int(column[0]))

@@ -10,12 +10,13 @@ import torch
 from mindspeed.cli.main import main
 from mindspeed.compare.digest import Place, sample_of
 from mindspeed.compare.recording import read
-from tests.compare.faults import FC1, SP2, VPP
+from tests.compare.faults import FC1
+from tests.compare.layouts import RECOMPUTED, SP2
 from tests.support.lazy import needs
 
 needs("megatron.core")
 
-RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules layernorm core_attn"
 
 

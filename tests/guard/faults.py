@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.compare.faults import at
+from tests.compare.planting import at
 
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1", "decoder.layers.1.pre_mlp_layernorm"
 STEP, MICRO_BATCHES = 2, 2
