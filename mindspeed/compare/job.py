@@ -101,7 +101,7 @@ class JobRecording:
                     dist.get_rank(),
                     options.operators,
                     options.micro_batches,
-                    self._job if options.values else None,
+                    self._job if options.level == "full" else None,
                 )
                 inner = operators.around(function, number, lambda: hooks.micro_batch)
             result = hooks.around(inner, number, given)
