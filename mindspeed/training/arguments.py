@@ -3,8 +3,8 @@
 Megatron Core's own configuration classes declare most of Megatron-LM's flags: name, type, default,
 often the spelling (``argparse_meta``). :func:`build_parser` turns their fields into flags, adds the
 trainer's own (:mod:`mindspeed.training.options`), the tokenizer's and those of all features. What
-Megatron-LM spells or defaults differently from its library is in the tables ``SPELLING`` and
-``DEFAULT`` below; nothing else is written by hand.
+Megatron-LM spells or defaults differently from its library is in the tables of
+:mod:`mindspeed.training.megatron_flags`; nothing else is written by hand.
 
 Each argparse group carries the title of its recipe section, which is how a recipe
 (:mod:`mindspeed.training.recipe`) knows where a key belongs. Every switch has both forms,
@@ -27,7 +27,6 @@ import torch
 from mindspeed import ranges
 from mindspeed.adaptor.versions import megatron_version
 from mindspeed.adaptor.versions.fields import later_fields
-from mindspeed.attention.strategy import COMM_TYPE_NOT_GIVEN
 from mindspeed.errors import ConfigError
 from mindspeed.flags import flags_of
 from mindspeed.ranges import HelpFormatter, Range, range_of, whole
@@ -42,117 +41,16 @@ from mindspeed.training.flag_types import (
     show,
 )
 from mindspeed.training.legacy_flags import ALIASES, IGNORED
-from mindspeed.training.megatron_ranges import MEGATRON_RANGES
+from mindspeed.training.megatron_flags import (
+    CHOICES,
+    DEFAULT,
+    DERIVED,
+    MEGATRON_RANGES,
+    OLD_SWITCHES,
+    READ_BY_THE_TRAINER,
+    SPELLING,
+)
 from mindspeed.training.options import SECTIONS
-
-# Field of a Megatron Core class -> (spelling on the command line, name in the namespace).
-SPELLING: dict[str, tuple[str, str]] = {
-    "num_moe_experts": ("--num-experts", "num_experts"),
-    "num_layers_in_first_pipeline_stage": (
-        "--decoder-first-pipeline-num-layers",
-        "decoder_first_pipeline_num_layers",
-    ),
-    "num_layers_in_last_pipeline_stage": (
-        "--decoder-last-pipeline-num-layers",
-        "decoder_last_pipeline_num_layers",
-    ),
-    "apply_rope_fusion": ("--rope-fusion", "apply_rope_fusion"),
-    "overlap_p2p_comm": ("--overlap-p2p-communication", "overlap_p2p_comm"),
-    "use_te_rng_tracker": ("--te-rng-tracker", "te_rng_tracker"),
-    "fp4": ("--fp4-format", "fp4"),
-    "fp4_param": ("--fp4-param-gather", "fp4_param_gather"),
-    "fp8": ("--fp8-format", "fp8"),
-    "add_bias_linear": ("--disable-bias-linear", "add_bias_linear"),
-    "perform_initialization": ("--no-initialization", "perform_initialization"),
-    "layernorm_epsilon": ("--norm-epsilon", "layernorm_epsilon"),
-    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", "layernorm_zero_centered_gamma"),
-    "barrier_with_L1_time": ("--no-barrier-with-level-1-timing", "barrier_with_L1_time"),
-    "microbatch_group_size_per_vp_stage": (
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        "microbatch_group_size_per_vp_stage",
-    ),
-    "overlap_p2p_comm_warmup_flush": (
-        "--overlap-p2p-communication-warmup-flush",
-        "overlap_p2p_comm_warmup_flush",
-    ),
-    "use_mamba_mem_eff_path": ("--disable-mamba-mem-eff-path", "use_mamba_mem_eff_path"),
-    "fp8_param": ("--fp8-param-gather", "fp8_param_gather"),
-    "bucket_size": ("--ddp-bucket-size", "ddp_bucket_size"),
-    "average_in_collective": ("--ddp-average-in-collective", "ddp_average_in_collective"),
-    "pad_buckets_for_high_nccl_busbw": (
-        "--ddp-pad-buckets-for-high-nccl-busbw",
-        "ddp_pad_buckets_for_high_nccl_busbw",
-    ),
-    "reduce_scatter_with_fp32_accumulation": (
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        "ddp_reduce_scatter_with_fp32_accumulation",
-    ),
-    "nccl_ub": ("--use-nccl-ub", "nccl_ub"),
-}
-
-# Name in the namespace -> Megatron-LM's default where it is not the library's.
-DEFAULT: dict[str, Any] = {
-    "num_layers": None,  # before 0.16 their fields begin with 0
-    "hidden_size": None,
-    "num_attention_heads": None,
-    "gradient_accumulation_fusion": True,
-    "masked_softmax_fusion": True,
-    "persist_layer_norm": True,
-    "bias_dropout_fusion": True,
-    "apply_rope_fusion": True,
-    "overlap_p2p_comm": True,
-    "align_param_gather": True,
-    "attention_softmax_in_fp32": False,
-    "min_lr": 0.0,
-    "optimizer_offload_fraction": 1.0,
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "rotary_scaling_factor": 1.0,
-    "cp_comm_type": COMM_TYPE_NOT_GIVEN,
-    "mtp_loss_scaling_factor": 0.1,
-    "muon_momentum": 0.9,
-}
-
-# Words of flags that the library declares as any text or any data type; Megatron-LM's choices.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "main_grads_dtype": ("fp32", "bf16"),
-    "main_params_dtype": ("fp32", "fp16"),
-    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
-    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
-    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
-    "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
-    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
-}
-
-# Switch of earlier releases -> name and value that replace it.
-OLD_SWITCHES: dict[str, tuple[str, str]] = {
-    "enable_cuda_graph": ("cuda_graph_impl", "local"),
-    "external_cuda_graph": ("cuda_graph_impl", "transformer_engine"),
-}
-
-# Set from other values (mindspeed.training.configs), so they are no flags.
-DERIVED = {
-    "virtual_pipeline_model_parallel_size",
-    "params_dtype",
-    "pipeline_dtype",
-    "autocast_dtype",
-    "enable_autocast",
-    "variable_seq_lengths",
-    "batch_p2p_comm",
-    "deallocate_pipeline_outputs",
-    "gated_linear_unit",
-    "bias_activation_fusion",
-    "grad_reduce_in_fp32",
-    "check_for_nan_in_grad",
-    "use_custom_fsdp",
-    "inference_sampling_seed",
-    "moe_token_dropping",
-    "cuda_graph_scope",
-}
-
-
-# Fields that the trainer reads itself, so that a release need not have them: their values.
-READ_BY_THE_TRAINER = {"transformer_impl": ("local", "transformer_engine")}
 
 
 class Parser(ranges.Parser):

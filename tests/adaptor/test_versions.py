@@ -25,7 +25,7 @@ from mindspeed.features.feature import Feature
 from mindspeed.features.registry import resolve
 from mindspeed.flags import flag
 from mindspeed.journal import Journal
-from mindspeed.training import arguments
+from mindspeed.training import arguments, megatron_flags
 
 OLD = Version("0.15.3")
 
@@ -40,7 +40,7 @@ def test_a_later_patch_of_a_tested_release_is_accepted():
 
 def test_later_fields_are_those_of_the_installed_release():
     installed = {
-        arguments.namespace_name(field.name): arguments.DEFAULT.get(field.name, field.default)
+        arguments.namespace_name(field.name): megatron_flags.DEFAULT.get(field.name, field.default)
         for _, config in arguments._megatron_sections()
         for field in dataclasses.fields(config)
         if field.default is not dataclasses.MISSING

@@ -41,7 +41,7 @@ def range_report() -> dict[str, Any]:
     from mindspeed.ranges import range_of, whole_number
     from mindspeed.training.arguments import build_parser, parse
     from mindspeed.training.flag_types import layer_pattern, pair
-    from mindspeed.training.megatron_ranges import MEGATRON_RANGES
+    from mindspeed.training.megatron_flags import MEGATRON_RANGES
     from mindspeed.training.recipe import recipe_words, section_of
 
     parser = build_parser()
