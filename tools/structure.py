@@ -3,6 +3,7 @@
     python tools/structure.py                the working tree
     python tools/structure.py --list         with the names behind every count
     python tools/structure.py --against REV  with the difference to another commit
+    python tools/structure.py --rooms        files and lines of each room
 
 A neighbour is a module of the same folder; a module that only one neighbour imports is often half
 an idea. A circle is a set of modules that import each other, imports inside functions and for type
@@ -204,6 +205,31 @@ def report(now: Structure, before: Structure | None = None, listed: bool = False
             yield from (f"    {name}" for name in value)
 
 
+def by_room(sources: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """Files and lines of each folder of the package; files outside of folders by their name."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, source in sources.items():
+        room = path.split("/")[1]
+        files, lines = found.get(room, (0, 0))
+        found[room] = files + 1, lines + source.count("\n")
+    return found
+
+
+def report_rooms(now: Mapping[str, str], before: Mapping[str, str] | None) -> Iterable[str]:
+    """Lines of text: a room a row, with the differences to ``before``, those that grew first."""
+    rooms, old = by_room(now), {} if before is None else by_room(before)
+    grown = {
+        name: tuple(
+            a - b for a, b in zip(rooms.get(name, (0, 0)), old.get(name, (0, 0)), strict=True)
+        )
+        for name in sorted({*rooms, *old})
+    }
+    yield f"{'':<24}{'files':>8}{'lines':>10}"
+    for name, (files, lines) in sorted(grown.items(), key=lambda row: -row[1][1]):
+        line = "{:<24}{:>8,}{:>10,}".format(name, *rooms.get(name, (0, 0)))
+        yield line if before is None else f"{line}{files:>+8,}{lines:>+10,}"
+
+
 def _number(value: float | tuple[str, ...]) -> float:
     return len(value) if isinstance(value, tuple) else value
 
@@ -215,9 +241,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--list", action="store_true", help="name what is counted")
     parser.add_argument("--against", metavar="REV", help="print the difference to this commit")
+    parser.add_argument("--rooms", action="store_true", help="files and lines of each room instead")
     options = parser.parse_args(arguments)
-    before = structure(at_revision(options.against)) if options.against else None
-    for line in report(structure(on_disk()), before, options.list):
+    now, before = on_disk(), at_revision(options.against) if options.against else None
+    if options.rooms:
+        rows = report_rooms(now, before)
+    else:
+        rows = report(structure(now), before and structure(before), options.list)
+    for line in rows:
         print(line)
 
 

@@ -54,3 +54,14 @@ def test_the_report_has_differences_and_names() -> None:
     text = "\n".join(structure.report(now, before, listed=True))
     assert "files                                                2        +1" in text
     assert "\n    K, 2 times" in text
+
+
+def test_rooms_have_their_differences() -> None:
+    now, before = {"p/a/b.py": "x\ny\n", "p/c.py": "x\n"}, {"p/a/b.py": "x\n", "p/d.py": ""}
+    header, *rows = structure.report_rooms(now, before)
+    assert header.split() == ["files", "lines"]
+    assert [row.split() for row in rows] == [
+        ["a", "1", "2", "+0", "+1"],
+        ["c.py", "1", "1", "+1", "+1"],
+        ["d.py", "0", "0", "-1", "+0"],
+    ]
