@@ -372,7 +372,7 @@ class ContextParallel(
 
 
 def comm_types(megatron: Megatron) -> list[str] | None:
-    """Values of ``--cp-comm-type``, if given."""
+    """Values of ``--cp-comm-type``, one or one for each layer; None if nobody gave it."""
     value = megatron.get("cp_comm_type")
     if value is None or isinstance(value, tuple):
         return None

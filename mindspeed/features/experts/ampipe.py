@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.features.attention.context_parallel import comm_types
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -175,10 +176,8 @@ def _layout(name: str, degree: int, megatron: Megatron) -> Iterator[Problem]:
 
 
 def _context_problems(name: str, degree: int, tp: int, megatron: Megatron) -> Iterator[Problem]:
-    types = megatron.get("cp_comm_type")
-    given = types if isinstance(types, (list, tuple)) else [types]
     algorithm = megatron.get("context_parallel_algo")
-    gathers = all(word == "all_gather" for word in given) if types else False
+    gathers = set(comm_types(megatron) or ()) == {"all_gather"}
     if not gathers and algorithm != "kvallgather_cp_algo":
         yield Problem(
             name,

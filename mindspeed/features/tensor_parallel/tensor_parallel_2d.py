@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.adaptor.grid_layers import linear_products
+from mindspeed.features.attention.context_parallel import comm_types
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import RANKS
@@ -280,9 +281,7 @@ def _sizes(megatron: Megatron, x: int, y: int, x_flag: str, y_flag: str) -> Iter
 
 
 def _context_parallel(own: str, megatron: Megatron) -> Iterator[Problem]:
-    types = megatron.get("cp_comm_type") or ["p2p"]
-    types = [types] if isinstance(types, str) else types
-    if "a2a+p2p" in types:
+    if "a2a+p2p" in (comm_types(megatron) or ()):
         yield Problem("--cp-comm-type a2a+p2p", f"its groups do not fit {own}", "choose p2p or a2a")
     algorithm = megatron.get("context_parallel_algo") or _CONTEXT_ALGORITHMS[0]
     if (megatron.get("context_parallel_size") or 1) > 1 and algorithm not in _CONTEXT_ALGORITHMS:

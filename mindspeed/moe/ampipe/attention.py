@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed.moe.ampipe.rows import ContextRows, Prefixes, alone, blocks
+from mindspeed.moe.first_call import arguments_of_first_call
 
 
 class ChunkedAttention:
@@ -85,29 +86,9 @@ class ChunkedAttention:
 
 def _inputs_of_core(attention: Any, run: Callable[[], Any]) -> tuple[Any, ...]:
     """Query, key, value, mask and the other arguments of the core attention."""
-    core = attention.core_attention
-    before = vars(core).get("forward")
     recomputed, attention.checkpoint_core_attention = attention.checkpoint_core_attention, False
-    core.forward = _stop  # on the instance: hides the method of the class
     try:
-        run()
-    except _Reached as reached:
-        return reached.inputs
+        inputs, options = arguments_of_first_call(attention.core_attention, run)
     finally:
         attention.checkpoint_core_attention = recomputed
-        del core.forward
-        if before is not None:
-            core.forward = before
-    raise RuntimeError("the attention did not call its core attention")
-
-
-class _Reached(Exception):
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.inputs = inputs
-
-
-def _stop(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
-) -> Any:
-    raise _Reached((query, key, value, mask, options))
+    return (*inputs, options)

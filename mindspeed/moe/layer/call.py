@@ -18,6 +18,7 @@ import torch
 from mindspeed.moe.anchor import Anchor
 from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.events import EventLog
+from mindspeed.moe.first_call import arguments_of_first_call
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.request import LayerRequest
 from mindspeed.te.local_linears import anchored, anchored_weights
@@ -187,19 +188,8 @@ class SharedHalves:
 
     def _first(self, hidden: torch.Tensor) -> torch.Tensor:
         module = self._module
-        fc2 = module.linear_fc2
-        own = vars(fc2).get("forward")  # a feature's
-        fc2.forward = _stop  # on the instance: hides the method of the class
-        try:
-            module(hidden)
-        except _Reached as reached:
-            return reached.value
-        finally:
-            if own is None:
-                del fc2.forward
-            else:
-                fc2.forward = own
-        raise RuntimeError("the shared experts did not call linear_fc2")
+        activated, *_ = arguments_of_first_call(module.linear_fc2, lambda: module(hidden))[0]
+        return activated  # type: ignore[no-any-return]
 
     def second(self, activated: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``linear_fc2`` and the gate: ``[s, b, f]`` and the input ``[s, b, h]`` to the output."""
@@ -211,15 +201,3 @@ class SharedHalves:
             return output  # type: ignore[no-any-return]
         gate = torch.sigmoid(torch.nn.functional.linear(hidden, module.gate_weight))
         return output * gate  # type: ignore[no-any-return]
-
-
-class _Reached(Exception):
-    """The first half is done."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-
-def _stop(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise _Reached(x)
