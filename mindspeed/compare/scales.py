@@ -1,4 +1,4 @@
-"""By what a run multiplies the gradients of a micro-batch: what a comparison divides by.
+"""Factors of the gradients of a micro-batch in a run: what a comparison divides by.
 
 A gradient is compared as that of the mean loss of its micro-batch, whatever loss scale, number of
 micro-batches or ranks a run has. With a loss that is a sum over tokens each context-parallel rank
@@ -39,7 +39,7 @@ class TokenCounts:
 def gradient_scale(
     scalars: Mapping[str, Any], total: float | None = None, own: float | None = None
 ) -> float:
-    """By what a rank multiplies the gradients of the mean loss of a micro-batch.
+    """Factor of the gradients of the mean loss of a micro-batch on a rank.
 
     Args:
         scalars: Of the run's step.
