@@ -98,6 +98,13 @@ class SleepingWork:
 
     forward = backward = _sleep
 
+    def pair(
+        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Sleep as long as both take together."""
+        time.sleep(self._costs.pair_seconds(self._plan, forward, backward))
+        return [torch.zeros(WIDTH)], [torch.zeros(WIDTH)]
+
     def weight_gradients(self, action: Action) -> None:
         """Sleep."""
         self._sleep(action)

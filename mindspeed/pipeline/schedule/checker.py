@@ -6,6 +6,7 @@ Five rules:
    have Fc and later R; between I and W one O and later one L. Nothing else, and on its own rank.
 2. The micro-batches of a chunk start in ascending order: data iterators are sequential.
 3. No rank waits for ever: every rank follows its row, a message arrives after it has been sent.
+   A pair starts when the inputs of both members are there, and both results are there at its end.
 4. No rank keeps more activations than the memory limit allows.
 5. Each chunk has one G, after its last gradient.
 
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import BACKWARDS, FORWARDS, Action
 from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.pairs import problem_of
 from mindspeed.pipeline.schedule.plan import Plan
 
 # The state of the activations of a (stage, micro-batch): op -> {state before: state after}.
@@ -116,7 +118,11 @@ def _check_actions(plan: Plan, name: str, forward_only: bool) -> None:
         for number, action in enumerate(row, 1):
             op, stage, i = action
             problem = None
-            if stage not in own:
+            if action in plan.paired:
+                problem = problem_of(action, row[number] if number < len(row) else None)
+            if problem is not None:
+                pass
+            elif stage not in own:
                 problem = _wrong_stage(plan, stage)
             elif i is None:
                 if unfinished[stage]:
@@ -266,16 +272,21 @@ class _Followed:
         while self.position[rank] < len(row):
             position = self.position[rank]
             woken |= self._post_receives(rank, position)
-            action = row[position]
-            message = self.source(action)
-            if message is not None and not self._there(rank, message):
+            members = self._members(rank)
+            messages = [one for action in members if (one := self.source(action)) is not None]
+            if not all(self._there(rank, message) for message in messages):
                 self.asleep.add(rank)
                 break
-            if message is not None:
-                self.requested[rank].discard(message)
-            self.position[rank] += 1
-            woken |= self._send(rank, action)
+            self.requested[rank].difference_update(messages)
+            self.position[rank] += len(members)
+            for action in members:
+                woken |= self._send(rank, action)
         return woken - {rank}
+
+    def _members(self, rank: int) -> tuple[Action, ...]:
+        """The next action of a rank, or the two of a pair: it starts when both inputs are there."""
+        row, position = self.plan.rows[rank], self.position[rank]
+        return row[position : position + 1 + (row[position] in self.plan.paired)]
 
     def _there(self, rank: int, message: _Message) -> bool:
         forward, stage, _ = message
@@ -349,7 +360,7 @@ class _Followed:
         links: list[str] = []
         for one in path[path.index(rank) :]:
             message, other, cause = self._blocked(one)
-            here = self.plan.rows[one][self.position[one]]
+            here = "&".join(map(str, self._members(one)))
             who = f"rank {one}" if not links else "which"
             links.append(f"{who} at {here} waits for {cause} of rank {other}")
             if message in self.computed:
@@ -358,8 +369,8 @@ class _Followed:
 
     def _blocked(self, rank: int) -> tuple[_Message, int, Action]:
         """Message that ``rank`` waits for, from which rank, and the action that makes it."""
-        message = self.source(self.plan.rows[rank][self.position[rank]])
-        assert message is not None
+        sources = map(self.source, self._members(rank))
+        message = next(one for one in sources if one is not None and not self._there(rank, one))
         return message, *self.sender(message)
 
     def _order_in_stream(self, rank: int, other: int) -> str:

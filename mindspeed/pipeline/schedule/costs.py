@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import Action
+from mindspeed.pipeline.schedule.pairs import pair_seconds
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.ranges import Range, number
 
@@ -20,6 +21,9 @@ class Costs:
         input_gradient: tI.
         weight_gradient: tW; a whole backward takes tI + tW.
         recompute: tR; as forward by default.
+        exchange: one collective of all layers of a rank that a pair hides: a forward has two of
+            them and a backward two more.
+        layers: of a rank, for the length of a pair.
         latency: from the end of an action to the arrival of its message on another rank.
         reduction: data-parallel reduction of all gradients of one rank.
         transfer: copy of what a pending W keeps to the host or back, of all stages of one rank.
@@ -39,6 +43,8 @@ class Costs:
     stage_shares: tuple[float, ...] | None = None
     weight_share: float = 1.0
     input_share: float = 0.0
+    exchange: float = 0.0
+    layers: int = 1
 
     def share(self, plan: Plan, stage: int) -> float:
         """The part of its rank's time and activations that ``stage`` takes."""
@@ -56,13 +62,34 @@ class Costs:
             * plan.size(action.microbatch)
         )
 
+    def pair_seconds(self, plan: Plan, forward: Action, backward: Action) -> float:
+        """Duration of two actions at the same time; the longer stage decides where they differ."""
+        assert forward.microbatch is not None and backward.microbatch is not None
+        share = max(self.share(plan, one.stage) for one in (forward, backward))
+        size = max(plan.size(one.microbatch or 0) for one in (forward, backward))
+        weight = self.weight_gradient if backward.op == "B" else 0.0
+        times = self.forward, self.input_gradient, weight, self.exchange
+        layers = max(1, round(self.layers * share))
+        return pair_seconds(*(time * share * size for time in times), layers)
+
+    @property
+    def forward_alone(self) -> float:
+        """Of a rank, with the collectives that no pair hides."""
+        return self.forward + 2 * self.exchange
+
+    @property
+    def input_gradient_alone(self) -> float:
+        """The same of input gradients."""
+        return self.input_gradient + 2 * self.exchange
+
     def _rank_time(self, op: str) -> float:
+        again = self.forward if self.recompute is None else self.recompute
         return {
-            "F": self.forward,
-            "Fc": self.forward,
-            "R": self.forward if self.recompute is None else self.recompute,
-            "B": self.input_gradient + self.weight_gradient,
-            "I": self.input_gradient,
+            "F": self.forward_alone,
+            "Fc": self.forward_alone,
+            "R": again + 2 * self.exchange,
+            "B": self.input_gradient_alone + self.weight_gradient,
+            "I": self.input_gradient_alone,
             "W": self.weight_gradient,
         }.get(op, 0.0)
 

@@ -28,7 +28,7 @@ from mindspeed.pipeline.schedule.actions import (
     Action,
 )
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
-from mindspeed.pipeline.schedule.row import row_of
+from mindspeed.pipeline.schedule.row import Entry, row_of
 
 Tensors = list[torch.Tensor]
 PREFETCH = 2
@@ -64,6 +64,12 @@ class Work(Protocol):
             action: names stage and micro-batch.
             gradients: of the outputs; empty for the last stage.
         """
+        ...
+
+    def pair(
+        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Both at the same time: outputs of the forward, gradients of the backward's inputs."""
         ...
 
     def weight_gradients(self, action: Action) -> None:
@@ -127,22 +133,36 @@ def execute(
         done: called after each action, before its result is handed on.
     """
     local: dict[Transfer, Tensors] = {}
-    for action, awaited, handed, posted, from_here, to_here in row_of(plan, rank, prefetch).entries:
-        for transfer in posted:
-            channels.expect(transfer)
-        inputs: Tensors = []
-        if awaited is not None:
-            inputs = local.pop(awaited) if from_here else channels.receive(awaited)
-        outputs = _run(work, action, inputs)
-        done(action)
-        if handed is None:
-            continue
-        if to_here:
+
+    def take(entry: Entry) -> Tensors:
+        if entry.awaited is None:
+            return []
+        return local.pop(entry.awaited) if entry.from_here else channels.receive(entry.awaited)
+
+    def hand_on(entry: Entry, outputs: Tensors) -> None:
+        if (handed := entry.handed) is None:
+            return
+        if entry.to_here:
             local[handed] = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
         else:
             channels.send(handed, outputs)
         if handed.forward:
-            work.handed_on(action)
+            work.handed_on(entry.action)
+
+    for entry in row_of(plan, rank, prefetch).entries:
+        for transfer in entry.posted:
+            channels.expect(transfer)
+        inputs, partner = take(entry), entry.partner
+        if partner is None:
+            outputs = _run(work, entry.action, inputs)
+            done(entry.action)
+            hand_on(entry, outputs)
+        else:
+            both = work.pair(entry.action, partner.action, inputs, take(partner))
+            done(entry.action)
+            done(partner.action)
+            hand_on(entry, both[0])
+            hand_on(partner, both[1])
     channels.finish()
 
 

@@ -1,6 +1,7 @@
 """Split backwards and put their weight gradients where a rank would idle.
 
-The order of forwards and backwards of each rank is given and stays. Every backward becomes an I,
+The order of forwards and backwards of each rank is given and stays. Every backward, but for those
+of pairs (:mod:`pairs`), becomes an I,
 which the rank before waits for, and a W, which nobody waits for. All ranks are simulated, event by
 event; a rank whose next action is not ready runs its oldest pending W instead.
 
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.actions import (
+    BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARDS,
@@ -68,7 +70,7 @@ def split_backwards(
         ConfigError: the order itself needs more memory than ``caps`` allow.
     """
     best: _Filler | None = None
-    bound = _lower_bound(plan, costs)
+    bound = _lower_bound(plan, replace(costs, exchange=0.0))  # pairs hide what is exchanged
     for policy in policies:
         filler = _Filler(plan, costs, caps, policy)
         filler.run()
@@ -153,6 +155,9 @@ class _Filler:
                 now = self._weight_gradient(rank, now)
             self.makespan = max(self.makespan, now)
             return
+        if row[position] in self.plan.paired:
+            self._pair_step(rank, now, row[position], row[position + 1])
+            return
         op, stage, i = row[position]
         assert i is not None
         forward = op in FORWARDS
@@ -168,6 +173,31 @@ class _Filler:
             heappush(self.events, (arrival, rank))
         else:
             self.waiting[forward, source] = rank
+
+    def _pair_step(self, rank: int, now: float, forward: Action, backward: Action) -> None:
+        """The same for a pair, whose backward stays whole."""
+        inputs = []
+        for number, one in enumerate((forward, backward)):
+            assert one.microbatch is not None
+            inputs.append(self._arrival(number == 0, one.stage, one.microbatch, rank))
+        missing = [(number, source) for number, (time, source) in enumerate(inputs) if time is None]
+        arrival = None if missing else max(time or 0.0 for time, _ in inputs)
+        _, stage, i = forward
+        assert i is not None
+        if self._full(rank, stage, i):
+            heappush(self.events, (self._weight_gradient(rank, now), rank))
+        elif arrival is not None and arrival <= now:
+            end = now + self.costs.pair_seconds(self.plan, forward, backward)
+            for one in (forward, backward):
+                self._fixed(rank, now, one is forward, one.stage, one.microbatch or 0, end)
+            heappush(self.events, (end, rank))
+        elif self.pending[rank] and self._long_enough(rank, now, arrival, True, stage, i):
+            heappush(self.events, (self._weight_gradient(rank, now), rank))
+        elif arrival is not None:
+            heappush(self.events, (arrival, rank))
+        else:
+            number, source = missing[0]
+            self.waiting[number == 0, source] = rank
 
     def _arrival(self, forward: bool, stage: int, i: int, rank: int) -> tuple[float | None, int]:
         """Time at which the input is there, if that is known, and its source."""
@@ -210,29 +240,42 @@ class _Filler:
             return theta is not None
         if arrival is None:  # the action that makes the input has not even started
             before = stage - 1 if forward else stage + 1
-            seconds = self.costs.forward if forward else self.costs.input_gradient
+            seconds = self.costs.forward_alone if forward else self.costs.input_gradient_alone
             arrival = now + seconds * self.shares[before] * self.sizes[i]
             arrival += self.costs.latency * (self.rank_of[before] != rank)
         first, j = self.pending[rank][0]
         needed = self.costs.weight_gradient * self.shares[first] * self.sizes[j]
         return arrival - now >= theta * needed - _ROUNDING
 
-    def _fixed(self, rank: int, now: float, forward: bool, stage: int, i: int) -> float:
+    def _fixed(
+        self,
+        rank: int,
+        now: float,
+        forward: bool,
+        stage: int,
+        i: int,
+        together: float | None = None,
+    ) -> float:
+        """Run the next action; its end, or that of the pair that it is in."""
         share = self.shares[stage] * self.sizes[i]
         source = stage * self.m + i
         self.position[rank] += 1
+        alone = self.costs.forward_alone if forward else self.costs.input_gradient_alone
+        end = now + alone * share if together is None else together
         if forward:
-            end = now + self.costs.forward * share
             self.forward_end[source] = end
             self.memory[rank] += share
             self.filled[rank].append(Action("F", stage, i))
         else:
-            end = now + self.costs.input_gradient * share
             self.backward_end[source] = end
-            self.memory[rank] -= (1 - self.costs.weight_share) * share
-            self.filled[rank].append(Action(BACKWARD_INPUT, stage, i))
-            self.pending[rank].append((stage, i))
             self.left[stage] -= 1
+            if together is None:
+                self.memory[rank] -= (1 - self.costs.weight_share) * share
+                self.filled[rank].append(Action(BACKWARD_INPUT, stage, i))
+                self.pending[rank].append((stage, i))
+            else:
+                self.memory[rank] -= share
+                self.filled[rank].append(Action(BACKWARD, stage, i))
             if not self.left[stage]:  # its reduction can start as soon as its last W has run
                 self.pending[rank] = deque(
                     sorted(self.pending[rank], key=lambda one: one[0] != stage)

@@ -199,6 +199,12 @@ class MegatronWork:
             torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
         ]
 
+    def pair(
+        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """One after the other."""
+        return self.forward(forward, inputs), self.backward(backward, gradients)
+
     def weight_gradients(self, action: Action) -> None:
         """Add to the gradients of weights what the ``I`` of this micro-batch left out."""
         self._weight_gradients.compute(_key(action))

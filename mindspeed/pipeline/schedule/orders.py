@@ -27,7 +27,9 @@ from mindspeed.pipeline.schedule.placement import Placement
 Rows = tuple[tuple[Action, ...], ...]
 
 
-def flush(p: int, v: int, m: int, g: int | None = None, k: float | None = None) -> Rows:
+def flush(
+    p: int, v: int, m: int, g: int | None = None, k: float | None = None, more: int = 0
+) -> Rows:
     """Groups of g micro-batches pass all chunks, then one forward and one backward in turn.
 
     Rank r starts with k (p - 1 - r) + (v - 1) g forwards.
@@ -40,6 +42,8 @@ def flush(p: int, v: int, m: int, g: int | None = None, k: float | None = None) 
             groups are as even as possible instead.
         k: 1 needs least memory, 2 hides latency; any number between. Default: 1 for v = 1, else 2,
             as Megatron has it.
+        more: further forwards before the first backward; with k = 2 and one of them, forwards and
+            backwards can be pairs (:mod:`.pairs`).
     """
     k = k if k is not None else (1.0 if v == 1 else 2.0)
     groups = groups_of(m, p if g is None else g, p)
@@ -48,7 +52,7 @@ def flush(p: int, v: int, m: int, g: int | None = None, k: float | None = None) 
     total, widest = v * m, max(map(len, groups))
     rows = []
     for rank in range(p):
-        warmup = min(round(k * (p - 1 - rank)) + (v - 1) * widest, total)
+        warmup = min(round(k * (p - 1 - rank)) + (v - 1) * widest + more, total)
         forward = [Action(FORWARD, chunk * p + rank, i) for chunk, i in forwards]
         backward = [Action(BACKWARD, chunk * p + rank, i) for chunk, i in backwards]
         rows.append(_alternate(forward, backward, warmup))

@@ -52,6 +52,7 @@ class Plan:
         num_microbatches: m.
         sizes: samples of each micro-batch, where they differ; relative values are enough.
         name: of the schedule, for people.
+        paired: forwards that run at the same time as the backward after them (:mod:`.pairs`).
         compiled: what :mod:`.row` keeps of it between steps.
     """
 
@@ -60,6 +61,7 @@ class Plan:
     num_microbatches: int
     sizes: tuple[float, ...] | None = None
     name: str = ""
+    paired: frozenset[Action] = frozenset()
     compiled: dict[tuple[int, int], object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -104,6 +106,13 @@ class Plan:
         ranks = placement.rank(source), placement.rank(target)
         assert action.microbatch is not None
         return Transfer(*ranks, source < target, target, action.microbatch)
+
+    def entries(self, rank: int) -> Iterator[tuple[Action, ...]]:
+        """The row of ``rank``, with the members of a pair together."""
+        row = iter(self.rows[rank])
+        for action in row:
+            partner = next(row, None) if action in self.paired else None
+            yield (action,) if partner is None else (action, partner)
 
     @cached_property
     def dropped(self) -> Action | None:

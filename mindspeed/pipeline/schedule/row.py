@@ -24,6 +24,7 @@ class Entry(NamedTuple):
         posted: messages of other ranks whose receives are posted before it runs.
         from_here: ``awaited`` is of this rank.
         to_here: ``handed`` is for this rank.
+        partner: of a pair.
     """
 
     action: Action
@@ -32,6 +33,7 @@ class Entry(NamedTuple):
     posted: tuple[Transfer, ...]
     from_here: bool
     to_here: bool
+    partner: Entry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ def _compiled(plan: Plan, rank: int, prefetch: int) -> Row:
         from_here = needed is not None and needed.source == rank
         to_here = handed is not None and handed.target == rank
         entries.append(Entry(action, needed, handed, posted, from_here, to_here))
+        if index and row[index - 1] in plan.paired:
+            second = entries.pop()
+            first = entries.pop()
+            posted = tuple(dict.fromkeys(first.posted + second.posted))
+            entries.append(first._replace(posted=posted, partner=second))
     incoming = {
         source: transfers for (source, target), transfers in plan.channels.items() if target == rank
     }

@@ -31,6 +31,7 @@ from mindspeed.pipeline.schedule.checker import check
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.fill import split_backwards, with_reductions
 from mindspeed.pipeline.schedule.join import joined
+from mindspeed.pipeline.schedule.pairs import backwards_beside_the_next_forward, paired
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import simulate
@@ -62,6 +63,7 @@ class ScheduleRequest:
         strict: aiao in the literal order: all forwards of a chunk, then those of the next.
         v_shape: the model is split in a V; the kinds of :data:`V_SHAPES` always are.
         split: auto may split backwards.
+        pairs: forwards and backwards run at the same time (:mod:`.pairs`).
     """
 
     kind: str = "1f1b"
@@ -78,6 +80,7 @@ class ScheduleRequest:
     strict: bool = False
     v_shape: bool = False
     split: bool = True
+    pairs: bool = False
 
     def placement(self, ranks: int, chunks: int) -> Placement:
         if self.plan is not None:
@@ -107,6 +110,8 @@ def build_plan(
         ConfigError: the schedule does not exist for these sizes; names what would do.
     """
     placement = request.placement(ranks, chunks)
+    if request.pairs and not forward_only:
+        _check_pairs(request)
     _check_sizes(request, placement, ranks, chunks, num_microbatches, forward_only)
     if forward_only:
         rows = orders.forward_only(placement, num_microbatches)
@@ -134,6 +139,21 @@ def build_plan(
 
 def _name(request: ScheduleRequest) -> str:
     return getattr(request.order, "__name__", request.kind)
+
+
+def _check_pairs(request: ScheduleRequest) -> None:
+    if request.plan is not None or request.order is not None:
+        return  # a table says itself which actions are pairs
+    if request.kind not in PAIRED:
+        why = _NO_PAIRS.get(request.kind, "has no pairs of a forward and a backward")
+        raise ConfigError(
+            f"--pipeline-schedule {request.kind} {why}; one of {', '.join(PAIRED)} has pairs"
+        )
+    if request.recompute or request.sizes is not None:
+        raise ConfigError(
+            f"pairs of --pipeline-schedule {request.kind} cannot be combined with micro-batches "
+            "of different sizes and with recomputation in the schedule"
+        )
 
 
 def _check_sizes(
@@ -180,6 +200,8 @@ def _zero_bubble(request: ScheduleRequest, placement: Placement, m: int) -> Plan
 
 def _zero_bubble_v(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     rows = orders.vee(placement.ranks, m)
+    if request.pairs:
+        rows = backwards_beside_the_next_forward(rows)
     return _filled(request, _plan(request, placement, m, rows))
 
 
@@ -231,6 +253,12 @@ def _auto(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     )
 
 
+PAIRED = ("1f1b", "interleaved", "nanopipe", "zb-v", "dualpipev")
+_NO_PAIRS = dict.fromkeys(
+    ("v-half", "v-min"),
+    "has no pairs: each backward is needed by the forward that would run beside it, so that ranks "
+    "would wait for each other",
+)
 _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
     "auto": _auto,
     "v-auto": _auto,
@@ -282,11 +310,15 @@ def _flush(
     _need_microbatches(placement, m)
     p, v = placement.ranks, placement.chunks
     k = request.warmup if request.warmup is not None else warmup
-    return _plan(request, placement, m, orders.flush(p, v, m, request.group_size, k))
+    if request.pairs:  # less warm-up would let a pair wait for itself, or for the one before
+        k = 2.0
+    rows = orders.flush(p, v, m, request.group_size, k, int(request.pairs))
+    return _plan(request, placement, m, rows)
 
 
 def _plan(request: ScheduleRequest, placement: Placement, m: int, rows: orders.Rows) -> Plan:
-    return Plan(placement, rows, m, relative_sizes(request.sizes), request.kind)
+    plan = Plan(placement, rows, m, relative_sizes(request.sizes), request.kind)
+    return paired(plan) if request.pairs else plan
 
 
 def relative_sizes(sizes: tuple[int, ...] | None) -> tuple[float, ...] | None:

@@ -11,7 +11,7 @@ the end of the action that makes it, plus the latency between two ranks. Reducti
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,7 +68,14 @@ class Simulation:
 
     @cached_property
     def useful(self) -> float:
-        """Mean over the ranks of the time in which it computes what has to be computed."""
+        """Mean over the ranks of the time in which it computes what has to be computed.
+
+        Collectives of layers are not part of it: where they are not hidden, they are bubble.
+        """
+        if self.plan.paired or self.costs.exchange:
+            alone = replace(self.costs, exchange=0.0)
+            needed = (alone.seconds(self.plan, one) for _, one in self.plan if one.op != "R")
+            return sum(needed) / len(self.timeline)
         wasted = sum(
             end - start for row in self.timeline for action, start, end in row if action.op == "R"
         )
@@ -149,6 +156,11 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     )
 
 
+def _part_of_forward(costs: Costs, backward: Action) -> float:
+    weight = costs.weight_gradient if backward.op == "B" else 0.0
+    return costs.forward / (costs.forward + costs.input_gradient + weight)
+
+
 class _Run:
     """The state of all ranks; :meth:`all_ranks` runs each as far as its inputs are there."""
 
@@ -189,8 +201,15 @@ class _Run:
         """Run the row of ``rank`` until an input is missing; the ranks that it woke."""
         row, woken, last = self.plan.rows[rank], [], len(self.rank_of) - 1
         ends, rank_of, latency = self.ends, self.rank_of, self.costs.latency
-        for position in range(self.position[rank], len(row)):
+        while self.position[rank] < len(row):
+            position = self.position[rank]
             action = row[position]
+            if action in self.plan.paired:
+                found = self._pair(rank, action, row[position + 1])
+                if found is None:
+                    break
+                woken += found
+                continue
             op, stage, i = action
             start, source = self.clock[rank], None
             if op == "F" or op == "Fc":
@@ -221,6 +240,35 @@ class _Run:
             if key in self.waiting:
                 woken.append(self.waiting.pop(key))
         return woken
+
+    def _pair(self, rank: int, forward: Action, backward: Action) -> list[int] | None:
+        """Run two actions at once; the ranks that this wakes, None while an input is missing."""
+        start, last = self.clock[rank], len(self.rank_of) - 1
+        sources = [("F", forward.stage - 1, forward.microbatch)] if forward.stage else []
+        if backward.stage < last:
+            sources.append(("I", backward.stage + 1, backward.microbatch))
+        for source in sources:
+            if source not in self.ends:
+                self.waiting[source] = rank
+                return None
+            other = self.rank_of[source[1]] != rank
+            start = max(start, self.ends[source] + self.costs.latency * other)
+        if ("F", *backward[1:]) not in self.ends:
+            return None
+        end = start + self.costs.pair_seconds(self.plan, forward, backward)
+        self._run(rank, forward, start)
+        self._run(rank, backward, start)
+        # One after the other in the picture and for the time in which the rank computes.
+        middle = start + (end - start) * _part_of_forward(self.costs, backward)
+        self.timeline[rank][-2:] = [
+            TimedAction(forward, start, middle),
+            TimedAction(backward, middle, end),
+        ]
+        self.clock[rank] = end
+        self.position[rank] += 2
+        keys = ("F", *forward[1:]), ("I", *backward[1:])
+        self.ends |= dict.fromkeys(keys, end)
+        return [self.waiting.pop(key) for key in keys if key in self.waiting]
 
     def _run(self, rank: int, action: Action, start: float) -> float:
         """Book time and memory of an action; when its result is there."""

@@ -52,6 +52,8 @@ class VirtualTime:
     def done(self, action: Action) -> None:
         """Move the clock to the end of ``action``."""
         self.trace.append(action)
+        if action in self._plan.paired:
+            return  # it ends together with the backward after it
         key = action.stage, action.microbatch
         start = max(self.now, self._arrival)
         self._arrival = 0.0
@@ -63,11 +65,15 @@ class VirtualTime:
             self._loaded[key] = self._copies
         elif action.op == "W":
             start = max(start, self._loaded.pop(key, 0.0))
-        self.now = start + self._costs.seconds(self._plan, action)
+        before = self.trace[-2] if len(self.trace) > 1 else None
+        if before is not None and before in self._plan.paired:
+            self.now = start + self._costs.pair_seconds(self._plan, before, action)
+        else:
+            self.now = start + self._costs.seconds(self._plan, action)
 
     def arrived(self, time: float) -> None:
         """The next action has received a message that was sent at ``time``."""
-        self._arrival = time + self._costs.latency
+        self._arrival = max(self._arrival, time + self._costs.latency)
 
 
 class _ClockedChannels:

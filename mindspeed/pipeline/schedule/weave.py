@@ -268,7 +268,7 @@ class _Loom:
         self.floor[rank] += change
         self.memory[rank] += taken
         self.peak[rank] = max(self.peak[rank], self.memory[rank])
-        seconds = self.costs.forward if forward else self.costs.input_gradient
+        seconds = self.costs.forward_alone if forward else self.costs.input_gradient_alone
         if forward:
             op = "F"
         elif self.job.whole:

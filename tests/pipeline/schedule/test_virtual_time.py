@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.pipeline.schedule.costs import Costs
-from mindspeed.pipeline.schedule.schedules import KINDS, ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.schedules import KINDS, PAIRED, ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
 from tests.pipeline.schedule.toy_ranks import run_all
@@ -36,6 +36,10 @@ def plans_of(ranks):
         request = ScheduleRequest(**changes)
         chunks = 1 if request.kind == "1f1b" else 2
         found.append((build_plan(request, ranks, chunks, m), request.costs))
+    pairs = Costs(1, 1.25, 0.75, latency=0.125, exchange=0.5, layers=8)
+    for kind in PAIRED:
+        request = ScheduleRequest(kind=kind, costs=pairs, pairs=True)
+        found.append((build_plan(request, ranks, 2 if kind != "1f1b" else 1, m), pairs))
     found.append((build_plan(ScheduleRequest(), ranks, 1, m, forward_only=True), EVEN))
     return found
 

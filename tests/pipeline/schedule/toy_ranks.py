@@ -51,6 +51,11 @@ class ToyWork:
         self.alive -= action.op == "B"
         return [_name(action)]
 
+    def pair(
+        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        return self.forward(forward, inputs), self.backward(backward, gradients)
+
     def weight_gradients(self, action: Action) -> None:
         self.alive -= 1
 
