@@ -128,7 +128,8 @@ def _weight_gradients(
         return [None] * len(weights)
     splits = ctx.splits
     if ctx.store is not None:
-        ctx.store.put(partial(add_expert_gradients, weights, splits, ctx.wgrad.fuse), x, grad)
+        run = partial(add_expert_gradients, weights, splits, ctx.wgrad.fuse)
+        ctx.store.put(run, x, grad, delayed=ctx.wgrad.delayed)
         return []
     # All or none: a frozen expert among others has no buffer.
     fuse = ctx.wgrad.fuse and all(getattr(w, "main_grad", None) is not None for w in weights)

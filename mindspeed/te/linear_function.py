@@ -106,7 +106,8 @@ class _Linear(torch.autograd.Function):
             if ctx.store is None:
                 dw = weight_gradient(weight, x, grad, ctx.wgrad)
             else:
-                ctx.store.put(partial(_add, weight, ctx.wgrad.fuse, None, False, False), x, grad)
+                run = partial(_add, weight, ctx.wgrad.fuse, None, False, False)
+                ctx.store.put(run, x, grad, delayed=ctx.wgrad.delayed)
         elif later:
             gathers = communication.gathers_input and not ctx.gathered, communication.gathers_grad
             run = partial(_add, weight, ctx.wgrad.fuse, communication.group, *gathers)

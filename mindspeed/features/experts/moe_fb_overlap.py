@@ -5,7 +5,8 @@
 
 While the forward of a micro-batch (F) communicates, the backward of the one before (B) computes,
 and the other way round, layer by layer. The schedule is Megatron's
-(``--overlap-moe-expert-parallel-comm``), with weight gradients delayed until they hide a dispatch
+(``--overlap-moe-expert-parallel-comm``), or one of ours with pairs (interleaved, nano-pipe, zb-v,
+DualPipeV, a table), with weight gradients delayed until they hide a dispatch
 (``--delay-wgrad-compute``) where the layers can compute them apart. It runs parts of layers one by
 one, so nothing that replaces the forward of a layer, or the schedule, can be on at the same time.
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, exclusions
 from mindspeed.flags import flag
+from mindspeed.pipeline.v_shape import flag_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -41,7 +43,6 @@ class MoeFbOverlap(
         "adaptive-memory": _MEMORY,
         "ampipe": _LAYER,
         "balanced-experts": _LAYER,
-        "dualpipev": _SCHEDULE,
         "dynamic-pipeline": _SCHEDULE,
         "experts-pipeline": _LAYER,
         "fold3d": _SCHEDULE,
@@ -50,7 +51,6 @@ class MoeFbOverlap(
         "moe-alltoall-exchange": _LAYER,
         "moe-overlap": _LAYER,
         "moe-zero-memory": _LAYER,
-        "nanopipe": _SCHEDULE,
         "pipe-experts": _LAYER,
         "recompute-activation-function": _MEMORY,
         "recompute-in-advance": _MEMORY,
@@ -58,7 +58,6 @@ class MoeFbOverlap(
         "recompute-norm": _MEMORY,
         "swap-attention": _MEMORY,
     },
-    excludes={"pipeline_schedule": _SCHEDULE},
     after=("moe-tp-extend-ep", "unaligned-pipeline"),
     planning=("changes layers", "needs steps"),
 ):
@@ -152,8 +151,8 @@ def _requirements(megatron: Megatron) -> Iterator[Problem]:
     if pp > 1 and not _has_chunks(megatron):
         yield Problem(
             NAME,
-            f"--pipeline-model-parallel-size {pp} needs the interleaved schedule",
-            "give --num-layers-per-virtual-pipeline-stage",
+            f"--pipeline-model-parallel-size {pp} needs two model chunks on each rank",
+            "give --num-layers-per-virtual-pipeline-stage, or --pipeline-schedule zb-v",
         )
     mtp = megatron.get("mtp_num_layers") or 0
     if mtp > 1 or (mtp == 1 and pp == 1):
@@ -171,4 +170,4 @@ def _has_chunks(megatron: Megatron) -> bool:
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
     )
-    return any(megatron.get(name) is not None for name in names)
+    return flag_of(megatron) is not None or any(megatron.get(name) is not None for name in names)

@@ -43,7 +43,7 @@ class DualPipeV(
         "tensor-parallel-2d",
         "unaligned-pipeline",
     ),
-    excludes={**shared.EXCLUDES, **v_shape.EXCLUDES},
+    excludes={**shared.EXCLUDES_OF_PAIRS, **v_shape.EXCLUDES},
     planning=("needs steps",),
     schedule="dualpipev",
 ):
@@ -94,7 +94,10 @@ class DualPipeV(
         factor = megatron.get("pipeline_memory_limit")
         limit = None if factor is None else shared.limit_of(factor, ranks, 1)
         request = ScheduleRequest(
-            kind="dualpipev", split_cooldown=self.dualpipev_dw_detach, memory_limit=limit
+            kind="dualpipev",
+            split_cooldown=self.dualpipev_dw_detach,
+            memory_limit=limit,
+            pairs=shared.has_pairs(megatron),
         )
         if isinstance(problem := shared.plan_of(name, megatron, request), Problem):
             yield problem
@@ -110,7 +113,12 @@ class DualPipeV(
         def schedule(previous: Any) -> Any:
             from mindspeed.pipeline.schedule.megatron import scheduled
 
-            return scheduled(previous, kind="dualpipev", split_cooldown=self.dualpipev_dw_detach)
+            return scheduled(
+                previous,
+                kind="dualpipev",
+                split_cooldown=self.dualpipev_dw_detach,
+                pairs=shared.has_pairs(megatron),
+            )
 
         divide_backward(seams, self.name)
         seams.schedule.add(schedule, owner=self.name)

@@ -39,7 +39,7 @@ class Nanopipe(
         "adaptive-memory": "",
         "dualpipev": "they are two schedules",
     },
-    excludes=plans.EXCLUDES,
+    excludes=plans.EXCLUDES_OF_PAIRS,
     planning=("needs steps",),
     schedule="nanopipe",
 ):
@@ -80,6 +80,7 @@ class Nanopipe(
             "swap": self.use_nanopipe_swap,
             "group_size": megatron.get("microbatch_group_size_per_vp_stage"),
             "costs": costs_of(megatron),
+            "pairs": plans.has_pairs(megatron),
         }
         if (factor := megatron.get("pipeline_memory_limit")) is not None:
             ranks = megatron.get("pipeline_model_parallel_size") or 1

@@ -64,7 +64,7 @@ class PipelineSchedule(
     level=2,
     megatron_versions=">=0.15",
     seams=("chunk", "schedule"),
-    excludes=shared.EXCLUDES,
+    excludes=shared.EXCLUDES_OF_PAIRS,
     planning=("needs steps",),
     options=tuple(
         Option("schedule", name, {"pipeline_schedule": name}, f"pipeline schedule {name}")
@@ -194,15 +194,19 @@ class PipelineSchedule(
         )
         v_shape = flag_of(megatron) is not None
         changes: dict[str, Any] = {}
+        if shared.has_pairs(megatron):
+            changes["pairs"] = True
         if self._is_file():
             from mindspeed.pipeline.schedule.csv_file import read_plan
 
-            changes["plan"] = read_plan(
+            plan = read_plan(
                 Path(str(self.pipeline_schedule)),
                 ranks=ranks,
                 chunks=2 if v_shape else chunks,
                 num_microbatches=shared.num_microbatches(megatron),
             )
+            # Without collectives that they hide, pairs would only wait for each other.
+            changes["plan"] = plan if shared.has_pairs(megatron) else plan.without_pairs()
         elif self.pipeline_schedule is not None:
             changes["kind"] = self.pipeline_schedule
             if self.pipeline_schedule in _GROUPED:

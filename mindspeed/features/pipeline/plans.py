@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 _ORDER = "graphs are recorded in Megatron's order"
 _HOOKS = "FSDP reduces gradients by hooks"
 _BUDGET = "its budget is for Megatron's order of micro-batches"
+_OWN = "overlap_moe_expert_parallel_comm"
 EXCLUDES = {
-    "overlap_moe_expert_parallel_comm": "it has a schedule of its own",
+    _OWN: "it has a schedule of its own",
     "hybrid_context_parallel": "it has a schedule of its own",
     "fine_grained_activation_offloading": "it expects Megatron's order of micro-batches",
     "use_megatron_fsdp": _HOOKS,
@@ -35,7 +36,9 @@ EXCLUDES = {
         "it depends on Megatron's order of micro-batches"
     ),
 }
-"""Arguments that no plan can be combined with."""
+"""Arguments that no plan can be combined with, unless it has pairs."""
+EXCLUDES_OF_PAIRS = {name: why for name, why in EXCLUDES.items() if name != _OWN}
+"""The same of a plan that may have pairs of a forward and a backward."""
 
 
 def problems_of(flag: str, megatron: Megatron) -> Iterator[Problem]:
@@ -94,6 +97,11 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
         return build_plan(request, ranks, chunks, count)
     except ConfigError as error:
         return Problem(flag, str(error))
+
+
+def has_pairs(megatron: Megatron) -> bool:
+    """Whether forwards and backwards run at the same time, part by part."""
+    return bool(megatron.get("moe_fb_overlap") or megatron.get(_OWN))
 
 
 def limit_of(factor: float, ranks: int, chunks: int) -> float:

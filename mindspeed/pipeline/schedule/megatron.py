@@ -198,7 +198,7 @@ class ScheduledPipeline:
             bool(forward_only),
             None if forward_only else self.dump,
         )
-        work = MegatronWork(
+        work = work_of(config, bool(forward_only))(
             plan,
             rank,
             StepArguments(
@@ -254,6 +254,15 @@ class ScheduledPipeline:
                 "add --recompute-in-bubble or --recompute-in-advance"
             )
         return [None] * len(chunks)
+
+
+def work_of(config: Any, forward_only: bool) -> type[MegatronWork]:
+    """What computes a step: layers run in parts where the model's configuration has pairs."""
+    if forward_only or not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return MegatronWork
+    from mindspeed.pipeline.schedule.megatron_pairs import PairedWork
+
+    return PairedWork
 
 
 def scheduled(previous: Callable[..., Any], **changes: Any) -> ScheduledPipeline:

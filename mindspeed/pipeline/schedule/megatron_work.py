@@ -163,14 +163,14 @@ class MegatronWork:
             check_tensors(outputs, action)
         self._num_tokens += num_tokens
         if not step.forward_only:
-            self.live[_key(action)] = inputs, outputs
+            self.live[key_of(action)] = inputs, outputs
         return outputs
 
     def handed_on(self, action: Action) -> None:
         """Free the content of outputs; their graph stays."""
         if self._step.forward_only:
             return
-        _, outputs = self.live[_key(action)]
+        _, outputs = self.live[key_of(action)]
         for output in made_here(outputs) if self._step.several_tensors else outputs:
             schedules.deallocate_output_tensor(
                 output, self._step.config.deallocate_pipeline_outputs
@@ -179,8 +179,8 @@ class MegatronWork:
     def backward(self, action: Action, gradients: Tensors) -> Tensors:
         """Gradients of the inputs; zeros for those that did not take part."""
         config = self._step.config
-        inputs, outputs = self.live.pop(_key(action))
-        self._step.weights.before_backward(_key(action)[1])
+        inputs, outputs = self.live.pop(key_of(action))
+        self._step.weights.before_backward(key_of(action)[1])
         if config.timers is not None:
             config.timers("backward-compute", log_level=2).start()
         for tensor in inputs:
@@ -191,7 +191,7 @@ class MegatronWork:
                 outputs[0] = config.grad_scale_func(outputs[0])
             gradients = [torch.ones_like(outputs[0])]
         split = action.op == BACKWARD_INPUT
-        with self._weight_gradients.deferred(_key(action)) if split else contextlib.nullcontext():
+        with self._weight_gradients.deferred(key_of(action)) if split else contextlib.nullcontext():
             _run_backward(outputs, gradients)
         if config.timers is not None:
             config.timers("backward-compute").stop()
@@ -207,7 +207,7 @@ class MegatronWork:
 
     def weight_gradients(self, action: Action) -> None:
         """Add to the gradients of weights what the ``I`` of this micro-batch left out."""
-        self._weight_gradients.compute(_key(action))
+        self._weight_gradients.compute(key_of(action))
 
     def recompute(self, action: Action) -> None:
         """Compute what a forward did not keep, with the random numbers that it drew."""
@@ -217,11 +217,11 @@ class MegatronWork:
 
     def offload(self, action: Action) -> None:
         """Start to copy what a pending ``W`` needs to the host."""
-        self._weight_gradients.offload(_key(action))
+        self._weight_gradients.offload(key_of(action))
 
     def load(self, action: Action) -> None:
         """Start to copy it back."""
-        self._weight_gradients.load(_key(action))
+        self._weight_gradients.load(key_of(action))
 
     def reduce(self, action: Action) -> None:
         """Start the reduction of a chunk, if it can overlap with anything."""
@@ -282,9 +282,9 @@ class MegatronWork:
         first = schedules.check_first_val_step(
             step.first_val_step, step.forward_only, action.microbatch == 0
         )
-        try:
+        with self._data(action):
             return schedules.forward_step(
-                step.weights.forward_step(step.forward_step_func, _key(action)[1]),
+                step.weights.forward_step(step.forward_step_func, key_of(action)[1]),
                 step.readers[chunk],
                 step.chunks[chunk],
                 step.num_microbatches,
@@ -298,11 +298,17 @@ class MegatronWork:
                 vp_stage=chunk if len(step.chunks) > 1 else None,
                 is_last_stage=action.stage == self._plan.placement.num_stages - 1,
             )
+
+    @contextlib.contextmanager
+    def _data(self, action: Action) -> Iterator[None]:
+        """Read a micro-batch in the block; say which one an iterator has not."""
+        try:
+            yield
         except StopIteration:
             raise DataError(
                 f"the data iterator of pipeline stage {action.stage} (rank {self._rank} of the "
                 f"pipeline) ended at micro-batch {action.microbatch}; the step has "
-                f"{step.num_microbatches}"
+                f"{self._step.num_microbatches}"
             ) from None
 
     def _gather_parameters(self, chunk: int) -> None:
@@ -331,7 +337,8 @@ class MegatronWork:
                 group.start_grad_sync(**self._step.reduction)
 
 
-def _key(action: Action) -> tuple[int, int]:
+def key_of(action: Action) -> tuple[int, int]:
+    """Stage and micro-batch."""
     assert action.microbatch is not None
     return action.stage, action.microbatch
 

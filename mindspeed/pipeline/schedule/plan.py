@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mindspeed.pipeline.schedule.actions import (
@@ -113,6 +113,10 @@ class Plan:
         for action in row:
             partner = next(row, None) if action in self.paired else None
             yield (action,) if partner is None else (action, partner)
+
+    def without_pairs(self) -> Plan:
+        """The same actions, the members of each pair one after the other."""
+        return replace(self, paired=frozenset())
 
     @cached_property
     def dropped(self) -> Action | None:
