@@ -96,9 +96,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, what in (
         ("--latency", "time from the end of an action until its message is on the next rank"),
         ("--reduction", "data-parallel reduction of all gradients of a rank"),
+        ("--exchange", "one of four all-to-alls of experts, over all layers of a rank"),
         ("--transfer", "copy to the host, or back, of what a micro-batch's weight gradients need"),
     ):
         add(flag, type=time, default=0.0, metavar="T", help=what)
+    add(
+        "--pairs",
+        action="store_true",
+        help="a forward and a backward at the same time, each hiding what the other exchanges",
+    )
+    add(
+        "--layers",
+        type=whole(1, 1024),
+        default=8,
+        metavar="N",
+        help="of a rank, for the length of pairs (default: %(default)s)",
+    )
     add(
         "--stage-costs",
         metavar="C,C,...",
@@ -233,10 +246,13 @@ def _job(args: argparse.Namespace) -> Job:
             args.latency,
             args.reduction,
             args.transfer,
+            exchange=args.exchange,
+            layers=args.layers,
         ),
         None if factor is None else memory_limit(factor, args.pp, args.vpp),
         sizes,
         stages,
+        args.pairs,
     )
 
 

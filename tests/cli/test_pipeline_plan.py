@@ -168,3 +168,21 @@ def test_a_limit_as_printed_has_the_point(capsys: pytest.CaptureFixture[str]) ->
                     "--pipeline-memory-limit", limit) == 0  # fmt: skip
         (found,) = json.loads(capsys.readouterr().out)["schedules"]
         assert max(found["peak_memory"]) == pytest.approx(3 * float(limit), abs=0.004)
+
+
+def test_pairs_are_priced_and_written(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--pp", 8, "--vpp", 2, "--microbatches", 32, "--exchange", 0.5)
+    some = ("--schedule", "interleaved,dualpipev,zb-h1")
+    alone, together = (prices(*words, *some, *more, capsys=capsys) for more in ((), ("--pairs",)))
+    assert [alone[name]["makespan"] for name in ("interleaved", "dualpipev")] == [177.5, 170.5]
+    assert [together[name]["makespan"] for name in ("interleaved", "dualpipev")] == [122.5, 122.5]
+    assert "has no pairs" in together["zb-h1"]["reason"]
+    file = tmp_path / "pairs.csv"
+    assert plan(*words, "--pairs", "--schedule", "dualpipev", "--dump", file) == 0
+    capsys.readouterr()
+    steps = {
+        x: prices(*words[:6], "--exchange", x, "--schedule", file, capsys=capsys)[str(file)]
+        for x in (0, 0.5)
+    }
+    # Without an exchange the members of pairs run one after the other.
+    assert [steps[x]["makespan"] for x in (0, 0.5)] == [99.5, 122.5]

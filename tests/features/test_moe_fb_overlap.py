@@ -73,13 +73,42 @@ def test_what_it_excludes_and_needs(change, said):
         ({"ampipe_degree": 2}, "--ampipe-degree"),
         ({"recompute_in_bubble": True}, "--recompute-in-bubble"),
         ({"swap_attention": True}, "--swap-attention"),
-        ({"pipeline_schedule": "nanopipe"}, "--pipeline-schedule"),
-        ({"schedules_method": "dualpipev"}, "--schedules-method"),
+        ({"optimized_pipeline": True}, "--optimized-pipeline"),
+        ({"fold_mode": "aiao"}, "--fold-mode"),
     ],
 )
 def test_it_is_alone_with_the_parts_of_a_layer(change, other):
     with pytest.raises(ConfigError, match=f"--moe-fb-overlap: cannot be combined with {other}"):
         registry.resolve(ON | change, "cpu")
+
+
+CHUNKS = PIPELINE | {"virtual_pipeline_model_parallel_size": 2, "num_layers": 8}
+STEP = {"global_batch_size": 8, "micro_batch_size": 1, "data_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"pipeline_schedule": "zb-v", "virtual_pipeline_model_parallel_size": None},
+        {"schedules_method": "dualpipev", "virtual_pipeline_model_parallel_size": None},
+        {"pipeline_schedule": "interleaved"},
+        {"use_nanopipe": True},
+    ],
+)
+def test_schedules_of_ours_run_in_pairs(schedule):
+    values = {**ON, **CHUNKS, **STEP, **schedule}
+    found = registry.resolve(values | registry.derived(values), "cpu")
+    assert "moe-fb-overlap" in {feature.name for feature in found.enabled}
+    for name in ("dualpipev", "nanopipe", "pipeline-schedule"):
+        if name in {feature.name for feature in found.enabled}:
+            shown = getattr(found.features[name], "_changes", lambda _: {"pairs": True})(values)
+            assert shown["pairs"]
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "zb-h1", "aiao", "auto"])
+def test_schedules_without_pairs_are_refused(schedule):
+    with pytest.raises(ConfigError, match=rf"{schedule}: has no pairs.* zb-v, dualpipev has"):
+        registry.resolve({**ON, **CHUNKS, **STEP, "pipeline_schedule": schedule}, "cpu")
 
 
 def test_megatrons_own_flag_does_not_hide_flags_without_effect():

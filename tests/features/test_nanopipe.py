@@ -72,8 +72,8 @@ def test_possible_jobs(flags):
             "combined with --schedules-method: they are two",
         ),
         (
-            {"overlap_moe_expert_parallel_comm": True},
-            "--overlap-moe-expert-parallel-comm: cannot be combined with --use-nanopipe",
+            {"overlap_moe_expert_parallel_comm": True, "use_nanopipe_swap": True},
+            "pairs of --pipeline-schedule nanopipe cannot be combined with",
         ),
         (
             {"use_transformer_engine_op_fuser": True},

@@ -86,8 +86,8 @@ def test_possible_schedules_are_taken(flags):
             "cannot be combined with --cuda-graph-impl local",
         ),
         (
-            {"pipeline_schedule": "1f1b", "overlap_moe_expert_parallel_comm": True},
-            "--overlap-moe-expert-parallel-comm: cannot be combined with --pipeline-schedule",
+            {"pipeline_schedule": "zb-h1", "overlap_moe_expert_parallel_comm": True},
+            "--pipeline-schedule zb-h1: has no pairs of a forward and a backward; one of 1f1b,",
         ),
         ({"pipeline_schedule": "absent.csv"}, "absent.csv"),
     ],

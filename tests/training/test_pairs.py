@@ -1,9 +1,13 @@
-"""The trainer with pairs of a forward and a backward in our schedules: the bits of those without."""
+"""Pairs of a forward and a backward in the trainer: the bits of schedules without them."""
 
 from __future__ import annotations
 
 import pytest
 
+from mindspeed.pipeline.schedule.pairs import pair_seconds
+from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from tests.support.trainer_job import SETUP
+from tests.training.fb_overlap_job import traced
 from tests.training.one_rank import column
 from tests.training.test_layouts import MOE
 
@@ -27,3 +31,65 @@ def test_pairs_train_to_the_same_bits(layout, one_rank):
     records = reference.train(4, f"{flags} --moe-fb-overlap")
     for name in ("lm_loss", "grad_norm"):
         assert column(records, name) == column(plain, name)
+
+
+WIDE = "--num-layers 8 --global-batch-size 8 --untie-embeddings-and-output-weights"
+HALVES = {"attn": 0.5, "mlp": 0.5}  # of the forward of a layer, and of its I and W
+EXCHANGES = (0.25, 0.5, 0.625, 0.75, 1.0, 1.5)
+
+
+@pytest.mark.slow
+def test_executed_pairs_expose_what_the_clock_says(rank_pool):
+    """DualPipeV on two ranks with two layers in each chunk: by the log of parts, for any x."""
+    flags = [*MOE.split(), *WIDE.split(), *EXPERTS.split(), *LAYOUTS["dualpipev"].split()]
+    logs = rank_pool.run(
+        4, traced, [*flags, "--moe-fb-overlap"], setup=SETUP, backend=None, timeout=240
+    )
+    request = ScheduleRequest(kind="dualpipev", pairs=True)
+    plan = build_plan(request, 2, 2, 4)
+    assert plan.paired
+    for rank, nodes in enumerate(logs):
+        entries = list(plan.entries(rank // 2))
+        for log, members in zip(
+            parts_of(nodes, entries), entries_with_layers(entries), strict=True
+        ):
+            assert sum(node.communicates for node in log) == 2 * 2 * len(members)
+            if len(members) == 1:
+                continue
+            assert {node.phase for node in log} == {"F", "B", "W"}
+            for x in EXCHANGES:
+                expected = pair_seconds(2, 2, 2, 2 * x, 2)
+                assert clock(log, x) == pytest.approx(expected), (members, x)
+
+
+def entries_with_layers(entries):
+    return [one for one in entries if one[0].op in "FBI"]
+
+
+def parts_of(nodes, entries):
+    """The log of each forward, backward and pair, one after the other."""
+    started = [action for one in entries for action in one if action.op == "F"]
+    numbers = {action[1:]: number for number, action in enumerate(started)}
+    rest = list(nodes)
+    for members in entries_with_layers(entries):
+        own = {(numbers[action[1:]], action.op == "F") for action in members}
+        count = next(
+            (n for n, node in enumerate(rest) if (node.micro_batch, node.phase == "F") not in own),
+            len(rest),
+        )
+        yield rest[:count]
+        del rest[:count]
+    assert not rest
+
+
+def clock(log, x):
+    """The end of a pair: streams in order, each part after the one before in its micro-batch."""
+    free, ended = {True: 0.0, False: 0.0}, {}
+    for node in log:
+        ready = 0.0 if node.phase == "W" else ended.get(node.micro_batch, 0.0)
+        start = max(free[node.communicates], ready)
+        end = start + (x if node.communicates else HALVES[node.name])
+        free[node.communicates] = end
+        if node.phase != "W":
+            ended[node.micro_batch] = end
+    return max(free.values())

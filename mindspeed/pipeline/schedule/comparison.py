@@ -78,6 +78,8 @@ class Job:
         sizes: samples of each micro-batch, where they differ.
         stage_costs: of each of the p v stages, relative to one another and to ``costs``, where
             they differ; 1 is a stage of the usual number of layers.
+        pairs: a forward and a backward run at the same time (:mod:`.pairs`); files say it
+            themselves, and have none where nothing is exchanged.
     """
 
     ranks: int
@@ -87,6 +89,7 @@ class Job:
     memory_limit: float | None = None
     sizes: tuple[int, ...] | None = None
     stage_costs: tuple[float, ...] | None = None
+    pairs: bool = False
 
     def costs_for(self, chunks: int) -> Costs:
         """Costs where each rank has ``chunks`` stages.
@@ -136,12 +139,17 @@ def _priced(job: Job, name: str) -> Priced:
         chunks = job.chunks if entry.chunks is None else entry.chunks
     else:
         plan = read_plan(Path(name), ranks=job.ranks, num_microbatches=job.num_microbatches)
+        plan = plan if job.pairs or job.costs.exchange else plan.without_pairs()
         changes, flags = {"plan": plan}, f"--pipeline-schedule {name}"
         chunks = plan.placement.chunks
     try:
         costs = job.costs_for(chunks)
         request = ScheduleRequest(
-            **changes, memory_limit=job.memory_limit, sizes=job.sizes, costs=costs
+            **changes,
+            memory_limit=job.memory_limit,
+            sizes=job.sizes,
+            costs=costs,
+            pairs=job.pairs,
         )
         plan = build_plan(request, job.ranks, chunks, job.num_microbatches)
     except ConfigError as error:

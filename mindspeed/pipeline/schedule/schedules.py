@@ -146,13 +146,12 @@ def _check_pairs(request: ScheduleRequest) -> None:
         return  # a table says itself which actions are pairs
     if request.kind not in PAIRED:
         why = _NO_PAIRS.get(request.kind, "has no pairs of a forward and a backward")
-        raise ConfigError(
-            f"--pipeline-schedule {request.kind} {why}; one of {', '.join(PAIRED)} has pairs"
-        )
-    if request.recompute or request.sizes is not None:
+        raise ConfigError(f"{why}; one of {', '.join(PAIRED)} has pairs")
+    if request.recompute or request.sizes is not None or request.swap:
         raise ConfigError(
             f"pairs of --pipeline-schedule {request.kind} cannot be combined with micro-batches "
-            "of different sizes and with recomputation in the schedule"
+            "of different sizes, recomputation in the schedule, or weight gradients that wait on "
+            "the host"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -305,3 +307,28 @@ def test_what_a_dense_layer_keeps_for_its_w_of_what_it_kept_for_backward(ranks):
     unit = gpt_ranks.SEQUENCE * gpt_ranks.BATCH * 32  # s b h
     kept = {name: getattr(found[2], name) - getattr(found[1], name) for name in ("saved", "stash")}
     assert kept == {"saved": 33.75 * unit, "stash": 32 * unit}
+
+
+def test_whole_backwards_beside_divided_ones_delay_their_weight_gradients():
+    """The part of a layer that hides a dispatch computes them; an I keeps its own."""
+    torch.manual_seed(1)
+    module = Linear(
+        IN, OUT, init_method=torch.nn.init.normal_, bias=False, params_dtype=torch.float32,
+        device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=True,
+    )  # fmt: skip
+    module.weight.main_grad = torch.zeros(OUT, IN)
+    store = module.weight_gradients = WeightGradients()
+    x, grad = batches()[0]
+    with store.splitting():
+        for key in ((0, 0), None):
+            y = module(x.clone().requires_grad_())
+            with store.deferred(key) if key else nullcontext():
+                y.backward(grad)
+            assert not module.weight.main_grad.any()
+        module.backward_dw()
+        first = module.weight.main_grad.clone()
+        assert first.any() and store.pending == ((0, 0),)
+        module.backward_dw()  # the I has left nothing here
+        assert torch.equal(module.weight.main_grad, first)
+        store.compute((0, 0))
+    torch.testing.assert_close(module.weight.main_grad, 2 * first)
