@@ -74,7 +74,7 @@ class Costs:
 
     @property
     def forward_alone(self) -> float:
-        """Of a rank, with the collectives that no pair hides."""
+        """Time of a forward of a rank, with the collectives that no pair hides."""
         return self.forward + 2 * self.exchange
 
     @property

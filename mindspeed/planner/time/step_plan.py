@@ -36,6 +36,10 @@ class StageCosts(Costs):
             return 0.0
         return self.of_stages[action.stage].get(action.op, 0.0) * plan.size(action.microbatch)
 
+    def pair_seconds(self, plan: Plan, forward: Action, backward: Action) -> float:
+        """One after the other: recordings of parts do not say what hides what."""
+        return self.seconds(plan, forward) + self.seconds(plan, backward)
+
 
 @dataclass(frozen=True)
 class StepPlan:
