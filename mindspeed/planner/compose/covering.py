@@ -169,18 +169,31 @@ def covering(
     Raises:
         NotSpliceable: none does.
     """
-    plain = is_plain(layout, shape)
-    alike: dict[object, Cover] = {}
-    found = []
-    for rank in ranks:
-        if plain:
-            cover = _of_1f1b(layout, shape, rank, reach)
-        else:
-            cover = _of_row(layout, shape, rank, reach, bare)
-        units = frozenset(one.unit for one in cover.longer)
-        ends = rank == 0, rank == shape.ranks - 1
-        first = alike.setdefault((ends, cover.words, units), cover)
-        found.append(replace(cover, base=first.base, longer=first.longer))
+    if is_plain(layout, shape):
+        covers = [_of_1f1b(layout, shape, rank, reach) for rank in ranks]
+    else:
+        covers = [_of_row(layout, shape, rank, reach, bare) for rank in ranks]
+    shortest: dict[object, Cover] = {}
+    for rank, cover in zip(ranks, covers, strict=True):
+        known = shortest.setdefault(_growth_of(cover, rank, shape), cover)
+        if _samples(cover) < _samples(known):
+            shortest[_growth_of(cover, rank, shape)] = cover
+    return [
+        replace(cover, base=one.base, longer=one.longer)
+        for rank, cover in zip(ranks, covers, strict=True)
+        for one in (shortest[_growth_of(cover, rank, shape)],)
+    ]
+
+
+def _growth_of(cover: Cover, rank: int, shape: Shape) -> object:
+    """Equal for ranks that grow alike with layers."""
+    units = frozenset(one.unit for one in cover.longer)
+    return rank == 0, rank == shape.ranks - 1, cover.words, units
+
+
+def _samples(cover: Cover) -> int:
+    """Samples of the step that is recorded."""
+    found: int = cover.point.overrides["global_batch_size"]
     return found
 
 
@@ -205,7 +218,7 @@ def _of_1f1b(layout: Layout, shape: Shape, rank: int, reach: int) -> Cover:
 
 def _of_row(layout: Layout, shape: Shape, rank: int, reach: int, bare: bool) -> Cover:
     row, whole = _row_and_words(shape, rank)
-    count, middle = _repeating(shape, row, rank)
+    count, middle = _repeating(shape, row, rank, reach)
     size = shape.ranks, rank, count
     small: Surroundings = place_in_row
     large: Surroundings = place_in_row if middle is None else middle.around
@@ -377,11 +390,15 @@ def _candidates(most: int, first: bool, last: bool) -> Iterator[tuple[int, int]]
             yield from ((ranks, small) for small in range(1, ranks - 1))
 
 
-def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Middle | None]:
-    """Micro-batches of a step that is long enough, and what ``row`` repeats more often."""
+def _repeating(shape: Shape, row: Row, rank: int, reach: int) -> tuple[int, Middle | None]:
+    """Micro-batches of a step that is long enough, and what ``row`` repeats more often.
+
+    The further what matters reaches, the longer is the step, and the further from its end is what
+    repeats.
+    """
     ranks, chunks, count = shape.ranks, shape.chunks, shape.micro_batches
     group = (shape.request.group_size or ranks) if chunks > 1 else 1
-    enough = 2 * ranks // chunks + 3 * group
+    enough = 2 * ranks // chunks + (1 + 2 * reach) * group
     for short in range(enough + (count - enough) % group, count, group):
         try:
             small, more = (
@@ -389,12 +406,12 @@ def _repeating(shape: Shape, row: Row, rank: int) -> tuple[int, Middle | None]:
             )
         except MindSpeedError:
             continue
-        if (middle := _middle(small, row, len(more) - len(small))) is not None:
+        if (middle := _middle(small, row, len(more) - len(small), reach)) is not None:
             return short, middle
     return count, None
 
 
-def _middle(small: Row, row: Row, period: int) -> Middle | None:
+def _middle(small: Row, row: Row, period: int, reach: int) -> Middle | None:
     """What a row repeats more often than a shorter one."""
     more = len(row) - len(small)
     one, other = (
@@ -409,7 +426,7 @@ def _middle(small: Row, row: Row, period: int) -> Middle | None:
         for ahead in range(first, equal + 1)
         if one[ahead - 2 * period : ahead - period] == one[ahead - period : ahead]
     ]
-    late = 3 * len(steady) // 4  # what the end needs may be there for some actions
+    late = max(0, 4 - reach) * len(steady) // 4  # what the end needs comes before it
     for ahead in (*steady[late:], *reversed(steady[:late])):
         start = ahead - period
         places = [
