@@ -24,7 +24,7 @@ def space_of(job: Any, devices: int, values: dict[str, Any]) -> tuple[Any, list[
 def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: str) -> list[Any]:
     """Of each layout: itself, bounds by formula and by its layers, its price, two comparisons.
 
-    Whether its shape is that of the job, and the error of bytes that are estimated.
+    Whether its shape is that of the job, and the error of bytes where they are estimated.
     """
     from mindspeed.errors import MindSpeedError
     from mindspeed.planner.cluster import load_cluster
@@ -51,9 +51,11 @@ def every_price(argv: list[str], devices: int, values: dict[str, Any], cache: st
         priced = evaluator.price(layout)
         again = reshaped(evaluator._shapes[evaluator.key(layout)], layout)
         bounds = formula, evaluator.bound(layout)
-        estimate = priced.peak_bytes / evaluator.exact(layout).peak_bytes - 1
+        exact = evaluator.is_exact(layout)
+        error = priced.peak_bytes / evaluator.exact(layout).peak_bytes - 1
+        assert not (exact and error), layout
         price = priced.seconds, priced.peak_bytes
-        found.append((layout, bounds, price, (shape == again, estimate)))
+        found.append((layout, bounds, price, (shape == again, None if exact else error)))
     return found
 
 

@@ -86,6 +86,14 @@ def test_estimated_bytes_are_near_the_exact_ones(space):
 
 
 @pytest.mark.slow
+def test_bytes_of_schedules_with_recordings_of_their_own_are_exact(ranks, tmp_path):
+    values = {"tp": (2,), "pp": (2,), "recompute": (Recompute(),), "schedule": (None, "zb-h1")}
+    options = {"setup": SETUP, "backend": None}
+    (found,) = ranks(1, search_jobs.every_price, ARGV, DEVICES, values, str(tmp_path), **options)
+    assert {one[0].schedule: one[-1][1] for one in found} == {None: 0.0, "zb-h1": None}
+
+
+@pytest.mark.slow
 def test_the_search_finds_the_best_of_all(space, values, ranks):
     found, cache = space
     fullest = sorted(nbytes for *_, (_, nbytes), _ in found)

@@ -98,8 +98,7 @@ class Tracer:
         """
         if self.cluster is not None and len(self.cluster.kinds) > 1:
             return self._by_kind(lambda one: one.alike(layout, shape), shape, range(shape.ranks))
-        own_row = not is_plain(layout, shape) and not is_interleaved(shape)
-        if own_row:
+        if not estimates(layout, shape):
             return self.exact(layout, shape)
         few = with_data_parallel(layout, FEW * _fewest(layout))
         times = (few.dp / layout.dp - 1) / (1 / 2 - 1)  # of the difference that twice as many make
@@ -170,6 +169,11 @@ class Tracer:
             return found
 
         return recording_of
+
+
+def estimates(layout: Layout, shape: Shape) -> bool:
+    """Whether a search estimates the bytes of a layout, from recordings that others share."""
+    return is_plain(layout, shape) or is_interleaved(shape)
 
 
 FEW = 2

@@ -16,6 +16,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.compose.job import (
     RUN_SECONDS,
     Tracer,
+    estimates,
     shape_of_layout,
 )
 from mindspeed.planner.compose.templates import NotSpliceable
@@ -211,7 +212,7 @@ class JobEvaluator:
 
     def is_exact(self, layout: Layout) -> bool:
         """Whether a layout was priced without estimating bytes."""
-        return layout in self._exact
+        return layout in self._exact or not estimates(layout, self._shape(layout))
 
     def _counted(self, layout: Layout) -> Prediction:
         """Price a layout without a pipeline by its whole rank."""
