@@ -49,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Contents:
+class ShardedContents:
     """The tensors of one stage in a checkpoint.
 
     Attributes:
@@ -78,7 +78,7 @@ class FSDPShard:
     main: torch.nn.Parameter
 
 
-def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
+def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> ShardedContents:
     """List the tensors of a stage in a checkpoint, before FSDP shards its parameters.
 
     Args:
@@ -102,12 +102,12 @@ def contents(stage: torch.nn.Module, state: Mapping[str, Any]) -> Contents:
                 others[name] = tensor
             else:
                 parts.append(_part(tensor, parameters))
-    return Contents(tuple(parts), others)
+    return ShardedContents(tuple(parts), others)
 
 
 def is_sharded(chunk: Any) -> bool:
     """Whether FSDP has sharded the parameters of a stage."""
-    return isinstance(getattr(chunk, "contents", None), Contents)
+    return isinstance(getattr(chunk, "contents", None), ShardedContents)
 
 
 def tensors(chunks: Sequence[Any]) -> list[ShardedTensor]:

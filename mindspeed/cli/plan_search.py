@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from mindspeed.planner.job import Job
     from mindspeed.planner.layout import Layout
-    from mindspeed.planner.measure import Measured, Measurements
+    from mindspeed.planner.measure import MeasuredCandidate, Measurements
     from mindspeed.planner.search.result import Candidate, Closest, SearchResult
 
 
@@ -330,7 +330,7 @@ def measure_plan(own: argparse.Namespace, flags: Sequence[str], plan: SearchResu
         words = job.flags({**candidate.layout.overrides(), **overrides})
         return launcher.seconds(f"candidate-{number}", words)
 
-    def tell(one: Measured) -> None:
+    def tell(one: MeasuredCandidate) -> None:
         seconds = one.error if one.seconds is None else f"{one.seconds:.4g} s a step"
         print(f"candidate {one.number}: {seconds}", file=sys.stderr, flush=True)
 

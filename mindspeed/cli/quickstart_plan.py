@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mindspeed.data.quickstart_corpus import Files
+from mindspeed.data.quickstart_corpus import CorpusFiles
 
 # Names the latest checkpoint of a directory; written last, so it also says when it was finished.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -119,8 +119,8 @@ class Paths:
     workdir: Path
 
     @property
-    def corpus_files(self) -> Files:
-        return Files(self.workdir / "practice")
+    def corpus_files(self) -> CorpusFiles:
+        return CorpusFiles(self.workdir / "practice")
 
     @property
     def tokenizer(self) -> Path:

@@ -42,7 +42,7 @@ special: ["<|endoftext|>"]
 
 
 @dataclass(frozen=True)
-class Files:
+class CorpusFiles:
     """Paths of the files in ``directory``."""
 
     directory: Path
@@ -78,13 +78,13 @@ class Fact:
         return f"is {self.name} an exception"
 
 
-def write(directory: Path) -> tuple[Files, python_docs.CorpusSummary]:
+def write(directory: Path) -> tuple[CorpusFiles, python_docs.CorpusSummary]:
     """Write all files below ``directory``, the corpus last.
 
     Raises:
         DataError: This Python has no documentation.
     """
-    files = Files(directory)
+    files = CorpusFiles(directory)
     known = list(facts())
     if len(known) < 2:
         raise DataError("the built-in names of this Python have no documentation")

@@ -458,7 +458,7 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class DeltaNet:
+class DeltaNetKeys:
     """Layers with linear attention, and a gate on the attention of the others (Qwen3-Next)."""
 
     _FIELDS = Fields(

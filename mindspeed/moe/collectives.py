@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed import device, spmd
-from mindspeed.moe.split_phase import Collective, Work
+from mindspeed.moe.split_phase import Collective, InFlight
 from mindspeed.spmd import P, R, V
 
 
@@ -39,17 +39,17 @@ class AllToAll:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, V, group=lambda given: self.group)
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Send ``x [sum(sent), ...]``; the result is ``[sum(received), ...]``."""
         return self._exchange(x, self.sent, self.received)
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Send ``grad [sum(received), ...]``; the result is ``[sum(sent), ...]``."""
         return self._exchange(grad, self.received, self.sent)
 
     def _exchange(
         self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> tuple[torch.Tensor, Work | None]:
+    ) -> tuple[torch.Tensor, InFlight | None]:
         out = x.new_empty((sum(received), *x.shape[1:]))
         work = dist.all_to_all_single(
             out, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
@@ -83,7 +83,7 @@ class GatherRows:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, R, group=lambda given: self.group)
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Gather ``x [sizes[rank], ...]`` into ``[sum(sizes), ...]``."""
         if len(set(self.sizes)) == 1:
             return gather(x, self.group)
@@ -92,7 +92,7 @@ class GatherRows:
         copies = x.repeat(ranks, *[1] * (x.dim() - 1))
         return AllToAll(self.group, [x.shape[0]] * ranks, self.sizes).launch(copies)
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Sum ``grad [sum(sizes), ...]`` over the ranks; each gets ``[sizes[rank], ...]``."""
         ranks, own = self.group.size(), self.sizes[self.group.rank()]
         parts, work = AllToAll(self.group, self.sizes, [own] * ranks).launch(grad)
@@ -115,11 +115,11 @@ class SumRows:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Sum ``x [sum(sizes), ...]`` over the ranks; each gets ``[sizes[rank], ...]``."""
         return GatherRows(self.group, self.sizes).launch_reverse(x)
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Gather ``grad [sizes[rank], ...]`` into ``[sum(sizes), ...]``."""
         return GatherRows(self.group, self.sizes).launch(grad)
 
@@ -131,7 +131,7 @@ class _Sum:
         self,
         parts: torch.Tensor,
         total: torch.Tensor,
-        work: Work | None,
+        work: InFlight | None,
         add: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._parts, self._total, self._work, self._add = parts, total, work, add
@@ -152,11 +152,11 @@ class Gather:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, R, group=lambda given: self.group)
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Gather ``x [n, ...]`` into ``[ranks n, ...]``."""
         return gather(x, self.group)
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Reduce-scatter ``grad [ranks n, ...]`` to ``[n, ...]``."""
         return reduce_scatter(grad, self.group)
 
@@ -171,23 +171,25 @@ class ReduceScatter:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Reduce-scatter ``x [ranks n, ...]`` to ``[n, ...]``."""
         return reduce_scatter(x, self.group)
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Gather ``grad [n, ...]`` into ``[ranks n, ...]``."""
         return gather(grad, self.group)
 
 
-def gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Work | None]:
+def gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, InFlight | None]:
     """Start to gather ``x [n, ...]`` of any dtype into ``[ranks n, ...]``."""
     out = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     work = dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
     return out, work
 
 
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Work | None]:
+def reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, InFlight | None]:
     """Start to sum ``x [ranks n, ...]`` of any dtype over the ranks; the result is ``[n, ...]``."""
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     work = dist.reduce_scatter_tensor(out, x.contiguous(), group=group, async_op=True)
@@ -202,15 +204,15 @@ class Link:
         last: the last started work by group.
     """
 
-    last: dict[str, Work] = field(default_factory=dict)
+    last: dict[str, InFlight] = field(default_factory=dict)
 
     def chained(self, collective: Collective, group: str) -> Collective:
         """The same collective, which starts when those of other groups have ended."""
         return _Chained(collective, group, self)
 
     def start(
-        self, group: str, launch: Callable[[], tuple[torch.Tensor, Work | None]]
-    ) -> tuple[torch.Tensor, Work | None]:
+        self, group: str, launch: Callable[[], tuple[torch.Tensor, InFlight | None]]
+    ) -> tuple[torch.Tensor, InFlight | None]:
         """Call ``launch`` for a group; returns its tensor and its work."""
         others = [work for name, work in self.last.items() if name != group]
         out, work = _after(others, launch)
@@ -230,16 +232,16 @@ class _Chained:
     def typed(self) -> spmd.Collective:
         return self.collective.typed()
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         return self.link.start(self.group, lambda: self.collective.launch(x))
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         return self.link.start(self.group, lambda: self.collective.launch_reverse(grad))
 
 
 def _after(
-    others: list[Work], launch: Callable[[], tuple[torch.Tensor, Work | None]]
-) -> tuple[torch.Tensor, Work | None]:
+    others: list[InFlight], launch: Callable[[], tuple[torch.Tensor, InFlight | None]]
+) -> tuple[torch.Tensor, InFlight | None]:
     """Launch when other works have ended; on devices with streams, computations do not wait."""
     here: Any = device.current()
     if not others or not here.has("streams"):

@@ -29,7 +29,7 @@ from mindspeed.moe.simulate import Rates, Simulation, simulate, simulate_pair
 from mindspeed.moe.sizes import Load, Sizes, padded, uniform
 
 
-class Link(Protocol):
+class TimedLink(Protocol):
     """How long a communication takes, such as :class:`mindspeed.instruments.clock.Link`."""
 
     def seconds(self, nbytes: float) -> float:
@@ -215,8 +215,8 @@ class Priced:
 
 def rates_of(
     flops_per_second: float,
-    inside: Link,
-    between: Link,
+    inside: TimedLink,
+    between: TimedLink,
     bytes_per_second: float | None = None,
 ) -> Rates:
     """Rates over two links, of a node and between nodes, which carry their parts at once."""

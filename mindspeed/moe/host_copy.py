@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mindspeed import device, spmd
-from mindspeed.moe.split_phase import Collective, Work
+from mindspeed.moe.split_phase import Collective, InFlight
 
 
 class HostCopy:
@@ -28,7 +28,7 @@ class HostCopy:
         self._host: torch.Tensor | None = None
         self._event: Any = None
 
-    def start(self, x: torch.Tensor, work: Work | None = None, sent: Any = None) -> None:
+    def start(self, x: torch.Tensor, work: InFlight | None = None, sent: Any = None) -> None:
         """Start to copy ``x`` when ``work`` has filled it from ``sent``."""
         here = device.current()
         if _on_host(x) or not here.has("streams"):
@@ -77,19 +77,19 @@ class ToHost:
         """Rule for :mod:`mindspeed.spmd`."""
         return self._collective.typed()
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Start it on ``x``; waiting starts the copy and waits no longer."""
         y, work = self._collective.launch(x)
         return y, _Start(self._copy, y, work, x)
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """There is none, for gradients ``grad``."""
         raise NotImplementedError
 
 
 class _Start:
     def __init__(
-        self, copy: HostCopy, x: torch.Tensor, work: Work | None, sent: torch.Tensor
+        self, copy: HostCopy, x: torch.Tensor, work: InFlight | None, sent: torch.Tensor
     ) -> None:
         self._copy, self._x, self._work, self._sent = copy, x, work, sent
 

@@ -25,7 +25,7 @@ from mindspeed.moe.events import EventLog, Kind
 from mindspeed.spmd import ByArguments, Passes, typed
 
 
-class Work(Protocol):
+class InFlight(Protocol):
     """A communication in flight, such as ``torch.distributed.Work``."""
 
     def wait(self) -> Any:
@@ -40,11 +40,11 @@ class Collective(Protocol):
         """Rule for :mod:`mindspeed.spmd`."""
         ...
 
-    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Start it on ``x [rows, ...]``; returns what it fills, and the work (None: done)."""
         ...
 
-    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Start the reverse on ``grad [rows, ...]`` of the result; returns that of ``x``."""
         ...
 
@@ -67,7 +67,7 @@ class Ticket:
     before_reverse: list[Callable[[], None]] = field(default_factory=list)
     after_reverse: list[Callable[[], None]] = field(default_factory=list)
     before_wait: list[Callable[[], None]] = field(default_factory=list)
-    _work: Work | None = None
+    _work: InFlight | None = None
     _kept: Any = None  # what is being sent lives until the wait
     _result: torch.Tensor | None = None  # of the reverse
 

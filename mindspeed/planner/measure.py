@@ -64,7 +64,7 @@ Run = Callable[[int, Any], float]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCandidate:
     """A candidate that was started.
 
     Attributes:
@@ -92,13 +92,13 @@ class Measurements:
         interrupted: whether Ctrl-C ended it; candidates that were not started may be faster.
     """
 
-    runs: tuple[Measured, ...]
+    runs: tuple[MeasuredCandidate, ...]
     factors: Factors | None
     left: tuple[tuple[int, float], ...] = ()
     interrupted: bool = False
 
     @property
-    def best(self) -> Measured:
+    def best(self) -> MeasuredCandidate:
         """The fastest candidate.
 
         Raises:
@@ -150,7 +150,7 @@ def measure(
     *,
     node_size: int,
     all_of_them: bool = False,
-    tell: Callable[[Measured], None] = lambda measured: None,
+    tell: Callable[[MeasuredCandidate], None] = lambda measured: None,
 ) -> Measurements:
     """Measure candidates, those that can be the fastest first.
 
@@ -165,7 +165,7 @@ def measure(
         number: Parts.of(one.prediction, one.layout, node_size)
         for number, one in enumerate(candidates, start=1)
     }
-    waiting, runs, interrupted = dict(parts), list[Measured](), False
+    waiting, runs, interrupted = dict(parts), list[MeasuredCandidate](), False
     factors: Factors | None = None
     fastest = float("inf")
     while waiting:
@@ -181,9 +181,9 @@ def measure(
             interrupted = True
             break
         except MindSpeedError as error:
-            runs.append(Measured(number, candidate, None, expected, str(error)))
+            runs.append(MeasuredCandidate(number, candidate, None, expected, str(error)))
         else:
-            runs.append(Measured(number, candidate, seconds, expected))
+            runs.append(MeasuredCandidate(number, candidate, seconds, expected))
             fastest = min(fastest, seconds)
             if factors is None:
                 factors = Factors.first(here, seconds)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.ledger import Communication
-from mindspeed.planner.cluster import Cluster, Device, Level, Measured
+from mindspeed.planner.cluster import Cluster, Device, Level, MeasuredProduct
 from mindspeed.planner.cluster.operations import Operation
 from mindspeed.planner.cluster.program import Experts, Program
 from mindspeed.planner.cluster.rates import GROUP, PLAIN, DeviceRates
@@ -78,8 +78,8 @@ def test_every_operator_is_launched() -> None:
 
 def test_measured_products_are_reproduced_and_correct_their_neighbours() -> None:
     plain = rates().product_seconds(160, 160, 1024, "fp32")
-    twice = Measured("fp32", 160, 160, 1024, 2 * plain)
-    half = Measured(
+    twice = MeasuredProduct("fp32", 160, 160, 1024, 2 * plain)
+    half = MeasuredProduct(
         "fp32", 16000, 16000, 1024, 0.5 * rates().product_seconds(16000, 16000, 1024, "fp32")
     )
     measured = rates(products=(twice, half))

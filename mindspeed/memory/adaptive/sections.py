@@ -23,7 +23,7 @@ FORWARD, HEAD, FRONT = "forward", "head", "front"
 
 
 @dataclass
-class Peaks:
+class SectionPeaks:
     """Bytes of the device: the most in each kind of section, over a step.
 
     Attributes:
@@ -49,13 +49,13 @@ class Sections:
         self._most, self._allocated = 0, 0
         self._section: Any = FORWARD
         self._ended: Callable[[int], None] | None = None
-        self.peaks = Peaks()
+        self.peaks = SectionPeaks()
 
     def begin_step(self) -> None:
         """Reset all measurements."""
         self._device.reset_peak_memory()
         self._most, self._section, self._ended = 0, FORWARD, None
-        self.peaks = Peaks()
+        self.peaks = SectionPeaks()
 
     def peak(self) -> int:
         """The most bytes since the step began."""

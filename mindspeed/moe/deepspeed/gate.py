@@ -90,7 +90,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Routing:
+class GateRouting:
     """The experts of the tokens of a rank.
 
     Attributes:
@@ -109,7 +109,7 @@ def route(
     scores: Sequence[torch.Tensor],
     capacity: int | None,
     order: torch.Tensor | None = None,
-) -> Routing:
+) -> GateRouting:
     """Choose experts.
 
     Args:
@@ -136,7 +136,7 @@ def route(
     if len(kept) == 2:
         smallest = torch.finfo(weights.dtype).eps
         weights = weights / weights.sum(1, keepdim=True).clamp(min=smallest)
-    return Routing(weights, routing_map, first)
+    return GateRouting(weights, routing_map, first)
 
 
 def _keep(

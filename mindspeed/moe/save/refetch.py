@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mindspeed.moe.events import EventLog, Kind
-from mindspeed.moe.split_phase import Collective, Work
+from mindspeed.moe.split_phase import Collective, InFlight
 from mindspeed.spmd import Passes, typed
 
 Local = Callable[[torch.Tensor], torch.Tensor]
@@ -50,7 +50,7 @@ class Refetch:
         self._launched = False  # in this backward
         self._steps, self._log, self._chunk = steps, log, chunk
         self._size, self._stride, self._offset = like.size(), like.stride(), like.storage_offset()
-        self._in_flight: tuple[torch.Tensor, Any, Work | None, Sequence[Any]] | None = None
+        self._in_flight: tuple[torch.Tensor, Any, InFlight | None, Sequence[Any]] | None = None
 
     def tie(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Save ``hidden [n, h]`` with the experts' result ``out [m, h]``, which is returned."""
@@ -94,7 +94,7 @@ class Refetch:
 
     def _run(
         self, x: torch.Tensor, steps: Sequence[Any]
-    ) -> tuple[torch.Tensor, Any, Work | None, Sequence[Any]]:
+    ) -> tuple[torch.Tensor, Any, InFlight | None, Sequence[Any]]:
         """Compute up to the next collective, which is launched."""
         for i, step in enumerate(steps):
             if not hasattr(step, "launch"):

@@ -52,7 +52,7 @@ __all__ = [
     "Cluster",
     "Device",
     "Level",
-    "Measured",
+    "MeasuredProduct",
     "load_cluster",
     "machine_of",
     "one_kind",
@@ -61,7 +61,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredProduct:
     """A matrix product ``[m, k] @ [k, n]`` that was timed on the device.
 
     Attributes:
@@ -125,7 +125,7 @@ class Device:
     memory_efficiency: float = 0.9
     host_gbs: float = 25.0
     gemm_efficiencies: Mapping[str, float] = field(default_factory=dict)
-    products: tuple[Measured, ...] = ()
+    products: tuple[MeasuredProduct, ...] = ()
     source: Mapping[str, str] = field(default_factory=dict)
 
     def efficiency(self, dtype: str) -> float:
@@ -242,7 +242,7 @@ def between(curve: Sequence[tuple[float, float]], at: float) -> float:
 
 _POSITIVE, _NOT_NEGATIVE, _PART, _LIST = Real(1e-12), Real(0), Real(0.001, 1), ListOf(ANYTHING)
 _FIELDS: Mapping[type, Mapping[str, Allowed]] = {
-    Measured: {
+    MeasuredProduct: {
         "dtype": TEXT,
         "m": Whole(1),
         "n": Whole(1),
@@ -422,8 +422,8 @@ def _device(values: Mapping[str, Any], where: str) -> Device:
     _check(values, Device, where)
     products = []
     for index, product in enumerate(values.get("products", ())):
-        _check(product, Measured, f"{where}.products[{index}]")
-        products.append(Measured(**product))
+        _check(product, MeasuredProduct, f"{where}.products[{index}]")
+        products.append(MeasuredProduct(**product))
     tile = tuple(values.get("tile", Device.tile))
     if len(tile) != 2:
         raise ConfigError(f"{where}.tile is {list(tile)}; allowed are two: rows and columns")

@@ -18,7 +18,7 @@ import torch
 
 from mindspeed.device.base import Device as Hardware
 from mindspeed.errors import ConfigError
-from mindspeed.planner.cluster import GIB, Device, Measured
+from mindspeed.planner.cluster import GIB, Device, MeasuredProduct
 from mindspeed.planner.cluster.operations import DTYPES
 
 WARM_UP, MOST_LOOPS = 2, 1000
@@ -97,7 +97,7 @@ def sizes_of_products(largest: int) -> Iterator[tuple[int, int, int]]:
 
 def measure_products(
     hardware: Hardware, watch: Stopwatch, dtypes: Sequence[str], largest: int
-) -> list[Measured]:
+) -> list[MeasuredProduct]:
     """Time a grid of products.
 
     Args:
@@ -117,7 +117,7 @@ def measure_products(
             right = torch.ones(k, n, dtype=NAMES[name], device=where)
             result = torch.empty(m, n, dtype=NAMES[name], device=where)
             timing = watch.time(partial(torch.mm, left, right, out=result))
-            found.append(Measured(name, m, n, k, timing.seconds, timing.spread))
+            found.append(MeasuredProduct(name, m, n, k, timing.seconds, timing.spread))
     return found
 
 

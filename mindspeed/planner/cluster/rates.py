@@ -37,7 +37,7 @@ from math import ceil, log2
 
 from mindspeed.instruments.clock import Call
 from mindspeed.instruments.ledger import Communication
-from mindspeed.planner.cluster import Cluster, Measured
+from mindspeed.planner.cluster import Cluster, MeasuredProduct
 from mindspeed.planner.cluster.operations import ATTENTION, Kernels, Operation, Product
 from mindspeed.planner.cluster.program import Experts, Program
 
@@ -79,7 +79,7 @@ class DeviceRates:
         self._kernels = Kernels()
         self._ahead = 0.0  # seconds of work in the queue of the device
         self._known: dict[tuple[Product, int], float] = {}
-        self._corrections: dict[str, list[tuple[Measured, float]]] = {}
+        self._corrections: dict[str, list[tuple[MeasuredProduct, float]]] = {}
         for measured in self._device.products:
             product = (measured.m, measured.n, measured.k, measured.dtype)
             seconds = max(measured.seconds - self._launch, 0.1 * measured.seconds)
