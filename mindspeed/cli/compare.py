@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="recordings of A with --record-noise (default: noise-* in A; forced-noise-* where B "
         "is recorded with --record-forced)",
     )
+    add(
+        "--against",
+        metavar="hf:DIR",
+        help="B is transformers' model of DIR, run on A's tokens (written to A/hf)",
+    )
     add("--demo", action="store_true", help="plant a fault in a small job and find it")
     add(
         "--bisect",
@@ -60,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
         return _demo()
     if args.bisect:
         result, lines = _bisect(args.bisect, args.flags)
+    elif args.against and len(args.runs) == 1:
+        [a] = args.runs
+        result, lines = _compare(a, _recorded_by_transformers(a, args.against), args.noise)
     elif len(args.runs) == 2 and not args.flags:
         a, b = args.runs
         result, lines = _compare(a, b, args.noise)
@@ -92,6 +100,20 @@ def _replay(args: argparse.Namespace, result: Result) -> str:
     a, b = (args.bisect / f"operators-{run}" for run in "ab") if args.bisect else args.runs
     rank = found.ranks[0] if found.ranks else 0
     return megatron_replay.write(a, b, found.call.step, found.call.module, args.replay, rank)
+
+
+def _recorded_by_transformers(a: Path, against: str) -> Path:
+    """The recording of another implementation on A's tokens."""
+    from mindspeed.compare.recording import read
+    from mindspeed.models.hf_recording import record
+
+    kind, _, folder = against.partition(":")
+    if kind != "hf" or not Path(folder).is_dir():
+        raise ConfigError(
+            f"--against {against}: give hf:DIR, a directory with config.json and weights"
+        )
+    record(read(a), Path(folder), a / "hf")
+    return a / "hf"
 
 
 def _compare(a: Path, b: Path, noise: list[Path] | None = None) -> tuple[Result, list[str]]:

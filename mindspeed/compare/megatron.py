@@ -395,7 +395,7 @@ class MegatronHooks:
             if what == "input" and name.endswith("pre_mlp_layernorm"):
                 x.data.copy_(noisy)  # the residual branch takes the same tensor
             else:
-                result = x + (noisy - x.detach())
+                result = x + (noisy - x.detach()).nan_to_num()  # logits of padding are infinite
             flat = flattened(x if result is None else result, loss)
         if kind in self._what and not recomputes:
             exactly = what == "choice"

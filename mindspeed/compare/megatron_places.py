@@ -212,6 +212,8 @@ def _place_of(entry: Any, shape: torch.Size) -> Place | None:
     local_columns = shape.numel() // shape[0] if shape.numel() else 0
     rows = torch.full((shape[0],), -1)
     columns = None
+    bases: dict[str, int] = {}  # tensors of other names in a checkpoint stand below each other
+    height = 0
     for piece in pieces:
         own = numbers if piece is entry else piece.data
         offset = piece.global_offset[piece.prepend_axis_num :]
@@ -225,8 +227,11 @@ def _place_of(entry: Any, shape: torch.Size) -> Place | None:
             return None
         columns = index
         local = own.reshape(own.shape[0], -1)[:, 0] // local_columns
-        rows[local] = torch.arange(own.shape[0]) + offset[0]
-        whole = size[0], wide
+        if piece.key not in bases:
+            bases[piece.key] = height
+            height += size[0]
+        rows[local] = torch.arange(own.shape[0]) + offset[0] + bases[piece.key]
+        whole = height, wide
     if columns is None or (rows < 0).any() or len(columns) != local_columns:
         return None
     return Place(whole, rows, columns)

@@ -125,7 +125,7 @@ class Recorder:
         piece = Piece(name, dtype, place.shape, place.identity, place.count, reduction, *kind)
         if exactly:
             step.exact[len(step.pieces)] = exact(x, place)
-        if self._values:
+        if self._values or module == "data":  # tokens, for another model to run on
             step.values[f"value/{len(step.pieces)}"] = x.detach().cpu().clone().contiguous()
             step.values[f"rows/{piece.place}"] = place.rows.clone()  # two names, one storage
             step.values[f"columns/{piece.place}"] = place.columns.clone()

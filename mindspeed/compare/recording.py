@@ -217,6 +217,24 @@ def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(f"{path}: damaged, record again: {error}")
 
 
+def data_of(directory: Path, step: int) -> dict[int, dict[str, torch.Tensor]]:
+    """Tokens and labels of each micro-batch of a step, ``[rows]``, by ``tokens`` and ``labels``."""
+    from safetensors import safe_open
+
+    found: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    for path in sorted((directory / f"step-{step:06d}").glob("rank-*.jsonl")):
+        _, pieces = pieces_of(path)
+        with safe_open(path.with_suffix(".safetensors"), "pt") as file:
+            for index, piece in enumerate(pieces):
+                name = Name(step, *piece["name"])
+                if name.module == "data":
+                    empty = torch.zeros(piece["shape"][0], dtype=torch.int64)
+                    whole = found[name.micro_batch].setdefault(name.what, empty)
+                    rows = file.get_tensor(f"rows/{piece['place']}")
+                    whole[rows] = file.get_tensor(f"value/{index}").view(-1).long()
+    return dict(found)
+
+
 def _rank(path: Path) -> _Rank:
     from safetensors import SafetensorError
     from safetensors.torch import load
