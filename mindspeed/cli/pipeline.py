@@ -4,12 +4,16 @@
     mindspeed pipeline plan --pp 4 --vpp 2 --microbatches 8 --plot schedules.png
     mindspeed pipeline plan --pp 4 --microbatches 8 --schedule zb-h1 --text --dump zb-h1.csv
     mindspeed pipeline plan --pp 8 --microbatches 16 --front --plot front.png
+    mindspeed pipeline trace DIR --plot step.png
     mindspeed pipeline search --profile automated_pipeline.profile.json --out plan.json
 
 Every schedule is built, checked and simulated as training would do it. Times are relative: by
 default a micro-batch takes a rank 1 forward, 1 for the gradients of inputs and 1 for those of
 weights. Give measured ones in any unit. Memory is in A: the activations of one micro-batch over all
 layers of a rank. No device is needed. ``--front`` shows what less memory costs.
+
+``trace`` shows the step of a training with ``--pipeline-trace DIR`` under its plan: times of the
+stages, the late one, and the costs by which the next run places its actions.
 
 ``search`` chooses layers, recomputation and schedule for the profile that a start with
 ``--automated-pipeline`` wrote. Later starts read its result (``--automated-pipeline-file``).
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +32,8 @@ from rich.console import Console
 from mindspeed.cli.comparison import as_entries, chosen, print_comparison
 from mindspeed.cli.pipeline_front import as_data as front_data
 from mindspeed.cli.pipeline_front import draw_front, front_of, print_front
+from mindspeed.cli.pipeline_trace import as_data as trace_data
+from mindspeed.cli.pipeline_trace import print_trace
 from mindspeed.cli.plot import check_format
 from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.errors import ConfigError
@@ -39,7 +46,8 @@ from mindspeed.pipeline.schedule.comparison import ENTRIES, Job, Priced, compare
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.schedules import memory_limit
-from mindspeed.pipeline.schedule.simulate import Simulation
+from mindspeed.pipeline.schedule.simulate import Simulation, simulate
+from mindspeed.pipeline.schedule.trace import read_trace
 from mindspeed.ranges import MAX_SIZE, Range, number, whole
 
 HELP = "compare and draw pipeline schedules: bubble, memory, messages"
@@ -64,9 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "action",
-        choices=["plan", "search"],
+        choices=["plan", "search", "trace"],
         help="plan: build, check, simulate and draw schedules; search: layers, recomputation and "
-        "schedule for a measured profile",
+        "schedule for a measured profile; trace: an executed step under its plan",
+    )
+    add(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="of trace: what a training with --pipeline-trace DIR wrote",
     )
     add("--pp", type=whole(2, MAX_PIPELINE), metavar="P", help="pipeline ranks")
     add(
@@ -143,7 +158,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_search_arguments(parser)
     both = {action.dest: action for action in parser._actions if action.option_strings}
     search_only = {name: action for name, action in both.items() if name not in plan_only}
-    parser.set_defaults(of_action={"plan": plan_only, "search": search_only})
+    shown = {name: plan_only.pop(name) for name in ("plot", "trace", "text", "json")}
+    parser.set_defaults(of_action={"plan": plan_only, "search": search_only}, drawing=shown)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
     _refuse_other_action(args)
     if args.action == "search":
         return _search(args)
+    if args.action == "trace":
+        return _trace(args)
     job, names = _job(args), chosen("--schedule", args.schedule, ENTRIES, ".csv")
     _check_files(args, names)
     if args.front:
@@ -203,8 +221,39 @@ def _check_files(args: argparse.Namespace, names: Sequence[str]) -> None:
         raise ConfigError("--dump writes one schedule: name it with --schedule")
 
 
+def _trace(args: argparse.Namespace) -> int:
+    """Show an executed step under its plan."""
+    if args.folder is None:
+        raise ConfigError("mindspeed pipeline trace: the folder of --pipeline-trace is missing")
+    if args.plot:
+        check_format("--plot", args.plot)
+    found = read_trace(args.folder)
+    if args.json:
+        print(json.dumps(trace_data(found), indent=2))
+    else:
+        print_trace(found)
+    lines = found.timelines()
+    title = f"step {found.step}, {found.plan.num_microbatches} micro-batches"
+    if args.text:
+        for name, line in lines.items():
+            drawn = text(line, Console().width, _name, idle=".", whole_names=True)
+            print(f"\n{name}\n{drawn}")
+    if args.plot:
+        planned = simulate(found.plan, found.costs())
+        style = replace(_style([planned]), scale=1e3, unit="ms")
+        draw(lines, style, args.plot, title)
+    if args.trace:
+        write_trace(lines, args.trace, title)
+    return 0
+
+
 def _refuse_other_action(args: argparse.Namespace) -> None:
-    for action, options in args.of_action.items():
+    if args.folder is not None and args.action != "trace":
+        raise ConfigError(f"{args.folder}: a folder belongs to mindspeed pipeline trace")
+    actions = dict(args.of_action)
+    if args.action == "search":
+        actions["plan"] = {**actions["plan"], **args.drawing}
+    for action, options in actions.items():
         for name, option in options.items():
             if action != args.action and getattr(args, name, option.default) != option.default:
                 raise ConfigError(

@@ -81,6 +81,20 @@ def test_possible_schedules_are_taken(flags):
         ({"pipeline_memory_limit": 1.0}, "--pipeline-memory-limit: has no effect"),
         ({"pipeline_memory_limit": 0.0}, "--pipeline-memory-limit 0"),
         ({"pipeline_schedule_dump": "x.csv"}, "--pipeline-schedule-dump: has no effect"),
+        ({"pipeline_trace": "x"}, "--pipeline-trace: has no effect on Megatron's own schedules"),
+        ({"pipeline_costs": "1,1,1"}, "--pipeline-costs: has no effect"),
+        (
+            {"pipeline_schedule": "zb-h1", "pipeline_costs": "1,x,1"},
+            "--pipeline-costs 1,x,1: 3 to 5 numbers with commas are expected",
+        ),
+        (
+            {"pipeline_schedule": "v-half", "pipeline_memory_limit": 0.5},
+            "v-half needs 3 A of activations; 2 A are allowed (--pipeline-memory-limit). v-auto",
+        ),
+        (
+            {"pipeline_schedule": "v-auto", "pipeline_memory_limit": 0.2},
+            "the smallest one needs 1 A (building block: steps",
+        ),
         (
             {"pipeline_schedule": "1f1b", "cuda_graph_impl": "local"},
             "cannot be combined with --cuda-graph-impl local",

@@ -9,7 +9,9 @@ import json
 
 import pytest
 
+from mindspeed.cli.pipeline_trace import costs_flag
 from mindspeed.pipeline.schedule.csv_file import read_plan
+from mindspeed.pipeline.schedule.trace import read_trace
 from tests.support.trainer_job import SETUP, train
 
 PP2 = "--pipeline-model-parallel-size 2 --hidden-dropout 0.1"
@@ -91,3 +93,15 @@ def test_a_dumped_schedule_is_a_schedule(ranks, tmp_path):
     flags = f"{PP2} --pipeline-schedule zb-h1 --pipeline-schedule-dump {plan}"
     expected = records(ranks, tmp_path, flags)
     assert records(ranks, tmp_path, f"{PP2} --pipeline-schedule {plan}") == expected
+
+
+@pytest.mark.slow
+def test_a_traced_step_gives_the_costs_of_the_next_run(ranks, tmp_path):
+    folder = tmp_path / "trace"
+    flags = f"{PP2} --pipeline-schedule zb-h1"
+    expected = records(ranks, tmp_path, flags)
+    assert records(ranks, tmp_path, f"{flags} --pipeline-trace {folder}") == expected
+    trace = read_trace(folder)
+    assert trace.step == 3 and min(trace.work()) > 0
+    costs = costs_flag(trace)
+    assert records(ranks, tmp_path, f"{flags} --pipeline-costs {costs}") == expected

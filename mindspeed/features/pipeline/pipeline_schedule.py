@@ -6,6 +6,7 @@
     --pipeline-memory-limit FACTOR       activations, relative to Megatron's own schedule
     --pipeline-costs F,I,W[,L[,G]]       measured times by which actions are placed
     --pipeline-schedule-dump FILE        write the schedule that runs
+    --pipeline-trace DIR                 write when the actions of the third step ran
 
 Without any of them Megatron's own 1F1B or interleaved schedule runs. The schedule is made and
 checked before training starts (:mod:`mindspeed.pipeline.schedule`).
@@ -43,6 +44,7 @@ _SCHEDULE = "--pipeline-schedule"
 _LIMIT = "--pipeline-memory-limit"
 _DUMP = "--pipeline-schedule-dump"
 _COSTS = "--pipeline-costs"
+_TRACE = "--pipeline-trace"
 _OTHER_SCHEDULES = {
     "use_nanopipe": "--use-nanopipe",
     "fold_mode": "--fold-mode",
@@ -79,6 +81,11 @@ class PipelineSchedule(
         "v-min, v-auto, aiao or FILE.csv",
     )
     pipeline_schedule_dump: str | None = flag(None, "write the pipeline schedule to this csv file")
+    pipeline_trace: str | None = flag(
+        None,
+        "folder for the times of every action of the third step on every rank of the first "
+        "pipeline; mindspeed pipeline trace shows them",
+    )
     pipeline_memory_limit: float | None = flag(
         None,
         "most activations of a rank, relative to the fullest rank of Megatron's own schedule",
@@ -103,6 +110,7 @@ class PipelineSchedule(
                 _LIMIT: self.pipeline_memory_limit,
                 _DUMP: self.pipeline_schedule_dump,
                 _COSTS: self.pipeline_costs,
+                _TRACE: self.pipeline_trace,
             }
             if others:
                 return []
@@ -228,9 +236,10 @@ class PipelineSchedule(
         recomputes = "plan" in changes and _recomputes(changes["plan"])
 
         def schedule(previous: Any) -> Any:
-            from mindspeed.pipeline.schedule.megatron import scheduled, written_to
+            from mindspeed.pipeline.schedule.megatron import scheduled, traced, written_to
 
             pipeline = written_to(scheduled(previous, **changes), dump)
+            pipeline = traced(pipeline, self.pipeline_trace)
             return recomputing(pipeline) if recomputes else pipeline
 
         if recomputes:

@@ -34,13 +34,14 @@ from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.channel import PeerToPeer, directions_of
 from mindspeed.pipeline.schedule.csv_file import write_plan
-from mindspeed.pipeline.schedule.executor import Tensors, execute
+from mindspeed.pipeline.schedule.executor import Tensors, Work, execute
 from mindspeed.pipeline.schedule.headers import HeaderedPeerToPeer, header_group_of
 from mindspeed.pipeline.schedule.megatron_weights import MicroBatchWeights
 from mindspeed.pipeline.schedule.megatron_work import MegatronWork, Recomputation, StepArguments
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 from mindspeed.pipeline.schedule.regrouped_samples import regrouped
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.tracer import Tracer
 from mindspeed.pipeline.schedule.virtual_time import Buffers, VirtualTime
 
 
@@ -149,6 +150,7 @@ class ScheduledPipeline:
             does. Plans with ``Fc`` need it.
         instrument: makes the virtual clock of a step from its plan and work; None: no clock.
         messages: how the messages between stages may differ.
+        tracer: takes the times of one step; None: nobody does.
     """
 
     request: ScheduleRequest = field(default_factory=ScheduleRequest)
@@ -156,6 +158,7 @@ class ScheduledPipeline:
     recomputation: Callable[[torch.nn.Module], Recomputation | None] | None = None
     instrument: Callable[[Plan, MegatronWork], VirtualTime] | None = None
     messages: Messages = field(default_factory=Messages)
+    tracer: Tracer | None = None
 
     def __call__(
         self,
@@ -230,14 +233,24 @@ class ScheduledPipeline:
         )
         with _timed(config, "forward-backward", level=1):
             with work.step():
-                self._execute(plan, work, arguments)
+                self._execute(plan, work, arguments, bool(forward_only))
             work.finalize()
         return work.losses
 
-    def _execute(self, plan: Plan, work: MegatronWork, arguments: MessageArguments) -> None:
+    def _execute(
+        self, plan: Plan, work: MegatronWork, arguments: MessageArguments, forward_only: bool
+    ) -> None:
+        pp_group, tracer = arguments.groups.pp, self.tracer
         if self.instrument is None:
             channels = channels_of(plan, arguments, self.messages)
-            execute(plan, arguments.groups.pp.rank(), work, channels)
+
+            def run(work: Work) -> None:
+                execute(plan, pp_group.rank(), work, channels)
+
+            if tracer is None or forward_only or not tracer.starts(pp_group):
+                run(work)
+            else:
+                tracer.run(plan, pp_group, work, run)
             return
         time = self.instrument(plan, work)
         channels = channels_of(plan, arguments, self.messages, time.buffers)
@@ -281,6 +294,11 @@ def with_messages(previous: Callable[..., Any], **changes: Any) -> ScheduledPipe
     """A pipeline that runs plans, whose messages differ."""
     pipeline = scheduled(previous)
     return replace(pipeline, messages=replace(pipeline.messages, **changes))
+
+
+def traced(pipeline: ScheduledPipeline, folder: str | None) -> ScheduledPipeline:
+    """The same pipeline; the times of one of its steps are written to a folder."""
+    return pipeline if folder is None else replace(pipeline, tracer=Tracer(Path(folder)))
 
 
 def written_to(pipeline: ScheduledPipeline, dump: str | None) -> ScheduledPipeline:
