@@ -61,7 +61,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """To the end of the last action."""
+        """Time to the end of the last action."""
         return max(row[-1].end for row in self.rows if row)
 
     @property
