@@ -95,9 +95,8 @@ class LossNotes:
             numbers[total + number] += tokens
             numbers[2 * total + number] += bad
         for gradient in gradients:
-            # The largest magnitude: no sum that overflows, and no copy.
-            largest = torch.linalg.vector_norm(gradient.detach(), float("inf"))
-            numbers[-1] += ~torch.isfinite(largest)
+            least, most = torch.aminmax(gradient.detach())  # no sum that overflows, and no copy
+            numbers[-1] += ~torch.isfinite(least - most)
         dist.all_reduce(numbers)
         found = numbers.tolist()
         sums, counts, wrong = (found[at * total : (at + 1) * total] for at in range(3))
