@@ -3,8 +3,7 @@
     python benchmarks/guard_cost.py [--hidden 1024] [--steps 8] [--out FILE]
 
 Trains the model of ``compare_cost.py`` on one rank. ``desync`` and ``bitflip`` look at every second
-step, so that both kinds of steps run under the same conditions. CPU seconds of the process, which
-other programs on the machine hardly change.
+step, so that both kinds of steps run under the same conditions.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main() -> None:
     for guard in GUARDS:
         flags = ["--guard", guard, "--guard-interval", "2"] if guard else []
         with tempfile.TemporaryDirectory() as folder:
-            seconds = train(args, folder, 3 + args.steps, flags)[2:]
+            seconds = train(args, folder, 3 + args.steps, flags)[0][2:]
         for name, part in (("looked at", seconds[::2]), ("between", seconds[1::2])):
             found[f"{guard or 'none'}, {name}"] = statistics.median(part)
     base = statistics.median([found["none, looked at"], found["none, between"]])

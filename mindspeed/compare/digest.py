@@ -7,6 +7,12 @@ A tensor is seen as ``[rows, columns]``, in :data:`BLOCKS` blocks of rows. Of ea
              estimates ``||a - b||^2``: the distance of two runs without the values
     others   sum, sum of squares, number of values that are not finite; largest magnitude
 
+The signs of columns are ``c_k(j) = h(j div 127) g_k(j mod 127)``: groups of 127 columns are added
+with the signs h first, in the time of reading them, and what is left is a product with 127 columns.
+So a sketch is four times cheaper than with 16 products for each value, and estimates as well as 14
+independent ones. 127, a prime: no two heads, shards or halves of a tensor lie a multiple of it
+apart, whose exchange half of the signs would not see.
+
 The exact digest is a sum modulo 2^64 of the values' bits times odd numbers from hashes of the
 indices: a single changed bit always changes it. Product sketches need signs of rows and of columns
 only, which are computed once for each place and kept.
@@ -25,14 +31,15 @@ SKETCHES = 16
 BLOCKS = 8
 SUM, SQUARES, LARGEST, NOT_FINITE = range(SKETCHES, SKETCHES + 4)
 WIDTH = SKETCHES + 4
-_AT_ONCE = 1 << 18  # elements
+_AT_ONCE = 1 << 19  # elements
 SAMPLES = 16
 """Elements whose values the level ``sample`` keeps."""
 SMALL = 1 << 14
 """Elements of a piece whose sketch is computed in fp64."""
 SKETCH_ERROR = 4 * 2.0**-24
 """Of the sketch of a larger fp32 tensor, relative to its norm, for any number of columns."""
-_CHUNK = 256  # columns added in fp32; more lose what rounding of fp32 values is compared with
+_FOLD = 127
+_GROUPS = 64  # of columns added in fp32; more lose what rounding of fp32 values is compared with
 _WORDS_AT_ONCE = 1 << 17
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,10 +103,31 @@ class Place:
     def _signs_on(self, device: torch.device) -> _Signs:
         wide = torch.float32 if device.type == "npu" else torch.float64
         blocks = (self.rows * BLOCKS).div(max(self.shape[0], 1), rounding_mode="floor")
-        columns = torch.cat([_signs(self.columns, 2), torch.ones(len(self.columns), 1)], 1)
-        rows = torch.cat([_signs(self.rows, 1), torch.ones(len(self.rows), 1)], 1)
+        columns = _signs(self.columns % _FOLD, 2) * _group_signs(self.columns // _FOLD)[:, None]
+        rows = torch.cat([_signs(self.rows, 1), torch.ones(len(self.rows), 2)], 1)
         members = torch.nn.functional.one_hot(blocks, BLOCKS).t().contiguous()
-        return _Signs(columns.to(device), rows.to(device, wide), members.to(device, wide), wide)
+        first, groups = self._groups
+        return _Signs(
+            columns.to(device),
+            rows.to(device, wide),
+            members.to(device, wide),
+            wide,
+            first,
+            _group_signs(groups).to(device),
+            _signs(torch.arange(_FOLD), 2).to(device),
+        )
+
+    @property
+    def _groups(self) -> tuple[int, torch.Tensor]:
+        """The first of the columns that are whole groups, and these: none if few or scattered."""
+        count, none = len(self.columns), torch.arange(0)
+        if count < 3 * _FOLD or not torch.equal(
+            self.columns, torch.arange(count) + self.columns[0]
+        ):
+            return 0, none
+        start = int(self.columns[0])
+        groups = torch.arange(-(-start // _FOLD), (start + count) // _FOLD)
+        return int(groups[0]) * _FOLD - start, groups
 
     def factors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Odd numbers of the rows and of the columns of the exact digest: ``[n]`` int64 each."""
@@ -117,10 +145,13 @@ class Place:
 
 @dataclass(frozen=True)
 class _Signs:
-    columns: torch.Tensor  # [columns, K + 1] fp32; the last column is one, for the sum
-    rows: torch.Tensor  # [rows, K + 1]
+    columns: torch.Tensor  # [columns, K] fp32
+    rows: torch.Tensor  # [rows, K + 2]; the last columns are ones, for sums and squares
     blocks: torch.Tensor  # [BLOCKS, rows]: 1 where a row is in a block
     wide: torch.dtype
+    first: int  # column where whole groups begin
+    groups: torch.Tensor  # [groups] fp32: their signs
+    folded: torch.Tensor  # [127, K] fp32: signs of the columns of a group
 
 
 def sample_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,12 +189,15 @@ def digest(x: torch.Tensor, place: Place) -> torch.Tensor:
     x = x.detach()
     if not x.is_floating_point():
         x = x.double()
-    parts = [_of_rows(part, signs) for part in _by_rows(x)]
-    sums = torch.cat(parts) if len(parts) > 1 else parts[0]
-    signed = torch.cat([sums[:, : SKETCHES + 1] * signs.rows, sums[:, SKETCHES + 1 :]], 1)
-    found[:, : SQUARES + 1] = signs.blocks @ signed
-    least, most = torch.aminmax(x)
-    found[0, LARGEST] = torch.maximum(-least, most)
+    at = 0
+    for part in _by_rows(x):
+        rows = slice(at, at + len(part))
+        sums = _of_rows(part, signs) * signs.rows[rows]
+        found[:, : SQUARES + 1] += signs.blocks[:, rows] @ sums
+        least, most = torch.aminmax(part)
+        largest = torch.maximum(-least, most).to(signs.wide)
+        found[0, LARGEST] = torch.maximum(found[0, LARGEST], largest)
+        at += len(part)
     if x.device.type != "cpu" or not torch.isfinite(found[0, LARGEST]):
         bad = (~torch.isfinite(x)).sum(1).to(signs.wide)
         found[:, NOT_FINITE] = signs.blocks @ bad
@@ -174,14 +208,32 @@ def _of_rows(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
     """``[rows, K + 2]``: each row times the signs of its columns, its sum, its squares' sum."""
     if x.dtype is torch.float64 or x.numel() <= SMALL:
         x = x.to(signs.wide)
-        return torch.cat([x @ signs.columns.to(signs.wide), x.square().sum(1, keepdim=True)], 1)
+        sums, squares = x.sum(1, keepdim=True), x.square().sum(1, keepdim=True)
+        return torch.cat([x @ signs.columns.to(signs.wide), sums, squares], 1)
     x = x.float()
-    total = x.new_zeros((len(x), SKETCHES + 2), dtype=signs.wide)
-    products = total[:, : SKETCHES + 1]
-    for part, own in zip(x.split(_CHUNK, 1), signs.columns.split(_CHUNK), strict=True):
-        products += part @ own
-    total[:, SKETCHES + 1] = torch.linalg.vector_norm(x, dim=1).to(signs.wide).square()
+    total = x.new_empty((len(x), SKETCHES + 2), dtype=signs.wide)
+    total[:, :SKETCHES] = _folded(x, signs)
+    total[:, SKETCHES] = x.sum(1)
+    total[:, SKETCHES + 1] = torch.linalg.vector_norm(x, dim=1)
+    total[:, SKETCHES + 1].square_()
     return total
+
+
+def _folded(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
+    """``[rows, K]``: each row times the signs of its columns, groups of columns added first."""
+    products, end = None, signs.first
+    for groups in signs.groups.split(_GROUPS) if len(signs.groups) else ():
+        start, end = end, end + len(groups) * _FOLD
+        group = x[:, start:end].unflatten(1, (len(groups), _FOLD))
+        own = torch.matmul(groups, group) @ signs.folded
+        products = own if products is None else products.to(signs.wide) + own
+    for start, stop in ((0, signs.first), (end, x.shape[1])):
+        for at in range(start, stop, 2 * _FOLD):
+            part = slice(at, min(at + 2 * _FOLD, stop))
+            own = x[:, part] @ signs.columns[part]
+            products = own if products is None else products.to(signs.wide) + own
+    assert products is not None
+    return products
 
 
 def _by_rows(x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -241,6 +293,10 @@ def _word_factors(device: torch.device) -> torch.Tensor:
 def _signs(index: torch.Tensor, seed: int) -> torch.Tensor:
     bits = (mixed(index, seed)[:, None] >> torch.arange(1, SKETCHES + 1)) & 1
     return (1 - 2 * bits).float()
+
+
+def _group_signs(groups: torch.Tensor) -> torch.Tensor:
+    return (1 - 2 * ((mixed(groups, 8) >> 1) & 1)).float()
 
 
 def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:

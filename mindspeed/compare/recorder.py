@@ -25,7 +25,7 @@ from mindspeed.compare.digest import BLOCKS, NOT_FINITE, SAMPLES, WIDTH, Place, 
 from mindspeed.compare.names import Name
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 
-FORMAT = 2
+FORMAT = 3
 BYTES_OF_PIECE = BLOCKS * WIDTH * 8 + 180
 """Digest, and its line."""
 BYTES_OF_SAMPLE = SAMPLES * 9

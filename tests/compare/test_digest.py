@@ -137,3 +137,28 @@ def test_the_error_of_a_large_sketch_is_known(columns):
     place = whole_place(1024, columns)
     apart = (digest(x, place) - digest(x.double(), place))[:, :SKETCHES].square().mean(1).sum()
     assert 0 < float(apart.sqrt() / x.double().norm()) < SKETCH_ERROR
+
+
+@pytest.mark.parametrize("distance", [1, 16, 64, 128, 256, 1024])
+def test_an_exchange_of_two_columns_is_seen(distance):
+    """Groups of columns are added before they are multiplied; none hides such a pair."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(64, 2048, generator=generator)
+    place = whole_place(64, 2048)
+    for first in range(0, 900, 37):
+        y = x.clone()
+        y[:, [first, first + distance]] = x[:, [first + distance, first]]
+        apart = (digest(x, place) - digest(y, place))[:, :SKETCHES].square().mean(1).sum()
+        assert 0.4 < float(apart.sqrt() / (x - y).norm()) < 1.8
+
+
+@pytest.mark.parametrize("width", [381, 400, 1000])
+@pytest.mark.parametrize("start", [0, 1, 126, 127, 300])
+def test_a_shard_of_columns_has_the_signs_of_the_whole(start, width):
+    x = torch.randn(64, 2048, generator=torch.Generator().manual_seed(5))
+    x[:, :start], x[:, start + width :] = 0, 0
+    columns = torch.arange(start, start + width)
+    place = Place((64, 2048), torch.arange(64), columns)
+    torch.testing.assert_close(
+        digest(x[:, columns], place), digest(x, whole_place(64, 2048)), rtol=1e-5, atol=1e-3
+    )
