@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mindspeed.testing import RankError
 from tests.support.trainer_job import SETUP, metrics
 from tests.training.matrix_job import train
 
 # States of Adam count from the second update on, which the third step sees; only where ranks share
 # them can they be wrong if gradients and weights are right.
 THREE_STEPS = ("optimizer", "zero-stage", "fsdp", "interval")
+
+
+class Records(list[dict]):
+    """What a run has logged, and how to record it again.
+
+    Args:
+        records: of its iterations.
+        flags: of the run.
+        record: trains again with other flags, and these in addition.
+        folder: for recordings.
+    """
+
+    def __init__(
+        self,
+        records: list[dict],
+        flags: list[str],
+        record: Callable[[list[str]], None],
+        folder: Path,
+    ) -> None:
+        super().__init__(records)
+        self.flags, self.record, self.folder = flags, record, folder
 
 
 class OneRank:
@@ -41,7 +64,11 @@ class OneRank:
         load = ["--load", str(self.directory / "weights"), "--finetune", "--no-load-optim"]
         record = ["--no-load-rng", "--metrics-file", str(file)]
         self._run(world_size, [*load, *record, *flags], env)
-        return metrics(file)
+
+        def again(more: list[str]) -> None:
+            self._run(world_size, [*load, "--no-load-rng", *flags, *more], env)
+
+        return Records(metrics(file), flags, again, self.directory)
 
     def plain(self, world_size: int, flags: str, env: dict[str, str] | None = None) -> list[dict]:
         """The same of a run that several tests compare with: made at the first call."""
@@ -90,4 +117,31 @@ def assert_same_training(
     losses = [(name, loss) for name in records[0] if name.endswith("_loss")]
     for name, tolerance in (*losses, ("grad_norm", norm)):
         found, wanted = column(records, name), column(expected[: len(records)], name)
-        assert found == pytest.approx(wanted, rel=tolerance), f"{name}: {found}, not {wanted}"
+        if found != pytest.approx(wanted, rel=tolerance):
+            where = first_difference(records, expected)
+            raise AssertionError(f"{name}: {found}, not {wanted}\n{where}")
+
+
+def first_difference(records: list[dict], expected: list[dict]) -> str:
+    """The first tensor that differs in two runs, of which both are recorded again."""
+    from mindspeed.compare import page
+    from mindspeed.compare.recording import read
+    from mindspeed.compare.walk import compare
+
+    if not isinstance(records, Records) or not isinstance(expected, Records):
+        return "(no runs that can be recorded again)"
+    folder = records.folder / f"compared-{len(list(records.folder.glob('compared-*')))}"
+    # With the same micro-batches, so that activations can be compared, too.
+    sizes = re.findall(r"--micro-batch-size \d+", " ".join(records.flags))
+    same = " ".join(sizes[-1:]).split()
+    noise = [folder / f"noise-{n}" for n in (1, 2, 3)]
+    try:
+        records.record(["--record", str(folder / "b"), "--record-steps", "0,1"])
+        expected.record([*same, "--record", str(folder / "a"), "--record-steps", "0,1"])
+        for n, path in enumerate(noise, 1):
+            more = ["--record", str(path), "--record-steps", "0,1", "--record-noise", str(n)]
+            expected.record([*same, *more])
+    except RankError as error:
+        return f"(cannot be recorded: {error})"
+    a, b = read(folder / "a"), read(folder / "b")
+    return "\n".join(page.lines(compare(a, b, [read(path) for path in noise]), a, b))

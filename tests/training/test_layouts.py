@@ -310,6 +310,16 @@ def test_fp8_across_tensor_parallel_ranks_follows_fp32(recipe, one_rank):
     assert column(records, "lm_loss") == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.slow
+def test_a_failure_names_the_first_tensor_that_differs(one_rank):
+    reference = one_rank(GQA)
+    records = reference.train(2, f"{TP} --sequence-parallel --norm-epsilon 1e-2")
+    with pytest.raises(AssertionError, match=r"lm_loss: .*, not ") as failure:
+        assert_same_training(records, reference.records)
+    first = "FIRST DIFFERENCE: step 0, micro-batch 0, forward, decoder.layers.0.self_attention."
+    assert f"{first}linear_qkv, output" in str(failure.value)  # whose norm is inside
+
+
 def test_the_comparison_can_fail(one_rank):
     reference = one_rank(GQA)
     records = reference.train(1, "--seed 4321")
