@@ -15,6 +15,8 @@ _OF_NO_ACCOUNT = (
 )
 """Arguments that name files, or that follow from the layout."""
 
+_OF_VOCABULARY = ("embedding.word_embeddings", "output_layer")
+
 
 def arguments(a: Recording, b: Recording) -> dict[str, tuple[Any, Any]]:
     """Arguments that both jobs have with other values."""
@@ -45,7 +47,17 @@ def problems(a: Recording, b: Recording) -> Iterator[str]:
             yield (
                 f"the batch sizes differ: step {step} has {here:,} tokens in A and {there:,} in B"
             )
+    if sizes_differ(a, b) and (a.job.get("moe_aux_loss_coeff") or b.job.get("moe_aux_loss_coeff")):
+        yield (
+            "moe_aux_loss_coeff: losses that balance experts are of a micro-batch, and theirs "
+            "differ: so do the gradients of the routers"
+        )
     yield from _dropout(a, b)
+
+
+def sizes_differ(a: Recording, b: Recording) -> bool:
+    """Whether the micro-batches of two jobs have other numbers of samples."""
+    return a.job.get("micro_batch_size") != b.job.get("micro_batch_size")
 
 
 def grouping(a: Recording, b: Recording) -> str:
@@ -68,8 +80,13 @@ def other_model(a: Recording, b: Recording) -> tuple[Name, str] | None:
     for name, shape in here.items():
         if name in there and there[name] != shape:
             sizes = (" x ".join(map(str, one)) for one in (shape, there[name]))
-            text = "the models differ: {} is {} in A and {} in B"
-            return name, text.format(name.module, *sizes)
+            text = "the models differ: {} is {} in A and {} in B".format(name.module, *sizes)
+            if name.module in _OF_VOCABULARY and a.sizes != b.sizes:
+                text += (
+                    "; tensor-parallel ranks pad the vocabulary: give both a "
+                    "--make-vocab-size-divisible-by that makes it equal"
+                )
+            return name, text
     if a.missing or b.missing:  # of a rank that was killed
         return None
     for whose, other, own, more in (("A", "B", here, there), ("B", "A", there, here)):

@@ -44,6 +44,7 @@ class RecordOptions:
         level: ``summary``, ``sample`` or ``full``.
         forced: Recording whose values replace this run's; None for a run of its own.
         operators: Modules whose operators are recorded.
+        by_sample: Digests of each sample.
     """
 
     directory: Path
@@ -54,6 +55,7 @@ class RecordOptions:
     level: str = "summary"
     forced: Path | None = None
     operators: tuple[str, ...] = ()
+    by_sample: bool = False
 
 
 class JobRecording:
@@ -166,7 +168,12 @@ class JobRecording:
             if options.forced is not None:
                 forced = functools.partial(ForcedValues, options.forced)
             self._hooks = MegatronHooks(
-                self._recorder, options.what, options.micro_batches, noise, forced
+                self._recorder,
+                options.what,
+                options.micro_batches,
+                noise,
+                forced,
+                options.by_sample,
             )
             if rank == 0:
                 write_job(options.directory, self._job)

@@ -87,6 +87,7 @@ class MegatronHooks:
         micro_batches: Numbers of those that are recorded; empty: all.
         noise: Perturbs every recorded tensor; None in runs that are to be trusted.
         forced: Values of another run in a step, which replace every recorded tensor.
+        by_sample: Each sample of a micro-batch has digests of its own.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class MegatronHooks:
         micro_batches: Collection[int] = (),
         noise: Noise | None = None,
         forced: Callable[[int], ForcedValues] | None = None,
+        by_sample: bool = False,
     ) -> None:
         self._recorder, self._what, self._noise = recorder, frozenset(what), noise
-        self._values_of = forced
+        self._values_of, self._by_sample = forced, by_sample
         self._forced: ForcedValues | None = None
         self._only = frozenset(micro_batches)
         self._handles: list[RemovableHandle] = []
@@ -118,11 +120,12 @@ class MegatronHooks:
             options: Arguments of the schedule, by name.
         """
         batches = len(self._only) or options["num_microbatches"]
+        each = options["micro_batch_size"] if self._by_sample else 1
         forward = "activations" in self._what
         inputs, backward = "inputs" in self._what, "output-gradients" in self._what
         kinds = [("weights", 1), ("weight-gradients", 2), ("main-weights", 2), ("optimizer", 4)]
-        each = [count for kind, count in kinds if kind in self._what]
-        pieces, size = 3 * batches, 0
+        of_weights = [count for kind, count in kinds if kind in self._what]
+        pieces, size = 3 * batches * each, 0
         for chunk in _chunks(options["model"]):
             rows = options["seq_length"] * options["micro_batch_size"]
             rows //= chunk.config.context_parallel_size
@@ -131,12 +134,12 @@ class MegatronHooks:
                     continue
                 count = (forward + backward) * records_output(path, module)
                 count += (inputs + backward) * len(inputs_of(path, module))
-                pieces += batches * count
+                pieces += batches * count * each
                 width = output_width(module) or chunk.config.hidden_size
                 size += batches * count * rows * width * chunk.config.params_dtype.itemsize
             for parameter in chunk.parameters():
-                pieces += len(each) + ("optimizer" in self._what)
-                size += sum(each) * parameter.numel() * parameter.element_size()
+                pieces += len(of_weights) + ("optimizer" in self._what)
+                size += sum(of_weights) * parameter.numel() * parameter.element_size()
         return pieces, size
 
     def around(self, schedule: Callable[..., Any], number: int, options: dict[str, Any]) -> Any:
@@ -240,6 +243,7 @@ class MegatronHooks:
             self._noise,
             self._ranks,
             functools.partial(_running, chunk),
+            self._by_sample,
         )
         for path, layer in layers_of(module):
             experts.hook(chunk.names[path], layer, self._journal, self._handles)
@@ -270,8 +274,13 @@ class MegatronHooks:
         scores = scores_of(router, logits).detach().reshape(-1, logits.shape[-1])
         place = batch.rows.place(len(scores) // batch.rows.samples, Columns(scores.shape[1]))
         if place is not None and scores.shape == chosen.shape:
-            counts = counted(scores, chosen.bool(), place)
-            self._recorder.add_counts(batch.number, call.name, GAPS, counts, place)
+            parts: list[tuple[Any, Place]] = [(slice(None), place)]
+            if self._by_sample:
+                parts = batch.rows.by_sample(place)
+            first = batch.number * len(parts)
+            for number, (here, own) in enumerate(parts, first):
+                counts = counted(scores[here], chosen[here].bool(), own)
+                self._recorder.add_counts(number, call.name, GAPS, counts, own)
 
     def _begin_micro_batch(self, chunk: _Chunk, module: Any, args: Any, kwargs: Any) -> None:
         assert self._ranks is not None
@@ -288,6 +297,8 @@ class MegatronHooks:
         else:
             samples, length = tokens.shape
         rows = rows_of(ranks, samples, length, packed)
+        if self._by_sample and self._recorder.step is not None:
+            self._recorder.step.scalars["samples"] = samples
         chunk.current = _MicroBatch(self.micro_batch, rows)
         if not module.pre_process:
             chunk.current.calls["embedding output"] = 1  # for tokens that are predicted ahead
@@ -502,10 +513,17 @@ class MegatronHooks:
         reduction: int = 1,
         exactly: bool = False,
     ) -> None:
-        if not self._only or batch.number in self._only:
+        if self._only and batch.number not in self._only:
+            return
+        if not self._by_sample:
             self._recorder.add(
                 batch.number, when, module, what, flat, place, reduction, exactly=exactly
             )
+            return
+        first = batch.number * batch.rows.samples
+        for number, (here, own) in enumerate(batch.rows.by_sample(place), first):
+            part = flat[here.to(flat.device)]
+            self._recorder.add(number, when, module, what, part, own, reduction, exactly=exactly)
 
 
 def _chunks(model: Any) -> list[Any]:

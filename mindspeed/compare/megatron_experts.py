@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mindspeed.compare.digest import Place
-from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks
+from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, by_sample
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
 from mindspeed.journal import Journal
@@ -41,6 +41,7 @@ class _Rows:
     batches: dict[int, tuple[torch.Tensor, torch.Tensor]]  # number -> rows here, rows of the whole
     count: int  # rows here, those of padding too
     total: int  # rows of the whole tensor
+    samples: int  # whose digests are apart, in a micro-batch
 
 
 class ExpertHooks:
@@ -53,6 +54,7 @@ class ExpertHooks:
         noise: Perturbs the tensors; None in runs that are to be trusted.
         ranks: Of this job.
         current: The number and rows of the micro-batch that runs forward; None in a backward.
+        samples: Each sample of a micro-batch has digests of its own.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class ExpertHooks:
         noise: Noise | None,
         ranks: Ranks,
         current: Callable[[], tuple[int, MicroBatchRows] | None],
+        samples: bool = False,
     ) -> None:
         self._recorder, self._what, self._noise = recorder, what, noise
         self._only, self._ranks, self._current = frozenset(micro_batches), ranks, current
+        self._samples = samples
         self._calls: defaultdict[str, list[_Rows]] = defaultdict(list)
         self._again: defaultdict[str, int] = defaultdict(int)
         self._running: dict[str, _Rows] = {}
@@ -170,7 +174,7 @@ class ExpertHooks:
             here = ((sources == source) & (arrived > 0)).nonzero().view(-1)
             batches[first + source] = here, index[here]
         total = layer.config.num_moe_experts * rows.total
-        return _Rows(batches, len(arrived), total)
+        return _Rows(batches, len(arrived), total, rows.samples if self._samples else 1)
 
     def _tensor(
         self,
@@ -201,13 +205,24 @@ class ExpertHooks:
         kind = "activations" if what == "output" else "inputs"
         target = x if result is None else result
         if first_time and kind in self._what:
-            self._add("forward", name, what, target, places, terms, shared and what == "output")
+            self._add(
+                "forward",
+                name,
+                what,
+                target,
+                rows.samples,
+                places,
+                terms,
+                shared and what == "output",
+            )
         graph = target.requires_grad and torch.is_grad_enabled()
         if "output-gradients" in self._what and graph:
 
             def record(value: torch.Tensor) -> None:
                 partial = shared and name.endswith(".experts") and what == "input"
-                self._add("backward", name, f"grad_{what}", value, places, terms, partial)
+                self._add(
+                    "backward", name, f"grad_{what}", value, rows.samples, places, terms, partial
+                )
 
             target.register_hook(record)
         return result
@@ -218,11 +233,13 @@ class ExpertHooks:
         name: str,
         what: str,
         x: torch.Tensor,
+        samples: int,
         places: dict[int, tuple[torch.Tensor, Place]],
         terms: int,
         partial: bool,
     ) -> None:
-        for number, (here, place) in places.items():
-            own = x.detach()[here.to(x.device)]
-            place = replace(place, partial=partial)
-            self._recorder.add(number, when, name, what, own, place, terms)
+        for batch, (here, place) in places.items():
+            whole = replace(place, partial=partial)
+            for number, (rows, own) in enumerate(by_sample(whole, samples), batch * samples):
+                part = x.detach()[here[rows].to(x.device)]
+                self._recorder.add(number, when, name, what, part, own, terms)

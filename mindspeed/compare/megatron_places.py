@@ -90,6 +90,7 @@ class MicroBatchRows:
             part = rows.chunk(ranks.tp_size)[ranks.tp]
             self._rows[length // ranks.tp_size] = part.reshape(-1)
         self._places: dict[tuple[int, Any], Place] = {}
+        self._samples: dict[int, list[tuple[torch.Tensor, Place]]] = {}
 
     def place(self, tokens: int, columns: Columns) -> Place | None:
         """Place of ``[tokens, b, ...]``; None if no sharding has so many tokens."""
@@ -102,6 +103,29 @@ class MicroBatchRows:
                 (self.total, columns.total), rows, columns.index(), partial=columns.partial
             )
         return self._places[key]
+
+    def by_sample(self, place: Place) -> list[tuple[torch.Tensor, Place]]:
+        """The rows of each sample in a place of this micro-batch, and their place in the sample."""
+        if id(place) not in self._samples:
+            self._samples[id(place)] = by_sample(place, self.samples)
+        return self._samples[id(place)]
+
+
+def by_sample(place: Place, samples: int) -> list[tuple[torch.Tensor, Place]]:
+    """A place as those of its samples, whose rows alternate: ``[rows]`` int64 of each, and a place.
+
+    Args:
+        place: Of a micro-batch, or of all experts.
+        samples: Of the micro-batch.
+    """
+    found = []
+    for sample in range(samples):
+        here = (place.rows % samples == sample).nonzero().view(-1)
+        shape = place.shape[0] // samples, place.shape[1]
+        rows = place.rows[here].div(samples, rounding_mode="floor")
+        own = Place(shape, rows, place.columns, place.sparse, place.partial)
+        found.append((here, own))
+    return found
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ _EXPERT = re.compile(
 )
 
 
+_EMBEDDING = "embedding.word_embeddings"
+
+
 @dataclass
 class NamedChunk:
     """A chunk of the model.
@@ -117,6 +120,8 @@ class MegatronWeights:
             if chunk is None or place is None:
                 continue
             module, kind = _module_and_kind(path, chunk)
+            if _is_copy(module, chunk):
+                continue
             for name, value in own.tensors.items():
                 if name in wanted or (name != "main_weight" and "optimizer" in self._what):
                     label = f"{kind}{name}"
@@ -177,6 +182,8 @@ class MegatronWeights:
                     continue
                 module, kind = _module_and_kind(path, chunk)
                 start, end = ranges(parameter) if ranges else (0, value.numel())
+                if end - start < value.numel() and _is_copy(module, chunk):
+                    continue  # its shards are others than those of the first stage
                 own = value.detach().view(-1)[start:end]
                 if self._noise is not None and when == "end":
                     own.copy_(self._noise.on(own, f"{name}/{what}/{place.identity}", reduction))
@@ -196,7 +203,14 @@ def _parameter(path: str, chunk: NamedChunk) -> str:
         kind = found["kind"] if grouped else kind
         head = chunk.names[path[: found.start()]]
         name = f"{head}.experts.{own[int(number)]}.{layer}.{kind}"
+    if path == "output_layer.weight" and chunk.module.share_embeddings_and_output_weights:
+        return f"{_EMBEDDING}.weight"
     return parameter_name(name)
+
+
+def _is_copy(module: str, chunk: NamedChunk) -> bool:
+    """Whether it is the embedding on another stage than the first."""
+    return module == _EMBEDDING and not chunk.module.pre_process
 
 
 def _module_and_kind(path: str, chunk: NamedChunk) -> tuple[str, str]:

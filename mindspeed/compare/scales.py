@@ -31,9 +31,16 @@ class TokenCounts:
         return sum(parts.values()) if parts else None
 
     def scale(self, number: int, header: Mapping[str, Any]) -> float:
-        """The scale of the gradients of a micro-batch on a rank with this header."""
+        """The scale of the gradients of a micro-batch on a rank with this header.
+
+        Of a sample, where each has digests of its own, that of the sum of its tokens' losses.
+        """
+        if samples := header["scalars"].get("samples"):
+            number //= samples
         own = self._parts.get(number, {}).get(header["place"]["cp"])
-        return gradient_scale(header["scalars"], self.total(number), own)
+        total = self.total(number)
+        scale = gradient_scale(header["scalars"], total, own)
+        return scale / (total or samples) if samples else scale
 
 
 def gradient_scale(

@@ -38,6 +38,9 @@ class Record(
     record_micro_batches: tuple[int, ...] = flag(
         (), "micro-batches of a step that are recorded, from 0; none: all", range=NOT_NEGATIVE
     )
+    record_by_sample: bool = flag(
+        False, "digests of each sample, to compare runs with other micro-batch sizes"
+    )
     record_what: tuple[str, ...] = flag(WHAT, "kinds of tensors that are recorded")
     record_level: Literal["summary", "sample", "full"] = flag(
         "summary", "summary: digests; sample: 16 elements of each tensor, too; full: all of it"
@@ -57,6 +60,8 @@ class Record(
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
         if not self.record:
             yield Problem("--record-steps and its like", "record nothing", "add --record DIR")
+        if self.record_by_sample and self.record_forced:
+            yield Problem("--record-forced", "takes micro-batches", "leave out --record-by-sample")
         unknown = [one for one in self.record_what if one not in WHAT]
         if unknown:
             yield Problem("--record-what", f"{unknown[0]!r} is none of {', '.join(WHAT)}")
@@ -80,6 +85,7 @@ class Record(
             self.record_level,
             Path(self.record_forced) if self.record_forced else None,
             self.record_operators,
+            self.record_by_sample,
         )
         recording = JobRecording(options, dict(megatron))
         seams.step.add(recording.around_step, owner=self.name)
