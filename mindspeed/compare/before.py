@@ -74,7 +74,8 @@ def grouping(a: Recording, b: Recording) -> str:
 
 def other_model(a: Recording, b: Recording) -> tuple[Name, str] | None:
     """The first weight that one run has not, or in another size, and a sentence about it."""
-    here, there = _weights(a), _weights(b)
+    step = min(set(a.steps) & set(b.steps))
+    here, there = _weights(a, step), _weights(b, step)
     if not here or not there:
         return None
     for name, shape in here.items():
@@ -98,11 +99,11 @@ def other_model(a: Recording, b: Recording) -> tuple[Name, str] | None:
     return None
 
 
-def _weights(run: Recording) -> Mapping[Name, tuple[int, int]]:
+def _weights(run: Recording, step: int) -> Mapping[Name, tuple[int, int]]:
     return {
         name: tensor.shape
         for name, tensor in run.tensors.items()
-        if name.when == "begin" and name.step == min(run.steps)
+        if name.when == "begin" and name.step == step
     }
 
 

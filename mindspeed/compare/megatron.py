@@ -107,6 +107,7 @@ class MegatronHooks:
         self._journal = Journal()
         self._chunks: list[_Chunk] = []
         self._logits: dict[int, torch.Tensor] = {}  # of the call of a router that runs
+        self._joint: dict[int, Columns] = {}  # of projections to several things
         self._weights = MegatronWeights(recorder, what, noise)
         self._ranks: Ranks | None = None
         self._recomputes = False
@@ -232,6 +233,8 @@ class MegatronHooks:
                     self._handles.append(handle)
             if path.endswith("router") and hasattr(inner, "gating"):
                 self._hook_logits(chunk, name, inner)
+            if path.endswith("in_proj") and (own := self._weights.columns(chunk, path)):
+                self._joint[id(inner)] = own
             if records_output(path, inner):
                 after = functools.partial(self._output, chunk, name)
                 self._handles.append(inner.register_forward_hook(after))
@@ -321,7 +324,9 @@ class MegatronHooks:
         call = self._call_of(chunk, name, "output")
         if call is None or not isinstance(first, torch.Tensor):
             return None
-        columns = output_columns(module, name, first, self._ranks, chunk.module.config)
+        columns = self._joint.get(id(module))
+        if columns is None:
+            columns = output_columns(module, name, first, self._ranks, chunk.module.config)
         reduction = reduction_of(module, name, call.batch.rows, first)
         result = self._tensor(call, "output", first, columns, reduction)
         if name.endswith("router") and rest and isinstance(rest[0], torch.Tensor):

@@ -152,6 +152,28 @@ class Columns:
         return torch.cat([half.chunk(self.parts)[self.part] for half in halves])
 
 
+class RowsOf(Columns):
+    """Columns of a product in the order of its weight's rows, which a rank may have from several.
+
+    Args:
+        place: Of the weight, on this rank.
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.shape[0])
+        object.__setattr__(self, "_rows", place.rows)
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def index(self) -> torch.Tensor:
+        """Global column of each column of the rank: ``[columns]`` int64."""
+        rows: torch.Tensor = self.__dict__["_rows"]
+        return rows
+
+
 @functools.lru_cache(maxsize=8)
 def _unpacked(ranks: Ranks, samples: int, length: int) -> MicroBatchRows:
     return MicroBatchRows(ranks, samples, length)

@@ -13,7 +13,7 @@ from mindspeed.compare.digest import Place, whole
 from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.megatron_modules import is_fsdp
 from mindspeed.compare.megatron_optimizer import owned
-from mindspeed.compare.megatron_places import parameter_places, rectangles
+from mindspeed.compare.megatron_places import Columns, RowsOf, parameter_places, rectangles
 from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
 from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
@@ -72,6 +72,16 @@ class MegatronWeights:
         if "weights" in self._what:
             self._complete_parameters()
             self._weights("begin", "weight", lambda parameter: parameter)
+
+    def columns(self, chunk: NamedChunk, path: str) -> Columns | None:
+        """The columns of a product in the order of its weight's rows.
+
+        Args:
+            chunk: Of this rank.
+            path: Of the linear layer in the chunk.
+        """
+        place = self._places[id(chunk.module)].get(f"{path}.weight")
+        return None if place is None else RowsOf(place)
 
     def _complete_parameters(self) -> None:
         """Gather the shards of parameters that would be gathered layer by layer."""

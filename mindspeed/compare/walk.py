@@ -18,7 +18,7 @@ import torch
 
 from mindspeed.compare import before, verdicts
 from mindspeed.compare.digest import BLOCKS, SKETCHES, SQUARES, SUM, WIDTH
-from mindspeed.compare.names import NO_MICRO_BATCH, Name
+from mindspeed.compare.names import NO_MICRO_BATCH, PASSES, Name
 from mindspeed.compare.operator_walk import OperatorFinding
 from mindspeed.compare.recording import Recorded, Recording
 from mindspeed.compare.rounding import Difference, NoiseLevels, difference, exactly
@@ -87,6 +87,12 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
     Raises:
         DataError: the runs have no tensor in common.
     """
+    if not set(a.steps) & set(b.steps):
+        steps = (", ".join(map(str, run.steps)) for run in (a, b))
+        raise DataError(
+            "nothing to compare: A has recorded step {}, B step {}; record the same "
+            "--record-steps".format(*steps)
+        )
     result = Result(measured=bool(noise), arguments=before.arguments(a, b))
     tensors, other_data = _aligned(a, b)
     result.before = [*before.problems(a, b), *other_data]
@@ -104,13 +110,12 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
     if regrouped:
         result.rows = [row for row in result.rows if row.name.micro_batch == NO_MICRO_BATCH]
         result.rows = [*_losses(a, b, levels), *result.rows]
-        result.rows.sort(key=lambda row: row.name.when == "end")
+        result.rows.sort(key=lambda row: (row.name.step, PASSES.index(row.name.when)))
     result.only = _only(a, tensors)
     if not result.rows:
-        steps = (", ".join(map(str, run.steps)) for run in (a, b))
         raise DataError(
-            "nothing to compare: A has recorded step {}, B step {}, and no tensor of one size "
-            "is in both; record the same --record-steps and --record-what".format(*steps)
+            "nothing to compare: no tensor of one size is in both runs; record both with the same "
+            "--record-what"
         )
     _find_first(result, a, b)
     return result
