@@ -1,11 +1,12 @@
 """Planted faults: how many ``mindspeed compare`` names, in random layouts.
 
-    python benchmarks/compare_faults.py [--seed 0] [--dtype fp32 bf16] [--only NAME ...] [--out F]
+    python benchmarks/compare_faults.py [--seed 0] [--mode fp32 bf16 forced] [--only NAME ...]
+    python benchmarks/compare_faults.py --mode equal        pairs of equal runs: false alarms
 
 Each fault of ``tests/compare/faults.py`` is planted into a small job whose layout, weights and data
 are chosen at random by the seed, and compared with the run of one rank: free running, and in bf16
 forced to the values of that run, too. Prints each outcome and the number of right, missed and wrong
-ones; a fault that bf16 rounds away is planted in fp32 only.
+ones; a fault that bf16 rounds away is planted in fp32 only. ``--out FILE`` keeps them as JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from mindspeed.testing import RankPool
 from tests.compare.campaign import Campaign, Outcome
 from tests.compare.faults import FAULTS
+from tests.compare.pairs import PAIRS
 
 MODES = {"fp32": ("fp32", False), "bf16": ("bf16", False), "forced": ("bf16", True)}
 
@@ -31,13 +33,18 @@ MODES = {"fp32": ("fp32", False), "bf16": ("bf16", False), "forced": ("bf16", Tr
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    modes = [*MODES, "equal"]
+    parser.add_argument("--mode", nargs="+", choices=modes, default=modes)
     parser.add_argument("--only", nargs="+", default=list(FAULTS), help="faults")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, dict[str, object]] = {}
     with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
         for mode in args.mode:
+            if mode == "equal":
+                found[mode] = pairs(Campaign(pool.run, Path(folder, mode)))
+                print(json.dumps({k: v for k, v in found[mode].items() if k != "pairs"}))
+                continue
             dtype, forced = MODES[mode]
             campaign = Campaign(pool.run, Path(folder, mode), args.seed, dtype)
             outcomes = []
@@ -53,6 +60,34 @@ def main() -> None:
             print(json.dumps({k: v for k, v in found[mode].items() if k != "faults"}), flush=True)
     if args.out:
         args.out.write_text(json.dumps({"seed": args.seed, **found}, indent=1) + "\n")
+
+
+def pairs(campaign: Campaign) -> dict[str, object]:
+    """Compare all pairs of equal runs; print each."""
+    rows = []
+    for name, pair in PAIRS.items():
+        result = campaign.equal(pair)
+        worst = max(row.difference.worst for row in result.rows)
+        bits = all(row.difference.error == 0 for row in result.rows)
+        rows.append(
+            {
+                "pair": name,
+                "equal": result.equal,
+                "in bits": bits,
+                "tensors": len(result.rows),
+                "largest ratio to a limit": round(worst, 3),
+            }
+        )
+        print(
+            f"equal  {'equal' if result.equal else 'ALARM'} {name} {len(result.rows)}", flush=True
+        )
+    return {
+        "compared": len(rows),
+        "equal": sum(bool(row["equal"]) for row in rows),
+        "in bits": sum(bool(row["in bits"]) for row in rows),
+        "tensors": sum(int(str(row["tensors"])) for row in rows),
+        "pairs": rows,
+    }
 
 
 def line(mode: str, outcome: Outcome, seconds: float) -> None:
