@@ -46,6 +46,13 @@ def test_a_spike_is_far_above_the_median_of_its_window():
     assert spikes.add("loss", 2.01) is None  # one spike does not move the range
 
 
+def test_what_varies_more_may_vary_more():
+    spikes = Spikes()
+    for step in range(40):
+        assert spikes.add("loss", 2.0 + 0.3 * math.sin(3 * step)) is None
+    assert spikes.add("loss", 3.5) is None and spikes.add("loss", 8.0) is not None
+
+
 def test_the_first_steps_are_not_judged():
     spikes = Spikes()
     assert [spikes.add("loss", 1.0 + 100 * (step == 9)) for step in range(LEAST)] == [None] * LEAST

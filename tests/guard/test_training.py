@@ -6,6 +6,7 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 
 from tests.guard.faults import FC1, NORM
 from tests.guard.job import train
@@ -173,6 +174,18 @@ def test_a_bit_that_flips_once_is_named(run, world, flags, batch, number, rank):
         f"differs in bits; first in micro-batch {number}, forward, {FC1}, output, on rank {rank};"
         in text
     )
+
+
+@pytest.mark.slow
+def test_a_step_that_is_computed_twice_is_recorded_once(run, tmp_path):
+    from mindspeed.compare.recording import read
+
+    flags = "--hidden-dropout 0.1 --record-steps 0,2 --record"
+    run(1, f"{flags} {tmp_path}/plain")
+    run(1, f"{flags} {tmp_path}/guarded {ALL}")
+    plain, guarded = (read(tmp_path / name).tensors for name in ("plain", "guarded"))
+    assert plain.keys() == guarded.keys() and {name.step for name in plain} == {0, 2}
+    assert all(torch.equal(one.digest, guarded[name].digest) for name, one in plain.items())
 
 
 @pytest.mark.slow
