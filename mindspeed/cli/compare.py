@@ -92,7 +92,7 @@ def _replay(args: argparse.Namespace, result: Result) -> str:
     from mindspeed.compare import megatron_replay
 
     found = result.operator
-    if found is None:
+    if found is None or found.call.module == "model":
         raise ConfigError(
             f"--replay: record both runs with --record-level full --record-operators MODULE, where "
             f"{result.first and result.first.name} differs first, or give --bisect"

@@ -91,26 +91,37 @@ class Bisection:
         return result, a, b, flags
 
     def _operator(self, result: Result, a: Recording, b: Sequence[str]) -> OperatorFinding | None:
-        """The first operator that differs where the first tensor does: two more runs."""
-        from mindspeed.compare import operator_walk
-        from mindspeed.compare.megatron_operators import module_of
+        """The first operator that differs where the first tensor does: two or four more runs."""
+        from mindspeed.compare.megatron_operators import MODEL, module_of
         from mindspeed.compare.names import layer_of
+
+        assert result.first is not None
+        layers = 1 + max(layer_of(name.module) or 0 for name in a.tensors)
+        module = module_of(result.first.name, layers)
+        if module is None:
+            return None
+        found = self._operator_in(module, "operators", result, b, ["--record-level", "full"])
+        enters = found is not None and found.a is not None and found.a.name == "input"
+        if enters and module != MODEL:  # what differs is made elsewhere
+            return self._operator_in(MODEL, "model", result, b, []) or found
+        return found
+
+    def _operator_in(
+        self, module: str, name: str, result: Result, b: Sequence[str], more: list[str]
+    ) -> OperatorFinding | None:
+        from mindspeed.compare import operator_walk
         from mindspeed.compare.walk import entering
 
         assert result.first is not None
         first = result.first.name
-        layers = 1 + max(layer_of(name.module) or 0 for name in a.tensors)
-        module = module_of(first, layers)
-        if module is None:
-            return None
-        recorded = ["--record-operators", module, "--record-what", "loss", "--record-level", "full"]
+        recorded = ["--record-operators", module, "--record-what", "loss", *more]
         recorded += ["--record-micro-batches", str(first.micro_batch)]
-        runs = [
-            self._needed(f"operators-{name}", [*command, *recorded], f"{title}, operators")
-            for name, command, title in (("a", self._a, "A"), ("b", b, "B"))
-        ]
-        here, there = (operator_walk.read(run.directory) for run in runs)
-        return operator_walk.first_difference(here, there, first, entering(result))
+        here, there = (
+            self._needed(f"{name}-{run.lower()}", [*command, *recorded], f"{run}, {name}")
+            for run, command in (("A", self._a), ("B", b))
+        )
+        ours, theirs = operator_walk.read(here.directory), operator_walk.read(there.directory)
+        return operator_walk.first_difference(ours, theirs, first, entering(result))
 
     def _needed(self, name: str, command: list[str], title: str) -> Recording:
         run = self._record(name, command, title)

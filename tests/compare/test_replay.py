@@ -59,7 +59,7 @@ def test_a_module_that_needs_what_has_no_name_says_so(runs, tmp_path):
     write(a, b, 0, LAYER, tmp_path)
     status, page = replayed(tmp_path)
     assert status == 2
-    assert "cannot be called alone: module.self_attn_bda (residual.<locals>.changed)" in page
+    assert "cannot be called alone: module.self_attn_bda (residual.<locals>." in page
 
 
 @pytest.mark.slow
