@@ -22,6 +22,8 @@ LAYOUTS = {
 }
 
 
+# The daily one divides backwards beside its pairs, on a V.
+@pytest.mark.weekly_cases("dualpipev", "interleaved", "nanopipe")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pairs_train_to_the_same_bits(layout, one_rank):
