@@ -129,7 +129,7 @@ def _weight_gradients(
     splits = ctx.splits
     if ctx.store is not None:
         run = partial(add_expert_gradients, weights, splits, ctx.wgrad.fuse)
-        ctx.store.put(run, x, grad, delayed=ctx.wgrad.delayed)
+        ctx.store.put(run, x, grad, delay=ctx.wgrad.delay_hidden)
         return []
     # All or none: a frozen expert among others has no buffer.
     fuse = ctx.wgrad.fuse and all(getattr(w, "main_grad", None) is not None for w in weights)

@@ -107,7 +107,7 @@ class _Linear(torch.autograd.Function):
                 dw = weight_gradient(weight, x, grad, ctx.wgrad)
             else:
                 run = partial(_add, weight, ctx.wgrad.fuse, None, False, False)
-                ctx.store.put(run, x, grad, delayed=ctx.wgrad.delayed)
+                ctx.store.put(run, x, grad, delay=ctx.wgrad.delay_hidden)
         elif later:
             gathers = communication.gathers_input and not ctx.gathered, communication.gathers_grad
             run = partial(_add, weight, ctx.wgrad.fuse, communication.group, *gathers)

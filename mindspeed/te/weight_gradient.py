@@ -52,6 +52,12 @@ class WgradOptions:
     store: WeightGradients | None = field(default=None, compare=False)
     anchor: GradientAnchor | None = field(default=None, compare=False)
 
+    @property
+    def delay_hidden(self) -> Callable[[Callable[[], None]], None] | None:
+        """Takes computations for weights that autograd does not see; None: none is delayed."""
+        delayed = self.delayed
+        return None if delayed is None else lambda run: delayed.append(HiddenGradient(run))
+
     def hide(self, x: Tensor, *weights: Tensor) -> Hidden | None:
         """Hide the weights of a layer from autograd if the store takes their gradients.
 
@@ -61,6 +67,21 @@ class WgradOptions:
         if self.store is None or not self.store.takes(x, weights):
             return None
         return Hidden(self.store, weights)
+
+
+@dataclass(frozen=True)
+class HiddenGradient:
+    """Computation of gradients that a plan reduces: hooks of the weights have nothing to do.
+
+    Attributes:
+        run: Adds the gradients.
+    """
+
+    run: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Add them."""
+        self.run()
 
 
 class Hidden(NamedTuple):
@@ -244,7 +265,9 @@ class DelayedWgrad:
         """Compute the weight gradient of the oldest backward pass that delayed it."""
         if not self._delayed:
             return
+        compute = self._delayed.popleft()
         with torch.no_grad():
-            self._delayed.popleft()()
-        for hook in self._wgrad_hooks:
-            hook()
+            compute()
+        if not isinstance(compute, HiddenGradient):
+            for hook in self._wgrad_hooks:
+                hook()

@@ -19,11 +19,15 @@ LAYOUTS = {
     "zb-v": "--pipeline-schedule zb-v",
     "interleaved": f"{CHUNKS} --pipeline-schedule interleaved",
     "nanopipe": f"{CHUNKS} --use-nanopipe",
+    "zb-v, data, overlap": (
+        "--pipeline-schedule zb-v --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather"
+    ),
 }
 
 
-# The daily one divides backwards beside its pairs, on a V.
-@pytest.mark.weekly_cases("dualpipev", "interleaved", "nanopipe")
+# The daily one divides backwards beside its pairs, on a V, and reduces where the plan says.
+@pytest.mark.weekly_cases("dualpipev", "interleaved", "nanopipe", "zb-v")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pairs_train_to_the_same_bits(layout, one_rank):

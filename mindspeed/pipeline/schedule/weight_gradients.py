@@ -24,7 +24,7 @@ a copy would free nothing.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -156,18 +156,18 @@ class WeightGradients:
         self,
         run: Callable[..., None],
         *tensors: torch.Tensor,
-        delayed: deque[Callable[[], None]] | None = None,
+        delay: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Compute a weight gradient: now, or in the W of the backward that is running.
 
         Args:
             run: computes it.
             *tensors: its arguments.
-            delayed: takes what would be computed now, for the part of a layer that hides the
+            delay: takes what would be computed now, for the part of a layer that hides the
                 dispatch of gradients.
         """
-        if self._key is None and delayed is not None:
-            delayed.append(partial(run, *tensors))
+        if self._key is None and delay is not None:
+            delay(partial(run, *tensors))
             return
         if self._key is None:
             with torch.no_grad():

@@ -325,6 +325,7 @@ def test_whole_backwards_beside_divided_ones_delay_their_weight_gradients():
             with store.deferred(key) if key else nullcontext():
                 y.backward(grad)
             assert not module.weight.main_grad.any()
+        module.register_wgrad_accumulation_and_reduce_hooks(pytest.fail)  # the plan reduces
         module.backward_dw()
         first = module.weight.main_grad.clone()
         assert first.any() and store.pending == ((0, 0),)
