@@ -74,7 +74,7 @@ def test_transformers_is_equal(rank_pool, tmp_path, name):
         ("begin", "word_embeddings", "weight"), ("end", "word_embeddings", "main_grad"),
         ("forward", "embedding", "output"), ("backward", "embedding", "grad_output"),
         ("forward", "0", "output"), ("backward", "1", "grad_output"),
-        ("forward", "linear_proj", "output"), ("backward", "linear_fc2", "grad_output"),
+        ("forward", "linear_proj", "output"), ("backward", "linear_proj", "grad_output"),
         ("forward", "loss", "per_token"), ("end", "final_layernorm", "main_grad"),
     }  # fmt: skip
     if name != "bloom":  # whose attention is no function of its own
