@@ -119,7 +119,10 @@ class NoiseLevels:
         sums = self._sums.get(_pooled(tensor.name))
         if sums is not None and sums[0]:
             measured = [math.sqrt(one / sums[0]) for one in sums[1:]]
-            return {k: max(v, m) for (k, v), m in zip(least.items(), measured, strict=True)}
+            found = {k: max(v, m) for (k, v), m in zip(least.items(), measured, strict=True)}
+            # Of independent errors, where few runs with noise have measured less by chance.
+            found["norm"] = max(found["norm"], found["whole"] / math.sqrt(tensor.count))
+            return found
         whole = self._formula(tensor)
         return {"whole": whole, "block": 2 * whole, "norm": whole / 2}
 

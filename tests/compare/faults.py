@@ -732,7 +732,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "dropout of the second forward": Fault(
         function("megatron.core.tensor_parallel.random", "_set_all_rng_states", one_seed),
-        ((R, "", "output"), (B, "decoder.layers.3.mlp.linear_fc2", "grad_output")),
+        ((R, "", ""), (B, "decoder.layers.3.mlp.linear_fc2", "grad_output")),
         job="dropout",
     ),
 }
