@@ -27,6 +27,8 @@ PP = ("--pipeline-model-parallel-size=2",)
 EP = ("--expert-model-parallel-size=2", "--moe-grouped-gemm")
 LAYOUTS = {"tensor": SP, "stages": PP}
 NOISE = (1, 2, 3)
+DAILY = ("qwen3-next-tensor", "deepseek-v3-stages", "gpt-oss-tensor")
+WEEKLY = [one for name in CASES for way in LAYOUTS if (one := f"{name}-{way}") not in DAILY]
 
 
 def train(flags: list[str]) -> None:
@@ -62,6 +64,8 @@ def run(pool: Any, ranks: int, flags: list[str]) -> None:
     pool.run(ranks, train, flags, setup="tests.support.warm", backend=None, timeout=120)
 
 
+@pytest.mark.slow
+@pytest.mark.weekly_cases(*WEEKLY)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_family_is_recorded_whole_in_every_layout(trusted, rank_pool, tmp_path, name, layout):
