@@ -69,7 +69,8 @@ TRIED = {
     "several tensors": _PP + "--use-multiparameter-pipeline-model-parallel "
     "--use-manual-layer-allocation --manual-layers 3,1",
     "schedule in memory": _PP + "--pipeline-schedule auto --pipeline-memory-limit 8 "
-    "--pipeline-schedule-dump {folder}/schedule.csv",
+    "--pipeline-schedule-dump {folder}/schedule.csv --pipeline-costs 1,1,1 "
+    "--pipeline-trace {folder}/trace",
     "fold order": _VIRTUAL + "--fold-mode aiao --fold-order strict",
     "automated": _PP + "--automated-pipeline",
     "on the host": _TP
