@@ -119,6 +119,32 @@ def ended_backwards(repaired: bool) -> tuple[list[int], list[int]]:
     return begun, ended
 
 
+def dense_layer_at_the_end(repaired: bool) -> list[float]:
+    """What the last part of a layer without experts makes of 1, in the middle and at the end."""
+    from megatron.core.models.gpt import fine_grained_callables
+
+    from mindspeed import session
+    from mindspeed.adaptor.repairs.experts import expert_overlap
+
+    if not repaired:
+        session.current().engine.remove(expert_overlap.PATCHES[-1].owner)
+    layer = SimpleNamespace(
+        mlp=torch.nn.Identity(),
+        config=SimpleNamespace(moe_token_dispatcher_type="alltoall"),
+        init_backward_dw_wrapper=lambda: None,
+        backward_dw_wrapper=None,
+        _forward_mlp=lambda x: x + 1,
+    )
+    parts, _ = fine_grained_callables.build_transformer_layer_callables(layer)
+    decoder = SimpleNamespace(final_layernorm=lambda x: 10 * x)
+    chunk = SimpleNamespace(model=SimpleNamespace(decoder=decoder))
+    found = []
+    for last in (False, True):
+        node = SimpleNamespace(chunk_state=chunk, is_last_layer=last, is_mtp=False)
+        found.append(float(parts[2](node, torch.ones(1, requires_grad=True))))
+    return found
+
+
 def rows_of_one_expert(repaired: bool) -> tuple[bool, list[torch.Tensor | None]]:
     """One local expert: whether the schedule frees its rows, and its gradients then."""
     from mindspeed.journal import Journal

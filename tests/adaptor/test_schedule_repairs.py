@@ -42,6 +42,13 @@ def test_backwards_of_every_chunk_are_ended(ranks, repaired):
 
 
 @brought_by("0.16")
+@pytest.mark.parametrize("repaired", [False, True])
+def test_a_last_layer_without_experts_is_followed_by_the_final_norm(ranks, repaired):
+    (found,) = ranks(1, schedule_ranks.dense_layer_at_the_end, repaired, setup=ADAPTOR)
+    assert found == [2.0, 20.0 if repaired else 2.0]
+
+
+@brought_by("0.16")
 def test_rows_of_a_single_expert_outlive_their_dispatch(ranks):
     """Without the copy of feature moe-fb-overlap its weight gradients are made of freed memory."""
     ((freed, broken),) = ranks(1, schedule_ranks.rows_of_one_expert, False, setup=ADAPTOR)

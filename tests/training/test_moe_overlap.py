@@ -102,3 +102,14 @@ def test_every_layer_executes_the_program(rank_pool):
         for programs in rank_pool.run(2, executed, [*model, flag], setup=SETUP, backend=None):
             assert len(programs) == 4 * 2
             assert all(hidden in program for program in programs)
+
+
+@pytest.mark.slow
+def test_a_model_may_end_with_a_layer_without_experts(one_rank):
+    """Megatron's schedule of overlapped experts left out its final norm."""
+    dense = f"{MOE} --moe-layer-freq [0,1,1,0] --untie-embeddings-and-output-weights --bf16"
+    reference, layout = one_rank(dense), f"{VPP} {EP}"
+    plain = reference.train(4, layout)
+    records = reference.train(4, f"{layout} --moe-fb-overlap")
+    for name in ("lm_loss", "grad_norm"):
+        assert column(records, name) == column(plain, name)

@@ -10,10 +10,15 @@ Where: what ``--overlap-moe-expert-parallel-comm`` (and this library's ``--moe-f
   Symptom: silent; the projections are not trained.
 * ``TransformerConfig`` takes ``mtp_num_layers=0`` for multi-token prediction (PR 5912). Symptom: an
   assertion.
+* ``fine_grained_callables.build_transformer_layer_callables`` applies the final norm in the part of
+  experts that combines their rows, so a model whose last layer is dense
+  (``--moe-layer-freq [0,1,1,0]``) has none (found here). Symptom: silent; a wrong loss, and a
+  fiftieth of the gradient norm.
 
 Fix: the end of the backward runs for chunk 0, too; projections compute their gradients on the
-streams on which their backward ran; 0 layers are none.
-Versions: since 0.15; chunk 0 <0.18, projections 0.16, no layers <0.19.
+streams on which their backward ran; 0 layers are none; the last part of a dense layer applies the
+final norm.
+Versions: since 0.15; chunk 0 <0.18, projections 0.16, no layers <0.19, final norm since 0.16.
 """
 
 from __future__ import annotations
@@ -74,6 +79,33 @@ def without_empty_prediction(original: Callable[..., None]) -> Callable[..., Non
     return __post_init__
 
 
+def norm_after_dense_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``build_transformer_layer_callables``."""
+
+    def build_transformer_layer_callables(layer: Any) -> Any:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.utils import make_viewless_tensor
+
+        parts, weight_gradients = original(layer)
+        if isinstance(layer.mlp, MoELayer):
+            return parts, weight_gradients
+        perceptron = parts[_PERCEPTRON]
+
+        def last_part(node: Any, *args: Any, **kwargs: Any) -> Any:
+            output = perceptron(node, *args, **kwargs)
+            norm = node.chunk_state.model.decoder.final_layernorm
+            if norm is None or not node.is_last_layer:
+                return output
+            return make_viewless_tensor(inp=norm(output), requires_grad=True, keep_graph=True)
+
+        return [*parts[:_PERCEPTRON], last_part, *parts[_PERCEPTRON + 1 :]], weight_gradients
+
+    return build_transformer_layer_callables
+
+
+_PERCEPTRON = 2
+"""Its place after attention and dispatch."""
+
 PATCHES = (
     repair(
         "megatron.core.pipeline_parallel.combined_1f1b:"
@@ -96,5 +128,12 @@ PATCHES = (
         "0 layers of multi-token prediction are none",
         expects="(self)",
         versions=">=0.15,<0.19",
+    ),
+    repair(
+        "megatron.core.models.gpt.fine_grained_callables:build_transformer_layer_callables",
+        norm_after_dense_layer,
+        "a last layer without experts is followed by the final norm",
+        expects="(layer)",
+        versions=">=0.16",
     ),
 )
