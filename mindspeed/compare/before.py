@@ -99,6 +99,33 @@ def other_model(a: Recording, b: Recording) -> tuple[Name, str] | None:
     return None
 
 
+def lost_pass(a: Recording, b: Recording) -> tuple[Name, str] | None:
+    """The first tensor of a pass of which only one run has recorded anything, and a sentence."""
+    if a.missing or b.missing:
+        return None
+    for whose, other, own, more in (("A", "B", a, b), ("B", "A", b, a)):
+        there = {(name.step, name.when) for name in more.tensors}
+        lost = (
+            name
+            for name in own.tensors
+            if name.when in ("forward", "backward")
+            and name.step in more.steps
+            and (name.step, name.when) not in there
+        )
+        if _records_alike(own, more) and (name := next(lost, None)) is not None:
+            return name, (
+                f"{other} has recorded nothing of the {name.when} of step {name.step}, of which "
+                f"{whose} has {name.module} and more: its recording failed"
+            )
+    return None
+
+
+def _records_alike(a: Recording, b: Recording) -> bool:
+    """Whether both jobs were asked for the same tensors."""
+    names = ("record_what", "record_micro_batches")
+    return all(a.job.get(name) == b.job.get(name) for name in names)
+
+
 def _weights(run: Recording, step: int) -> Mapping[Name, tuple[int, int]]:
     return {
         name: tensor.shape

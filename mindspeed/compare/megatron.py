@@ -27,6 +27,7 @@ from mindspeed.compare.digest import Place, bits
 from mindspeed.compare.forced import ForcedValues, Replace
 from mindspeed.compare.megatron_experts import ExpertHooks, layers_of
 from mindspeed.compare.megatron_modules import (
+    called_for,
     flattened,
     global_names,
     input_columns,
@@ -214,15 +215,15 @@ class MegatronHooks:
         return run
 
     def _hook(self, chunk: _Chunk) -> None:
-        module = chunk.module
+        module, called = chunk.module, called_for(chunk.wrapped)
         assert self._ranks is not None
         self._handles.append(
-            module.register_forward_pre_hook(
+            called.register_forward_pre_hook(
                 functools.partial(self._begin_micro_batch, chunk), with_kwargs=True
             )
         )
         if module.post_process:
-            self._handles.append(module.register_forward_hook(functools.partial(self._loss, chunk)))
+            self._handles.append(called.register_forward_hook(functools.partial(self._loss, chunk)))
         for path, inner in module.named_modules():
             if not is_recorded(path, inner):
                 continue
@@ -285,7 +286,8 @@ class MegatronHooks:
                 counts = counted(scores[here], chosen[here].bool(), own)
                 self._recorder.add_counts(number, call.name, GAPS, counts, own)
 
-    def _begin_micro_batch(self, chunk: _Chunk, module: Any, args: Any, kwargs: Any) -> None:
+    def _begin_micro_batch(self, chunk: _Chunk, called: Any, args: Any, kwargs: Any) -> None:
+        module = chunk.module
         assert self._ranks is not None
         if chunk.current is not None or in_backward():
             return  # recomputed, or a second forward of a forward step

@@ -24,6 +24,14 @@ def unwrapped(model: Any) -> Any:
     return unwrapped(inner.module) if is_fsdp(inner) else inner
 
 
+def called_for(model: Any) -> Any:
+    """The module of a chunk whose hooks run: Megatron-FSDP only calls ``forward`` of its own."""
+    from megatron.core.utils import unwrap_model
+
+    inner = unwrap_model(model)
+    return inner if is_fsdp(inner) else unwrapped(model)
+
+
 def is_fsdp(module: Any) -> bool:
     """Whether it is Megatron's wrapper that shares parameters in flat buffers."""
     return type(module).__name__ == "MegatronFSDP"

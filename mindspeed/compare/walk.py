@@ -118,6 +118,8 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
             "--record-what"
         )
     _find_first(result, a, b)
+    if result.equal and (lost := before.lost_pass(a, b)) is not None:
+        result.first = Finding(*lost)
     return result
 
 

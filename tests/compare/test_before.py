@@ -155,3 +155,12 @@ def test_terms_of_a_sum_are_added(tmp_path):
     recorder.end()
     (wanted,) = read(tmp_path / "whole").tensors.values()
     torch.testing.assert_close(found.sketch, wanted.sketch, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_that_one_run_has_not_recorded_is_no_equality(tmp_path):
+    a, b = recorded(tmp_path / "a"), recorded(tmp_path / "b", batches=())
+    found = compare(a, b)
+    assert found.first is not None
+    assert found.first.verdict.startswith("B has recorded nothing of the forward of step 0")
+    chosen = recorded(tmp_path / "c", batches=(), record_what=["weights"])
+    assert compare(a, chosen).equal
