@@ -30,6 +30,7 @@ DAILY = (
     "fp16, other loss scale",
     "fp8 blockwise, tensor",
 )
+TIE = "because two scores are as close as rounding"
 NAMES = [*DAILY, *(name for name in PAIRS if name not in DAILY)]
 
 
@@ -45,7 +46,7 @@ def campaign(rank_pool, tmp_path_factory) -> Campaign:
 def test_runs_are_equal_within_rounding(campaign, pair):
     result = campaign.equal(PAIRS[pair])
     assert result.equal, result.first
-    assert not result.before
+    assert all(TIE in sentence for sentence in result.before)  # a processor may round to one
     assert "B" not in result.only, result.only
     assert len(result.rows) > 200
 

@@ -16,7 +16,7 @@ SETUP = "tests.support.warm"
 SMALL = "--num-layers 2 --seq-length 32 --train-iters 3"
 EXPERTS = """
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
-    --num-query-groups 4 --seq-length 32 --vocab-size 120 --train-iters 20 --bf16
+    --num-query-groups=4 --seq-length 32 --vocab-size 120 --train-iters 20 --bf16
     --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
     --moe-aux-loss-coeff 1e-2 --micro-batch-size 1 --global-batch-size 8
     --moe-token-dispatcher-type alltoall --moe-grouped-gemm --transformer-impl transformer_engine
@@ -40,9 +40,7 @@ def words_of(given: str, *more: str) -> list[str]:
         if word.startswith("~"):
             flags.remove(word[1:])
     if "--multi-latent-attention" in flags:  # it has no groups of queries
-        while "--num-query-groups" in flags:
-            index = flags.index("--num-query-groups")
-            del flags[index : index + 2]
+        flags = [word for word in flags if not word.startswith("--num-query-groups=")]
     return flags
 
 
