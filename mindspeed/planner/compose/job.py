@@ -103,9 +103,12 @@ class Tracer:
         few = with_data_parallel(layout, FEW * _fewest(layout))
         times = (few.dp / layout.dp - 1) / (1 / 2 - 1)  # of the difference that twice as many make
         shared = shape.distributed_optimizer
+        # Layers of experts keep bytes for the end of the step, and fp8 scales weights once in it.
+        quantizes = self.job.gives("fp8") or "fp8" in str(layout.precision)
+        grows_in_layers = quantizes or EXPERT in shape.layer_kinds
 
         def traced(covers: Sequence[Cover]) -> list[RankTrace]:
-            if EXPERT not in shape.layer_kinds:  # whose layers keep bytes for the end of the step
+            if not grows_in_layers:
                 covers = [one.with_bare_growth() for one in covers]
             leaves = [leaf for x in covers for leaf in [one for one, _ in x.sources] or [x]]
             points = [point for leaf in leaves for point in leaf.points]
