@@ -21,8 +21,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed.compare.collectives import CollectiveRecorder, expected_bytes
 from mindspeed.compare.forced import ForcedValues
+from mindspeed.compare.kinds import COLLECTIVES
 from mindspeed.compare.megatron import MegatronHooks
+from mindspeed.compare.megatron_modules import layers_of_rank, named_modules
 from mindspeed.compare.megatron_operators import OperatorHooks
 from mindspeed.compare.megatron_optimizer import learning_rate
 from mindspeed.compare.noise import Noise
@@ -72,6 +75,7 @@ class JobRecording:
         self._calls = 0
         self._hooks: MegatronHooks | None = None
         self._recorder: Recorder | None = None
+        self._collectives: CollectiveRecorder | None = None
         self._ends_with_optimizer = False
 
     @contextlib.contextmanager
@@ -106,6 +110,14 @@ class JobRecording:
                     self._job if options.level == "full" else None,
                 )
                 inner = operators.around(function, number, lambda: hooks.micro_batch)
+            if COLLECTIVES in options.what:
+                self._collectives = CollectiveRecorder(
+                    number,
+                    named_modules(given["model"]),
+                    lambda: hooks.micro_batch,
+                    hooks.rounds,
+                )
+                inner = self._watched(inner)
             result = hooks.around(inner, number, given)
             hooks.gradients()
             assert self._recorder is not None
@@ -126,13 +138,27 @@ class JobRecording:
             if self._recorder is None or self._recorder.step is None:
                 return step(*args, **kwargs)
             rate = learning_rate(optimizer)
-            result = step(*args, **kwargs)
+            result = self._watched(step)(*args, **kwargs)
             self._prepared().optimizer(optimizer, rate, result[1])
             self._end()
             return result
 
         optimizer.step = run
         return optimizer
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose collectives are recorded, if they are in this step; then written."""
+        collectives = self._collectives
+        if collectives is None:
+            return function
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with collectives.watching():
+                result = function(*args, **kwargs)
+            collectives.write(self._options.directory, dist.get_rank())
+            return result
+
+        return run
 
     def _check_size(self, given: Mapping[str, Any]) -> None:
         """Say what the recording will take, before the first step.
@@ -144,6 +170,9 @@ class JobRecording:
         pieces, values = self._prepared().expected(given)
         size = pieces * BYTES_OF_PIECE + (values if options.level == "full" else 0)
         size += pieces * BYTES_OF_SAMPLE if options.level != "summary" else 0
+        if COLLECTIVES in options.what:
+            batches = len(options.micro_batches) or given["num_microbatches"]
+            size += expected_bytes(layers_of_rank(given["model"]), batches, ranks)
         make_dirs(options.directory)
         free = shutil.disk_usage(options.directory).free
         total = size * ranks * len(options.steps)
@@ -180,6 +209,7 @@ class JobRecording:
         return self._hooks
 
     def _end(self) -> None:
+        self._collectives = None
         if self._recorder is not None:
             self._recorder.end()
 

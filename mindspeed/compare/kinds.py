@@ -1,6 +1,6 @@
-"""Kinds of tensors that a job records: the values of ``--record-what``."""
+"""Kinds of tensors that a job records: the values of ``--record-what``, and those by default."""
 
-WHAT = (
+DEFAULT = (
     "inputs",
     "activations",
     "output-gradients",
@@ -11,3 +11,5 @@ WHAT = (
     "loss",
     "rng",
 )
+COLLECTIVES = "collectives"
+WHAT = (*DEFAULT, COLLECTIVES)

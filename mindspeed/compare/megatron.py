@@ -115,6 +115,14 @@ class MegatronHooks:
         self.micro_batch = 0
         """Number in the step of the micro-batch whose forward runs."""
 
+    @property
+    def rounds(self) -> set[int]:
+        """The recorded micro-batches, and those that run on other ranks at the same time."""
+        from megatron.core import parallel_state as state
+
+        ranks = state.get_data_parallel_world_size()
+        return {one // ranks * ranks + rank for one in self._only for rank in range(ranks)}
+
     def expected(self, options: Mapping[str, Any]) -> tuple[int, int]:
         """About how many pieces this rank will record in a step, and the bytes of their tensors.
 

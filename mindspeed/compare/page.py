@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from mindspeed.compare.collective_walk import Collectives
 from mindspeed.compare.digest import sample_of
 from mindspeed.compare.names import layer_of
 from mindspeed.compare.operator_walk import OperatorFinding
@@ -42,6 +43,7 @@ def lines(result: Result, a: Recording, b: Recording) -> Iterator[str]:
     if result.operator is not None:
         yield from operator_lines(result.operator)
         yield ""
+    yield from _collectives(result.collectives)
     yield from _table(result)
     yield ""
     yield from _limits(result)
@@ -125,6 +127,26 @@ def operator_lines(found: OperatorFinding) -> Iterator[str]:
     yield f"  {what} differs by {found.error:.2g}{ranks}"
 
 
+def _collectives(found: Collectives) -> Iterator[str]:
+    """What is wrong with the collectives, where they are recorded."""
+    if not found.checked and not found.unchecked:
+        return
+    for one in found.wrong[:_OTHERS]:
+        yield f"collective of {one.run}: {one}"
+    if (more := len(found.wrong) - _OTHERS) > 0:
+        yield f"and {more} more (--json has all)"
+    if found.only is not None:
+        yield f"collectives differ first in {found.only}"
+    yield (
+        f"collectives: in {found.checked:,} all ranks got what was given"
+        if (not found.wrong)
+        else f"collectives: {len(found.wrong)} of {found.checked:,} are wrong"
+    )
+    for text, count in found.unchecked.items():
+        yield f"  {count:,} not checked: {text}"
+    yield ""
+
+
 def _table(result: Result) -> Iterator[str]:
     """Relative error by layer: the largest of its tensors; * where it is more than rounding."""
     cells: defaultdict[str, dict[str, Row]] = defaultdict(dict)
@@ -191,6 +213,12 @@ def as_data(result: Result) -> dict[str, Any]:
         if first is None
         else {**first.name._asdict(), "verdict": first.verdict, "enters": list(first.enters)},
         "operator": None if result.operator is None else asdict(result.operator),
+        "collectives": {
+            "checked": result.collectives.checked,
+            "wrong": [{"run": o.run, "text": str(o)} for o in result.collectives.wrong],
+            "only": result.collectives.only and str(result.collectives.only),
+            "unchecked": dict(result.collectives.unchecked),
+        },
         "before": result.before,
         "only": result.only,
         "forced": result.forced,

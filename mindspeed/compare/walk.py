@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from mindspeed.compare import before, verdicts
+from mindspeed.compare import before, collective_walk, verdicts
 from mindspeed.compare.digest import BLOCKS, SKETCHES, SQUARES, SUM, WIDTH
 from mindspeed.compare.names import NO_MICRO_BATCH, PASSES, Name
 from mindspeed.compare.operator_walk import OperatorFinding
@@ -58,6 +58,7 @@ class Result:
         others: Further modules that differ in such a run.
         arguments: Arguments that differ.
         operator: The first operator that differs, where both runs have recorded operators.
+        collectives: What is wrong with those of either run.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -69,11 +70,12 @@ class Result:
     others: list[Finding] = field(default_factory=list)
     arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     operator: OperatorFinding | None = None
+    collectives: collective_walk.Collectives = field(default_factory=collective_walk.Collectives)
 
     @property
     def equal(self) -> bool:
-        """Whether rounding explains every difference."""
-        return self.first is None
+        """Whether rounding explains every difference, and every collective is right."""
+        return self.first is None and not self.collectives.wrong
 
 
 def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Result:
@@ -120,7 +122,26 @@ def compare(a: Recording, b: Recording, noise: Sequence[Recording] = ()) -> Resu
     _find_first(result, a, b)
     if result.equal and (lost := before.lost_pass(a, b)) is not None:
         result.first = Finding(*lost)
+    one_layout = a.sizes == b.sizes
+    result.collectives = collective_walk.compare(a.directory, b.directory, one_layout)
+    if result.first is not None:
+        result.first = _with_collective(result.first, result)
     return result
+
+
+def _with_collective(first: Finding, result: Result) -> Finding:
+    """The first difference, and the collective that is wrong before it."""
+    name, module = first.name, ""
+    for row in result.rows:  # the module before it in its pass
+        if row.name == name:
+            break
+        if row.name[:3] == name[:3] and row.name.module != name.module:
+            module = row.name.module
+    found = result.collectives
+    for one in (*found.wrong, *([found.only] if found.only else [])):
+        if one.explains(name, module):
+            return replace(first, verdict=f"{first.verdict}; the collective before it: {one}")
+    return first
 
 
 def _rows(

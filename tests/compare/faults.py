@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.compare import transport
 from tests.compare.planting import (
     Fault,
     around,
@@ -754,5 +755,8 @@ def only_recomputed(x: torch.Tensor) -> torch.Tensor:
 SITUATIONS = {
     "little disk": Fault(little_disk, ()),
     "recomputed otherwise": Fault(output(FC1, only_recomputed), ()),
+    "received rows rolled": Fault(nothing, (), before=transport.rolled),
+    "one bit of a sum": Fault(transport.during(FC2), (), before=transport.flipped_on_one_rank),
+    "all-reduce left out": Fault(transport.left_out(FC2), ()),
 }
-"""Planted like faults, of which there is nothing to find."""
+"""Planted like faults, which are found elsewhere than in the first tensor that differs."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed.compare.kinds import WHAT
+from mindspeed.compare.kinds import DEFAULT, WHAT
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
@@ -41,7 +41,9 @@ class Record(
     record_by_sample: bool = flag(
         False, "digests of each sample, to compare runs with other micro-batch sizes"
     )
-    record_what: tuple[str, ...] = flag(WHAT, "kinds of tensors that are recorded")
+    record_what: tuple[str, ...] = flag(
+        DEFAULT, "kinds of tensors that are recorded; collectives: messages between ranks, too"
+    )
     record_level: Literal["summary", "sample", "full"] = flag(
         "summary", "summary: digests; sample: 16 elements of each tensor, too; full: all of it"
     )
