@@ -99,7 +99,7 @@ def described(message: Message) -> str:
     if message.when == "step":
         return f"{text}, outside of the model"
     batch = message.micro_batch
-    text += f", in {message.when} of {message.module or 'the model'}"
+    text += f", in {message.when} of {message.module or 'no module'}"
     return text if batch == NO_MICRO_BATCH else f"{text}, micro-batch {batch}"
 
 
@@ -116,7 +116,7 @@ def _one_is_inside(one: str, other: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """A message of a rank with its digests."""
 
     message: Message
@@ -136,7 +136,7 @@ class _Call:
         return parts[index if len(parts) > 1 else 0]
 
 
-Calls = dict[int, dict[int, list[_Call]]]
+Calls = dict[int, dict[int, list[Call]]]
 
 
 def read(directory: Path) -> Calls:
@@ -148,7 +148,7 @@ def read(directory: Path) -> Calls:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    found: defaultdict[int, dict[int, list[_Call]]] = defaultdict(dict)
+    found: defaultdict[int, dict[int, list[Call]]] = defaultdict(dict)
     for path in sorted(directory.glob("step-*/collectives-*.jsonl")):
         step, rank = (int(name.rpartition("-")[2]) for name in (path.parent.name, path.stem))
         try:
@@ -157,7 +157,7 @@ def read(directory: Path) -> Calls:
         except (ValueError, OSError, SafetensorError) as error:
             raise DataError(f"{path}: damaged, record again: {error}") from error
         found[step][rank] = [
-            _Call(
+            Call(
                 Message(**{**line, "ranks": tuple(line["ranks"]), "way": tuple(line["way"])}),
                 data["bits"],
                 data["sums"],
@@ -181,15 +181,26 @@ def compare(a: Path, b: Path, one_layout: bool) -> Collectives:
     result, here, there = Collectives(), read(a), read(b)
     for run, calls in (("A", here), ("B", there)):
         for step in sorted(calls):
-            _check(result, run, step, calls[step])
+            found = wrong(run, step, calls[step])
+            result.wrong += found.wrong
+            result.checked += found.checked
+            result.unchecked += found.unchecked
     if one_layout:
         for step in sorted(here.keys() & there.keys()):
             result.only = result.only or _first_of_one(step, here[step], there[step])
     return result
 
 
-def _check(result: Collectives, run: str, step: int, ranks: Mapping[int, list[_Call]]) -> None:
-    together: dict[tuple[object, ...], dict[int, _Call]] = {}
+def wrong(run: str, step: int, ranks: Mapping[int, list[Call]]) -> Collectives:
+    """Check the calls of a step.
+
+    Args:
+        run: ``A`` or ``B``.
+        step: Number of the step.
+        ranks: Calls of each rank, in its order.
+    """
+    result = Collectives()
+    together: dict[tuple[object, ...], dict[int, Call]] = {}
     for rank, calls in ranks.items():
         seen: Counter[tuple[object, ...]] = Counter()
         for call in calls:
@@ -199,17 +210,18 @@ def _check(result: Collectives, run: str, step: int, ranks: Mapping[int, list[_C
             together.setdefault((*key, seen[key]), {})[rank] = call
     for same in together.values():
         first = next(iter(same.values())).message
-        reason, wrong = _wrong(same)
+        reason, text = _wrong(same)
         if reason:
             if first.op != "barrier":
                 result.unchecked[f"{first.op}: {reason}"] += 1
             continue
         result.checked += 1
-        if wrong:
-            result.wrong.append(CollectiveFinding(run, step, first, wrong))
+        if text:
+            result.wrong.append(CollectiveFinding(run, step, first, text))
+    return result
 
 
-def _wrong(calls: Mapping[int, _Call]) -> tuple[str, str]:
+def _wrong(calls: Mapping[int, Call]) -> tuple[str, str]:
     """Why a collective is not checked, and what is wrong with it; both empty where it is right."""
     first = next(iter(calls.values())).message
     ranks = first.way if len(first.way) == 2 else first.ranks
@@ -251,7 +263,7 @@ def _not_given(receivers: Sequence[int], senders: Sequence[int]) -> str:
     return f"what {_ranks(receivers)} got is not what {_ranks(senders)} gave"
 
 
-def _of_sum(first: Message, calls: Sequence[_Call]) -> tuple[str, str]:
+def _of_sum(first: Message, calls: Sequence[Call]) -> tuple[str, str]:
     ranks, size = first.ranks, len(first.ranks)
     whole = first.op == "all_reduce"
     if whole and size > 1:
@@ -293,7 +305,7 @@ def _other_bits(others: Sequence[int], ranks: Sequence[int]) -> str:
 
 
 def _first_of_one(
-    step: int, a: Mapping[int, list[_Call]], b: Mapping[int, list[_Call]]
+    step: int, a: Mapping[int, list[Call]], b: Mapping[int, list[Call]]
 ) -> CollectiveFinding | None:
     """The first call that only one run makes, on the first rank that has one."""
     for rank in sorted(a.keys() & b.keys()):
@@ -309,7 +321,7 @@ def _first_of_one(
     return None
 
 
-def _key(call: _Call) -> tuple[object, ...]:
+def _key(call: Call) -> tuple[object, ...]:
     own = call.message
     what = own.op, own.ranks, own.way, own.bytes, own.dtype
     return (*what, own.when, own.micro_batch, own.module)

@@ -20,7 +20,7 @@ import functools
 import json
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,15 @@ from mindspeed.compare.digest import WIDTH, Place, bits, digest
 from mindspeed.compare.names import NO_MICRO_BATCH
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
+from mindspeed.instruments.instrument import PhaseTracker
 from mindspeed.instruments.ledger import CommunicationMode
 from mindspeed.journal import Journal
 
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 SUMS = ("all_reduce", "reduce_scatter")
-BYTES_OF_LINE = 350
+BYTES_OF_LINE = 250
 BYTES_OF_PART = 8 * (WIDTH + 1)
-_OF_A_LAYER = 8  # collectives, forward and backward; no more than an estimate
+_OF_A_LAYER = 16  # collectives, with sequence parallelism and recomputation: most jobs have less
 _COLUMNS = 1016
 _REDUCING = [name for name in dir(dist.ProcessGroup) if "reduce" in name and "__" not in name]
 Part = list[torch.Tensor]
@@ -114,7 +115,7 @@ class CollectiveRecorder(CommunicationMode):
 
     Args:
         step: Number of the step.
-        modules: All modules of the model by name.
+        modules: All modules of the model with their names.
         micro_batch: Number of the one whose forward runs.
         only: Numbers of micro-batches that are recorded; empty: all.
     """
@@ -122,12 +123,12 @@ class CollectiveRecorder(CommunicationMode):
     def __init__(
         self,
         step: int,
-        modules: Mapping[str, torch.nn.Module],
+        modules: Iterable[tuple[str, torch.nn.Module]],
         micro_batch: Callable[[], int],
         only: Collection[int] = (),
     ) -> None:
-        super().__init__(self, self._ignore)  # type: ignore[arg-type]  # it asks for the phase only
-        self._step, self._modules, self._micro_batch = step, modules, micro_batch
+        super().__init__(PhaseTracker(), lambda event: None)
+        self._step, self._modules, self._micro_batch = step, list(modules), micro_batch
         self._only = frozenset(only)
         self.messages: list[Message] = []
         self._bits: list[torch.Tensor] = []
@@ -137,14 +138,6 @@ class CollectiveRecorder(CommunicationMode):
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self._running, self._marks = _Running(), defaultdict[int, _Marks](_Marks)
         self._reduction = ""
-
-    @staticmethod
-    def _ignore(event: Any) -> None:
-        """What the ledger does with an event: this recorder takes them itself."""
-
-    def current(self) -> str:
-        """The pass that runs on this thread, as a ledger asks for it."""
-        return self._place()[0]
 
     # ------------------------------------------------------------------ where the rank is
 
@@ -195,7 +188,7 @@ class CollectiveRecorder(CommunicationMode):
         journal, group = Journal(), dist.ProcessGroup
         with contextlib.ExitStack() as stack:
             stack.callback(journal.undo)
-            for name, module in self._modules.items():
+            for name, module in self._modules:
                 begin = module.register_forward_pre_hook(functools.partial(self._begin, name))
                 end = module.register_forward_hook(self._end, always_call=True)
                 stack.callback(begin.remove)

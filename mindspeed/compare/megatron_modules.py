@@ -57,18 +57,19 @@ def global_names(chunk: Any) -> dict[str, str]:
     return {path: renamed(path) for path, _ in chunk.named_modules()}
 
 
-def named_modules(model: Any) -> dict[str, Any]:
-    """All modules of this rank's chunks by their names in the whole model."""
-    found: dict[str, Any] = {}
-    for chunk in model if isinstance(model, list) else [model]:
-        inner = unwrapped(chunk)
-        found |= {name: inner.get_submodule(path) for path, name in global_names(inner).items()}
-    return found
+def named_modules(model: Any) -> list[tuple[str, Any]]:
+    """All modules of this rank's chunks with their names in the whole model."""
+    chunks = [unwrapped(one) for one in (model if isinstance(model, list) else [model])]
+    return [
+        (name or "model", chunk.get_submodule(path))
+        for chunk in chunks
+        for path, name in global_names(chunk).items()
+    ]
 
 
 def layers_of_rank(model: Any) -> int:
     """How many layers a rank has."""
-    return sum(bool(re.search(r"(^|\.)layers\.\d+$", name)) for name in named_modules(model))
+    return sum(bool(re.search(r"(^|\.)layers\.\d+$", name)) for name, _ in named_modules(model))
 
 
 def is_recorded(path: str, module: Any) -> bool:

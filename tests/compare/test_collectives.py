@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from mindspeed.cli.main import main
 from mindspeed.compare import collective_walk
-from tests.compare.faults import FC2
+from mindspeed.compare.collectives import CollectiveRecorder
+from mindspeed.compare.digest import SKETCHES, WIDTH
+from tests.compare.faults import ATTENTION, FC2
 from tests.compare.job import Runs
 from tests.compare.layouts import JOBS, RECOMPUTED, SP2, TP2
 from tests.support.lazy import needs
 
 needs("megatron.core")
 
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "recv", "send")
 RECORDED = "--record-what activations collectives"
 PP2 = "--pipeline-model-parallel-size 2"
 RING = "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo"
-EQUAL = {  # flags, operations that are checked
-    "pipeline, stages": (PP2, {"send", "all_reduce"}),
-    "tensor, sequence": (f"{SP2} {RECOMPUTED}", {"all_gather", "reduce_scatter", "all_reduce"}),
-    "ring": (RING, {"send", "all_reduce"}),
-    "ulysses": ("--context-parallel-size 2", {"all_to_all", "all_reduce"}),
+FC1 = FC2.replace("fc2", "fc1")
+EQUAL = {  # flags, some of the calls
+    "pipeline, chunks": (
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1",
+        {("send", "step", ""), ("all_reduce", "step", "")},
+    ),
+    "tensor, sequence": (
+        f"{SP2} {RECOMPUTED}",
+        {
+            ("all_gather", "forward", FC1),
+            ("reduce_scatter", "recompute", FC2),
+            ("all_gather", "backward", FC2),
+            ("reduce_scatter", "backward", FC1),
+            ("all_reduce", "forward", "model"),
+        },
+    ),
+    "ring": (RING, {("send", way, ATTENTION) for way in ("forward", "backward")}),
+    "ulysses": (
+        "--context-parallel-size 2",
+        {("all_to_all", way, ATTENTION) for way in ("forward", "backward")},
+    ),
     "optimizer": (
         "--use-distributed-optimizer --overlap-grad-reduce",
-        {"reduce_scatter", "all_gather"},
+        {("reduce_scatter", "step", ""), ("all_gather", "step", "")},
     ),
 }
 
@@ -36,9 +58,59 @@ def page(capsys, a, b, status):
     return capsys.readouterr().out
 
 
-def ops(path):
-    calls = collective_walk.read(path)[0]
-    return Counter(call.message.op for own in calls.values() for call in own)
+def messages(path):
+    """Those of all ranks."""
+    return [call.message for own in collective_walk.read(path)[0].values() for call in own]
+
+
+def every_operation(folder):
+    """Call each operation in several dtypes and sizes, and write what was recorded."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    recorder = CollectiveRecorder(0, [], lambda: 0)
+    generator = torch.Generator().manual_seed(rank)
+    with recorder.watching():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+            for rows in (0, 1, 700):
+                x = (torch.randn(ranks * rows, 130, generator=generator) * 9).to(dtype)
+                for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+                    dist.all_reduce(x.clone(), op)
+                dist.all_reduce(x.clone(), async_op=True).wait()
+                dist.all_gather([torch.empty_like(x) for _ in range(ranks)], x)
+                part = x.new_empty(rows, 130)
+                dist.reduce_scatter_tensor(part, x)
+                dist.all_gather_into_tensor(x, part)
+                dist.reduce_scatter(part, list(x.chunk(ranks)) if rows else [x] * ranks)
+                dist.broadcast(x, ranks - 1)
+                dist.all_to_all_single(torch.empty_like(x), x)
+                splits = [rows * (1 + (rank == to)) for to in range(ranks)]
+                own = torch.randn(sum(splits), 130, generator=generator).to(dtype)
+                dist.all_to_all_single(torch.empty_like(own), own, splits, splits)
+                to, of = (rank + 1) % ranks, (rank - 1) % ranks
+                pair = [dist.P2POp(dist.isend, x, to), dist.P2POp(dist.irecv, own[: len(x)], of)]
+                for work in dist.batch_isend_irecv(pair):
+                    work.wait()
+        dist.barrier()
+    recorder.write(Path(folder), rank)
+
+
+def test_every_operation_is_right_in_every_dtype(rank_pool, tmp_path):
+    rank_pool.run(3, every_operation, str(tmp_path))
+    calls = collective_walk.read(tmp_path)[0]
+    found = collective_walk.compare(tmp_path, tmp_path, True)
+    assert not found.wrong and found.unchecked == {"all_reduce: reduction MAX": 30}
+    assert all(call.message.sent or call.message.got for own in calls.values() for call in own[:-1])
+    assert found.checked == 2 * 15 * (2 + 1 + 1 + 1 + 1 + 1 + 2 + 3)
+    far = torch.zeros(1, WIDTH, dtype=torch.float64)
+    far[:, :SKETCHES] = 1e5
+    for number, call in enumerate(calls[1]):  # one part of what rank 1 got, wrong in turn
+        if call.message.got and call.message.bytes and call.message.reduction != "MAX":
+            at = call.message.got[-1]
+            changed = call.bits.index_add(0, torch.tensor([at]), torch.tensor([1]))
+            sums = call.sums.index_add(0, torch.tensor([at]), far)
+            broken = {**calls, 1: [*calls[1]]}
+            broken[1][number] = replace(call, bits=changed, sums=sums)
+            [one] = collective_walk.wrong("B", 0, broken).wrong
+            assert "what rank 1 got is not what rank" in one.text and one.message.op in OPS
 
 
 @pytest.mark.quick_cases(2)
@@ -47,9 +119,10 @@ def test_a_right_run_has_no_finding(runs, layout):
     flags, expected = EQUAL[layout]
     path = runs.record(2, f"{flags} {RECORDED}")
     found = collective_walk.compare(path, path, True)
-    assert expected <= ops(path).keys()
+    assert expected <= {(one.op, one.when, one.module) for one in messages(path)}
     assert not found.wrong and found.only is None
-    assert found.unchecked.keys() <= {"all_reduce: reduction MAX"} and found.checked > 10
+    assert found.unchecked.keys() <= {"all_reduce: reduction MAX"}
+    assert found.checked + found.unchecked.total() == len(messages(path))
 
 
 @pytest.mark.slow
@@ -57,8 +130,8 @@ def test_experts_have_no_finding(rank_pool, tmp_path):
     experts = Runs(rank_pool.run, tmp_path, JOBS["experts"].flags)
     path = experts.record(2, f"--expert-model-parallel-size 2 {RECORDED} --record-micro-batches 0")
     found = collective_walk.compare(path, path, True)
-    assert ops(path)["all_to_all"] and not found.wrong and found.checked > 10
-    assert not found.unchecked
+    assert any(one.op == "all_to_all" for one in messages(path)) and not found.wrong
+    assert not found.unchecked and found.checked == len(messages(path))
 
 
 def test_a_receiver_that_rolls_its_rows_is_named(runs, capsys):
