@@ -8,8 +8,8 @@ sketches, too, which add: the sketch of the sum is the sum of the ranks' sketche
     DIR/step-000000/collectives-00003.jsonl         a line for each, in the order of the rank
     DIR/step-000000/collectives-00003.safetensors   bits [parts], sums [parts, numbers]
 
-Operators other than those of :data:`_PARTS` have a line without digests, and so has a call whose
-handle nobody waits for in Python.
+Operators other than those of :data:`_PARTS` have a line without digests, and so has a call from
+C++, or one whose handle nobody waits for.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ BYTES_OF_LINE = 250
 BYTES_OF_PART = 8 * (WIDTH + 1)
 _OF_A_LAYER = 16  # collectives, with sequence parallelism and recomputation: most jobs have less
 _COLUMNS = 1016
-_REDUCING = [name for name in dir(dist.ProcessGroup) if "reduce" in name and "__" not in name]
+_WORDS = ("reduce", "gather", "scatter", "alltoall", "all_to_all", "broadcast", "send", "recv")
+_METHODS = [
+    name
+    for name in dir(dist.ProcessGroup)
+    if "__" not in name and any(word in name for word in _WORDS)
+]
 Part = list[torch.Tensor]
 
 
@@ -135,6 +140,7 @@ class CollectiveRecorder(CommunicationMode):
         self._sums: list[torch.Tensor] = []
         self._pending: dict[Any, list[tuple[Message, list[Part]]]] = {}
         self._window: list[tuple[Message, list[Part]]] | None = None
+        self._called: list[tuple[Message, list[Part]]] = []
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self._running, self._marks = _Running(), defaultdict[int, _Marks](_Marks)
         self._reduction = ""
@@ -194,7 +200,7 @@ class CollectiveRecorder(CommunicationMode):
                 stack.callback(begin.remove)
                 stack.callback(end.remove)
             changes: list[tuple[Any, str, Any]] = [(dist.Work, "wait", self._waiting)]
-            changes += [(group, name, self._reducing) for name in _REDUCING]
+            changes += [(group, name, self._calling) for name in _METHODS]
             changes += [(group, "_start_coalescing", self._starting)]
             changes += [(group, "_end_coalescing", self._ending)]
             for holder, name, make in changes:
@@ -204,19 +210,32 @@ class CollectiveRecorder(CommunicationMode):
 
     def _waiting(self, original: Any, work: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(work, *args, **kwargs)
-        for message, parts in self._pending.pop(work, ()):
-            message.got = self._digests(message, parts)
+        self._expect(None, self._pending.pop(work, []))
         return result
 
-    def _reducing(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note which reduction is called: its operator does not tell."""
+    def _calling(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note which reduction is called: its operator does not tell. And what to wait for."""
         given = [getattr(one, "reduceOp", one) for one in (*args, *kwargs.values())]
         op = next((one for one in given if isinstance(one, _OPS)), dist.ReduceOp.SUM)
         self._reduction = next((n for n in REDUCTIONS if op == getattr(dist.ReduceOp, n)), "")
+        self._called = []
         try:
-            return original(group, *args, **kwargs)
+            work = original(group, *args, **kwargs)
         finally:
             self._reduction = ""
+        if self._window is not None:
+            self._window += self._called
+        else:
+            self._expect(work, self._called)
+        return work
+
+    def _expect(self, work: Any, calls: list[tuple[Message, list[Part]]]) -> None:
+        """Digest what calls get once their handle is waited for; at once where there is none."""
+        if work is not None:
+            self._pending[work] = calls
+            return
+        for message, parts in calls:
+            message.got = self._digests(message, parts)
 
     def _starting(self, original: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         self._window = []
@@ -226,8 +245,7 @@ class CollectiveRecorder(CommunicationMode):
         """Calls between have no handle of their own: that of all is waited for."""
         work = original(group, *args, **kwargs)
         window, self._window = self._window, None
-        if work is not None and window:
-            self._pending[work] = window
+        self._expect(work, window or [])
         return work
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -256,11 +274,7 @@ class CollectiveRecorder(CommunicationMode):
                 message.sent = self._digests(message, sent)
         result = func(*args, **kwargs)
         if got and message is not None:
-            works = [one for one in tree_leaves(result) if isinstance(one, torch.ScriptObject)]
-            if self._window is not None:
-                self._window.append((message, got))
-            elif works:
-                self._pending[dist.Work.unbox(works[-1])] = [(message, got)]
+            self._called.append((message, got))
         return result
 
     def _message(
