@@ -109,7 +109,7 @@ class _Running(threading.local):
 
 @dataclass
 class _Marks:
-    """Where the modules of a thread begin and end, by the numbers of the nodes of its graph."""
+    """Begins and ends of modules on a thread, by the numbers of the nodes of its graph."""
 
     numbers: list[int] = field(default_factory=list)
     modules: list[tuple[str, int]] = field(default_factory=list)

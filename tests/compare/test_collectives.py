@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from mindspeed.cli.main import main
 from mindspeed.compare import collective_walk
-from mindspeed.compare.collectives import CollectiveRecorder
+from mindspeed.compare.collectives import CollectiveRecorder, Message, expected_bytes
 from mindspeed.compare.digest import SKETCHES, WIDTH
+from mindspeed.compare.names import NO_MICRO_BATCH, Name
+from mindspeed.errors import DataError
 from tests.compare.faults import ATTENTION, FC2
 from tests.compare.job import Runs
 from tests.compare.layouts import JOBS, RECOMPUTED, SP2, TP2
@@ -22,6 +24,7 @@ from tests.support.lazy import needs
 needs("megatron.core")
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "recv", "send")
+DTYPES, ROWS = (torch.float32, torch.bfloat16, torch.int64), (0, 1, 100)
 RECORDED = "--record-what activations collectives"
 PP2 = "--pipeline-model-parallel-size 2"
 RING = "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo"
@@ -69,8 +72,8 @@ def every_operation(folder):
     recorder = CollectiveRecorder(0, [], lambda: 0)
     generator = torch.Generator().manual_seed(rank)
     with recorder.watching():
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
-            for rows in (0, 1, 700):
+        for dtype in DTYPES:
+            for rows in ROWS:
                 x = (torch.randn(ranks * rows, 130, generator=generator) * 9).to(dtype)
                 for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
                     dist.all_reduce(x.clone(), op)
@@ -97,9 +100,14 @@ def test_every_operation_is_right_in_every_dtype(rank_pool, tmp_path):
     rank_pool.run(3, every_operation, str(tmp_path))
     calls = collective_walk.read(tmp_path)[0]
     found = collective_walk.compare(tmp_path, tmp_path, True)
-    assert not found.wrong and found.unchecked == {"all_reduce: reduction MAX": 30}
+    times = 2 * len(DTYPES) * len(ROWS)  # the run is A and B
+    assert not found.wrong and found.unchecked == {"all_reduce: reduction MAX": times}
     assert all(call.message.sent or call.message.got for own in calls.values() for call in own[:-1])
-    assert found.checked == 2 * 15 * (2 + 1 + 1 + 1 + 1 + 1 + 2 + 3)
+    assert found.checked == times * (2 + 1 + 1 + 1 + 1 + 1 + 2 + 3)
+    path = tmp_path / "step-000000" / "collectives-00001.jsonl"
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(DataError, match="damaged, record again"):
+        collective_walk.read(tmp_path)
     far = torch.zeros(1, WIDTH, dtype=torch.float64)
     far[:, :SKETCHES] = 1e5
     for number, call in enumerate(calls[1]):  # one part of what rank 1 got, wrong in turn
@@ -122,6 +130,8 @@ def test_a_right_run_has_no_finding(runs, layout):
     assert expected <= {(one.op, one.when, one.module) for one in messages(path)}
     assert not found.wrong and found.only is None
     assert found.unchecked.keys() <= {"all_reduce: reduction MAX"}
+    written = sum(one.stat().st_size for one in path.glob("step-*/collectives-00000.*"))
+    assert written < 1.1 * expected_bytes(4, 2, 2)
     assert found.checked + found.unchecked.total() == len(messages(path))
 
 
@@ -161,3 +171,28 @@ def test_a_collective_that_only_one_run_calls_is_named(runs, capsys):
     )
     assert re.search(rf"the collective before it: {only}", text), text
     assert re.search(rf"collectives differ first in {only}", text)
+
+
+BEFORE = Name(0, 0, "forward", FC2, "output")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "before", "does"),
+    [
+        (("forward", 0, FC2), BEFORE, "", True),
+        (("forward", 0, FC2), BEFORE._replace(module="decoder.layers.2"), "", True),
+        (("forward", 0, FC2), BEFORE._replace(module="decoder.layers.3"), FC2, True),
+        (("forward", 0, FC2), BEFORE._replace(module="decoder.layers.20"), "", False),
+        (("forward", 1, FC2), BEFORE, "", False),
+        (("recompute", 0, FC2), BEFORE, "", False),
+        (("backward", 0, FC2), BEFORE, "", False),
+        (("step", NO_MICRO_BATCH, ""), BEFORE, "", False),
+        (("step", NO_MICRO_BATCH, ""), BEFORE._replace(when="end"), "", True),
+        (("backward", NO_MICRO_BATCH, ""), BEFORE._replace(when="end"), "", True),
+    ],
+)
+def test_which_collective_explains_a_difference(place, name, before, does):
+    message = Message("all_reduce", "0", (0, 1), 3, (), 8, "float32", "SUM", *place)
+    finding = collective_walk.CollectiveFinding("B", 0, message, "wrong")
+    assert finding.explains(name, before) == does
+    assert not finding.explains(name._replace(step=1), before)
