@@ -196,3 +196,11 @@ def test_which_collective_explains_a_difference(place, name, before, does):
     finding = collective_walk.CollectiveFinding("B", 0, message, "wrong")
     assert finding.explains(name, before) == does
     assert not finding.explains(name._replace(step=1), before)
+
+
+@pytest.mark.slow
+def test_a_wrong_collective_counts_where_no_tensor_differs(runs, capsys):
+    kinds = "--record-what weights collectives"
+    a, b = (runs.record(2, f"{TP2} {kinds}", fault) for fault in ("", "one bit of a sum"))
+    text = page(capsys, a, b, 1)
+    assert "EQUAL within rounding" in text and f"in forward of {FC2}, micro-batch 0: what" in text
