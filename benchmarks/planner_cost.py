@@ -2,9 +2,8 @@
 
     python benchmarks/planner_cost.py [--only NAME] [--json FILE]
 
-Every command starts in a process of its own, without a cache and with one counting process. Wall
-time is that of an idle machine; seconds of the processor are those of the command and of all
-processes that it started.
+Every command starts in a process of its own, without a cache, and counts in one for each core. Wall
+time is that of an idle machine; seconds of the processor are those of all these processes.
 """
 
 from __future__ import annotations
