@@ -92,7 +92,8 @@ class Bisection:
 
     def _operator(self, result: Result, a: Recording, b: Sequence[str]) -> OperatorFinding | None:
         """The first operator that differs where the first tensor does: two or four more runs."""
-        from mindspeed.compare.megatron_operators import MODEL, module_of
+        from mindspeed.compare.megatron_modules import MODEL
+        from mindspeed.compare.megatron_operators import module_of
         from mindspeed.compare.names import layer_of
 
         assert result.first is not None

@@ -33,7 +33,7 @@ from mindspeed.compare.digest import WIDTH, Place, bits, digest
 from mindspeed.compare.names import NO_MICRO_BATCH
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
-from mindspeed.instruments.instrument import PhaseTracker
+from mindspeed.instruments.instrument import PhaseTracker, in_backward
 from mindspeed.instruments.ledger import CommunicationMode
 from mindspeed.journal import Journal
 
@@ -149,7 +149,7 @@ class CollectiveRecorder(CommunicationMode):
 
     def _place(self) -> tuple[str, int, str]:
         """Pass, micro-batch and module that run on this thread."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         if self._running.modules:
             name, number = self._running.modules[-1]
             return "recompute" if backward else "forward", number, name
@@ -169,10 +169,8 @@ class CollectiveRecorder(CommunicationMode):
 
     def _begin(self, name: str, module: Any, args: Any) -> None:
         running = self._running.modules
-        if torch._C._current_graph_task_id() == -1:
-            number = self._micro_batch()
-        else:  # a second forward: that of the node that runs it
-            number = self._place()[1]
+        # A second forward is that of the node that runs it.
+        number = self._place()[1] if in_backward() else self._micro_batch()
         running.append((name, number))
         self._mark()
 

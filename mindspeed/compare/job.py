@@ -4,15 +4,13 @@
     schedule    the forward and backward of all micro-batches, recorded if the step is
     optimizer   its step: a recorded step ends after it
 
-A framework without Megatron-LM's trainer has no seam ``step``: its calls of the schedule are
-counted. Between recorded steps the model has no hooks.
+Between recorded steps the model has no hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed.adaptor.training_steps import TrainingSteps
 from mindspeed.compare.collectives import CollectiveRecorder, expected_bytes
 from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.kinds import COLLECTIVES
@@ -71,8 +70,7 @@ class JobRecording:
 
     def __init__(self, options: RecordOptions, job: Mapping[str, Any]) -> None:
         self._options, self._job = options, job
-        self._announced: int | None = None
-        self._calls = 0
+        self._steps = TrainingSteps()
         self._hooks: MegatronHooks | None = None
         self._recorder: Recorder | None = None
         self._collectives: CollectiveRecorder | None = None
@@ -81,52 +79,45 @@ class JobRecording:
     @contextlib.contextmanager
     def around_step(self, iteration: int) -> Iterator[None]:
         """Number the step that runs, at the seam ``step``."""
-        self._announced = iteration - 1
+        self._steps.announce(iteration)
         yield
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the schedule, at its seam."""
-        signature = inspect.signature(function)
+        return self._steps.watched(function, self._step)
 
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = bound(signature, args, kwargs)
-            if given.get("forward_only"):
-                return function(*args, **kwargs)
-            number = self._calls if self._announced is None else self._announced
-            if not self._calls:
-                self._check_size(given)
-            self._calls += 1
-            if number not in self._options.steps:
-                return function(*args, **kwargs)
-            hooks, options = self._prepared(), self._options
-            inner = function
-            if options.operators:
-                operators = OperatorHooks(
-                    options.directory,
-                    dist.get_rank(),
-                    options.operators,
-                    options.micro_batches,
-                    self._job if options.level == "full" else None,
-                )
-                inner = operators.around(function, number, lambda: hooks.micro_batch)
-            if COLLECTIVES in options.what:
-                self._collectives = CollectiveRecorder(
-                    number,
-                    named_modules(given["model"]),
-                    lambda: hooks.micro_batch,
-                    hooks.rounds,
-                )
-                inner = self._watched(inner)
-            result = hooks.around(inner, number, given)
-            hooks.gradients()
-            assert self._recorder is not None
-            self._recorder.write_if_not_finite()
-            if not self._ends_with_optimizer:
-                self._end()
-            return result
-
-        return run
+    def _step(self, function: Callable[..., Any], given: dict[str, Any]) -> Any:
+        number = self._steps.number
+        if self._hooks is None:
+            self._check_size(given)
+        if number not in self._options.steps:
+            return function(**given)
+        hooks, options = self._prepared(), self._options
+        inner = function
+        if options.operators:
+            operators = OperatorHooks(
+                options.directory,
+                dist.get_rank(),
+                options.operators,
+                options.micro_batches,
+                self._job if options.level == "full" else None,
+            )
+            inner = operators.around(function, number, lambda: hooks.micro_batch)
+        if COLLECTIVES in options.what:
+            self._collectives = CollectiveRecorder(
+                number,
+                named_modules(given["model"]),
+                lambda: hooks.micro_batch,
+                hooks.rounds,
+            )
+            inner = self._watched(inner)
+        result = hooks.around(inner, number, given)
+        hooks.gradients()
+        assert self._recorder is not None
+        self._recorder.write_if_not_finite()
+        if not self._ends_with_optimizer:
+            self._end()
+        return result
 
     def with_optimizer(self, optimizer: Any) -> Any:
         """Watch the optimizer, at its seam."""
@@ -212,10 +203,3 @@ class JobRecording:
         self._collectives = None
         if self._recorder is not None:
             self._recorder.end()
-
-
-def bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name; functions of features take keywords only."""
-    if not args:
-        return dict(kwargs)
-    return dict(signature.bind(*args, **kwargs).arguments)

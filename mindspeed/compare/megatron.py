@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from mindspeed.adaptor.training_steps import MicroBatchNumbers
 from mindspeed.compare.digest import Place, bits
 from mindspeed.compare.forced import ForcedValues, Replace
 from mindspeed.compare.megatron_experts import ExpertHooks, layers_of
@@ -47,6 +48,7 @@ from mindspeed.compare.noise import Noise
 from mindspeed.compare.recorder import Recorder
 from mindspeed.compare.routing import GAPS, counted, scores_of
 from mindspeed.compare.scales import gradient_scale
+from mindspeed.instruments.instrument import in_backward
 from mindspeed.journal import Journal
 
 _OUTPUTS = ("output", "choice", "logits")
@@ -205,17 +207,13 @@ class MegatronHooks:
 
     def _counted(self, forward_step: Callable[..., Any], scalars: dict[str, Any]) -> Any:
         """A forward step that notes which micro-batch runs, and its number of tokens."""
-        counts: defaultdict[int, int] = defaultdict(int)
-        assert self._ranks is not None
-        ranks = self._ranks
+        numbers = MicroBatchNumbers()
 
         @functools.wraps(forward_step)
         def run(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             inner = unwrapped(model)
             chunk = next(one for one in self._chunks if one.module is inner)
-            local = counts[id(inner)]
-            counts[id(inner)] += 1
-            self.micro_batch = local * ranks.dp_size + ranks.dp
+            self.micro_batch = numbers.next(inner)
             chunk.current = None
             output, loss_function = forward_step(data_iterator, model, *args, **kwargs)
             return output, _noting(loss_function, scalars["tokens"], self.micro_batch)
@@ -549,11 +547,6 @@ def _running(chunk: _Chunk) -> tuple[int, MicroBatchRows] | None:
     """Number and rows of the micro-batch that runs forward."""
     batch = None if in_backward() else chunk.current
     return None if batch is None else (batch.number, batch.rows)
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward: a forward that runs is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _noting(function: Callable[..., Any], tokens: dict[str, Any], number: int) -> Any:

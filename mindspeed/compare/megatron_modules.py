@@ -13,6 +13,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)(?=\.|$)")
 _NOT_RECORDED = re.compile(
     r"(^|\.)(rotary_pos_emb|embedding\..*|core_attention\..*|experts\..*|.*dropout.*)$"
 )
+MODEL = "model"
+"""Name of the whole model, as the others have it in ``--record-operators``."""
 _NO_WORK = ("IdentityOp", "IdentityFuncOp")
 
 
@@ -58,13 +60,19 @@ def global_names(chunk: Any) -> dict[str, str]:
 
 
 def named_modules(model: Any) -> list[tuple[str, Any]]:
-    """All modules of this rank's chunks with their names in the whole model."""
-    chunks = [unwrapped(one) for one in (model if isinstance(model, list) else [model])]
-    return [
-        (name or "model", chunk.get_submodule(path))
-        for chunk in chunks
-        for path, name in global_names(chunk).items()
-    ]
+    """All modules of this rank's chunks, to be hooked, with their names in the whole model.
+
+    A chunk itself is ``model``.
+    """
+    found = []
+    for chunk in model if isinstance(model, list) else [model]:
+        inner = unwrapped(chunk)
+        names = global_names(inner)
+        found += [
+            (MODEL, inner),
+            *((names[p], m) for p, m in inner.named_modules() if p),
+        ]
+    return found
 
 
 def layers_of_rank(model: Any) -> int:

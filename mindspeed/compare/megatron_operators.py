@@ -10,18 +10,15 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from mindspeed.compare.megatron_modules import global_names, unwrapped
+from mindspeed.compare.megatron_modules import MODEL, named_modules, unwrapped
 from mindspeed.compare.names import Name, layer_of
 from mindspeed.compare.operators import ModuleCall, OperatorRecorder, SavedCall
 from mindspeed.compare.saved_module import Describer
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, atomic_writer
-
-MODEL = "model"
-"""Name of the whole model, as the others have it in ``--record-operators``."""
+from mindspeed.instruments.instrument import in_backward
 
 
 def module_of(name: Name, layers: int) -> str | None:
@@ -88,15 +85,12 @@ class OperatorHooks:
             recorder = OperatorRecorder(number)
             handles, saved = [], []
             for chunk in model if isinstance(model, list) else [model]:
-                inner = unwrapped(chunk)
-                found = {MODEL: inner} | {
-                    name: inner.get_submodule(path) for path, name in global_names(inner).items()
-                }
-                self._check(inner, found)
+                found = dict(named_modules(chunk))
+                self._check(unwrapped(chunk), found)
                 for name in self._modules & found.keys():
+                    module = found[name]
                     calls = _Calls(recorder, name, micro_batch, self._only, self._job)
                     saved.append(calls)
-                    module = found[name]
                     handles += [
                         module.register_forward_pre_hook(calls.begin, with_kwargs=True),
                         module.register_forward_hook(calls.end, with_kwargs=True, prepend=True),
@@ -142,7 +136,7 @@ class _Calls:
 
     def begin(self, module: Any, args: Any, kwargs: Any) -> None:
         """Begin, in a hook before the forward."""
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = in_backward()
         if recomputed:
             call = self._calls[self._recomputed] if self._recomputed < len(self._calls) else None
             self._recomputed += 1

@@ -31,6 +31,7 @@ from mindspeed.compare.page import operator_lines
 from mindspeed.compare.saved_module import Builder
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_bytes, atomic_write_text, make_dirs
+from mindspeed.instruments.instrument import in_backward
 from mindspeed.parsing import decode_json
 
 SCRIPT = '''\
@@ -280,7 +281,7 @@ class _Collectives(TorchDispatchMode):
         """Call an operator."""
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            when = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+            when = "backward" if in_backward() else "forward"
             number = self._count[when]
             self._count[when] += 1
             for index, own in enumerate(results_of(func, args, result)):

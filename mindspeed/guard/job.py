@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed.adaptor.arguments import script_arguments
-from mindspeed.compare.job import bound
+from mindspeed.adaptor.training_steps import TrainingSteps
 from mindspeed.errors import TrainingError
 from mindspeed.guard import bit_flips, checkpoints
 from mindspeed.guard.bit_flips import Flip, TwiceComputed
@@ -62,8 +61,7 @@ class TrainingGuard:
 
     def __init__(self, options: GuardOptions) -> None:
         self._options = options
-        self._announced: int | None = None
-        self._calls = 0
+        self._steps = TrainingSteps()
         self._spikes = Spikes()
         self._losses: list[float] = []
         self._retention = _Retention(options.save)
@@ -73,22 +71,13 @@ class TrainingGuard:
     @contextlib.contextmanager
     def around_step(self, iteration: int) -> Iterator[None]:
         """Number the step that runs, at the seam ``step``."""
-        self._announced = iteration - 1
+        self._steps.announce(iteration)
         self._retention.before_step()
         yield
 
     def with_schedule(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the schedule, at its seam."""
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            given = bound(signature, args, kwargs)
-            if given.get("forward_only"):
-                return function(*args, **kwargs)
-            return self._step(function, given)
-
-        return run
+        return self._steps.watched(function, self._step)
 
     def with_optimizer(self, optimizer: Any) -> Any:
         """Watch the optimizer, at its seam."""
@@ -104,19 +93,12 @@ class TrainingGuard:
         optimizer.step = run
         return optimizer
 
-    @property
-    def _number(self) -> int:
-        """Number of the step that runs, from 0."""
-        return self._calls - 1 if self._announced is None else self._announced
-
     def _step(self, schedule: Callable[..., Any], given: Mapping[str, Any]) -> Any:
         kinds = self._options.kinds
-        self._calls += 1
-        now = self._number % self._options.interval == 0
+        now = self._steps.number % self._options.interval == 0
+        repeats = now and "bitflip" in kinds and self._repeats
         step = ReplayedStep(schedule, given)
-        twice = None
-        if now and "bitflip" in kinds and self._repeats and step.gradients_are_zero():
-            twice = TwiceComputed(step)
+        twice = TwiceComputed(step) if repeats and step.gradients_are_zero() else None
         notes, changes = None, {}
         if {"nan", "spike"} & kinds:
             notes = LossNotes(given["forward_step_func"], given["num_microbatches"])
@@ -155,9 +137,10 @@ class TrainingGuard:
             self._repeats = False
             if dist.get_rank() == 0:
                 print(
-                    f" guard: step {self._number}: bitflip is off: computed three times, {where} "
-                    "has other bits each time, so the program does not repeat itself (atomic "
-                    "additions); --deterministic-mode, and --npu-deterministic on an NPU, help",
+                    f" guard: step {self._steps.number}: bitflip is off: computed three times, "
+                    f"{where} has other bits each time, so the program does not repeat itself "
+                    "(atomic additions); --deterministic-mode, and --npu-deterministic on an NPU, "
+                    "help",
                     flush=True,
                 )
             return
@@ -203,7 +186,7 @@ class TrainingGuard:
         Raises:
             TrainingError: It ends the job.
         """
-        first = f"step {self._number} (iteration {self._number + 1}): {text}"
+        first = f"step {self._steps.number} (iteration {self._steps.number + 1}): {text}"
         checkpoint = checkpoints.latest(self._options.save)
         kept = (
             f"{checkpoint}, the checkpoint before, is kept"

@@ -10,7 +10,6 @@ device.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed import device
+from mindspeed.adaptor.training_steps import MicroBatchNumbers
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,18 @@ class LossNotes:
     def __init__(self, forward_step: Callable[..., Any], micro_batches: int) -> None:
         from megatron.core import parallel_state
 
-        self._rank = parallel_state.get_data_parallel_rank()
-        self._ranks = parallel_state.get_data_parallel_world_size()
         self._counts = parallel_state.get_tensor_model_parallel_rank() == 0
-        self._total = micro_batches * self._ranks
+        self._total = micro_batches * parallel_state.get_data_parallel_world_size()
         self._noted: list[tuple[int, torch.Tensor, torch.Tensor | float]] = []
         self._forward_step = forward_step
 
     def forward_step(self) -> Callable[..., Any]:
         """The forward step, whose losses are noted."""
-        calls: Counter[int] = Counter()
+        numbers = MicroBatchNumbers()
 
         @functools.wraps(self._forward_step)
         def run(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            number = calls[id(model)] * self._ranks + self._rank
-            calls[id(model)] += 1
+            number = numbers.next(model)
             output, loss_function = self._forward_step(data_iterator, model, *args, **kwargs)
 
             @functools.wraps(loss_function)

@@ -11,16 +11,16 @@ are those of :mod:`mindspeed.compare.names`.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed.compare.megatron import in_backward
-from mindspeed.compare.megatron_modules import global_names, unwrapped
+from mindspeed.adaptor.training_steps import MicroBatchNumbers
+from mindspeed.compare.megatron_modules import global_names, named_modules, unwrapped
 from mindspeed.compare.names import depth
+from mindspeed.instruments.instrument import in_backward
 
 _PASSES = ("begin", "forward", "recompute", "backward", "end")
 
@@ -60,11 +60,7 @@ class StepWatch:
     """
 
     def __init__(self, chunks: list[Any], visit: Callable[[Where, torch.Tensor], None]) -> None:
-        from megatron.core import parallel_state
-
         self._chunks, self._visit = chunks, visit
-        self._rank = parallel_state.get_data_parallel_rank()
-        self._ranks = parallel_state.get_data_parallel_world_size()
         self._number = self._passed = 0
         self._inside: list[str] = []
         self._last: torch.Tensor | None = None
@@ -78,14 +74,11 @@ class StepWatch:
     def watching(self, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Hooks, and the arguments of the schedule that change while they are there."""
         handles = []
-        for chunk in map(unwrapped, self._chunks):
-            names = global_names(chunk)
-            for path, module in chunk.named_modules():
-                name = names[path] or "model"
-                enter = functools.partial(self._enter, name)
-                handles.append(module.register_forward_pre_hook(enter))
-                leave = functools.partial(self._leave, name)
-                handles.append(module.register_forward_hook(leave))
+        for name, module in named_modules(self._chunks):
+            enter = functools.partial(self._enter, name)
+            handles.append(module.register_forward_pre_hook(enter))
+            leave = functools.partial(self._leave, name)
+            handles.append(module.register_forward_hook(leave))
         for name, kind, parameter in named_parameters(self._chunks):
             if parameter.requires_grad:
                 hook = functools.partial(self._gradient, name, f"gradient of {kind}", None)
@@ -98,12 +91,11 @@ class StepWatch:
 
     def _numbered(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """A forward step that notes which micro-batch runs, and visits its loss."""
-        counts: Counter[int] = Counter()
+        numbers = MicroBatchNumbers()
 
         @functools.wraps(forward_step)
         def run(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            number = counts[id(model)] * self._ranks + self._rank
-            counts[id(model)] += 1
+            number = numbers.next(model)
             self._number, self._last = number, None
             self._inside.clear()
             output, loss_function = forward_step(data_iterator, model, *args, **kwargs)

@@ -111,6 +111,11 @@ class PhaseTracker:
         return self._local.regions
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward: a forward that runs is a recomputation."""
+    return _backward_pass() != -1
+
+
 def _backward_pass() -> int:
-    """Id of the innermost backward pass of this thread."""
+    """Id of the innermost backward pass of this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()

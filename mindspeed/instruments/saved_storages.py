@@ -26,6 +26,8 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mindspeed.instruments.instrument import in_backward
+
 Place = Literal["device", "host", "dropped"]
 _PLAIN = (type(None), bool, int, float, str)
 _Key = int | tuple[int, int]
@@ -144,7 +146,7 @@ class Storages:
                 kept = True
             elif found.device.type == "cpu":
                 copies.append(self._add_copy(saved, found))
-        again = again or torch._C._current_graph_task_id() != -1
+        again = again or in_backward()
         if kept and again and not saved.needed:
             self.watch(tensor, module, site)  # recomputed: a table may keep it for the backward
         elif kept:

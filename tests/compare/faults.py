@@ -747,7 +747,7 @@ def little_disk(chunk: Any, rank: int) -> None:
 
 
 def only_recomputed(x: torch.Tensor) -> torch.Tensor:
-    from mindspeed.compare.megatron import in_backward
+    from mindspeed.instruments.instrument import in_backward
 
     return x * 1.001 if in_backward() else x
 

@@ -28,7 +28,7 @@ def output(path: str, change: Callable[[torch.Tensor, int, int], torch.Tensor]) 
         forward, calls = module.forward, [0, 0]
 
         def changed(*args: Any, **kwargs: Any) -> Any:
-            from mindspeed.compare.megatron import in_backward
+            from mindspeed.instruments.instrument import in_backward
 
             first, *rest = forward(*args, **kwargs)
             kind = in_backward()
@@ -78,7 +78,7 @@ def is_last(rank: int) -> bool:
 
 def flipped_once(x: torch.Tensor, call: int, rank: int) -> torch.Tensor:
     """One bit, once, on the last rank: in micro-batch 1 of step 2, if step 0 is computed twice."""
-    from mindspeed.compare.megatron import in_backward
+    from mindspeed.instruments.instrument import in_backward
 
     wrong = call == (STEP + 1) * MICRO_BATCHES + 1 and is_last(rank) and not in_backward()
     return flipped(x) if wrong else x
