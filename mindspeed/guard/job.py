@@ -97,7 +97,7 @@ class TrainingGuard:
         kinds = self._options.kinds
         now = self._steps.number % self._options.interval == 0
         repeats = now and "bitflip" in kinds and self._repeats
-        step = ReplayedStep(schedule, given)
+        step = ReplayedStep(schedule, given, kept=repeats or "nan" in kinds)
         twice = TwiceComputed(step) if repeats and step.gradients_are_zero() else None
         notes, changes = None, {}
         if {"nan", "spike"} & kinds:

@@ -1,9 +1,9 @@
 """Forward and backward of a step that can be computed again, with the same data and random numbers.
 
-What a step begins with is kept: micro-batches as they are read, states of the random generators,
-buffers of modules (an experts' router counts tokens in one), and what Megatron collects for the
-log. Its gradients must begin at zero. Kept are references to the micro-batches and copies of small
-tensors; nothing is communicated.
+What such a step begins with is kept: micro-batches as they are read, states of the random
+generators, buffers of modules (an experts' router counts tokens in one), and what Megatron collects
+for the log. Its gradients must begin at zero. Kept are references to the micro-batches and copies
+of small tensors; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ class ReplayedStep:
     Args:
         schedule: Megatron's forward-backward function.
         options: Its arguments, by name.
+        kept: Keep what it begins with; without, it runs once.
 
     Attributes:
         chunks: Of the model, as the schedule gets them.
         options: The arguments, with readers that keep what they read.
     """
 
-    def __init__(self, schedule: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, schedule: Callable[..., Any], options: Mapping[str, Any], *, kept: bool = True
+    ) -> None:
         model = options["model"]
         self.chunks: list[Any] = model if isinstance(model, list) else [model]
         self._schedule, self.options = schedule, dict(options)
         self._readers: dict[int, KeptReader] = {}
-        self.options["data_iterator"] = self._kept(options["data_iterator"])
-        self._state = _State(self.chunks)
+        self._state: _State | None = None
+        if kept:
+            self.options["data_iterator"] = self._kept(options["data_iterator"])
+            self._state = _State(self.chunks)
 
     def run(self, changes: Mapping[str, Any] | None = None) -> Any:
         """Compute the step for the first time; ``changes`` are other arguments of the schedule."""
@@ -46,6 +51,7 @@ class ReplayedStep:
 
     def run_again(self, changes: Mapping[str, Any] | None = None) -> Any:
         """Compute it again: gradients from zero, the same micro-batches and random numbers."""
+        assert self._state is not None
         for reader in self._readers.values():
             reader.rewind()
         self._state.restore()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mindspeed.compare.digest import bits
-from mindspeed.guard import checkpoints
+from mindspeed.guard import checkpoints, job
 from mindspeed.guard.megatron_copies import _odd
-from mindspeed.guard.megatron_replay import KeptReader
+from mindspeed.guard.megatron_replay import KeptReader, ReplayedStep
 from mindspeed.guard.origins import FirstNotFinite
 from mindspeed.guard.spikes import LEAST, Spikes
 from mindspeed.storage import directory
@@ -155,3 +155,37 @@ def test_a_kept_checkpoint_is_not_deleted(tmp_path):
     checkpoints.keep(directory.path_of(tmp_path, 2), "why")
     assert directory.remove_old(tmp_path, 1, None) == [4]
     assert directory.iterations(tmp_path) == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "iteration", "kept"),
+    [("desync", 2, False), ("bitflip", 2, False), ("bitflip", 101, True)],
+)
+def test_a_step_is_kept_where_it_may_be_computed_again(monkeypatch, kind, iteration, kept):
+    found = []
+
+    class Step:
+        chunks = ()
+
+        def __init__(self, schedule, options, *, kept):
+            found.append(kept)
+
+        def gradients_are_zero(self):
+            return False
+
+        def run(self, changes):
+            return "losses"
+
+    monkeypatch.setattr(job, "ReplayedStep", Step)
+    guard = job.TrainingGuard(job.GuardOptions(frozenset({kind}), interval=100))
+    with guard.around_step(iteration):
+        assert guard.with_schedule(lambda **options: None)(forward_only=False) == "losses"
+    assert found == [kept]
+
+
+def test_what_is_not_kept_is_read_as_it_is():
+    reader = iter([1])
+    step = ReplayedStep(
+        lambda **options: options, {"model": [], "data_iterator": reader}, kept=False
+    )
+    assert step.run()["data_iterator"] is reader
