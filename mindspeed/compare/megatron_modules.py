@@ -69,7 +69,7 @@ def named_modules(model: Any) -> list[tuple[str, Any]]:
         inner = unwrapped(chunk)
         names = global_names(inner)
         found += [
-            (MODEL, inner),
+            (MODEL, called_for(chunk)),
             *((names[p], m) for p, m in inner.named_modules() if p),
         ]
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed.compare.megatron_modules import MODEL, named_modules, unwrapped
+from mindspeed.compare.megatron_modules import MODEL, is_fsdp, named_modules, unwrapped
 from mindspeed.compare.names import Name, layer_of
 from mindspeed.compare.operators import ModuleCall, OperatorRecorder, SavedCall
 from mindspeed.compare.saved_module import Describer
@@ -89,7 +89,8 @@ class OperatorHooks:
                 self._check(unwrapped(chunk), found)
                 for name in self._modules & found.keys():
                     module = found[name]
-                    calls = _Calls(recorder, name, micro_batch, self._only, self._job)
+                    job = None if is_fsdp(module) else self._job  # it cannot be built without it
+                    calls = _Calls(recorder, name, micro_batch, self._only, job)
                     saved.append(calls)
                     handles += [
                         module.register_forward_pre_hook(calls.begin, with_kwargs=True),

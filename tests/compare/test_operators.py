@@ -88,3 +88,11 @@ def test_equal_runs_have_no_such_operator(runs, flags):
 def test_a_module_that_the_model_does_not_have_is_refused(runs):
     with pytest.raises(AssertionError, match=r"decoder\.layers\.9: the model has no such module"):
         recorded(runs, "", "", "decoder.layers.9")
+
+
+@pytest.mark.slow
+def test_operators_of_the_whole_model_are_recorded_under_megatron_fsdp(runs):
+    """It calls the model's forward directly, so that hooks on the model do not run."""
+    flags = "--zero-stage 2 --record-operators model --record-micro-batches 0 --record-level full"
+    calls = operator_walk.read(runs.record(2, flags))
+    assert {call.when for call in calls if call.module == "model"} >= {"forward", "backward"}
