@@ -93,7 +93,7 @@ def write(a: Path, b: Path, step: int, module: str, folder: Path, rank: int = 0)
     _refuse(theirs)
     tensors = load(here.with_suffix(".safetensors").read_bytes())
     changed = load(there.with_suffix(".safetensors").read_bytes())
-    for name, value in changed.items():
+    for name, value in sorted(changed.items()):
         if name in tensors and tensors[name].shape != value.shape:
             raise ConfigError(
                 f"--replay: {name} is {list(tensors[name].shape)} in A and {list(value.shape)} in "

@@ -110,6 +110,7 @@ def test_what_a_step_allocates_does_not_grow_with_micro_batches_or_ranks():
     few = build_plan(ScheduleRequest(kind="nanopipe"), 4, 2, 16)
     many = build_plan(ScheduleRequest(kind="nanopipe"), 4, 2, 128)
     more_ranks = build_plan(ScheduleRequest(kind="nanopipe"), 8, 2, 32)
-    for plan in (few, many, more_ranks):  # 128 micro-batches have 1,536 actions
-        assert started(plan) < 40
+    # What the interpreter keeps of other tests may be one block; the plans differ by 1,000 actions.
+    blocks = [started(plan) for plan in (few, many, more_ranks)]
+    assert max(blocks) - min(blocks) < 4 and max(blocks) < 40
     assert most(many) < 1.5 * most(few)
