@@ -25,8 +25,7 @@ from mindspeed.compare.collectives import SUMS, Message
 from mindspeed.compare.digest import NOT_FINITE, SKETCH_ERROR, SKETCHES, SQUARES
 from mindspeed.compare.names import NO_MICRO_BATCH, Name
 from mindspeed.compare.noise import UNIT
-from mindspeed.errors import DataError
-from mindspeed.parsing import decode_json
+from mindspeed.compare.rank_files import read_lines, read_tensors
 
 _LIMIT = 6.0
 _EXACT = 2.0**-40
@@ -145,24 +144,17 @@ def read(directory: Path) -> Calls:
     Raises:
         DataError: A file is damaged.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     found: defaultdict[int, dict[int, list[Call]]] = defaultdict(dict)
     for path in sorted(directory.glob("step-*/collectives-*.jsonl")):
         step, rank = (int(name.rpartition("-")[2]) for name in (path.parent.name, path.stem))
-        try:
-            data = load(path.with_suffix(".safetensors").read_bytes())
-            lines = [decode_json(line) for line in path.read_text("utf-8").splitlines()]
-        except (ValueError, OSError, SafetensorError) as error:
-            raise DataError(f"{path}: damaged, record again: {error}") from error
+        data = read_tensors(path)
         found[step][rank] = [
             Call(
                 Message(**{**line, "ranks": tuple(line["ranks"]), "way": tuple(line["way"])}),
                 data["bits"],
                 data["sums"],
             )
-            for line in lines
+            for line in read_lines(path)
         ]
     return dict(found)
 

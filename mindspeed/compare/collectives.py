@@ -17,7 +17,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import json
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -29,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.compare import rank_files
 from mindspeed.compare.digest import WIDTH, Place, bits, digest
 from mindspeed.compare.names import NO_MICRO_BATCH
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 from mindspeed.instruments.instrument import PhaseTracker, in_backward
 from mindspeed.instruments.ledger import CommunicationMode
 from mindspeed.journal import Journal
@@ -325,17 +324,12 @@ class CollectiveRecorder(CommunicationMode):
             directory: Of the recording.
             rank: Global rank.
         """
-        from safetensors.torch import save
-
-        path = make_dirs(directory / f"step-{self._step:06d}") / f"collectives-{rank:05d}"
         tensors = {"bits": torch.zeros(0, dtype=torch.int64), "sums": torch.zeros(0, WIDTH)}
         if self._bits:
             tensors["bits"] = torch.stack([one.cpu() for one in self._bits])
             tensors["sums"] = torch.stack([one.double().cpu() for one in self._sums])
-        with atomic_writer(path.with_suffix(".safetensors"), "wb") as file:
-            file.write(save(tensors))
-        lines = (json.dumps(asdict(one), separators=(",", ":")) + "\n" for one in self.messages)
-        atomic_write_text(path.with_suffix(".jsonl"), "".join(lines))
+        lines = map(asdict, self.messages)
+        rank_files.write(directory, self._step, "collectives", rank, lines, tensors)
 
 
 _OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from mindspeed.compare.megatron_modules import MODEL, is_fsdp, named_modules, unwrapped
 from mindspeed.compare.names import Name, layer_of
 from mindspeed.compare.operators import ModuleCall, OperatorRecorder, SavedCall
+from mindspeed.compare.rank_files import write_tensors
 from mindspeed.compare.saved_module import Describer
 from mindspeed.errors import ConfigError
-from mindspeed.files import atomic_write_text, atomic_writer
+from mindspeed.files import atomic_write_text
 from mindspeed.instruments.instrument import in_backward
 
 
@@ -182,15 +183,11 @@ class _Calls:
 
     def write(self, folder: Path, rank: int, index: int) -> None:
         """Write the call that is saved, if there is one."""
-        from safetensors.torch import save
-
         saved = next((call.saved for call in self._calls if call.saved is not None), None)
         if saved is not None:
-            path = folder / f"module-{rank:05d}-{index}"
-            with atomic_writer(path.with_suffix(".safetensors"), "wb") as file:
-                file.write(save(saved.tensors))
-            text = json.dumps(saved.description, default=str)
-            atomic_write_text(path.with_suffix(".json"), text)
+            path = folder / f"module-{rank:05d}-{index}.json"
+            write_tensors(path, saved.tensors)
+            atomic_write_text(path, json.dumps(saved.description, default=str))
 
     def end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         """End, in a hook after the forward."""

@@ -28,6 +28,7 @@ from mindspeed.compare.names import Name
 from mindspeed.compare.noise import amplitude
 from mindspeed.compare.operators import ModuleCall, OperatorRecorder, results_of
 from mindspeed.compare.page import operator_lines
+from mindspeed.compare.rank_files import read_tensors
 from mindspeed.compare.saved_module import Builder
 from mindspeed.errors import ConfigError, DataError
 from mindspeed.files import atomic_write_bytes, atomic_write_text, make_dirs
@@ -86,13 +87,12 @@ def write(a: Path, b: Path, step: int, module: str, folder: Path, rank: int = 0)
     Raises:
         ConfigError: The recordings have no such module, or it cannot be called alone.
     """
-    from safetensors.torch import load, save
+    from safetensors.torch import save
 
     here, there = _saved(a, step, module, rank), _saved(b, step, module, rank)
     ours, theirs = _read(here), _read(there)
     _refuse(theirs)
-    tensors = load(here.with_suffix(".safetensors").read_bytes())
-    changed = load(there.with_suffix(".safetensors").read_bytes())
+    tensors, changed = read_tensors(here), read_tensors(there)
     for name, value in sorted(changed.items()):
         if name in tensors and tensors[name].shape != value.shape:
             raise ConfigError(

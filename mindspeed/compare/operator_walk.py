@@ -25,8 +25,7 @@ from mindspeed.compare.digest import NOT_FINITE, SKETCHES, SQUARES, SUM
 from mindspeed.compare.names import Name
 from mindspeed.compare.noise import UNIT, amplitude
 from mindspeed.compare.operators import Operator
-from mindspeed.errors import DataError
-from mindspeed.parsing import decode_json
+from mindspeed.compare.rank_files import read_lines, read_tensors
 
 _LIMIT = 6.0
 _TINY = 1e-300
@@ -79,19 +78,12 @@ def read(directory: Path) -> Sequences:
     Raises:
         DataError: A file is damaged.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     found: defaultdict[Name, dict[int, list[Result]]] = defaultdict(dict)
     for path in sorted(directory.glob("step-*/operators-*.jsonl")):
         rank = int(path.stem.rpartition("-")[2])
-        try:
-            data = load(path.with_suffix(".safetensors").read_bytes())
-            lines = [decode_json(line) for line in path.read_text("utf-8").splitlines()]
-        except (ValueError, OSError, SafetensorError) as error:
-            raise DataError(f"{path}: damaged, record again: {error}") from error
+        data = read_tensors(path)
         places: list[tuple[Name, int]] = []
-        for line in lines:
+        for line in read_lines(path):
             one = _operator(line, places)
             digests, exact = None, ()
             if one.first is not None:

@@ -16,7 +16,6 @@ none. A fused kernel is one operator, and so is what ``torch.compile`` has made 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections import Counter
@@ -29,10 +28,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.compare import rank_files
 from mindspeed.compare.digest import Place, digest, exact, whole
 from mindspeed.compare.names import Name
 from mindspeed.device import wrapped_tensors
-from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
 
 _UNWRITTEN = ("empty", "resize_", "set_")
 _HERE = os.path.dirname(__file__)
@@ -236,21 +235,16 @@ class OperatorRecorder(TorchDispatchMode):
             directory: Of the recording.
             rank: Global rank.
         """
-        from safetensors.torch import save
-
         self._nodes.clear()
         self._ended = None
         if not self.operators:
             return
-        path = make_dirs(directory / f"step-{self.step:06d}") / f"operators-{rank:05d}"
         tensors = {"digests": torch.zeros(0), "exact": torch.zeros(0, dtype=torch.int64)}
         if self._digests:
             tensors["digests"] = torch.stack([one.double().cpu() for one in self._digests])
             tensors["exact"] = torch.stack([one.cpu() for one in self._exact])
-        with atomic_writer(path.with_suffix(".safetensors"), "wb") as file:
-            file.write(save(tensors))
-        lines = (json.dumps(asdict(one), separators=(",", ":")) + "\n" for one in self.operators)
-        atomic_write_text(path.with_suffix(".jsonl"), "".join(lines))
+        lines = map(asdict, self.operators)
+        rank_files.write(directory, self.step, "operators", rank, lines, tensors)
 
 
 def results_of(func: Any, args: Any, result: Any) -> list[torch.Tensor]:

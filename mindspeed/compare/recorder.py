@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from mindspeed.compare import rank_files
 from mindspeed.compare.digest import BLOCKS, NOT_FINITE, SAMPLES, WIDTH, Place, digest, exact
 from mindspeed.compare.names import Name
-from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
+from mindspeed.files import atomic_write_text, make_dirs
 
 FORMAT = 3
 BYTES_OF_PIECE = BLOCKS * WIDTH * 8 + 180
@@ -188,9 +189,6 @@ class Recorder:
             self._write(step)
 
     def _write(self, step: Step) -> None:
-        from safetensors.torch import save
-
-        folder = make_dirs(self._directory / f"step-{step.number:06d}")
         tensors = {"exact": torch.zeros(len(step.pieces), dtype=torch.int64)}
         if step.digests:
             tensors["digests"] = torch.stack(step.digests).double().cpu()
@@ -199,9 +197,6 @@ class Recorder:
             tensors |= _stacked(step.samples)
         for index, value in step.exact.items():
             tensors["exact"][index] = value.cpu()
-        path = folder / f"rank-{self._rank:05d}"
-        with atomic_writer(path.with_suffix(".safetensors"), "wb") as file:
-            file.write(save(tensors))
         scalars = {
             **step.scalars,
             "tokens": {k: float(v) for k, v in step.scalars["tokens"].items()},
@@ -222,8 +217,7 @@ class Recorder:
             "pieces": len(step.pieces),
         }
         lines = [header, *(_line(piece) for piece in step.pieces)]
-        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-        atomic_write_text(path.with_suffix(".jsonl"), text)
+        rank_files.write(self._directory, step.number, "rank", self._rank, lines, tensors)
 
 
 def _stacked(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ import torch
 
 from mindspeed.compare.digest import LARGEST, NOT_FINITE, SKETCHES, SQUARES
 from mindspeed.compare.names import NO_MICRO_BATCH, PASSES, Name, depth
+from mindspeed.compare.rank_files import damaged, read_tensors
 from mindspeed.compare.recorder import FORMAT
 from mindspeed.compare.scales import TokenCounts
 from mindspeed.errors import DataError
@@ -186,7 +187,7 @@ def pieces_of(path: Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         first, *pieces = path.read_text("utf-8").splitlines()
         return _checked(path, first), [decode_json(piece) for piece in pieces]
     except (ValueError, OSError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
 def header_of(path: Path) -> Mapping[str, Any]:
@@ -199,7 +200,7 @@ def header_of(path: Path) -> Mapping[str, Any]:
         with path.open(encoding="utf-8") as file:
             return _checked(path, file.readline())
     except (ValueError, OSError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
 
 
 def _checked(path: Path, line: str) -> Mapping[str, Any]:
@@ -209,12 +210,6 @@ def _checked(path: Path, line: str) -> Mapping[str, Any]:
             f"{path}: written by another version (format {header['format']}); record again"
         )
     return header
-
-
-def _damaged(path: Path, error: Exception) -> DataError:
-    if isinstance(error, DataError):  # a ValueError, too
-        return error
-    return DataError(f"{path}: damaged, record again: {error}")
 
 
 def data_of(directory: Path, step: int) -> dict[int, dict[str, torch.Tensor]]:
@@ -236,14 +231,8 @@ def data_of(directory: Path, step: int) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def _rank(path: Path) -> _Rank:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     header, pieces = pieces_of(path)
-    try:
-        data = load(path.with_suffix(".safetensors").read_bytes())
-    except (ValueError, OSError, SafetensorError) as error:
-        raise DataError(f"{path}: damaged, record again: {error}") from error
+    data = read_tensors(path)
     digests = data.get("digests", torch.zeros(0))
     samples = None
     if "samples" in data:
