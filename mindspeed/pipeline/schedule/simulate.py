@@ -19,6 +19,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.instruments.timeline import Interval, Timeline
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 
 
@@ -28,6 +29,16 @@ class TimedAction(NamedTuple):
     action: Action
     start: float
     end: float
+
+    def interval(self, lane: str, placement: Placement) -> Interval:
+        """The action on a lane of a timeline."""
+        op, stage, microbatch = self.action
+        details = (
+            ("stage", stage),
+            ("chunk", placement.chunk(stage)),
+            ("micro-batch", microbatch),
+        )
+        return Interval(lane, op, str(self.action), self.start, self.end, details=details)
 
 
 @dataclass(frozen=True)
@@ -122,19 +133,13 @@ class Simulation:
     @cached_property
     def lanes(self) -> Timeline:
         """A lane for each rank, and a thin one for its reductions and copies."""
-        intervals, thin = [], {}
+        intervals, thin, placement = [], {}, self.plan.placement
         for rank, rows in enumerate(zip(self.timeline, self.background, strict=True)):
             thin[f"{rank}, background"] = f"{rank}"
             for lane, row in zip((f"{rank}", f"{rank}, background"), rows, strict=True):
-                intervals += [self._interval(lane, one) for one in row if one.end > one.start]
+                intervals += [one.interval(lane, placement) for one in row if one.end > one.start]
         lanes = [lane for pair in thin.items() for lane in reversed(pair)]
         return Timeline(intervals, lanes, "rank", thin, (self.makespan,))
-
-    def _interval(self, lane: str, one: TimedAction) -> Interval:
-        op, stage, microbatch = one.action
-        chunk = self.plan.placement.chunk(stage)
-        details = (("stage", stage), ("chunk", chunk), ("micro-batch", microbatch))
-        return Interval(lane, op, str(one.action), one.start, one.end, details=details)
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
-from mindspeed.instruments.timeline import Interval, Timeline
+from mindspeed.instruments.timeline import Timeline
 from mindspeed.parsing import read_json
 from mindspeed.pipeline.schedule.actions import BACKWARDS, FORWARDS, Action
 from mindspeed.pipeline.schedule.costs import Costs
@@ -136,27 +137,20 @@ class Trace:
         return {"plan": planned.lanes, "step": self._lanes()}
 
     def _lanes(self) -> Timeline:
-        intervals = []
-        for rank, row in enumerate(self.rows):
-            for action, start, end in row:
-                if end > start:
-                    chunk = self.plan.placement.chunk(action.stage)
-                    details = (
-                        ("stage", action.stage),
-                        ("chunk", chunk),
-                        ("micro-batch", action.microbatch),
-                    )
-                    intervals.append(
-                        Interval(f"{rank}", action.op, str(action), start, end, details=details)
-                    )
-        lanes = [f"{rank}" for rank in range(len(self.rows))]
+        lanes, placement = list(map(str, range(len(self.rows)))), self.plan.placement
+        intervals = [
+            one.interval(lane, placement)
+            for lane, row in zip(lanes, self.rows, strict=True)
+            for one in row
+            if one.end > one.start
+        ]
         return Timeline(intervals, lanes, "rank", {}, (self.seconds,))
 
     def _alone(self, action: Action) -> bool:
         """Whether an action is no member of a pair, whose times are of both."""
         return action not in self._paired
 
-    @property
+    @cached_property
     def _paired(self) -> frozenset[Action]:
         found = set(self.plan.paired)
         for rank in range(len(self.plan.rows)):
