@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.utils import ScheduleNode, set_streams
 from megatron.core.utils import get_attr_wrapped_model
 
+from mindspeed import device
 from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, Action
 from mindspeed.pipeline.schedule.executor import Tensors
 from mindspeed.pipeline.schedule.megatron_work import MegatronWork, StepArguments, key_of
@@ -115,7 +116,8 @@ class PairedWork(MegatronWork):
     ) -> Tensors:
         """Compute the loss on the last stage; keep what the backward needs."""
         step, chunk = self._step, self._plan.placement.chunk(action.stage)
-        node = ScheduleNode(loss, torch.cuda.current_stream(), parts.event, name="loss_func")
+        stream = device.current().current_stream()
+        node = ScheduleNode(loss, stream, parts.event, name="loss_func")
         output, num_tokens = schedules.forward_step_calc_loss(
             step.chunks[chunk],
             output,
