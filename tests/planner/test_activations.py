@@ -11,6 +11,8 @@ from tests.planner.real_and_fake import SMALL as SMALL_MODEL
 
 SETUP = "tests.support.warm"
 SMALL, MIDDLE, LARGE = 3_500_000, 4_500_000, 8_000_000
+HELD_BY_GLOO = 64
+"""Bytes of scalars that a thread of gloo, if it gets no core, holds for longer than the program."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,18 @@ def test_nothing_fits_names_the_smallest_peak(plans):
 def test_the_choice_is_that_of_the_feature_in_a_job_with_the_same_figures(plans, ranks):
     plan, *_ = plans[MIDDLE]
     options = {"setup": SETUP, "backend": None, "timeout": 240}
-    assert tuple(ranks(2, jobs.chosen_by_the_feature, MIDDLE, **options)) == plan.stages
+    found = ranks(2, jobs.chosen_by_the_feature, MIDDLE, **options)
+    assert [_choice(stage) for stage in found] == [_choice(stage) for stage in plan.stages]
+    more = [
+        real - planned
+        for one, stage in zip(found, plan.stages, strict=True)
+        for real, planned in zip(one.peaks, stage.peaks, strict=True)
+    ]
+    assert all(0 <= extra <= HELD_BY_GLOO for extra in more), more
+
+
+def _choice(stage):
+    return stage.rank, stage.layers, stage.seconds, stage.least
 
 
 @pytest.mark.slow
