@@ -39,6 +39,10 @@ class AllToAll:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, V, group=lambda given: self.group)
 
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return sum(self.received)
+
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Send ``x [sum(sent), ...]``; the result is ``[sum(received), ...]``."""
         return self._exchange(x, self.sent, self.received)
@@ -83,6 +87,10 @@ class GatherRows:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, R, group=lambda given: self.group)
 
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return sum(self.sizes)
+
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Gather ``x [sizes[rank], ...]`` into ``[sum(sizes), ...]``."""
         if len(set(self.sizes)) == 1:
@@ -114,6 +122,10 @@ class SumRows:
     def typed(self) -> spmd.Collective:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
+
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return self.sizes[self.group.rank()]
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Sum ``x [sum(sizes), ...]`` over the ranks; each gets ``[sizes[rank], ...]``."""
@@ -152,6 +164,10 @@ class Gather:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(V, R, group=lambda given: self.group)
 
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return rows * self.group.size()
+
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Gather ``x [n, ...]`` into ``[ranks n, ...]``."""
         return gather(x, self.group)
@@ -170,6 +186,10 @@ class ReduceScatter:
     def typed(self) -> spmd.Collective:
         """Rule for :mod:`mindspeed.spmd`."""
         return spmd.Collective(P, V, group=lambda given: self.group, sums=True)
+
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return rows // self.group.size()
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Reduce-scatter ``x [ranks n, ...]`` to ``[n, ...]``."""
@@ -231,6 +251,10 @@ class _Chained:
 
     def typed(self) -> spmd.Collective:
         return self.collective.typed()
+
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return self.collective.rows(rows)
 
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         return self.link.start(self.group, lambda: self.collective.launch(x))

@@ -77,6 +77,10 @@ class ToHost:
         """Rule for :mod:`mindspeed.spmd`."""
         return self._collective.typed()
 
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return self._collective.rows(rows)
+
     def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
         """Start it on ``x``; waiting starts the copy and waits no longer."""
         y, work = self._collective.launch(x)

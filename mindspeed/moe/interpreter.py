@@ -10,7 +10,11 @@ import torch
 
 from mindspeed.moe.events import EventLog, Kind, mark
 from mindspeed.moe.program import Phase, Program
-from mindspeed.moe.split_phase import Collective, Ticket, finish, start
+from mindspeed.moe.split_phase import Collective, Ticket, Unsent, finish, start
+from mindspeed.tensor_parallel.regions import results_unread
+
+RESULTS = frozenset({"scatter", "combine_node", "combine"})
+"""Communications that bring results back, and nothing else."""
 
 
 @dataclass(eq=False)
@@ -71,8 +75,14 @@ def execute(
     for index, step in program.for_chunks(len(chunks)):
         chunk = chunks[index]
         if step.phase is Phase.START:
+            unsent = step.name in RESULTS and results_unread()
             for name, collective in stages.communicate[step.name](chunk).items():
-                ticket = Ticket(collective, f"{step.name}.{name}", index, log)
+                ticket = Ticket(
+                    Unsent(collective) if unsent else collective,
+                    f"{step.name}.{name}",
+                    index,
+                    None if unsent else log,
+                )
                 chunk.tickets[step.name, name] = ticket
                 chunk.tensors[name] = start(chunk.tensors[name], ticket)
         elif step.phase is Phase.FINISH:

@@ -48,6 +48,33 @@ class Collective(Protocol):
         """Start the reverse on ``grad [rows, ...]`` of the result; returns that of ``x``."""
         ...
 
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """A collective whose result nothing reads, in a run without a backward: it isn't launched."""
+
+    collective: Collective
+
+    def typed(self) -> spmd.Collective:
+        """Rule for :mod:`mindspeed.spmd`."""
+        return self.collective.typed()
+
+    def launch(self, x: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
+        """Zeros without memory in place of what ``x [rows, ...]`` would bring."""
+        return x.new_zeros(()).expand(self.collective.rows(len(x)), *x.shape[1:]), None
+
+    def launch_reverse(self, grad: torch.Tensor) -> tuple[torch.Tensor, InFlight | None]:
+        """There is none, for gradients ``grad``."""
+        raise NotImplementedError
+
+    def rows(self, rows: int) -> int:
+        """Rows of the result for ``rows`` rows."""
+        return self.collective.rows(rows)
+
 
 @dataclass(eq=False)
 class Ticket:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.te.grouped import GroupedLinear
+from mindspeed.tensor_parallel.regions import WHOLE
 
 _NUMBERED = re.compile(r"(weight|bias)(\d+)")
 
@@ -83,7 +84,7 @@ def experts_with_weights(experts: Any, weights: Mapping[str, Sequence[Tensor]]) 
     """
     part = _shallow(experts)
     for name, matrices in weights.items():
-        linear = part._modules[name] = _shallow(getattr(experts, name))
+        linear = part._modules[name] = _part(getattr(experts, name))
         linear.num_gemms = part.num_local_experts = len(matrices)
         linear._parameters = {f"weight{i}": matrix for i, matrix in enumerate(matrices)}
         linear.weight_gradients = linear._delayed = None
@@ -98,8 +99,15 @@ def _shallow(module: torch.nn.Module) -> Any:
     return found
 
 
+def _part(linear: GroupedLinear) -> Any:
+    """A copy that stands for the layer where recomputation asks who reads its output."""
+    found = _shallow(linear)
+    vars(found)[WHOLE] = linear
+    return found
+
+
 def _some_weights(linear: GroupedLinear, first: int, count: int) -> GroupedLinear:
-    part: Any = _shallow(linear)
+    part: Any = _part(linear)
     part.num_gemms = count
     part._parameters = {}
     for name, parameter in linear._parameters.items():

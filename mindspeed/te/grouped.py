@@ -32,6 +32,7 @@ from mindspeed.te.weight_gradient import (
     add_expert_gradients,
     added_to_main_grad,
 )
+from mindspeed.tensor_parallel import regions
 
 
 def _experts(given: Arguments) -> list[tuple[Tensor, Tensor | None]]:
@@ -53,6 +54,7 @@ class _GroupedLinear(torch.autograd.Function):
         casts: tuple[Casts, ...],
         count: int,
         hidden: Hidden | None,
+        unread: bool,
         *parameters: Tensor,
     ) -> Tensor:
         ctx.store = None
@@ -67,6 +69,8 @@ class _GroupedLinear(torch.autograd.Function):
         # Saved-tensor hooks hand back tensors without the attributes of the parameters.
         ctx.parameters = parameters
         ctx.save_for_backward(x if keep else None, *parameters)
+        if unread:
+            return x.new_zeros(()).expand(len(x), weights[0].shape[0]).data
         cast = [dense(w, dtype) for w in weights]
         if casts:
             for one, rows, weight in zip(casts, x.split(splits), weights, strict=True):
@@ -100,7 +104,7 @@ class _GroupedLinear(torch.autograd.Function):
             bgrads.append(rows.sum(0).to(bias.dtype) if bias.requires_grad else None)
         for one in ctx.casts:
             one.finish()
-        return dgrad, None, None, None, None, None, None, *wgrads, *bgrads
+        return dgrad, None, None, None, None, None, None, None, *wgrads, *bgrads
 
 
 def _each(casts: Sequence[Cast], parts: Sequence[Tensor], summed: int) -> Tensor:
@@ -258,6 +262,7 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             fp8.casts_of(self, self.num_gemms, is_first_microbatch=is_first_microbatch),
             self.num_gemms,
             hidden,
+            regions.output_unread(self),
             *(weights if hidden is None else ()),
             *(biases if self.apply_bias else ()),
         )

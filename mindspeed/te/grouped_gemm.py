@@ -24,6 +24,7 @@ from mindspeed.te.weight_gradient import (
     add_product,
     added_to_main_grad,
 )
+from mindspeed.tensor_parallel import regions
 
 
 def _experts(given: Arguments) -> list[tuple[Tensor, None]]:
@@ -54,10 +55,13 @@ class _GroupedMatmul(torch.autograd.Function):
         fuse_into: list[Any],  # in a list: autograd is not to see a second path to the parameter
         hidden: Hidden | None,
         anchored: Anchored | None,
+        unread: bool,
     ) -> Tensor:
         ctx.hidden, ctx.anchored = hidden, anchored
         ctx.save_for_backward(x, weight)
         ctx.splits, ctx.trans_b, ctx.fuse_into = splits, trans_b, fuse_into
+        if unread:
+            return x.new_zeros(()).expand(len(x), weight.shape[1 if trans_b else 2]).data
         return kernels.grouped_matmul(x, weight.unbind(0), splits, trans_b)
 
     @staticmethod
@@ -78,7 +82,7 @@ class _GroupedMatmul(torch.autograd.Function):
             store, (parameter,) = ctx.hidden
             add = partial(_add, parameter, weight.shape, splits, ctx.trans_b, bool(ctx.fuse_into))
             store.put(add, x, grad)
-        return dgrad, wgrad, None, None, None, None, None
+        return dgrad, wgrad, None, None, None, None, None, None
 
 
 class Anchored(NamedTuple):
@@ -136,6 +140,7 @@ def gmm(
     fuse_into: Tensor | None = None,
     hidden: Hidden | None = None,
     anchored: Anchored | None = None,
+    unread: bool = False,
 ) -> Tensor:
     """Multiply group i of the rows of ``a [t, k]`` with ``b[i]``, the grouped_gemm package's call.
 
@@ -147,6 +152,7 @@ def gmm(
             ``main_grad``.
         hidden: The parameter that ``b`` is a view of, if autograd is not to see it.
         anchored: The same, if an anchor takes its gradient.
+        unread: Nothing reads the result, which is zero then.
 
     Returns:
         ``[t, n]`` in the dtype of ``a``; differentiable.
@@ -155,7 +161,7 @@ def gmm(
     matrices = b if hidden is None else b.detach()
     sizes = batch_sizes.tolist()
     return _GroupedMatmul.apply(  # type: ignore[no-any-return]
-        a, matrices, sizes, trans_b, parameters, hidden, anchored
+        a, matrices, sizes, trans_b, parameters, hidden, anchored, unread
     )
 
 
@@ -215,9 +221,19 @@ class Product:
         fuse_into, hidden = weight if options.fuse else None, options.hide(x, weight)
         anchored = None if anchor is None else Anchored(anchor, weight)
         matrices = weight.view(self._shape)
-        return gmm(x, matrices, sizes, fuse_into=fuse_into, hidden=hidden, anchored=anchored)
+        unread = self._weight == SECOND and regions.output_unread(experts)
+        return gmm(
+            x,
+            matrices,
+            sizes,
+            fuse_into=fuse_into,
+            hidden=hidden,
+            anchored=anchored,
+            unread=unread,
+        )
 
 
+SECOND = "weight2"
 _PRODUCTS = "_linear_layers"
 """Attribute of the module: its two products."""
 
@@ -229,6 +245,6 @@ def products_of(experts: Any) -> tuple[Product, Product]:
         number, width = experts.num_local_experts, experts.config.hidden_size
         known = vars(experts)[_PRODUCTS] = (
             Product(experts, "weight1", (number, width, -1)),
-            Product(experts, "weight2", (number, -1, width)),
+            Product(experts, SECOND, (number, -1, width)),
         )
     return known

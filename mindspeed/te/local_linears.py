@@ -93,7 +93,8 @@ def _substitutes() -> dict[type, type]:
 
     class RowParallelLinear(_Multiply, Row):  # type: ignore[misc]
         def _forward_impl(self, input: Any, weight: Any, **options: Any) -> Any:
-            return self._multiply(input, weight, options["bias"], LinearCommunication())
+            communication = LinearCommunication(output_unread=regions.output_unread(self))
+            return self._multiply(input, weight, options["bias"], communication)
 
         def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
             if self.explicit_expert_comm:  # the token dispatcher communicates

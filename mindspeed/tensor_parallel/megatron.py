@@ -1,20 +1,27 @@
-"""Linear layers that close a region of Megatron's transformer layers."""
+"""What closes a region of Megatron's transformer layers."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
 
+from mindspeed.tensor_parallel.regions import Closing
 
-def closing_linears(layer: Any) -> dict[str, tuple[torch.nn.Module, ...]]:
-    """The last linear layer of attention and MLP, where only bias-dropout-add follows it.
 
-    Decided by structure: a layer, attention or MLP of any other class (experts, cross attention, a
-    norm after the sublayer) has none, because what follows may read the output.
+def closing_parts(layer: Any, programs: Container[Any] = ()) -> dict[str, Closing]:
+    """The last linear layers of attention and MLP, where only bias-dropout-add follows them.
+
+    Decided by structure: a layer, attention or MLP of any other class (cross attention, a norm
+    after the sublayer) has none, because what follows may read the output.
+
+    Args:
+        programs: Mixture-of-experts layers that run as programs (:mod:`mindspeed.moe`); others are
+            of another class.
 
     Returns:
-        ``self_attention`` or ``mlp`` -> the linear layer and the module that returns its output.
+        For ``self_attention`` and ``mlp``.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer import transformer_layer
@@ -26,7 +33,7 @@ def closing_linears(layer: Any) -> dict[str, tuple[torch.nn.Module, ...]]:
     known = ("TransformerLayer", "MoETransformerLayer")  # the second since 0.16
     if type(layer) not in [getattr(transformer_layer, name, None) for name in known]:
         return {}
-    found: dict[str, tuple[torch.nn.Module, ...]] = {}
+    found: dict[str, Closing] = {}
     attention, mlp = layer.self_attention, layer.mlp
     no_cross_attention = (
         type(layer.cross_attention) is IdentityOp
@@ -35,7 +42,24 @@ def closing_linears(layer: Any) -> dict[str, tuple[torch.nn.Module, ...]]:
     )
     known_attention = type(attention) in (SelfAttention, MLASelfAttention) and no_cross_attention
     if known_attention and layer.self_attn_bda is get_bias_dropout_add:
-        found["self_attention"] = attention.linear_proj, attention
-    if type(mlp) is MLP and layer.mlp_bda is get_bias_dropout_add:
-        found["mlp"] = mlp.linear_fc2, mlp
+        found["self_attention"] = Closing([(attention.linear_proj, attention)])
+    if layer.mlp_bda is get_bias_dropout_add:
+        if type(mlp) is MLP:
+            found["mlp"] = Closing([(mlp.linear_fc2, mlp)])
+        elif mlp in programs:
+            found["mlp"] = _closing_experts(mlp)
     return found
+
+
+def _closing_experts(layer: Any) -> Closing:
+    """The second linear layers of routed and shared experts, and the way back of the results."""
+    # The first is that of experts with stacked weights.
+    chains: list[tuple[torch.nn.Module, ...]] = [(layer.experts, layer)]
+    for module in layer.experts.modules():
+        if hasattr(module, "linear_fc2"):
+            around = (module, layer.experts) if module is not layer.experts else (module,)
+            chains.append((module.linear_fc2, *around, layer))
+    shared = layer.shared_experts if layer.use_shared_expert else None
+    if shared is not None and not shared.use_shared_expert_gate:  # the gate's gradient reads it
+        chains.append((shared.linear_fc2, shared, layer))
+    return Closing(chains, layer)

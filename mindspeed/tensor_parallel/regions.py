@@ -5,7 +5,8 @@ autograd saves matter. In the second run
 
 * nothing reads the output y of the linear layer that closes the region: what follows is
   ``residual + dropout(y + bias)``, and its gradient does not depend on y. Neither its product nor
-  its collective runs (:func:`output_unread`);
+  its collective runs (:func:`output_unread`). Where experts close it, these are the second linear
+  layers of all experts, and what brings their results back (:func:`results_unread`);
 * column-parallel layers save the inputs that they gather (:func:`keeps_gathered_inputs`), so the
   backward that follows does not gather them again;
 * that backward gathers the gradient of the closing layer first. It is known when the second run
@@ -26,20 +27,34 @@ from typing import Any
 
 import torch
 
+WHOLE = "_whole_linear"
+"""Attribute of a part of a linear layer: the layer."""
 Gather = Callable[[], tuple[torch.Tensor, Any]]
 """Starts a gather; returns the tensor and the handle to wait for."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Modules whose outputs a region only sums and adds to the residual.
+
+    Attributes:
+        linears: A linear layer each, then the modules around it that return this output.
+        experts: A mixture-of-experts layer; None: no experts close the region.
+    """
+
+    linears: Sequence[Sequence[torch.nn.Module]] = ()
+    experts: torch.nn.Module | None = None
 
 
 class Region:
     """One call of a recomputed region.
 
     Args:
-        closing: The linear layer whose output the region only adds to the residual, then the
-            modules around it that return this output; empty: there is none.
+        closing: What closes it; nothing if it is empty.
     """
 
-    def __init__(self, closing: Sequence[torch.nn.Module] = ()) -> None:
-        self.closing = tuple(closing)
+    def __init__(self, closing: Closing = Closing()) -> None:
+        self.closing = closing
         self.gathers = 0
 
     @contextlib.contextmanager
@@ -113,11 +128,29 @@ def output_unread(module: torch.nn.Module) -> bool:
     """Whether nothing reads what ``module`` computes now: it closes the region in its second run.
 
     A forward hook of the layer, or of a module around it, may read its output.
+
+    Args:
+        module: A linear layer, or a part of one with some of its experts.
     """
+    whole = vars(module).get(WHOLE, module)
+    return any(
+        chain[0] is whole and not any(one._forward_hooks for one in chain)
+        for chain in _closing().linears
+    )
+
+
+def results_unread() -> bool:
+    """Whether nothing reads the experts' results: a layer of them closes a region in its second
+    run, so that what brings them back to their tokens needs not run."""
+    layer = _closing().experts
+    return layer is not None and not layer._forward_hooks
+
+
+def _closing() -> Closing:
+    """What closes the region that runs for the second time; nothing in other runs."""
     if not _threads.runs or not _threads.runs[-1].second:
-        return False
-    closing = _threads.runs[-1].region.closing
-    return bool(closing) and closing[0] is module and not any(m._forward_hooks for m in closing)
+        return Closing()
+    return _threads.runs[-1].region.closing
 
 
 def next_gather() -> AheadGather | None:

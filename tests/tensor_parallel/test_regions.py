@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from mindspeed.tensor_parallel import regions
-from mindspeed.tensor_parallel.regions import Region
+from mindspeed.tensor_parallel.regions import Closing, Region
 
 
 def test_outside_of_a_region_everything_is_as_always():
@@ -19,7 +19,7 @@ def test_outside_of_a_region_everything_is_as_always():
 
 def test_only_the_closing_layer_is_unread_and_only_in_the_second_run():
     closing, around, other = nn.Linear(1, 1), nn.Identity(), nn.Linear(1, 1)
-    region = Region((closing, around))
+    region = Region(Closing([(closing, around)]))
     with region.first_run():
         assert regions.keeps_gathered_inputs()
         assert not regions.output_unread(closing)
@@ -37,7 +37,7 @@ def test_only_the_closing_layer_is_unread_and_only_in_the_second_run():
 def test_a_hook_may_read_the_output(where):
     modules = nn.Linear(1, 1), nn.Identity()
     hook = modules[where].register_forward_hook(lambda module, inputs, output: None)
-    with Region(modules).second_run():
+    with Region(Closing([modules])).second_run():
         assert not regions.output_unread(modules[0])
         hook.remove()
         assert regions.output_unread(modules[0])

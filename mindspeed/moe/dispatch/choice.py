@@ -101,6 +101,9 @@ CHOICES: Mapping[tuple[str, str], Choice] = {
     ),
 }
 
+DISPATCHERS = frozenset(dispatcher for dispatcher, _ in CHOICES)
+"""Megatron's dispatchers that programs take the place of."""
+
 
 def choice_of(dispatcher: str, request: LayerRequest) -> Choice:
     """The row of a dispatcher.
