@@ -109,13 +109,13 @@ def evenly(num_layers: int, ranks: int, chunks: int = 1) -> Layers:
     )
 
 
-def even_layout(num_layers: int, ranks: int, mtp_layers: int = 0) -> str:
-    """A layout in Megatron's notation: equally many layers in each of 2p stages.
+def even_layout(num_layers: int, num_stages: int, mtp_layers: int = 0) -> str:
+    """A layout in Megatron's notation: equally many layers in each stage.
 
     Args:
-        num_layers: a multiple of 2p.
-        ranks: p.
+        num_layers: a multiple of the stages.
+        num_stages: of all ranks.
         mtp_layers: layers of multi-token prediction, in the last stage.
     """
-    stages = "|".join(["t" * (num_layers // (2 * ranks))] * (2 * ranks))
+    stages = "|".join(["t" * (num_layers // num_stages)] * num_stages)
     return f"E{stages}{'m' * mtp_layers}L"

@@ -17,7 +17,7 @@ from typing import Any
 
 from mindspeed.features.registry import flags_planned_as, options, schedule_flags
 from mindspeed.moe.comparison import ENTRIES
-from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
+from mindspeed.pipeline.placed_stages import V_SHAPES
 
 Flags = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from mindspeed.adaptor.versions import at_least
 from mindspeed.adaptor.versions.trainer import optimizer_config_class
 from mindspeed.errors import ConfigError, MindSpeedError
-from mindspeed.pipeline.v_shape import layout_of
+from mindspeed.pipeline.placed_stages import layout_of
 from mindspeed.tensor_parallel.unaligned.sizes import sizes_of
 from mindspeed.training.arguments import namespace_name
 

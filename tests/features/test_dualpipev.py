@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.pipeline.v_shape import corrects
+from mindspeed.features.pipeline.placed_stages import corrects
 from mindspeed.features.registry import resolve
 from mindspeed.pipeline.layout import even_layout
+from mindspeed.pipeline.placed_stages import layout_of
 from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.csv_file import write_plan
+from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-from mindspeed.pipeline.v_shape import layout_of
+from tests.pipeline.any_order import greedy
 
 JOB = {
     "num_layers": 8,
@@ -38,7 +41,7 @@ def test_a_rank_has_two_chunks_and_the_config_a_layout(job):
 
 
 def test_layers_of_multi_token_prediction_are_in_the_last_stage():
-    assert even_layout(4, 2, mtp_layers=1) == "Et|t|t|tmL"
+    assert even_layout(4, 4, mtp_layers=1) == "Et|t|t|tmL"
 
 
 def test_without_a_v_shape_there_is_no_layout():
@@ -114,6 +117,54 @@ REFUSED = {
         r"--schedules-method: cannot be combined with --cuda-graph-impl local",
     ),
 }
+
+
+WAVE = {**JOB, "pipeline_schedule": "zb-wave", "virtual_pipeline_model_parallel_size": 4}
+
+
+def test_waves_have_the_chunks_that_a_flag_says():
+    resolve({**WAVE, "num_virtual_stages_per_pipeline_rank": 4}, "cpu")
+    assert corrects(WAVE)["pipeline_model_parallel_layout"] == "Et|t|t|t|t|t|t|tL"
+    for values, message in (
+        ({"virtual_pipeline_model_parallel_size": None}, r"needs two or more model chunks .* add"),
+        ({"num_layers": 6}, r"splits --num-layers 6 into 4 \* .* = 8 equal stages"),
+        ({"decoder_first_pipeline_num_layers": 1}, r"gives every pipeline rank 4 chunks itself"),
+        ({"pipeline_memory_limit": 0.1}, r"zb-wave needs .* A of activations"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve({**WAVE, **values}, "cpu")
+
+
+def test_a_file_may_place_its_stages_anywhere(tmp_path):
+    file = tmp_path / "plan.csv"
+    job = {**JOB, "pipeline_schedule": str(file)}
+    write_plan(file, greedy(Placement(((1, 2), (0, 3))), 8))
+    assert corrects(job)["pipeline_model_parallel_layout"] == "Ett|tt|tt|ttL"
+    resolve({**job, "virtual_pipeline_model_parallel_size": 2}, "cpu")
+    resolve({**job, "untie_embeddings_and_output_weights": False}, "cpu")  # both ends on rank 1
+    with pytest.raises(ConfigError, match="gives every pipeline rank two chunks itself"):
+        flags = {"num_layers_per_virtual_pipeline_stage": 1}
+        resolve({**job, **flags, "virtual_pipeline_model_parallel_size": 4}, "cpu")
+
+
+def test_shared_weights_need_both_ends_where_they_are_added(tmp_path):
+    file = tmp_path / "plan.csv"
+    job = {**JOB, "pipeline_schedule": str(file)}
+    write_plan(file, greedy(Placement(((1,), (0,))), 8))
+    resolve({**job, "untie_embeddings_and_output_weights": True}, "cpu")
+    for flags, message in (
+        ({"untie_embeddings_and_output_weights": False}, "rank 1 and .* rank 0: tied embeddings"),
+        ({"mtp_num_layers": 1}, "take no layers of multi-token prediction"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            resolve({**job, **flags}, "cpu")
+
+
+def test_a_file_with_more_stages_on_one_rank_is_refused(tmp_path):
+    file = tmp_path / "plan.csv"
+    write_plan(file, greedy(Placement(((0, 2), (1,))), 8))
+    with pytest.raises(ConfigError, match="has 1 and 2 stages on a rank: Megatron gives every"):
+        resolve({**JOB, "pipeline_schedule": str(file)}, "cpu")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -149,7 +149,7 @@ def test_a_file_with_a_deadlock_is_refused_with_the_chain(tmp_path):
         resolve({**JOB, "pipeline_model_parallel_size": 2, **flags}, "cpu")
 
 
-def test_a_file_places_the_stages_in_a_loop_or_in_a_v(tmp_path):
+def test_a_file_that_places_its_stages_needs_no_flag_of_chunks(tmp_path):
     path = tmp_path / "plan.csv"
     flags = {"global_batch_size": 1, "data_parallel_size": 1, "pipeline_schedule": str(path)}
     flags |= {"pipeline_model_parallel_size": 2}
@@ -157,8 +157,8 @@ def test_a_file_places_the_stages_in_a_loop_or_in_a_v(tmp_path):
     names = {feature.name for feature in resolve({**JOB, **flags}, "cpu").enabled}
     assert {"dualpipev", "pipeline-schedule"} <= names
     path.write_text("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n")
-    with pytest.raises(ConfigError, match="neither on rank s mod p nor in a V"):
-        resolve({**JOB, **flags, "virtual_pipeline_model_parallel_size": 2}, "cpu")
+    for chunks in (None, 2):
+        resolve({**JOB, **flags, "virtual_pipeline_model_parallel_size": chunks}, "cpu")
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (4, 2), (4, 3), (8, 4)])

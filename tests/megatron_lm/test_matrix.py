@@ -75,6 +75,12 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --schedules-method dualpipev --eval-iters 1 "
         "--eval-interval 2",
     ),
+    "waves": (
+        2,
+        MODEL,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--pipeline-schedule zb-wave",
+    ),
     "zb-v-tensor-distributed-optimizer": (
         4,
         MODEL.replace("--untie-embeddings-and-output-weights ", ""),
@@ -158,13 +164,13 @@ LAYOUTS = {
 # Layouts that another row has with more beside; tests/training/test_layouts.py has most of them.
 WEEKLY = (
     *("data-parallel", "tensor-parallel", "sequence-parallel", "pipeline", "virtual-pipeline"),
-    *("overlap-grad-reduce", "selective-recompute", "local-spec", "context-ulysses"),
+    *("overlap-grad-reduce", "selective-recompute", "local-spec", "context-ulysses", "waves"),
 )
 
 # Layouts that older releases do not have: those of features say so by their flag, and before 0.16
 # Megatron's script groups products of experts in bf16 only.
 SINCE = {
-    "0.15": ("uneven-pipeline", "dualpipev", "zb-v-tensor-distributed-optimizer"),
+    "0.15": ("uneven-pipeline", "dualpipev", "waves", "zb-v-tensor-distributed-optimizer"),
     "0.16": (
         *("tensor-2d", "context-adaptive-tensor", "gated-delta-nets"),
         *("adaptive-memory-moe", "moe-expert-parallel"),

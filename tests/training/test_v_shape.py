@@ -1,4 +1,4 @@
-"""The trainer with stages in a V-shape: losses, gradient norms and checkpoints of one rank."""
+"""The trainer with stages in a V, in waves or anywhere: losses, norms, checkpoints of one rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import json
 import pytest
 import torch
 
+from mindspeed.pipeline.schedule.csv_file import write_plan
+from mindspeed.pipeline.schedule.placement import Placement
+from tests.pipeline.any_order import greedy
 from tests.support.trainer_job import SETUP
 from tests.training.matrix_job import dry_run
 from tests.training.one_rank import assert_same_training, column
@@ -23,6 +26,7 @@ MOE = (
 PP, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 DUALPIPEV = f"{PP} --schedules-method dualpipev"
 ZB_V = f"{PP} --pipeline-schedule zb-v"
+WAVE = f"{PP} --pipeline-schedule zb-wave --num-virtual-stages-per-pipeline-rank 4"
 PAIRS = "--micro-batch-size 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUTS = {
@@ -51,6 +55,8 @@ LAYOUTS = {
     "context": (4, GQA, f"{DUALPIPEV} {PAIRS} --context-parallel-size 2"),
     "experts": (4, MOE, f"{DUALPIPEV} --expert-model-parallel-size 2"),
     "mtp": (2, f"{SIZES} {MTP_TIED}", DUALPIPEV),
+    "waves": (2, TIED, WAVE),
+    "waves, whole, experts, data": (4, MOE, f"{WAVE.replace('zb-', '')} {OVERLAP}"),
     "uneven": (2, MOE, f"{DUALPIPEV} --pipeline-model-parallel-layout E|tttt|t|tttL"),
 }
 
@@ -67,6 +73,7 @@ LAYOUTS = {
     "two ranks",
     "mtp",
     "uneven",
+    "waves, whole, experts, data",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,6 +87,8 @@ RESHARDABLE = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 RESUMED = {
     "to one rank": ((2, 1), (DUALPIPEV, "")),
     "from one rank": ((1, 2), ("", DUALPIPEV)),
+    "from waves": ((2, 1), (WAVE, "")),
+    "to waves": ((2, 2), (f"{DUALPIPEV} {RESHARDABLE}", f"{WAVE} {RESHARDABLE}")),
     "to four ranks": ((2, 4), (DUALPIPEV, f"{PP4} --schedules-method dualpipev")),
     "to the loop": (
         (4, 2),
@@ -100,6 +109,9 @@ RESUMED = {
         "tied-to the loop",
         "experts-to four ranks",
         "tied-to one rank",
+        "experts-from waves",
+        "tied-to waves",
+        "experts-to waves",
     )
 )
 @pytest.mark.slow
@@ -136,6 +148,14 @@ def test_a_schedule_in_a_file_trains_like_its_name(one_rank, tmp_path):
     by_file = reference.train(2, f"{PP} --pipeline-schedule {file}")
     for name in ("lm_loss", "grad_norm"):
         assert column(by_file, name) == column(by_name, name)
+
+
+@pytest.mark.slow
+def test_a_file_with_stages_anywhere_trains_like_one_rank(one_rank, tmp_path):
+    file, reference = tmp_path / "plan.csv", one_rank(GQA)
+    write_plan(file, greedy(Placement(((1, 2, 4, 7), (0, 3, 5, 6))), 8))
+    found = reference.train(2, f"{PP} --pipeline-schedule {file}")
+    assert_same_training(found, reference.records)
 
 
 def test_dry_run_counts_the_ends_of_the_first_rank(rank_pool):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, exclusions
 from mindspeed.flags import flag
-from mindspeed.pipeline.v_shape import flag_of
+from mindspeed.pipeline.placed_stages import flag_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams

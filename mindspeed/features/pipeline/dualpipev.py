@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.pipeline import placed_stages
 from mindspeed.features.pipeline import plans as shared
-from mindspeed.features.pipeline import v_shape
 from mindspeed.features.pipeline.divided_backward import divide_backward, divided_backward_problems
 from mindspeed.flags import flag
-from mindspeed.pipeline.v_shape import flag_of
+from mindspeed.pipeline.placed_stages import flag_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -43,7 +43,7 @@ class DualPipeV(
         "tensor-parallel-2d",
         "unaligned-pipeline",
     ),
-    excludes={**shared.EXCLUDES_OF_PAIRS, **v_shape.EXCLUDES},
+    excludes={**shared.EXCLUDES_OF_PAIRS, **placed_stages.EXCLUDES},
     planning=("needs steps",),
     schedule="dualpipev",
 ):
@@ -71,7 +71,7 @@ class DualPipeV(
                     "--dualpipev-dw-detach", "is a variant of --schedules-method dualpipev", fix
                 )
             ]
-        found = list(v_shape.problems(name, megatron))
+        found = list(placed_stages.problems(name, megatron))
         if self.schedules_method is not None:  # else --pipeline-schedule checks its own
             found += shared.problems_of(name, megatron)
             found += divided_backward_problems(name, megatron)
@@ -79,7 +79,10 @@ class DualPipeV(
         return found
 
     def _plan_problems(self, name: str, megatron: Megatron) -> Iterator[Problem]:
-        ranks, count = megatron["pipeline_model_parallel_size"], v_shape.num_microbatches(megatron)
+        ranks, count = (
+            megatron["pipeline_model_parallel_size"],
+            placed_stages.num_microbatches(megatron),
+        )
         if count is not None and count < 2 * ranks:
             yield Problem(
                 name,
@@ -103,10 +106,10 @@ class DualPipeV(
             yield problem
 
     def corrects(self, megatron: Megatron) -> dict[str, Any]:
-        return v_shape.corrects(megatron)
+        return placed_stages.corrects(megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        v_shape.attach_v_shape(seams, megatron, self.name)
+        placed_stages.attach_placement(seams, megatron, self.name)
         if self.schedules_method is None:
             return  # --pipeline-schedule chooses the order
 

@@ -33,7 +33,7 @@ from mindspeed.features.pipeline.divided_backward import (
     divided_backward_problems,
 )
 from mindspeed.flags import flag
-from mindspeed.pipeline.v_shape import flag_of
+from mindspeed.pipeline.placed_stages import placement_of
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _OTHER_SCHEDULES = {
     "schedules_method": "--schedules-method",
 }
 """Flags of ours that run a plan, too."""
-_WHOLE_BACKWARDS = ("1f1b", "interleaved", "aiao")
+_WHOLE_BACKWARDS = ("1f1b", "interleaved", "aiao", "wave")
 _GROUPED = ("1f1b", "interleaved", "nanopipe", "zb-h1")
 _GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 
@@ -78,7 +78,7 @@ class PipelineSchedule(
     pipeline_schedule: str | None = flag(
         None,
         "pipeline schedule: auto, 1f1b, interleaved, nanopipe, zb-h1, zb-v, dualpipev, v-half, "
-        "v-min, v-auto, aiao or FILE.csv",
+        "v-min, v-auto, wave, zb-wave, aiao or FILE.csv",
     )
     pipeline_schedule_dump: str | None = flag(None, "write the pipeline schedule to this csv file")
     pipeline_trace: str | None = flag(
@@ -158,19 +158,9 @@ class PipelineSchedule(
         except ConfigError as error:
             yield Problem(name, str(error))
             return
-        from mindspeed.pipeline.schedule.placement import Placement
         from mindspeed.pipeline.schedule.schedules import ScheduleRequest
 
-        ranks, chunks = megatron["pipeline_model_parallel_size"], shared.chunks_of(megatron)
         plan = changes.get("plan")
-        placements = (Placement.loop(ranks, chunks), Placement.v_shape(ranks))
-        if plan is not None and plan.placement not in placements:
-            yield Problem(
-                name,
-                "places stage s neither on rank s mod p nor in a V (s and 2 p - 1 - s on one rank)",
-                "take another file, or a schedule by name",
-            )
-            return
         if plan is not None and _recomputes(plan):
             yield from exclusions(name, LAYER_EXCLUDES, megatron)
             if granularity := megatron.get("recompute_granularity"):
@@ -200,7 +190,7 @@ class PipelineSchedule(
             megatron.get("pipeline_model_parallel_size") or 1,
             shared.chunks_of(megatron),
         )
-        v_shape = flag_of(megatron) is not None
+        placement = placement_of(megatron)
         changes: dict[str, Any] = {}
         if shared.has_pairs(megatron):
             changes["pairs"] = True
@@ -210,7 +200,7 @@ class PipelineSchedule(
             plan = read_plan(
                 Path(str(self.pipeline_schedule)),
                 ranks=ranks,
-                chunks=2 if v_shape else chunks,
+                chunks=chunks if placement is None else placement.chunks,
                 num_microbatches=shared.num_microbatches(megatron),
             )
             # Without collectives that they hide, pairs would only wait for each other.
@@ -222,9 +212,9 @@ class PipelineSchedule(
             if self.pipeline_schedule not in _WHOLE_BACKWARDS:
                 changes["costs"] = costs_of(megatron)
         if self.pipeline_memory_limit is not None:
-            # A V-shape is compared with 1F1B, as it has no chunks without it.
+            # Other places are compared with 1F1B: a V or a file has no chunks without it.
             changes["memory_limit"] = shared.limit_of(
-                self.pipeline_memory_limit, ranks, 1 if v_shape else chunks
+                self.pipeline_memory_limit, ranks, chunks if placement is None else 1
             )
         return changes
 

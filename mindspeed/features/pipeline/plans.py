@@ -90,7 +90,7 @@ def plan_of(flag: str, megatron: Megatron, request: ScheduleRequest) -> Plan | P
     ranks, count = megatron.get("pipeline_model_parallel_size") or 1, num_microbatches(megatron)
     if ranks == 1 or count is None:
         return None
-    chunks = 2 if request.placement(ranks, 1).chunks == 2 else chunks_of(megatron)
+    chunks = request.placement(ranks, chunks_of(megatron)).chunks
     try:
         for smaller in ramped_microbatches(megatron):
             build_plan(request, ranks, chunks, smaller)

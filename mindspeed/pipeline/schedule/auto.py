@@ -46,13 +46,12 @@ def fastest(
     """
     job = Job(num_microbatches, costs, sizes, whole=not split)
     search = _Search(placement, job, memory_limit)
-    looped = placement == Placement.loop(placement.ranks, placement.chunks)
-    if looped:
+    if placement.loops:
         search.loops()
     else:
         search.vees()
     if not search.found:
-        raise ConfigError(search.nothing(looped))
+        raise ConfigError(search.nothing(placement.loops))
     return replace(min(search.found, key=Candidate.rank).plan, name="auto")
 
 

@@ -50,6 +50,8 @@ ENTRIES: dict[str, Entry] = {
     ),
     "v-half": Entry({"kind": "v-half"}, 2, "--pipeline-schedule v-half"),
     "v-min": Entry({"kind": "v-min"}, 2, "--pipeline-schedule v-min"),
+    "wave": Entry({"kind": "wave"}, None, "--pipeline-schedule wave"),
+    "zb-wave": Entry({"kind": "zb-wave"}, None, "--pipeline-schedule zb-wave"),
     "aiao": Entry({"kind": "aiao"}, None, "--fold-mode aiao"),
     "aiao-strict": Entry(
         {"kind": "aiao", "strict": True}, None, "--fold-mode aiao --fold-order strict"

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from mindspeed import device
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.pipeline.megatron_v_shape import finalized_groups, move_results
+from mindspeed.pipeline.megatron_placement import finalized_groups, move_results
 from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, FORWARD_INPUT_ONLY, Action
 from mindspeed.pipeline.schedule.executor import PREFETCH, Tensors
 from mindspeed.pipeline.schedule.headers import check_tensors, made_here
@@ -143,7 +143,7 @@ class MegatronWork:
         config.finalize_model_grads_func(
             step.chunks,
             self._num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=finalized_groups(step.groups) if self._turns else step.groups,
+            pg_collection=finalized_groups(step.groups, self._plan.placement),
             **step.reduction,
         )
 
@@ -251,19 +251,14 @@ class MegatronWork:
         placement = self._plan.placement
         return placement.rank(placement.num_stages - 1) == self._rank
 
-    @property
-    def _turns(self) -> bool:
-        """Whether the stages form a V: the last one is on the first rank."""
-        placement = self._plan.placement
-        return placement.ranks > 1 and placement.rank(placement.num_stages - 1) == 0
-
     def _move_results(self) -> None:
         """Give losses and tokens to the last rank, where Megatron looks for them."""
-        if not self._turns:
+        placement = self._plan.placement
+        source, last = placement.rank(placement.num_stages - 1), placement.ranks - 1
+        if source == last:
             return
-        last = self._plan.placement.ranks - 1
         results = (self.losses, self._num_tokens)
-        results = move_results(results, source=0, target=last, group=self._step.groups.pp)
+        results = move_results(results, source=source, target=last, group=self._step.groups.pp)
         self.losses, self._num_tokens = results
         if self._rank != last:
             self.losses = []

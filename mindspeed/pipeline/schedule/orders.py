@@ -161,10 +161,9 @@ def _dualpipev_row(
 
 
 def forward_only(placement: Placement, m: int) -> Rows:
-    """The forwards of :func:`flush`; on a V-shape all of the way down first."""
+    """The forwards of :func:`flush`; outside of a loop all of a chunk before the next."""
     p = placement.ranks
-    looped = placement == Placement.loop(p, placement.chunks)
-    groups = groups_of(m, p, p) if looped else (range(m),)
+    groups = groups_of(m, p, p) if placement.loops else (range(m),)
     return tuple(
         tuple(Action(FORWARD, stage, i) for group in groups for stage in stages for i in group)
         for stages in placement.stages

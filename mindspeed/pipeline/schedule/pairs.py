@@ -22,7 +22,6 @@ from itertools import pairwise
 
 from mindspeed.pipeline.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
 from mindspeed.pipeline.schedule.orders import Rows
-from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 
 
@@ -31,12 +30,11 @@ def paired(plan: Plan) -> Plan:
 
     On a V the two are of different stages: its steady state alternates between both.
     """
-    looped = plan.placement == Placement.loop(plan.placement.ranks, plan.placement.chunks)
     found: set[Action] = set()
     for row in plan.rows:
         taken = None
         for first, second in pairwise(row):
-            if first is not taken and _fits(first, second, not looped):
+            if first is not taken and _fits(first, second, not plan.placement.loops):
                 found.add(first)
                 taken = second
     return replace(plan, paired=frozenset(found))

@@ -60,6 +60,25 @@ class Placement:
         return sum(map(len, self.stages))
 
     @cached_property
+    def loops(self) -> bool:
+        """Whether the stages stand as Megatron places them."""
+        return self == Placement.loop(self.ranks, self.chunks)
+
+    @cached_property
+    def ends(self) -> tuple[int, int]:
+        """The rank of the first and that of the last stage."""
+        return self.rank(0), self.rank(self.num_stages - 1)
+
+    def place(self, stage: int) -> int:
+        """The place of ``stage`` among those of its chunk, in the order of a micro-batch.
+
+        In a loop it is the rank. The first stage has place 0 in the first chunk, the last one p - 1
+        in the last chunk, and no other stage has these.
+        """
+        chunk = self.chunk(stage)
+        return sorted(stages[chunk] for stages in self.stages).index(stage)
+
+    @cached_property
     def _where(self) -> dict[int, tuple[int, int]]:
         return {
             stage: (rank, chunk)

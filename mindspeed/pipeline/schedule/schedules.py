@@ -13,6 +13,8 @@
 | dualpipev   | DeepSeek's               | some            | p + 1/2                           |
 | v-half      | building block           | where it helps  | (p + 2) / 2, rounded down         |
 | v-min       | building block           | where it helps  | (p + 4) / 3, rounded down         |
+| wave        | waves of 2, 4, ... chunks| no              | p                                 |
+| zb-wave     | the same                 | where it helps  | p                                 |
 | aiao        | flush, g=m (or breadth)  | no              | (2 (p - 1) + (v - 1) m + 1) / v   |
 | auto        | the fastest of auto.py's | where it helps  | the limit, if there is one        |
 | v-auto      | the same on a V          | where it helps  | the limit, else at most p + 1/2   |
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mindspeed.errors import ConfigError
+from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES
 from mindspeed.pipeline.schedule import orders, recompute
 from mindspeed.pipeline.schedule.auto import fastest
 from mindspeed.pipeline.schedule.blocks import Block, published_memory, v_half, v_min
@@ -36,8 +39,9 @@ from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.pipeline.schedule.swap import swap
+from mindspeed.pipeline.schedule.waves import least as least_of_waves
+from mindspeed.pipeline.schedule.waves import wave
 from mindspeed.pipeline.schedule.weave import Job, least_memory, woven
-from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class ScheduleRequest:
             return self.plan.placement
         if self.v_shape or self.kind in V_SHAPES:
             return Placement.v_shape(ranks)
+        if self.kind in WAVES:
+            return Placement.snake(ranks, chunks)
         return Placement.loop(ranks, chunks)
 
 
@@ -232,6 +238,20 @@ def _building_block(request: ScheduleRequest, placement: Placement, m: int) -> P
     return with_reductions(joined(found, request.costs))
 
 
+def _wave(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
+    _need_chunks(placement, request.kind)
+    sizes, whole = relative_sizes(request.sizes), request.kind == "wave"
+    job = Job(m, request.costs, sizes, whole)
+    limit = placement.ranks if request.memory_limit is None else request.memory_limit
+    found = wave(placement, job, limit, request.kind)
+    if found is None:
+        raise ConfigError(
+            f"the pipeline schedule {request.kind} needs {least_of_waves(placement, job):g} A of "
+            f"activations; {limit:g} A are allowed (--pipeline-memory-limit)"
+        )
+    return with_reductions(found.plan if whole else joined(found.plan, request.costs))
+
+
 def _all_in_all_out(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     _need_chunks(placement, "aiao")
     p, v = placement.ranks, placement.chunks
@@ -269,6 +289,8 @@ _BUILDERS: dict[str, Callable[[ScheduleRequest, Placement, int], Plan]] = {
     "dualpipev": _dualpipev,
     "v-half": _building_block,
     "v-min": _building_block,
+    "wave": _wave,
+    "zb-wave": _wave,
     "aiao": _all_in_all_out,
 }
 KINDS = tuple(_BUILDERS)
@@ -296,7 +318,7 @@ def _need_chunks(placement: Placement, kind: str) -> None:
 
 def _need_microbatches(placement: Placement, m: int) -> None:
     p, v = placement.ranks, placement.chunks
-    if v > 1 and m < p and placement == Placement.loop(p, v):
+    if v > 1 and m < p and placement.loops:
         raise ConfigError(
             f"{m} micro-batches are too few for {p} pipeline ranks with {v} model chunks each; "
             f"at least {p} are needed"

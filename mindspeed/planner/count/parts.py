@@ -29,7 +29,7 @@ from mindspeed.device.wrapped_tensors import held
 from mindspeed.instruments.clock import TimedCall
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Parallel
-from mindspeed.pipeline.v_shape import flag_of
+from mindspeed.pipeline.placed_stages import flag_of
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.count.layer_costs import (
     GRADIENTS,

@@ -22,7 +22,7 @@ from typing import Any
 
 from mindspeed.features.registry import options
 from mindspeed.moe.comparison import ENTRIES
-from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
+from mindspeed.pipeline.placed_stages import V_SHAPES
 from mindspeed.planner.layout import EXPERT_PROGRAMS, OPTIMIZERS, Layout, Recompute
 
 Split = str | tuple[int, ...]

@@ -7,20 +7,34 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES
 from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import KINDS, PAIRED, ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
-from mindspeed.pipeline.v_shape import SCHEDULES as V_SHAPES
+from tests.pipeline.any_order import greedy
 from tests.pipeline.schedule.toy_ranks import run_all
 
 EVEN, SLOW = Costs(), Costs(1, 1.25, 0.75, latency=0.125)
+
+
+def anywhere(ranks):
+    """Three chunks: neighbours are two ranks apart, in the second one backwards."""
+    row = [*range(1, ranks, 2), *range(0, ranks, 2)]
+    chunks = (row, row[::-1], row)
+    return Placement(
+        tuple(
+            tuple(number * ranks + chunk.index(rank) for number, chunk in enumerate(chunks))
+            for rank in range(ranks)
+        )
+    )
 
 
 def plans_of(ranks):
     m, found = 2 * ranks, []
     for kind in KINDS:
         for chunks in (1, 2):
-            if chunks == 1 and kind in ("interleaved", "aiao", *V_SHAPES):
+            if chunks == 1 and kind in ("interleaved", "aiao", *V_SHAPES, *WAVES):
                 continue
             for costs in (EVEN, SLOW):
                 request = ScheduleRequest(kind=kind, costs=costs)
@@ -40,6 +54,9 @@ def plans_of(ranks):
     for kind in PAIRED:
         request = ScheduleRequest(kind=kind, costs=pairs, pairs=True)
         found.append((build_plan(request, ranks, 2 if kind != "1f1b" else 1, m), pairs))
+    for kind in WAVES:
+        found.append((build_plan(ScheduleRequest(kind=kind, costs=SLOW), ranks, 4, m), SLOW))
+    found.append((greedy(anywhere(ranks), m), SLOW))
     found.append((build_plan(ScheduleRequest(), ranks, 1, m, forward_only=True), EVEN))
     return found
 

@@ -1,24 +1,25 @@
-"""V-shape: rank r has the stages r and 2p - 1 - r.
+"""Stages at other places than in Megatron's loop: a V, waves, or any that a file has.
 
-    rank 0    stage 0    stage 2p-1     embedding and loss
-    rank 1    stage 1    stage 2p-2
-    ...
-    rank p-1  stage p-1  stage p        the turn: one stage hands on to the other without a message
+    V, rank 0     stage 0    stage 2p-1     embedding and loss
+       rank 1     stage 1    stage 2p-2
+       ...
+       rank p-1   stage p-1  stage p        the turn: one stage hands on to the other without a
+                                            message
 
-A micro-batch goes down and comes back up, so its backward begins on the rank where its forward
-began, and activations are alive equally long on all ranks.
+In a V a micro-batch goes down and comes back up, so its backward begins on the rank where its
+forward began, and activations are alive equally long on all ranks. Waves go on: down and up again.
 
-Megatron derives everything about a chunk from its pipeline rank and its virtual stage. In a V-shape
-the second chunk of rank r takes the place of rank p - 1 - r: its layers come from
-:class:`VShapeLayout`, its ends and its view of the pipeline group from :func:`chunk_arguments`.
-The first rank has both the embedding and the output layer, so a weight that they share exists once
-(:func:`share_embedding`).
+Megatron derives everything about a chunk from its pipeline rank and its virtual stage: the first
+chunk of the first rank embeds, the last chunk of the last rank computes the loss. Elsewhere the
+layers of a chunk come from :class:`PlacedLayout`, its ends and its view of the pipeline group from
+:func:`chunk_arguments`. Where one rank has both the embedding and the output layer, a weight that
+they share exists once (:func:`share_embedding`).
 
-Losses are computed on the first rank and expected on the last one, where Megatron's training loop
-averages them, counts the tokens and logs. One message per step carries them there.
+Losses are computed on the rank of the last stage and expected on the last rank, where Megatron's
+training loop averages them, counts the tokens and logs. One message per step carries them there.
 
 Source: Qi et al., "Pipeline parallelism with controllable memory" (2024); DualPipeV of
-DeepSeek-V3.
+DeepSeek-V3; Liu et al., "Hanayo: harnessing wave-like pipeline parallelism" (2023).
 """
 
 from __future__ import annotations
@@ -40,34 +41,34 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.placement import Placement
 
 
-class VShapeLayout(PipelineParallelLayerLayout):
-    """Layers of every stage of a V-shape.
+class PlacedLayout(PipelineParallelLayerLayout):
+    """Layers of every stage, where the stages are not in Megatron's loop.
 
     ``layout[r][c]`` is chunk c of rank r, as in the base class; only the order differs in which a
     micro-batch passes the chunks.
 
     Args:
-        layout: of 2p stages in the order in which a micro-batch passes them, in Megatron's
+        layout: of all stages in the order in which a micro-batch passes them, in Megatron's
             notation.
-        pipeline_model_parallel_size: p.
+        placement: the stages of every rank.
     """
 
     layout: list[list[Any]]
 
-    def __init__(self, layout: str | list[Any], pipeline_model_parallel_size: int) -> None:
-        super().__init__(layout, pipeline_model_parallel_size)
-        if self.virtual_pipeline_model_parallel_size != 2:
-            stages = self.virtual_pipeline_model_parallel_size * pipeline_model_parallel_size
+    def __init__(self, layout: str | list[Any], placement: Placement) -> None:
+        super().__init__(layout, placement.ranks)
+        chunks = self.virtual_pipeline_model_parallel_size
+        if chunks * placement.ranks != placement.num_stages:
             raise ConfigError(
-                f"a V-shape on {pipeline_model_parallel_size} pipeline ranks has "
-                f"{2 * pipeline_model_parallel_size} stages, the layout {self!r} has {stages}"
+                f"{placement.num_stages} stages are placed on {placement.ranks} pipeline ranks, "
+                f"the layout {self!r} has {chunks * placement.ranks}"
             )
-        self.stages = [row[chunk] for chunk in range(2) for row in self.layout]
-        placement = Placement.v_shape(pipeline_model_parallel_size)
+        self.placement = placement
+        self.stages = [row[chunk] for chunk in range(chunks) for row in self.layout]
         self.layout = [[self.stages[stage] for stage in stages] for stages in placement.stages]
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int) -> Any:
-        """Megatron's checks, of one stage per rank: a V-shape has its last stage on rank 0."""
+        """Megatron's checks, of one stage per rank: it wants the last stage on the last rank."""
         stages = PipelineParallelLayerLayout(self.input_data, len(self.stages))
         return stages.validate_layer_layout(num_layers, mtp_num_layers)
 
@@ -80,27 +81,26 @@ class VShapeLayout(PipelineParallelLayerLayout):
         """Layers of this type before the first one of a chunk."""
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        assert vp_stage is not None, "a V-shape has two chunks per rank: vp_stage says which"
-        stage = Placement.v_shape(self.pipeline_model_parallel_size).stages[pp_rank][vp_stage]
+        stage = self.placement.stages[pp_rank][vp_stage or 0]
         return sum(layers.count(layer_type) for layers in self.stages[:stage])
 
 
-class ReversedRanks:
-    """A pipeline group whose ranks count from the other end, for modules that ask for theirs.
+class PlacedRank:
+    """A pipeline group in which this rank has another place, for modules that ask for theirs.
 
     Only rank and size: nothing can be sent through it.
     """
 
-    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: torch.distributed.ProcessGroup, place: int) -> None:
+        self._size, self._place = group.size(), place
 
     def rank(self) -> int:
-        """The place of this rank, from the last one."""
-        return self.size() - 1 - self._group.rank()
+        """The place."""
+        return self._place
 
     def size(self) -> int:
         """p."""
-        return self._group.size()
+        return self._size
 
 
 class OneRank:
@@ -115,55 +115,73 @@ class OneRank:
         return 1
 
 
-def finalized_groups(groups: Any) -> Any:
-    """The groups with which Megatron finalises the gradients: embeddings have no copies."""
+def finalized_groups(groups: Any, placement: Placement) -> Any:
+    """The groups with which Megatron finalises the gradients.
+
+    On one rank the embedding of the last stage is no copy.
+    """
+    if not _meet(placement) or placement.ranks == 1:
+        return groups
     groups = copy.copy(groups)
     groups.embd = OneRank()
     return groups
 
 
-def ends(vp_stage: int | None) -> tuple[bool, bool]:
+def ends(placement: Placement, vp_stage: int | None) -> tuple[bool, bool]:
     """Whether a chunk of this rank, or any of them for None, is the first and the last stage."""
-    first = parallel_state.get_pipeline_model_parallel_rank() == 0
-    return first and vp_stage in (None, 0), first and vp_stage in (None, 1)
+    own = placement.stages[parallel_state.get_pipeline_model_parallel_rank()]
+    stages = own if vp_stage is None else own[vp_stage : vp_stage + 1]
+    return 0 in stages, placement.num_stages - 1 in stages
 
 
-def chunk_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``GPTModel`` for one chunk of a V-shape.
+def chunk_arguments(given: dict[str, Any], placement: Placement) -> dict[str, Any]:
+    """The arguments of ``GPTModel`` for one chunk.
 
     Raises:
-        ConfigError: the config says nothing of a V-shape.
+        ConfigError: the config places the stages otherwise.
     """
-    config, vp_stage = given["config"], given.get("vp_stage")
-    if vp_stage is None or not isinstance(config.pipeline_model_parallel_layout, VShapeLayout):
+    layout, vp_stage = given["config"].pipeline_model_parallel_layout, given.get("vp_stage")
+    placed = isinstance(layout, PlacedLayout) and layout.placement == placement
+    if not placed or (vp_stage is None and placement.chunks > 1):
         raise ConfigError(
-            "a V-shape needs two model chunks per rank (vp_stage 0 and 1), and a config whose "
-            "pipeline_model_parallel_layout is a mindspeed.pipeline.megatron_v_shape.VShapeLayout"
+            f"this pipeline schedule needs {placement.chunks} model chunks per rank (vp_stage), "
+            "and a config whose pipeline_model_parallel_layout is a "
+            f"mindspeed.pipeline.megatron_placement.PlacedLayout of {placement}"
         )
     groups = copy.copy(
         given.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups()
     )
-    groups.embd = None  # both ends are here: see share_embedding
-    if vp_stage == 1:
-        groups.pp = ReversedRanks(groups.pp)
-    first, last = ends(vp_stage)
+    stage = placement.stages[groups.pp.rank()][vp_stage or 0]
+    if _meet(placement):
+        groups.embd = None  # see share_embedding
+    groups.pp = PlacedRank(groups.pp, placement.place(stage))
+    first, last = stage == 0, stage == placement.num_stages - 1
     return {**given, "pre_process": first, "post_process": last, "pg_collection": groups}
+
+
+def _meet(placement: Placement) -> bool:
+    """Whether one rank has the first and the last stage."""
+    first, last = placement.ends
+    return first == last
 
 
 class SharedEmbedding:
     """Lets the last stage use the embedding of the first one where Megatron would copy it.
 
     Megatron's copy for tied weights and for multi-token prediction is on another rank, and
-    its gradients are added in the embedding group. Here both chunks are on rank 0 and the weight
+    its gradients are added in the embedding group. Where both stages are on one rank, the weight
     is a parameter of the first one only; it belongs to that chunk's gradient buffer, checkpoint and
     optimizer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
         self._first: list[Any] = []
 
     def __call__(self, model: Any, config: Any, vp_stage: int | None) -> None:
         """Hook for the seam ``chunk``: remember the first stage, and share with the last one."""
+        if not _meet(self._placement):
+            return
         if model.pre_process:
             self._first[:] = [model]
         elif model.post_process:

@@ -1,8 +1,10 @@
-"""Builds GPTs in a V-shape inside rank processes and runs a step."""
+"""Builds GPTs whose stages are placed inside rank processes and runs a step."""
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
+EMBEDDING = "embedding.word_embeddings.weight"
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -24,7 +27,12 @@ MOE = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model, and its V-shape: none on one rank."""
+    """One model, and the places of its stages: on one rank there are none.
+
+    Attributes:
+        chunks: of a rank, for waves.
+        places: stages of every rank, for a file.
+    """
 
     ranks: int = 1
     spec: str = "te"
@@ -32,10 +40,23 @@ class Case:
     tied: bool = False
     num_layers: int = 8
     schedule: str = "zb-v"
+    chunks: int = 2
+    places: tuple[tuple[int, ...], ...] = ()
     split: bool = False
     microbatches: int = 8
     dropout: float = 0.0
     config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def placement(self) -> Any:
+        from mindspeed.pipeline.schedule.placement import Placement
+
+        return Placement(self.places) if self.places else Placement.snake(self.ranks, self.chunks)
+
+    @property
+    def virtual(self) -> int | None:
+        """Megatron's number of model chunks."""
+        return self.placement.chunks if self.ranks > 1 and self.placement.chunks > 1 else None
 
 
 @dataclass(frozen=True)
@@ -75,19 +96,21 @@ def _run(case: Case, step: bool) -> Built:
 
     parallel_state.destroy_model_parallel()
     values = {"num_layers": case.num_layers, "pipeline_model_parallel_size": case.ranks}
+    values["virtual_pipeline_model_parallel_size"] = case.virtual
     if case.ranks > 1:
-        values["pipeline_schedule"] = case.schedule
+        values["pipeline_schedule"] = _file_of(case) if case.places else case.schedule
     repatch(values)
-    virtual = 2 if case.ranks > 1 else None
-    parallel_state.initialize_model_parallel(1, case.ranks, virtual)
+    parallel_state.initialize_model_parallel(1, case.ranks, case.virtual)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    models = [_model(case, stage) for stage in (range(2) if virtual else [None])]
+    models = [_model(case, stage) for stage in (range(case.virtual) if case.virtual else [None])]
     named = {}
     for model in models:
         _seed_parts(model)
         named |= {global_name(model, name): p for name, p in model.named_parameters()}
     for name, parameter in named.items():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        copied = case.tied and name == "output_layer.weight"  # on another rank than the embedding
+        seed = zlib.crc32((EMBEDDING if copied else name).encode())
+        generator = torch.Generator().manual_seed(seed)
         parameter.data.normal_(0, 0.2, generator=generator)
         parameter.data += "norm" in name and name.endswith("weight")
     return Built(
@@ -96,6 +119,17 @@ def _run(case: Case, step: bool) -> Built:
         [entry for model in models for entry in _checkpoint(model)],
         *(_step(case, models, named) if step else ()),
     )
+
+
+def _file_of(case: Case) -> str:
+    from pathlib import Path
+
+    from mindspeed.pipeline.schedule.csv_file import write_plan
+    from tests.pipeline.any_order import greedy
+
+    file = Path(tempfile.gettempdir()) / f"greedy-{os.getpid()}.csv"
+    write_plan(file, greedy(case.placement, case.microbatches))
+    return str(file)
 
 
 def _step(case: Case, models: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -109,7 +143,7 @@ def _step(case: Case, models: list[Any], named: dict[str, Any]) -> tuple[Any, ..
     from mindspeed.pipeline.schedule.megatron import scheduled
 
     schedule, several = get_forward_backward_func(), len(models) > 1
-    if several:
+    if several and not case.places:
         schedule = scheduled(schedule, kind=case.schedule, split_cooldown=case.split)
     config = models[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -159,13 +193,14 @@ def _model(case: Case, stage: int | None) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     from mindspeed.pipeline.layout import even_layout
-    from mindspeed.pipeline.megatron_v_shape import VShapeLayout
+    from mindspeed.pipeline.megatron_placement import PlacedLayout
 
     layout = None
     if case.ranks > 1:
         predicted = case.config.get("mtp_num_layers", 0)
-        text = case.layout or even_layout(case.num_layers, case.ranks, predicted)
-        layout = VShapeLayout(text, case.ranks)
+        stages = case.placement.num_stages
+        text = case.layout or even_layout(case.num_layers, stages, predicted)
+        layout = PlacedLayout(text, case.placement)
     config = TransformerConfig(
         num_layers=case.num_layers,
         hidden_size=16,
@@ -176,7 +211,7 @@ def _model(case: Case, stage: int | None) -> Any:
         attention_dropout=0.0,
         gradient_accumulation_fusion=False,
         pipeline_model_parallel_size=case.ranks,
-        virtual_pipeline_model_parallel_size=2 if case.ranks > 1 else None,
+        virtual_pipeline_model_parallel_size=case.virtual,
         pipeline_model_parallel_layout=layout,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,

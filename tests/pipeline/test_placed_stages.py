@@ -1,4 +1,4 @@
-"""A model in a V-shape has the layers, weights and checkpoints of the model on one rank."""
+"""A model whose stages are placed has the layers, weights and checkpoints of one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from mindspeed.pipeline.layout import even_layout
 from mindspeed.pipeline.schedule.placement import Placement
-from tests.pipeline.v_shape_ranks import MOE, Case, build_all, refusal, step_all
+from tests.pipeline.placed_ranks import MOE, Case, build_all, refusal, step_all
 
 SETUP = "tests.support.warm"
 MTP = {"mtp_num_layers": 1}
@@ -27,6 +27,11 @@ BUILT = {
     "two ranks, mtp, experts": Case(2, config={**MTP, **MOE}),
     "four ranks": Case(4),
     "four ranks, tied, experts": Case(4, tied=True, config=MOE),
+    "waves": Case(2, schedule="wave", chunks=4, tied=True),
+    "waves, experts": Case(2, schedule="zb-wave", chunks=4, config=MOE),
+    "a file": Case(2, places=((1, 2), (0, 3))),
+    "a file, four ranks": Case(4, places=((3, 4), (0, 7), (2, 6), (1, 5)), tied=True, config=MOE),
+    "a file, one chunk": Case(4, places=((0,), (2,), (1,), (3,))),
 }
 
 
@@ -85,6 +90,14 @@ def test_checkpoints_hold_what_those_of_one_rank_hold(name, built):
             [2, 3],
             [4, 5],
         ],
+        "waves": [
+            [0, "embedding"],
+            *([3], [4]),
+            [7, "output", "norm"],
+            *([1], [2], [5], [6]),
+        ],
+        "a file": [[2, 3], [4, 5], [0, 1, "embedding"], [6, 7, "output", "norm"]],
+        "a file, one chunk": [[0, 1, "embedding"], [4, 5], [2, 3], [6, 7, "output", "norm"]],
     }.items(),
 )
 def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
@@ -94,7 +107,7 @@ def test_layers_go_down_the_ranks_and_up_again(name, chunks, built):
 
 def test_a_config_without_the_layout_is_refused(ranks):
     for message in ranks(2, refusal, setup=SETUP):
-        assert "mindspeed.pipeline.megatron_v_shape.VShapeLayout" in message
+        assert "mindspeed.pipeline.megatron_placement.PlacedLayout" in message
 
 
 def test_the_first_rank_has_both_ends(built):
@@ -107,7 +120,7 @@ def test_the_first_rank_has_both_ends(built):
 
 @pytest.mark.parametrize(
     ("layout", "share"),
-    [(even_layout(32, 4), 34.8), ("Ett|tttt|tttt|tttt|ttttt|ttttt|ttttt|tttL", 26.7)],
+    [(even_layout(32, 8), 34.8), ("Ett|tttt|tttt|tttt|ttttt|ttttt|ttttt|tttL", 26.7)],
 )
 def test_a_layout_balances_the_parameters_of_the_first_rank(layout, share):
     """Llama-3-8B."""
@@ -139,6 +152,13 @@ STEPS = {
     "v-half on four": Case(4, schedule="v-half", dropout=0.1),
     "v-min on four": Case(4, schedule="v-min", dropout=0.1),
     "v-auto on four": Case(4, schedule="v-auto", dropout=0.1),
+    "wave": Case(2, schedule="wave", chunks=4, dropout=0.1, tied=True),
+    "zb-wave, three chunks": Case(2, schedule="zb-wave", chunks=3, num_layers=6, dropout=0.1),
+    "zb-wave on four": Case(4, schedule="zb-wave", dropout=0.1, config=MTP),
+    "a file": Case(2, places=((1, 2, 5), (0, 3, 4)), num_layers=6, dropout=0.1),
+    "a file, back": Case(2, places=((1,), (0,)), dropout=0.1),
+    "a file on four": Case(4, places=((3, 4), (0, 7), (2, 6), (1, 5)), dropout=0.1, tied=True),
+    "a file, one chunk on four": Case(4, places=((0,), (2,), (1,), (3,)), dropout=0.1, tied=True),
 }
 
 
@@ -163,6 +183,9 @@ def test_losses_on_the_last_rank_and_gradients_equal_those_of_one_rank(name, ste
     assert last.losses == pytest.approx(expected.losses, rel=1e-6)
     assert all(not rank.losses for rank in others)
     found = {key: value for rank in (*others, last) for key, value in rank.gradients.items()}
+    if "output_layer.weight" not in expected.gradients and "output_layer.weight" in found:
+        copied = found.pop("output_layer.weight")  # on another rank than the embedding
+        torch.testing.assert_close(copied, found["embedding.word_embeddings.weight"])
     assert found.keys() == expected.gradients.keys()
     for key, gradient in expected.gradients.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6, msg=key)
