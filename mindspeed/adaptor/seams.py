@@ -19,6 +19,9 @@ when the first function arrives, and calls all functions in the order in which t
 | train           | (nothing)                               | context manager around training |
 | step            | iteration (1-based, the one that runs)  | context manager around one step |
 | log             | iteration                               | text appended to the log line   |
+| figures         | iteration                               | dict of numbers for the metrics |
+| expert_counts   | [layers, experts]: tokens of a step     | -                               |
+| balance_losses  | losses about to be summed over ranks    | context manager around the sum  |
 
 ``model_arguments``, ``layer_spec`` and ``chunk`` are called in this order around the constructor of
 every model chunk (:mod:`mindspeed.adaptor.model_construction`). A feature that changes the
@@ -40,7 +43,8 @@ attention of every layer (:mod:`mindspeed.adaptor.packed_documents`, ``packed_se
 All up to ``optimizer`` are in ``megatron.core`` (of ``batch`` and ``documents`` what concerns the
 model) and so reach Megatron-LM, frameworks and our own trainer alike. The others belong to a
 training loop: Megatron-LM's reaches them through patches of ``megatron.training``, our trainer
-calls :meth:`Seam.run_all` and :meth:`Seam.around` itself.
+calls :meth:`Seam.run_all` and :meth:`Seam.around` itself. ``figures`` is our trainer's alone; the
+last two are ``megatron.core``'s again (:mod:`mindspeed.adaptor.expert_counts`).
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
 With ``--optimizer muon`` the two optimizer seams get the whole optimizer in our trainer; with
@@ -64,7 +68,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
-from mindspeed.adaptor import fused_functions, model_construction, packed_documents
+from mindspeed.adaptor import (
+    expert_counts,
+    fused_functions,
+    model_construction,
+    packed_documents,
+)
 from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
@@ -123,6 +132,7 @@ class Seams(SeamTable):
         of_seams = [
             Use(owner, seam.name, seam.reached)
             for seam in self
+            if seam.name not in _NOT_IN_EVERY_STEP
             for owner in dict.fromkeys(owner for owner, _ in seam.functions)
         ]
         return of_seams + [
@@ -392,5 +402,10 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "train": _train,
     "step": _step,
     "log": _log,
+    "figures": lambda seams: (),
+    "expert_counts": expert_counts.expert_counts,
+    "balance_losses": expert_counts.balance_losses,
 }
 SEAM_NAMES = tuple(_PATCHES)
+_NOT_IN_EVERY_STEP = ("figures", "expert_counts", "balance_losses")
+"""Seams that many jobs reach late or never, which is no defect."""

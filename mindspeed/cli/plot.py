@@ -107,6 +107,8 @@ PANELS: Mapping[str, tuple[str, bool]] = {
     "gradient norm": ("grad_norm", True),
     "tokens/s": ("tokens_per_second", True),
     "memory per device [GB]": ("memory_gb", False),
+    "fullest expert / mean": ("expert_load", True),
+    "fullest expert rank / mean": ("expert_rank_load", True),
 }
 COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
 GREY = "#475569"

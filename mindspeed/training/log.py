@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mindspeed import device
+from mindspeed import device, session
 from mindspeed.adaptor.versions.trainer import expert_metrics, learning_rate
 from mindspeed.built_model import TrainedModel
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
@@ -77,11 +77,14 @@ class Log:
         for sink in self._sinks:
             sink.advance()
 
-    def report(self, state: TrainState, extra: str = "") -> None:
-        """Print and record the steps since the last report."""
+    def report(self, state: TrainState) -> None:
+        """Print and record the steps since the last report, with what features add."""
         reports = mean_reports(self._reports)
         loss = reports.pop("lm loss", None)
         auxiliary = _auxiliary_losses(self._args, self._iterations)
+        seams = session.install().seams  # after the auxiliary losses, whose message some lengthen
+        extra = " | ".join(filter(None, seams.log.run_all(state.iteration)))
+        figures = seams.figures.run_all(state.iteration)
         params_norm = _params_norm(self._model) if self._args.log_params_norm else None
         counts = self._counter.take(self._samples)
         self._tokens += counts.tokens
@@ -94,6 +97,8 @@ class Log:
             reports |= auxiliary
             line = _line(metrics, reports, Schedule.of(self._args).iterations)
             metrics |= reports
+            for one in figures:
+                metrics |= one
             for sink in self._sinks:
                 sink.record(state.iteration, metrics, line + (f" {extra} |" if extra else ""))
         self._reports.clear()

@@ -149,7 +149,7 @@ def train(
             iteration = state.iteration
             log.add(result, samples)
             if iteration % args.log_interval == 0 or iteration == schedule.iterations:
-                log.report(state, " | ".join(filter(None, seams.log.run_all(iteration))))
+                log.report(state)
             interval = schedule.evaluation_interval
             if "validation" in held_out and interval and iteration % interval == 0:
                 with log.not_counted(), gathering.paused():

@@ -23,6 +23,8 @@ def write_run(directory, count=50, offset=0.0):
             "grad_norm": 1.0 + 1 / i,
             "tokens_per_second": 9000.0 + i,
             "memory_gb": 0.3,
+            "expert_load": 1.5,
+            "expert_rank_load": 1.2,
         }
         for i in range(1, count + 1)
     ]

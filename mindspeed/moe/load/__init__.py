@@ -1,0 +1,1 @@
+"""How unevenly tokens go to experts: watched in a run, recorded, and what to do about it."""
