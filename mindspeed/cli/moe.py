@@ -126,6 +126,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"all, or some of {', '.join(ENTRIES)}, separated by commas",
     )
+    add(
+        "--routing",
+        type=Path,
+        metavar="DIR",
+        help="price the routing that --moe-record-routing has recorded, and place experts",
+    )
+    add(
+        "--placement",
+        type=Path,
+        metavar="FILE",
+        help="with --routing: write the placement, for --moe-expert-placement",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
     add("--text", action="store_true", help="draw the timelines in the terminal")
     add("--json", action="store_true", help="print JSON")
@@ -136,7 +148,36 @@ def run(args: argparse.Namespace) -> int:
     job, names = job_of(args), chosen("--programs", args.programs, ENTRIES)
     if args.plot:
         check_format("--plot", args.plot)
-    found = compare(job, names)
+    if args.routing:
+        return _run_recorded(args, job, names)
+    if args.placement:
+        raise ConfigError("--placement needs --routing DIR, the routing that experts are placed by")
+    return _show(args, job, compare(job, names))
+
+
+def _run_recorded(args: argparse.Namespace, job: Job, names: list[str]) -> int:
+    """Place the experts of every layer, and price the fullest one."""
+    from mindspeed.cli import moe_routing
+
+    recorded = moe_routing.read_routing(args, _model(args), job.sizes)
+    layers = moe_routing.place(recorded, job.sizes)
+    job = replace(job, recorded=moe_routing.worst(recorded, layers))
+    now, then = compare(job, names), moe_routing.placed_prices(job, names)
+    if args.json:
+        data = as_data(job, now)
+        data["placed"] = as_entries(then, _figures)
+        print(json.dumps({**data, "layers": moe_routing.as_data(layers)}, indent=2))
+    else:
+        moe_routing.print_layers(recorded, layers)
+        _show(args, job, now)
+        link = args.link_bandwidth if job.sizes.ep <= args.node_size else args.network_bandwidth
+        moe_routing.print_exchange(job, layers, now, then, link * 1e9)
+    if args.placement:
+        moe_routing.write_placement(args, job.sizes, layers)
+    return 0
+
+
+def _show(args: argparse.Namespace, job: Job, found: list[Priced]) -> int:
     if args.json:
         print(json.dumps(as_data(job, found), indent=2))
     else:

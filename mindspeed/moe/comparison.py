@@ -20,6 +20,7 @@ from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.costs import Message, StageCosts
 from mindspeed.moe.deepspeed.gate import Capacity
 from mindspeed.moe.dispatch.choice import choice_of
+from mindspeed.moe.load.recorded import RecordedLoad
 from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.program import Program, Step
 from mindspeed.moe.repetition import repeated
@@ -136,7 +137,11 @@ ENTRIES: dict[str, Entry] = {
 
 
 def _costs(
-    entry: Entry, request: LayerRequest, sizes: Sizes, load: Load
+    entry: Entry,
+    request: LayerRequest,
+    sizes: Sizes,
+    load: Load,
+    recorded: RecordedLoad | None = None,
 ) -> tuple[dict[str, StageCosts], parted_costs.Parts]:
     anchored = request.overlap
     if request.pipe_slices:
@@ -147,7 +152,7 @@ def _costs(
         parts = [load.part(request.expert_groups)] * request.expert_groups
         return parted_costs.groups(sizes, load, parts, anchored=anchored)
     if request.hot_experts:
-        return _hot(request, sizes, load), {}
+        return _hot(request, sizes, load, recorded), {}
     if request.exchange == "dedup":
         return parted_costs.dedup(sizes, load, anchored=anchored), {}
     if request.exchange == "hierarchical":
@@ -156,16 +161,25 @@ def _costs(
     return price(sizes, load, anchored=anchored, packed=entry.packed), {}
 
 
-def _hot(request: LayerRequest, sizes: Sizes, load: Load) -> dict[str, StageCosts]:
-    """Hot experts of as many ranks, of each as probably; none has more rows than another."""
-    part = request.hot_experts / sizes.experts
-    own_rows = sizes.tokens * sizes.topk * part
+def _hot(
+    request: LayerRequest, sizes: Sizes, load: Load, recorded: RecordedLoad | None
+) -> dict[str, StageCosts]:
+    """Hot experts of as many ranks, of each as probably.
+
+    By recorded routing they are those that the layer chooses; else none has more rows than another.
+    """
+    if recorded is None:
+        part = request.hot_experts / sizes.experts
+        load, own_rows = load.scaled(1 - part), sizes.tokens * sizes.topk * part
+    else:
+        hot = recorded.hot(sizes, request.hot_experts)
+        load, own_rows = recorded(sizes, hot), recorded.own_rows(sizes, hot)
     each = request.hot_experts / request.hot_messages / sizes.ep
     owned = ceil(each)  # by the rank that owns most of a message
     weights = [[each] * sizes.ep] * request.hot_messages
     return parted_costs.hot(
         sizes,
-        load.scaled(1 - part),
+        load,
         own_rows,
         weights,
         anchored=request.overlap,
@@ -182,6 +196,7 @@ class Job:
         tp: tensor parallel size of attention.
         capacity_factor: room of an expert in mean loads, where rows are padded.
         attention: of the layer, which some programs compute beside collectives of experts.
+        recorded: routing of a run; None: even.
     """
 
     sizes: Sizes
@@ -189,6 +204,7 @@ class Job:
     tp: int = 1
     capacity_factor: float = 1.0
     attention: Attention = field(default_factory=Attention)
+    recorded: RecordedLoad | None = None
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,7 @@ def _price(job: Job, name: str) -> Priced:
         return Priced(name, entry.flags, None, reason)
     if entry.extended:
         sizes = replace(sizes, ep=sizes.ep * job.tp, etp=1)
-    load: Load = uniform(sizes)
+    load = uniform(sizes) if job.recorded is None else job.recorded(sizes)
     if entry.request.get("exchange") == "padded":
         capacity = Capacity(job.capacity_factor, sizes.experts, sizes.topk)
         load = padded(sizes, capacity(sizes.tokens))
@@ -264,7 +280,7 @@ def _simulation(
         delayed = entry.pair == "delayed"
         costs = formulas.all_to_all(sizes, load, anchored=delayed, packed=entry.packed)
         return simulate_pair({**costs, "attn": job.attention.whole()}, job.rates)
-    costs, inner = _costs(entry, request, sizes, load)
+    costs, inner = _costs(entry, request, sizes, load, job.recorded)
     order = entry.order or choice_of(entry.dispatcher, request).program(request)
     return simulate(
         Program((Step("attn"), *order.steps)),

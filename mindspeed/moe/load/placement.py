@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+import numpy as np
+
 Token = tuple[int, tuple[int, ...], int]
 """Rank that holds a token, experts that it goes to, number of such tokens."""
 Value = tuple[int, int]
 
-STARTS = 8
+STARTS, FEW_STARTS, MANY_EXPERTS = 8, 2, 64
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,12 @@ class _Swaps:
         for token in self.question.tokens:
             for expert in token[1]:
                 self._of[expert].append(token)
+        self._bound = _FewestRows(self.question) if self.question.tokens else None
+        self._look()
+
+    def _look(self) -> None:
+        if self._bound is not None:
+            self._bound.look(self.place)
 
     def improve(self) -> None:
         """Swap until no swap is better."""
@@ -143,6 +151,7 @@ class _Swaps:
             if crossing < self.crossing:
                 self.place, self.crossing = place, crossing
                 self.rows[a], self.rows[b] = self.rows[b], self.rows[a]
+                self._look()
                 return True
         return False
 
@@ -150,7 +159,8 @@ class _Swaps:
         """Swap two experts of different ranks, if that is better."""
         load, rows, place = self.question.load, self.rows, self.place
         first, second, fullest = place[a], place[b], max(rows)
-        if not self._of[a] and not self._of[b] and fullest not in (rows[first], rows[second]):
+        alike = self._bound is None or self._bound.change(a, b) >= 0
+        if alike and fullest not in (rows[first], rows[second]):
             return False
         moves = load[b] - load[a]
         rows[first], rows[second] = rows[first] + moves, rows[second] - moves
@@ -163,15 +173,61 @@ class _Swaps:
             crossing += sum(_crossing(place, token, self.question) for token in touched)
             if (most, crossing) < (fullest, self.crossing):
                 self.crossing = crossing
+                self._look()
                 return True
             place[a], place[b] = first, second
         rows[first], rows[second] = rows[first] - moves, rows[second] + moves
         return False
 
 
-def search(question: Question, starts: int = STARTS, seed: int = 0) -> Placement:
-    """The best placement found from largest first and from ``starts`` random ones."""
+class _FewestRows:
+    """A lower bound of what a swap of two experts changes at the rows between nodes."""
+
+    def __init__(self, question: Question) -> None:
+        tokens = question.tokens
+        self._node = question.node
+        self._nodes = -(-question.ranks // question.node)
+        self._experts = len(question.load)
+        pairs = [(i, expert) for i, token in enumerate(tokens) for expert in token[1]]
+        self._token, self._expert = np.array(pairs, dtype=np.int64).T
+        self._own = np.array([token[0] // question.node for token in tokens])
+        self._times = np.array([token[2] for token in tokens])
+        self._once = question.once
+
+    def look(self, place: Sequence[int]) -> None:
+        """Take a placement."""
+        self._at = np.asarray(place) // self._node
+        nodes = self._at[self._expert]
+        on_node = np.zeros((len(self._own), self._nodes), dtype=np.int64)
+        np.add.at(on_node, (self._token, nodes), 1)
+        times = self._times[self._token]
+        away = self._own[:, None] != np.arange(self._nodes)
+        new = away if not self._once else away & (on_node == 0)
+        left = away if not self._once else away & (on_node == 1)
+        self._more = np.zeros((self._experts, self._nodes), dtype=np.int64)
+        np.add.at(self._more, self._expert, new[self._token] * times[:, None])
+        self._less = np.zeros(self._experts, dtype=np.int64)
+        np.add.at(self._less, self._expert, left[self._token, nodes] * times)
+
+    def change(self, a: int, b: int) -> int:
+        """Rows that a swap adds, at least; tokens of both experts keep their nodes."""
+        first, second = self._at[a], self._at[b]
+        if first == second:
+            return 0
+        more = self._more[a, second] + self._more[b, first]
+        return int(more - self._less[a] - self._less[b])
+
+
+def search(question: Question, starts: int | None = None, seed: int = 0) -> Placement:
+    """The best placement found from largest first and from random ones.
+
+    Args:
+        starts: random ones; None: fewer for many experts.
+        seed: of these.
+    """
     experts, chance = len(question.load), random.Random(seed)
+    if starts is None:
+        starts = STARTS if experts <= MANY_EXPERTS else FEW_STARTS
     first = largest_first(question.load, question.ranks)
     places = [first]
     for _ in range(starts):
