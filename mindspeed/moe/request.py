@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
 from mindspeed.moe.save.policy import ALL, SavePolicy
+from mindspeed.moe.wire import PLAIN, Wire
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class LayerRequest:
             each other's products; 1: all together.
         hot_experts: experts that every rank computes for its own tokens; 0: none.
         hot_messages: in which their weights are sent.
+        fp8: rows travel in eight bits: "tokens" on their way to experts, "both": and the gradients
+            of results; "": none.
         save: what the experts keep for backward.
         recompute_above: a rank whose load is larger keeps only the rows of its experts.
     """
@@ -46,8 +49,13 @@ class LayerRequest:
     expert_groups: int = 1
     hot_experts: int = 0
     hot_messages: int = 1
+    fp8: str = ""
     save: SavePolicy = ALL
     recompute_above: float | None = None
+
+    def wire_of(self, width: int) -> Wire:
+        """The format of rows of ``width`` elements."""
+        return Wire(width, self.fp8 == "both") if self.fp8 else PLAIN
 
 
 def program_of(request: LayerRequest) -> Program:

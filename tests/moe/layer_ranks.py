@@ -103,8 +103,9 @@ def run(
         parameter.grad = None
     generator = torch.Generator().manual_seed(seed + (0 if same else dist.get_rank()))
     inputs = []
+    width = layer.config.hidden_size
     for _ in range(steps):
-        x = torch.randn(tokens, 1, HIDDEN, generator=generator, dtype=torch.float32)
+        x = torch.randn(tokens, 1, width, generator=generator, dtype=torch.float32)
         inputs.append(x.to(layer.config.params_dtype).requires_grad_())
         with torch.set_grad_enabled(training):
             output, _ = layer(inputs[-1], **arguments)

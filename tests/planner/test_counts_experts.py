@@ -38,6 +38,13 @@ CASES = {
     "async": (4, _EP + "--moe-permutation-async-comm", [0]),
     "zero memory 1": (4, _EP + _OVERLAP + "--moe-zero-memory level1", [0]),
     "adaptive": (4, _EP + "--moe-adaptive-recompute-activation", [0]),
+    "eight bits, recomputed": (
+        4,
+        _EP + _OVERLAP + "--hidden-size 128 --moe-fp8-dispatch both --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 "
+        "--optimize-recomp-communication-level 1",
+        [0],
+    ),
     "both passes at once": (4, _EP + _PP + _VIRTUAL + "--moe-fb-overlap", [0]),
     "context": (
         4,

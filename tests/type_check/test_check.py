@@ -100,6 +100,8 @@ RIGHT = {
     "experts-gathered-overlapped": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
     "--moe-token-dispatcher-type allgather --moe-permutation-async-comm "
     "--moe-allgather-overlap-comm",
+    "experts-fp8-dispatch": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --hidden-size 128 --moe-fp8-dispatch both",
     "experts-zero-memory": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --moe-alltoall-overlap-comm --moe-zero-memory level0",
     "experts-one-by-one": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "

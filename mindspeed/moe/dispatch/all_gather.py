@@ -105,7 +105,7 @@ class AllGatherDispatcher:
 
     def tokens(self, chunk: Chunk) -> Mapping[str, Collective]:
         """All ranks' tokens."""
-        return self._gather("rows")
+        return {name: self.groups.wire.tokens(x) for name, x in self._gather("rows").items()}
 
     def _gather(self, name: str) -> Mapping[str, Collective]:
         group = self.groups.tp_ep
@@ -158,14 +158,16 @@ class AllGatherDispatcher:
     def combine(self, chunk: Chunk) -> Mapping[str, Collective]:
         """The sums over ranks, ``[n, h]``."""
         group = self.groups.tp_ep
-        return {} if group.size() == 1 else {"rows": ReduceScatter(group)}
+        if group.size() == 1:
+            return {}
+        return {"rows": self.groups.wire.results(ReduceScatter(group))}
 
     def repeat(self, chunk: Chunk) -> Steps:
         """Dispatch ``hidden [n, h]`` to experts' ``rows [m, h]`` again, without ids and weights."""
         values, group = chunk.values, self.groups.tp_ep
         ids, copies = values["row_id_map"], int(values["tokens_per_expert"].sum())
         again = lambda tokens: kernels.moe_permute_again(tokens, ids, copies)  # noqa: E731
-        return [again] if group.size() == 1 else [Gather(group), again]
+        return [again] if group.size() == 1 else [self.groups.wire.tokens(Gather(group)), again]
 
     def finish(self, chunk: Chunk) -> None:
         """``output [n, h]`` in the dtype of the tokens."""

@@ -27,6 +27,7 @@ from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.packing import Packing
 from mindspeed.moe.save.refetch import Local, Steps
 from mindspeed.moe.split_phase import Collective
+from mindspeed.moe.wire import PLAIN, Wire
 from mindspeed.te import kernels
 
 
@@ -39,12 +40,14 @@ class ExpertGroups:
         ep: expert parallel group: its ranks hold different experts.
         tp: expert tensor parallel group: its ranks hold slices of the same experts.
         tp_ep: both, ``tp`` varying fastest.
+        wire: how rows travel between them.
     """
 
     experts: int
     ep: dist.ProcessGroup
     tp: dist.ProcessGroup
     tp_ep: dist.ProcessGroup
+    wire: Wire = PLAIN
 
     @property
     def local(self) -> int:
@@ -127,7 +130,7 @@ class AllToAllDispatcher:
             return {}
         sent, received = self._splits(chunk)
         to_experts = AllToAll(self.groups.ep, sent, received)
-        return {name: to_experts for name in self.carried(chunk)}
+        return self._carry(chunk, to_experts)
 
     def gather(self, chunk: Chunk) -> Mapping[str, Collective]:
         """The rows that the expert's other slices have received."""
@@ -136,7 +139,7 @@ class AllToAllDispatcher:
         sizes = self._sizes(chunk).sum((1, 2)).tolist()
         packing = chunk.values["packing"]
         rows = GatherRows(self.groups.tp, sizes, sum_in_fp32 if packing is None else packing.add)
-        return {name: rows for name in self.carried(chunk)}
+        return self._carry(chunk, rows)
 
     def arrange(self, chunk: Chunk) -> None:
         """Rows by local expert; the experts' counts are ``values["tokens_per_expert"]``."""
@@ -166,14 +169,15 @@ class AllToAllDispatcher:
         """The sum of the results of the expert's slices, of the rows that this rank received."""
         if self.groups.tp.size() == 1:
             return {}
-        return {"rows": SumRows(self.groups.tp, self._sizes(chunk).sum((1, 2)).tolist())}
+        slices = SumRows(self.groups.tp, self._sizes(chunk).sum((1, 2)).tolist())
+        return {"rows": self.groups.wire.results(slices)}
 
     def combine(self, chunk: Chunk) -> Mapping[str, Collective]:
         """The results back to the ranks of their tokens."""
         if self.groups.ep.size() == 1:
             return {}
         sent, received = self._splits(chunk)
-        return {"rows": AllToAll(self.groups.ep, received, sent)}
+        return {"rows": self.groups.wire.results(AllToAll(self.groups.ep, received, sent))}
 
     def unpermute(self, chunk: Chunk) -> None:
         """``rows [copies, h]`` to ``output [n, h]``."""
@@ -187,10 +191,11 @@ class AllToAllDispatcher:
         groups, (sent, received) = self.groups, self._splits(chunk)
         steps: list[Local | Collective] = [self._permute_again(chunk, sum(sent))]
         if groups.ep.size() > 1:
-            steps.append(AllToAll(groups.ep, sent, received))
+            steps.append(groups.wire.tokens(AllToAll(groups.ep, sent, received)))
         sizes = self._sizes(chunk)
         if groups.tp.size() > 1:
-            steps.append(GatherRows(groups.tp, sizes.sum((1, 2)).tolist()))
+            slices = GatherRows(groups.tp, sizes.sum((1, 2)).tolist())
+            steps.append(groups.wire.tokens(slices))
         if groups.local > 1:
             pieces = sizes.reshape(-1, groups.local)
             order = torch.arange(pieces.numel()).view(pieces.shape).t().reshape(-1)
@@ -206,6 +211,11 @@ class AllToAllDispatcher:
     def carried(self, chunk: Chunk) -> tuple[str, ...]:
         """Names of the tensors that travel to the experts."""
         return ("rows", "row_probs") if chunk.values["packing"] is None else ("rows",)
+
+    def _carry(self, chunk: Chunk, collective: Collective) -> Mapping[str, Collective]:
+        """What moves the rows, and what they carry, to the experts."""
+        rows = self.groups.wire.tokens(collective)
+        return {name: rows if name == "rows" else collective for name in self.carried(chunk)}
 
     def _counts(self, chunk: Chunk) -> torch.Tensor:
         """Rows of every rank for every expert, ``[ep, tp, experts]`` on the host."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mindspeed.moe.collectives import AllToAll, Gather
+from mindspeed.moe.collectives import Gather
 from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.dispatch.compact import TOO_MANY, chosen, compact, expand
 from mindspeed.moe.dispatch.level import Level, Spread, sum_rows
@@ -61,7 +61,8 @@ class DeduplicatedDispatcher:
     def __post_init__(self) -> None:
         if self.groups.tp.size() > 1:
             raise NotImplementedError("tokens are sent once to ranks that hold whole experts only")
-        ranks = Level("ranks", self.groups.ep, self.groups.experts, self.width)
+        groups = self.groups
+        ranks = Level("ranks", groups.ep, groups.experts, self.width, groups.wire)
         object.__setattr__(self, "_ranks", ranks)
 
     def stages(self) -> Stages:
@@ -165,8 +166,7 @@ class DeduplicatedDispatcher:
 
 def again(chunk: Chunk, level: Level, sent: Sequence[int], received: Sequence[int]) -> Steps:
     """The steps that repeat a level: its permutation and its exchange of rows."""
-    rows = again_rows(chunk, level.name)
-    return [rows] if level.members == 1 else [rows, AllToAll(level.group, sent, received)]
+    return [again_rows(chunk, level.name), *level.again(sent, received)]
 
 
 def again_rows(chunk: Chunk, name: str) -> Local:

@@ -60,8 +60,9 @@ class HierarchicalDispatcher(DeduplicatedDispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        between = Level("between", self.nodes.between, self.groups.experts, self.width)
-        within = Level("within", self.nodes.within, between.per_member, between.width_after)
+        groups, nodes = self.groups, self.nodes
+        between = Level("between", nodes.between, groups.experts, self.width, groups.wire)
+        within = Level("within", nodes.within, between.per_member, between.width_after, groups.wire)
         object.__setattr__(self, "_between", between)
         object.__setattr__(self, "_within", within)
 

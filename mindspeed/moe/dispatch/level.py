@@ -22,6 +22,7 @@ from mindspeed.moe.collectives import AllToAll
 from mindspeed.moe.dispatch.compact import ID_DTYPE, chosen, within
 from mindspeed.moe.interpreter import Chunk
 from mindspeed.moe.split_phase import Collective
+from mindspeed.moe.wire import PLAIN, Wire
 from mindspeed.te import kernels
 
 
@@ -49,12 +50,14 @@ class Level:
         name: of its tensors and values in a chunk.
         experts: of all members; ids of arriving rows count from the first of them.
         width: places for experts of an arriving row.
+        wire: how rows travel.
     """
 
     name: str
     group: dist.ProcessGroup
     experts: int
     width: int
+    wire: Wire = PLAIN
 
     @property
     def members(self) -> int:
@@ -112,7 +115,7 @@ class Level:
         if self.members == 1:
             return {}
         exchange = AllToAll(self.group, sent, received)
-        return {"metadata": exchange, "rows": exchange}
+        return {"metadata": exchange, "rows": self.wire.tokens(exchange)}
 
     def arrived(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and weights of the rows that have come, ``[received, width_after]`` each."""
@@ -120,7 +123,14 @@ class Level:
 
     def combine(self, sent: Sequence[int], received: Sequence[int]) -> Mapping[str, Collective]:
         """The results back; ``sent`` and ``received`` are those of :meth:`dispatch`."""
-        return {} if self.members == 1 else {"rows": AllToAll(self.group, received, sent)}
+        if self.members == 1:
+            return {}
+        return {"rows": self.wire.results(AllToAll(self.group, received, sent))}
+
+    def again(self, sent: Sequence[int], received: Sequence[int]) -> Sequence[Collective]:
+        """What brings the rows alone once more; arguments as in :meth:`dispatch`."""
+        exchange = AllToAll(self.group, sent, received)
+        return [] if self.members == 1 else [self.wire.tokens(exchange)]
 
     def merge(self, chunk: Chunk) -> None:
         """``rows [copies, h]`` to the sums over members, ``[n, h]``."""

@@ -121,13 +121,15 @@ class WindowDispatcher(PaddedDispatcher):
         return whole.transpose(0, 1).reshape(-1, *shape)
 
     def _headers(self, rows: torch.Tensor) -> torch.Tensor:
-        """The eight bytes of the headers, uint8 ``[ranks, 8]``, a view of ``rows [m, w]``."""
+        """The eight bytes of the headers, uint8 ``[ranks, 8]``, a view of ``rows [m, w]``.
+
+        The last of an empty row, which has room for a probability there that is not quantised.
+        """
         blocks = rows.detach().view(self.groups.ep.size(), -1, rows.shape[-1])
-        return blocks[:, 0].view(torch.uint8)[:, :8]
+        return blocks[:, 0].view(torch.uint8)[:, -8:]
 
     def _equal(self, chunk: Chunk, name: str, rows: int) -> Mapping[str, Collective]:
         """Send ``rows`` rows to every rank, if there are others."""
         ranks = self.groups.ep.size()
-        return (
-            {} if ranks == 1 else {name: AllToAll(self.groups.ep, [rows] * ranks, [rows] * ranks)}
-        )
+        equal = AllToAll(self.groups.ep, [rows] * ranks, [rows] * ranks)
+        return {} if ranks == 1 else {name: self.groups.wire.tokens(equal)}

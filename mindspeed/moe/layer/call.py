@@ -59,6 +59,7 @@ class LayerCall:
             dispatcher.ep_group,
             dispatcher.tp_group,
             dispatcher.tp_ep_group,
+            request.wire_of(layer.config.hidden_size),
         )
         self._shared = (
             SharedHalves(layer.shared_experts, shared_checkpoint)

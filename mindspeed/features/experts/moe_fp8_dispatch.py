@@ -1,0 +1,87 @@
+"""``--moe-fp8-dispatch``: tokens travel to experts in eight bits.
+
+    tokens   e4m3, with a scale for every 128 elements that is a power of two, one byte
+    both     the gradients of the experts' results, too
+
+A row takes .504 of its bytes in bf16; with ``both`` a step of a layer .752 of all four exchanges.
+The experts compute with what arrives (:mod:`mindspeed.moe.wire`); results, probabilities and counts
+stay as they are. For every program: all-to-all in all its exchanges, all-gather, pieces, groups,
+hot experts, Ampipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.experts.layer_programs import change_layers, expert_ranks, layer_problems
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.flags import flag
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME = "--moe-fp8-dispatch"
+
+
+class MoeFp8Dispatch(
+    Feature,
+    level=2,
+    megatron_versions=">=0.16",
+    seams=("model_arguments", "chunk"),
+    conflicts={"moe-fb-overlap": "it runs the parts of Megatron's own layer"},
+):
+    """Tokens travel to experts in eight bits."""
+
+    moe_fp8_dispatch: Literal["disable", "tokens", "both"] = flag(
+        "disable",
+        "send tokens to experts in e4m3 with a scale for every 128 elements (tokens), and the "
+        "gradients of their results, too (both)",
+    )
+
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return
+        name = f"{NAME} {self.moe_fp8_dispatch}"
+        if not megatron["num_experts"]:
+            yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
+            return
+        dispatcher = megatron.get("moe_token_dispatcher_type")
+        if dispatcher not in (None, "alltoall", "allgather"):
+            other = f"--moe-token-dispatcher-type {dispatcher}"
+            yield conflict(name, other, fix="use alltoall or allgather")
+        yield from layer_problems(name, megatron)
+        if expert_ranks(megatron) == 1:
+            yield Problem(name, "experts of one rank are sent nothing", "remove the flag")
+        latent = megatron.get("moe_latent_size")
+        width = latent or megatron.get("hidden_size")
+        if width and (problem := _width_problem(width)):
+            size = f"--moe-latent-size {width}" if latent else f"--hidden-size {width}"
+            yield Problem(f"{name} with {size}", problem, _FIX)
+        if megatron.get("fp16"):
+            yield Problem(name, _HALF, "use --bf16")
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        def check(arguments: dict[str, Any]) -> dict[str, Any]:
+            """Check a framework's own configuration."""
+            config = arguments["config"]
+            width = getattr(config, "moe_latent_size", None) or config.hidden_size
+            if config.num_moe_experts and (problem := _width_problem(width)):
+                raise ConfigError(f"{NAME}: rows of {width} elements: {problem}; {_FIX}")
+            if config.fp16:
+                raise ConfigError(f"{NAME}: {_HALF}; use bf16")
+            return arguments
+
+        seams.model_arguments.add(check, owner=self.name)
+        change_layers(seams, self.name, fp8=self.moe_fp8_dispatch)
+
+
+_HALF = "what arrives is exact in bf16, and fp16 cannot hold its range"
+_FIX = "choose a multiple of 128, or remove the flag"
+
+
+def _width_problem(width: int) -> str:
+    from mindspeed.moe.wire import BLOCK
+
+    return f"each {BLOCK} elements of a row share a scale" if width % BLOCK else ""
