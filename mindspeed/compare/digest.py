@@ -13,9 +13,11 @@ So a sketch is four times cheaper than with 16 products for each value, and esti
 independent ones. 127, a prime: no two heads, shards or halves of a tensor lie a multiple of it
 apart, whose exchange half of the signs would not see.
 
-The exact digest is a sum modulo 2^64 of the values' bits times odd numbers from hashes of the
-indices: a single changed bit always changes it. Product sketches need signs of rows and of columns
-only, which are computed once for each place and kept.
+The exact digest is a sum modulo 2^64 of the values' bits, as many as fit into words of 64, times
+odd numbers from hashes of the indices: a single changed bit always changes it. Both need numbers of
+rows and of columns only, which are computed once for each place and kept.
+
+A piece is read from memory once: all sums of some rows are made while these are in the caches.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _FOLD = 127
 _GROUPS = 64  # of columns added in fp32; more lose what rounding of fp32 values is compared with
 _WORDS_AT_ONCE = 1 << 17
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +108,7 @@ class Place:
         columns = _signs(self.columns % _FOLD, 2) * _group_signs(self.columns // _FOLD)[:, None]
         rows = torch.cat([_signs(self.rows, 1), torch.ones(len(self.rows), 2)], 1)
         members = torch.nn.functional.one_hot(blocks, BLOCKS).t().contiguous()
-        first, groups = self._groups
+        first, groups, edges = self._groups
         return _Signs(
             columns.to(device),
             rows.to(device, wide),
@@ -114,32 +116,47 @@ class Place:
             wide,
             first,
             _group_signs(groups).to(device),
+            edges,
             _signs(torch.arange(_FOLD), 2).to(device),
         )
 
     @property
-    def _groups(self) -> tuple[int, torch.Tensor]:
-        """The first of the columns that are whole groups, and these: none if few or scattered."""
+    def _groups(self) -> tuple[int, torch.Tensor, tuple[float, float]]:
+        """The first column of whole groups, these, and the signs of the groups before and after.
+
+        None if the columns are few or scattered.
+        """
         count, none = len(self.columns), torch.arange(0)
-        if count < 3 * _FOLD or not torch.equal(
-            self.columns, torch.arange(count) + self.columns[0]
-        ):
-            return 0, none
+        if count < 3 * _FOLD or not self._consecutive:
+            return 0, none, (0.0, 0.0)
         start = int(self.columns[0])
         groups = torch.arange(-(-start // _FOLD), (start + count) // _FOLD)
-        return int(groups[0]) * _FOLD - start, groups
+        before, after = _group_signs(torch.stack([groups[0] - 1, groups[-1] + 1])).tolist()
+        return int(groups[0]) * _FOLD - start, groups, (before, after)
 
-    def factors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Odd numbers of the rows and of the columns of the exact digest: ``[n]`` int64 each."""
-        found = self._factors.get(device)
+    @functools.cached_property
+    def _consecutive(self) -> bool:
+        count = len(self.columns)
+        return count > 0 and torch.equal(self.columns, torch.arange(count) + self.columns[0])
+
+    def factors(self, device: torch.device, size: int) -> _Factors:
+        """The numbers of the exact digest of values of ``size`` bytes, on a device."""
+        found = self._factors.get((device, size))
         if found is None:
-            pairs = ((self.rows, 3), (self.columns, 4))
-            rows, columns = ((mixed(index, seed) | 1).to(device) for index, seed in pairs)
-            found = self._factors[device] = rows, columns
+            each = 8 // size
+            whole = self._consecutive and not any(
+                int(end) % each for end in (self.columns[0], len(self.columns))
+            )
+            rows = mixed(self.rows, 3) | 1
+            columns = (mixed(self.columns // each, 4) | 1) << (self.columns % each * 8 * size)
+            if whole:
+                columns = columns[::each]
+            found = _Factors(rows.to(device), columns.to(device), whole)
+            self._factors[device, size] = found
         return found
 
     @functools.cached_property
-    def _factors(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+    def _factors(self) -> dict[tuple[torch.device, int], _Factors]:
         return {}
 
 
@@ -151,7 +168,15 @@ class _Signs:
     wide: torch.dtype
     first: int  # column where whole groups begin
     groups: torch.Tensor  # [groups] fp32: their signs
+    edges: tuple[float, float]  # signs of the groups before and after, of which some columns are
     folded: torch.Tensor  # [127, K] fp32: signs of the columns of a group
+
+
+@dataclass(frozen=True)
+class _Factors:
+    rows: torch.Tensor  # [rows] int64, odd
+    columns: torch.Tensor  # [columns] int64: odd, times the place of a value in its word; [words]
+    words: bool  # the columns are whole words, which are multiplied as such
 
 
 def sample_of(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,41 +207,55 @@ def digest(x: torch.Tensor, place: Place) -> torch.Tensor:
         ``[BLOCKS, WIDTH]`` fp64 (fp32 where a device has no fp64), on the device of ``x``. The
         largest magnitude is that of the piece, in the first block.
     """
-    signs = place.on(x.device)
-    found = x.new_zeros((BLOCKS, WIDTH), dtype=signs.wide)
+    return _digests(x, place, None)[0]
+
+
+def digest_and_exact(x: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digest of a piece as of :func:`digest`, and the exact one: int64 ``[]``; -0 counts as +0.
+
+    Args:
+        x: ``[rows, columns]`` of the piece, any dtype.
+        place: where they are in the whole tensor.
+    """
+    found, exact = _digests(x, place, place.factors(x.device, x.element_size()))
+    assert exact is not None
+    return found, exact
+
+
+def _digests(
+    x: torch.Tensor, place: Place, factors: _Factors | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The digest, and with factors the exact one."""
+    x, signs = x.detach(), place.on(x.device)
+    found = torch.zeros((BLOCKS, WIDTH), dtype=signs.wide, device=x.device)
     if x.numel() == 0:
-        return found
-    x = x.detach()
-    if not x.is_floating_point():
-        x = x.double()
-    at = 0
+        return found, None if factors is None else x.new_zeros((), dtype=torch.int64)
+    each, words = [], []
     for part in _by_rows(x):
-        rows = slice(at, at + len(part))
-        sums = _of_rows(part, signs) * signs.rows[rows]
-        found[:, : SQUARES + 1] += signs.blocks[:, rows] @ sums
-        least, most = torch.aminmax(part)
-        largest = torch.maximum(-least, most).to(signs.wide)
-        found[0, LARGEST] = torch.maximum(found[0, LARGEST], largest)
-        at += len(part)
+        each.append(_of_rows(part, signs))
+        if factors is not None:
+            words.append(_bits_of_rows(part, factors))
+    products, sums, norms, largest, least = zip(*each, strict=True)
+    columns = (torch.cat(one).to(signs.wide)[:, None] for one in (sums, norms))
+    of_rows = torch.cat([torch.cat(products).to(signs.wide), *columns], 1)
+    of_rows[:, -1].square_()
+    found[:, : SQUARES + 1] = signs.blocks @ of_rows.mul_(signs.rows)
+    found[0, LARGEST] = torch.stack(
+        [torch.stack(largest).amax(), -torch.stack(least).amin()]
+    ).amax()
     if x.device.type != "cpu" or not torch.isfinite(found[0, LARGEST]):
         bad = (~torch.isfinite(x)).sum(1).to(signs.wide)
         found[:, NOT_FINITE] = signs.blocks @ bad
-    return found
+    return found, None if factors is None else (torch.cat(words) * factors.rows).sum()
 
 
-def _of_rows(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
-    """``[rows, K + 2]``: each row times the signs of its columns, its sum, its squares' sum."""
-    if x.dtype is torch.float64 or x.numel() <= SMALL:
-        x = x.to(signs.wide)
-        sums, squares = x.sum(1, keepdim=True), x.square().sum(1, keepdim=True)
-        return torch.cat([x @ signs.columns.to(signs.wide), sums, squares], 1)
-    x = x.float()
-    total = x.new_empty((len(x), SKETCHES + 2), dtype=signs.wide)
-    total[:, :SKETCHES] = _folded(x, signs)
-    total[:, SKETCHES] = x.sum(1)
-    total[:, SKETCHES + 1] = torch.linalg.vector_norm(x, dim=1)
-    total[:, SKETCHES + 1].square_()
-    return total
+def _of_rows(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
+    """Of each row the products with the signs of its columns, its sum and norm; both extrema."""
+    exactly = x.dtype is torch.float64 or not x.is_floating_point() or x.numel() <= SMALL
+    x = x.to(signs.wide) if exactly else x.float()
+    sums = x.sum(1)  # the first to read the values: it does so in the order of memory
+    products = x @ signs.columns.to(signs.wide) if exactly else _folded(x, signs)
+    return products, sums, torch.linalg.vector_norm(x, dim=1), x.amax(), x.amin()
 
 
 def _folded(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
@@ -224,39 +263,39 @@ def _folded(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
     products, end = None, signs.first
     for groups in signs.groups.split(_GROUPS) if len(signs.groups) else ():
         start, end = end, end + len(groups) * _FOLD
-        group = x[:, start:end].unflatten(1, (len(groups), _FOLD))
-        own = torch.matmul(groups, group) @ signs.folded
+        own = torch.matmul(groups, x[:, start:end].unflatten(1, (len(groups), _FOLD)))
+        if start == signs.first and start:
+            own[:, _FOLD - start :].add_(x[:, :start], alpha=signs.edges[0])
+        if 0 < x.shape[1] - end < _FOLD:
+            own[:, : x.shape[1] - end].add_(x[:, end:], alpha=signs.edges[1])
+        own = own @ signs.folded
         products = own if products is None else products.to(signs.wide) + own
-    for start, stop in ((0, signs.first), (end, x.shape[1])):
-        for at in range(start, stop, 2 * _FOLD):
-            part = slice(at, min(at + 2 * _FOLD, stop))
-            own = x[:, part] @ signs.columns[part]
+    if products is None:
+        for part, columns in zip(
+            x.split(2 * _FOLD, 1), signs.columns.split(2 * _FOLD), strict=True
+        ):
+            own = part @ columns
             products = own if products is None else products.to(signs.wide) + own
     assert products is not None
     return products
 
 
 def _by_rows(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Rows whose temporaries fit into the caches of a CPU; all of them on other devices."""
+    """Rows that fit into the caches of a CPU; all of them on other devices."""
     if x.device.type != "cpu" or x.numel() <= _AT_ONCE:
         return (x,)
     return x.split(max(1, _AT_ONCE // x.shape[1]))
 
 
-def exact(x: torch.Tensor, place: Place) -> torch.Tensor:
-    """Exact digest of a piece: an int64 scalar on its device; -0 counts as +0.
-
-    Args:
-        x: ``[rows, columns]`` of the piece, any dtype.
-        place: where they are in the whole tensor.
-    """
-    rows, columns = place.factors(x.device)
-    sums = []
-    for part in _by_rows(x.detach()):
-        part = part + 0 if part.is_floating_point() else part
-        bits = part.contiguous().view(_BITS[x.element_size()]).to(torch.int64)
-        sums.append((bits * columns).sum(1))
-    return (rows * torch.cat(sums)).sum()
+def _bits_of_rows(x: torch.Tensor, factors: _Factors) -> torch.Tensor:
+    """``[rows]`` int64: the bits of each row's values times the numbers of their columns."""
+    x = x + 0 if x.is_floating_point() else x.clone(memory_format=torch.contiguous_format)
+    if factors.words:
+        return x.view(torch.int64).mul_(factors.columns).sum(1)
+    bits = x.view(_BITS[x.element_size()]).to(torch.int64)
+    if x.element_size() < 8:
+        bits &= (1 << 8 * x.element_size()) - 1
+    return bits.mul_(factors.columns).sum(1)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,7 @@ class MegatronWeights:
         self._forced: ForcedValues | None = None
         self._chunks: list[NamedChunk] = []
         self._places: dict[int, dict[str, Place]] = {}
+        self._rectangles: dict[tuple[Place, int, int], list[tuple[int, int, Place]]] = {}
 
     def begin(self, chunks: list[Any], forced: ForcedValues | None) -> None:
         """Begin a step: record the weights.
@@ -65,6 +66,7 @@ class MegatronWeights:
             forced: Values of another run, which replace reduced gradients.
         """
         self._chunks, self._forced = chunks, forced
+        self._rectangles.clear()
         for chunk in chunks:
             if id(chunk.module) not in self._places:
                 flat = is_fsdp(getattr(chunk.wrapped, "module", None))
@@ -148,11 +150,18 @@ class MegatronWeights:
         reduction: int = 1,
     ) -> None:
         """Record consecutive elements of a parameter's shard, from ``start`` on."""
-        for first, last, own in rectangles(place, start, start + value.numel()):
+        for first, last, own in self._parts(place, start, start + value.numel()):
             part = value[first - start : last - start].view(len(own.rows), len(own.columns))
             self._recorder.add(
                 NO_MICRO_BATCH, when, module, what, part, own, reduction, exactly=when == "begin"
             )
+
+    def _parts(self, place: Place, start: int, end: int) -> list[tuple[int, int, Place]]:
+        """The rectangles of a range, whose signs are those of all kinds of tensors in a step."""
+        key = place, start, end
+        if key not in self._rectangles:
+            self._rectangles[key] = list(rectangles(*key))
+        return self._rectangles[key]
 
     def _force_gradient(
         self, module: str, what: str, own: torch.Tensor, place: Place, start: int
@@ -162,7 +171,7 @@ class MegatronWeights:
         assert step is not None and forced is not None
         ratio = step.scalars["loss_scale"] / forced.scalars["loss_scale"]
         name = Name(step.number, NO_MICRO_BATCH, "end", module, what)
-        for first, last, part in rectangles(place, start, start + own.numel()):
+        for first, last, part in self._parts(place, start, start + own.numel()):
             value = forced.value(name, part)
             if value is None:
                 continue

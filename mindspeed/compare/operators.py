@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.compare import rank_files
-from mindspeed.compare.digest import Place, digest, exact, whole
+from mindspeed.compare.digest import Place, digest_and_exact, whole
 from mindspeed.compare.names import Name
 from mindspeed.device import wrapped_tensors
 
@@ -225,8 +225,9 @@ class OperatorRecorder(TorchDispatchMode):
         if first is not None:
             for one in tensors:
                 flat, place = _flat(one)
-                self._digests.append(digest(flat, place))
-                self._exact.append(exact(flat, place))
+                digests, exact = digest_and_exact(flat, place)
+                self._digests.append(digests)
+                self._exact.append(exact)
 
     def write(self, directory: Path, rank: int) -> None:
         """Write what was recorded, and forget it.

@@ -22,11 +22,19 @@ from typing import Any
 import torch
 
 from mindspeed.compare import rank_files
-from mindspeed.compare.digest import BLOCKS, NOT_FINITE, SAMPLES, WIDTH, Place, digest, exact
+from mindspeed.compare.digest import (
+    BLOCKS,
+    NOT_FINITE,
+    SAMPLES,
+    WIDTH,
+    Place,
+    digest,
+    digest_and_exact,
+)
 from mindspeed.compare.names import Name
 from mindspeed.files import atomic_write_text, make_dirs
 
-FORMAT = 3
+FORMAT = 4
 BYTES_OF_PIECE = BLOCKS * WIDTH * 8 + 180
 """Digest, and its line."""
 BYTES_OF_SAMPLE = SAMPLES * 9
@@ -125,7 +133,10 @@ class Recorder:
         kind = place.sparse, place.partial
         piece = Piece(name, dtype, place.shape, place.identity, place.count, reduction, *kind)
         if exactly:
-            step.exact[len(step.pieces)] = exact(x, place)
+            digests, step.exact[len(step.pieces)] = digest_and_exact(x, place)
+        else:
+            digests = digest(x, place)
+        step.digests.append(digests)
         if self._values or module == "data":  # tokens, for another model to run on
             step.values[f"value/{len(step.pieces)}"] = x.detach().cpu().clone().contiguous()
             step.values[f"rows/{piece.place}"] = place.rows.clone()  # two names, one storage
@@ -134,7 +145,6 @@ class Recorder:
             which, rows, columns = place.sampled
             step.samples.append((which, x.detach()[rows.to(x.device), columns.to(x.device)]))
         step.pieces.append(piece)
-        step.digests.append(digest(x, place))
 
     def add_counts(
         self, micro_batch: int, module: str, what: str, counts: torch.Tensor, place: Place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed.compare.digest import (
     LARGEST,
@@ -13,13 +14,17 @@ from mindspeed.compare.digest import (
     SQUARES,
     Place,
     digest,
-    exact,
+    digest_and_exact,
 )
 from mindspeed.compare.digest import whole as whole_place
 from mindspeed.compare.megatron_places import Columns, MicroBatchRows, Ranks, rectangles
 
 ROWS, COLUMNS = 24, 20
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def exact(x: torch.Tensor, place: Place) -> int:
+    return int(digest_and_exact(x, place)[1])
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
@@ -56,19 +61,19 @@ def test_parts_add_up_to_the_whole(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_digest_adds_up_and_sees_one_bit(dtype):
     x = values(dtype)
-    full = int(exact(x, whole_place(ROWS, COLUMNS)))
-    total = sum(int(exact(part, place)) for part, place in split(x))
+    full = exact(x, whole_place(ROWS, COLUMNS))
+    total = sum(exact(part, place) for part, place in split(x))
     assert (total - full) % 2**64 == 0
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16}[x.element_size()]
     for bit in (0, 8 * x.element_size() - 1):
         y = x.clone()
         y.view(kind)[5, 6] ^= -1 << bit if bit % 8 == 7 else 1 << bit
-        assert int(exact(y, whole_place(ROWS, COLUMNS))) != full
+        assert exact(y, whole_place(ROWS, COLUMNS)) != full
 
 
 def test_minus_zero_counts_as_zero():
     zero = torch.zeros(2, 2)
-    assert int(exact(zero, whole_place(2, 2))) == int(exact(-zero, whole_place(2, 2)))
+    assert exact(zero, whole_place(2, 2)) == exact(-zero, whole_place(2, 2))
 
 
 @pytest.mark.parametrize("rows", [256, 2048], ids=["one product", "products of columns"])
@@ -162,3 +167,34 @@ def test_a_shard_of_columns_has_the_signs_of_the_whole(start, width):
     torch.testing.assert_close(
         digest(x[:, columns], place), digest(x, whole_place(64, 2048)), rtol=1e-5, atol=1e-3
     )
+
+
+class Reads(TorchDispatchMode):
+    """Counts the elements that operators read of a tensor, and the largest tensor they make."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self._storage = x.untyped_storage().data_ptr()
+        self.elements, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not self._is(result):
+            tensors = [one for one in args if isinstance(one, torch.Tensor)]
+            self.elements += sum(one.numel() for one in tensors if self._is(one))
+            self.largest = max(self.largest, result.numel())
+        return result
+
+    def _is(self, x: torch.Tensor) -> bool:
+        return x.untyped_storage().data_ptr() == self._storage
+
+
+@pytest.mark.parametrize(("exactly", "reads"), [(False, 5), (True, 6)])
+def test_a_tensor_is_read_from_memory_once(exactly, reads):
+    """Five sums of each chunk, which is in the caches then; none makes a tensor of the whole."""
+    x, place = torch.randn(2048, 1016), whole_place(2048, 1016)
+    (digest_and_exact if exactly else digest)(x, place)  # signs are made once
+    with Reads(x) as counted:
+        (digest_and_exact if exactly else digest)(x, place)
+    assert counted.elements == reads * x.numel()
+    assert counted.largest <= 2**19
