@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mindspeed.compare.megatron_fsdp import local
+
 
 @dataclass(frozen=True)
 class Owned:
@@ -53,6 +55,22 @@ def owned(optimizer: Any) -> Iterator[Owned]:
         rest = [p for group in inner.param_groups for p in group["params"] if id(p) not in mains]
         for parameter, main in (*pairs, *((p, p) for p in rest)):
             yield _owned(inner, parameter, main, 0)
+
+
+def states(optimizer: Any, parameter: torch.nn.Parameter, start: int) -> Owned:
+    """What an optimizer, or one of the chain that it is, holds of a DTensor that it optimizes.
+
+    Args:
+        optimizer: Of Megatron.
+        parameter: Of the optimizer.
+        start: First element of the parameter of the model, flat.
+    """
+    tensors = {"main_weight": local(parameter)}
+    for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        for name, value in (one.optimizer.state.get(parameter) or {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == parameter.shape:
+                tensors[name] = local(value)
+    return Owned(parameter, start, tensors)
 
 
 def _owned(inner: Any, parameter: torch.nn.Parameter, main: torch.Tensor, start: int) -> Owned:

@@ -9,7 +9,7 @@ their places themselves, as for a checkpoint.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -252,35 +252,49 @@ def _place_of(entry: Any, shape: torch.Size) -> Place | None:
     numbers = torch.arange(shape.numel()).view(shape)
     if isinstance(entry, ShardedTensorFactory):
         built = entry.build_fn(entry.key, numbers, entry.replica_id, entry.flattened_range)
-        pieces = [one for one in _entries(built) if isinstance(one, ShardedTensor)]
+        pieces = [(one.data, one) for one in _entries(built) if isinstance(one, ShardedTensor)]
     else:
-        pieces = [entry]
-    local_columns = shape.numel() // shape[0] if shape.numel() else 0
-    rows = torch.full((shape[0],), -1)
+        pieces = [(numbers, entry)]
+    return place_of_pieces(pieces, shape[0])
+
+
+def place_of_pieces(pieces: Sequence[tuple[torch.Tensor | None, Any]], rows: int) -> Place | None:
+    """The place of a parameter whose rows are pieces of a checkpoint's tensors.
+
+    Args:
+        pieces: Each the numbers of its elements in the flattened parameter, in the piece's shape,
+            and its entry in a checkpoint, a ``ShardedTensor``.
+        rows: Of the parameter.
+
+    Returns:
+        None if it is no rectangle.
+    """
+    count = sum(0 if own is None else own.numel() for own, _ in pieces)
+    local_columns = count // rows if rows else 0
+    index = torch.full((rows,), -1)
     columns = None
     bases: dict[str, int] = {}  # tensors of other names in a checkpoint stand below each other
     height = 0
-    for piece in pieces:
-        own = numbers if piece is entry else piece.data
+    for own, piece in pieces:
         offset = piece.global_offset[piece.prepend_axis_num :]
         size = piece.global_shape[piece.prepend_axis_num :]
         if own is None or own.dim() != len(size) or not _in_two_dimensions(offset, own.shape, size):
             return None
-        wide = size[1:].numel() if isinstance(size, torch.Size) else _product(size[1:])
+        wide = _product(size[1:])
         start = offset[1] * _product(size[2:]) if len(size) > 1 else 0
-        index = torch.arange(_product(own.shape[1:])) + start
-        if columns is not None and not torch.equal(columns, index):
+        across = torch.arange(_product(own.shape[1:])) + start
+        if columns is not None and not torch.equal(columns, across):
             return None
-        columns = index
+        columns = across
         local = own.reshape(own.shape[0], -1)[:, 0] // local_columns
         if piece.key not in bases:
             bases[piece.key] = height
             height += size[0]
-        rows[local] = torch.arange(own.shape[0]) + offset[0] + bases[piece.key]
+        index[local] = torch.arange(own.shape[0]) + offset[0] + bases[piece.key]
         whole = height, wide
-    if columns is None or (rows < 0).any() or len(columns) != local_columns:
+    if columns is None or (index < 0).any() or len(columns) != local_columns:
         return None
-    return Place(whole, rows, columns)
+    return Place(whole, index, columns)
 
 
 def _in_two_dimensions(offset: Any, own: Any, size: Any) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mindspeed.compare import megatron_fsdp as fsdp
 from mindspeed.compare.digest import Place, whole
 from mindspeed.compare.forced import ForcedValues
 from mindspeed.compare.megatron_modules import is_fsdp
-from mindspeed.compare.megatron_optimizer import owned
+from mindspeed.compare.megatron_optimizer import Owned, owned, states
 from mindspeed.compare.megatron_places import Columns, RowsOf, parameter_places, rectangles
 from mindspeed.compare.names import NO_MICRO_BATCH, Name, parameter_name
 from mindspeed.compare.noise import Noise
@@ -40,6 +41,15 @@ class NamedChunk:
     module: Any
     wrapped: Any
     names: dict[str, str]
+
+    @property
+    def flat(self) -> bool:
+        """Whether its parameters are in the flat buffers of Megatron-FSDP."""
+        return is_fsdp(getattr(self.wrapped, "module", None))
+
+
+_Part = tuple[NamedChunk, str, int, torch.Tensor]
+"""Of a parameter: its chunk and path, and a flat tensor that begins at an element of it."""
 
 
 class MegatronWeights:
@@ -69,11 +79,15 @@ class MegatronWeights:
         self._rectangles.clear()
         for chunk in chunks:
             if id(chunk.module) not in self._places:
-                flat = is_fsdp(getattr(chunk.wrapped, "module", None))
-                self._places[id(chunk.module)] = {} if flat else parameter_places(chunk.module)
+                found = (
+                    fsdp.places_of(chunk.wrapped, chunk.module)
+                    if chunk.flat
+                    else parameter_places(chunk.module)
+                )
+                self._places[id(chunk.module)] = found
         if "weights" in self._what:
             self._complete_parameters()
-            self._weights("begin", "weight", lambda parameter: parameter)
+            self._weights("begin", "weight", _weights(chunks))
 
     def columns(self, chunk: NamedChunk, path: str) -> Columns | None:
         """The columns of a product in the order of its weight's rows.
@@ -89,7 +103,7 @@ class MegatronWeights:
         """Gather the shards of parameters that would be gathered layer by layer."""
         for chunk in self._chunks:
             config = getattr(chunk.wrapped, "ddp_config", None)
-            if getattr(config, "overlap_param_gather", False):
+            if getattr(config, "overlap_param_gather", False) and not chunk.flat:
                 chunk.wrapped.start_param_sync(force_sync=True)
 
     def gradients(self, tokens: int) -> None:
@@ -100,8 +114,7 @@ class MegatronWeights:
         """
         if "weight-gradients" not in self._what:
             return
-        own = _own_ranges(self._chunks)
-        self._weights("end", "main_grad", _main_grad, own, tokens)
+        self._weights("end", "main_grad", _gradients(self._chunks), tokens)
 
     def optimizer(self, optimizer: Any, rate: float | None, grad_norm: Any) -> None:
         """Record what a step of the optimizer has made.
@@ -118,21 +131,11 @@ class MegatronWeights:
                 self._recorder.add(
                     NO_MICRO_BATCH, "end", "optimizer", what, scalar, whole(1), terms
                 )
-        if not any(self._places.values()):
-            return  # in flat buffers
         wanted = {"main_weight"} if "main-weights" in self._what else set()
-        named = {
-            parameter: (chunk, path)
-            for chunk in self._chunks
-            for path, parameter in chunk.module.named_parameters()
-        }
-        for own in owned(optimizer):
-            chunk, path = named.get(own.parameter, (None, ""))
-            place = self._places[id(chunk.module)].get(path) if chunk else None
-            if chunk is None or place is None:
-                continue
+        for chunk, path, own in _owned(self._chunks, optimizer):
+            place = self._places[id(chunk.module)].get(path)
             module, kind = _module_and_kind(path, chunk)
-            if _is_copy(module, chunk):
+            if place is None or _is_copy(module, chunk):
                 continue
             for name, value in own.tensors.items():
                 if name in wanted or (name != "main_weight" and "optimizer" in self._what):
@@ -179,36 +182,65 @@ class MegatronWeights:
                 value = self._noise.on(value, f"{module}/{what}/forced/{part.identity}", 1)
             own[first - start : last - start].copy_(value.reshape(-1) * ratio)
 
-    def _weights(
-        self,
-        when: str,
-        what: str,
-        value_of: Callable[[torch.nn.Parameter], torch.Tensor | None],
-        ranges: Callable[[torch.nn.Parameter], tuple[int, int]] | None = None,
-        reduction: int = 1,
-    ) -> None:
+    def _weights(self, when: str, what: str, parts: Iterable[_Part], reduction: int = 1) -> None:
         step = self._recorder.step
         assert step is not None
-        for chunk in self._chunks:
-            places = self._places[id(chunk.module)]
+        for chunk, path, start, own in parts:
+            place, name = self._places[id(chunk.module)].get(path), _parameter(path, chunk)
+            if place is None:
+                step.skipped[f"{name}/{what}"] = "its place is not known"
+                continue
+            module, kind = _module_and_kind(path, chunk)
+            if own.numel() < place.count and _is_copy(module, chunk):
+                continue  # its shards are others than those of the first stage
+            if self._noise is not None and when == "end":
+                own.copy_(self._noise.on(own, f"{name}/{what}/{place.identity}", reduction))
+            self._add_flat(when, module, f"{kind}{what}", own, place, start, reduction)
+            if self._forced is not None and when == "end":
+                self._force_gradient(module, f"{kind}{what}", own, place, start)
+
+
+def _weights(chunks: list[NamedChunk]) -> Iterator[_Part]:
+    for chunk in chunks:
+        if chunk.flat:
+            for shard in fsdp.shards_of(chunk.wrapped, chunk.module):
+                yield chunk, shard.path, shard.start, shard.weights
+        else:
             for path, parameter in chunk.module.named_parameters():
-                value, place = value_of(parameter), places.get(path)
-                name = _parameter(path, chunk)
-                if value is None:
-                    continue
-                if place is None:
-                    step.skipped[f"{name}/{what}"] = "its place is not known"
-                    continue
-                module, kind = _module_and_kind(path, chunk)
-                start, end = ranges(parameter) if ranges else (0, value.numel())
-                if end - start < value.numel() and _is_copy(module, chunk):
-                    continue  # its shards are others than those of the first stage
-                own = value.detach().view(-1)[start:end]
-                if self._noise is not None and when == "end":
-                    own.copy_(self._noise.on(own, f"{name}/{what}/{place.identity}", reduction))
-                self._add_flat(when, module, f"{kind}{what}", own, place, start, reduction)
-                if self._forced is not None and when == "end":
-                    self._force_gradient(module, f"{kind}{what}", own, place, start)
+                yield chunk, path, 0, parameter.detach().view(-1)
+
+
+def _gradients(chunks: list[NamedChunk]) -> Iterator[_Part]:
+    """The reduced part of each gradient on this rank."""
+    range_of = _own_ranges(chunks)
+    for chunk in chunks:
+        if chunk.flat:
+            for shard in fsdp.shards_of(chunk.wrapped, chunk.module):
+                if shard.gradient is not None:
+                    yield chunk, shard.path, shard.start, shard.gradient
+        else:
+            for path, parameter in chunk.module.named_parameters():
+                gradient = _main_grad(parameter)
+                if gradient is not None:
+                    start, end = range_of(parameter)
+                    yield chunk, path, start, gradient.detach().view(-1)[start:end]
+
+
+def _owned(chunks: list[NamedChunk], optimizer: Any) -> Iterator[tuple[NamedChunk, str, Owned]]:
+    """What an optimizer holds on this rank, with the path of its parameter."""
+    if any(chunk.flat for chunk in chunks):
+        for chunk in chunks:
+            for shard in fsdp.shards_of(chunk.wrapped, chunk.module):
+                yield chunk, shard.path, states(optimizer, shard.main, shard.start)
+        return
+    named = {
+        parameter: (chunk, path)
+        for chunk in chunks
+        for path, parameter in chunk.module.named_parameters()
+    }
+    for own in owned(optimizer):
+        if own.parameter in named:
+            yield *named[own.parameter], own
 
 
 def _parameter(path: str, chunk: NamedChunk) -> str:

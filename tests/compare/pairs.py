@@ -76,6 +76,8 @@ def _pairs() -> dict[str, Pair]:
     }.items():
         add(f"two steps, {name}", "dense", layout(2, zero=flags), "", _TWO)
         add(f"two steps, {name}, bf16", "dense", layout(2, zero=flags), "--bf16", _TWO)
+    add("experts, zero 3, bf16", "experts", layout(2, zero="--zero-stage 3"), "--bf16")
+    add("tensor, zero 2", "dense", layout(4, tp=2, zero="--zero-stage 2"))
     add("two steps, sequence, bf16", "dense", layout(4, tp=2, sp=True), "--bf16", _TWO)
     for recipe in ("tensorwise", "blockwise"):
         add(f"fp8 {recipe}", "dense", layout(2), f"{_FP8} {recipe}")
