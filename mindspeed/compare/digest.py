@@ -250,7 +250,7 @@ def _digests(
 
 
 def _of_rows(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
-    """Of each row the products with the signs of its columns, its sum and norm; both extrema."""
+    """Products of each row with the signs of its columns, its sum and norm; both extrema."""
     exactly = x.dtype is torch.float64 or not x.is_floating_point() or x.numel() <= SMALL
     x = x.to(signs.wide) if exactly else x.float()
     sums = x.sum(1)  # the first to read the values: it does so in the order of memory

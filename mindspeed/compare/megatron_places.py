@@ -262,7 +262,7 @@ def place_of_pieces(pieces: Sequence[tuple[torch.Tensor | None, Any]], rows: int
     """The place of a parameter whose rows are pieces of a checkpoint's tensors.
 
     Args:
-        pieces: Each the numbers of its elements in the flattened parameter, in the piece's shape,
+        pieces: Each the numbers of its elements in the flattened parameter ``[rows, ...]``,
             and its entry in a checkpoint, a ``ShardedTensor``.
         rows: Of the parameter.
 
