@@ -36,6 +36,7 @@ class LayerRequest:
             of results; "": none.
         save: what the experts keep for backward.
         recompute_above: a rank whose load is larger keeps only the rows of its experts.
+        slots: slot of each expert; None: experts are in their order.
     """
 
     async_permutation: bool = False
@@ -52,6 +53,7 @@ class LayerRequest:
     fp8: str = ""
     save: SavePolicy = ALL
     recompute_above: float | None = None
+    slots: tuple[int, ...] | None = None
 
     def wire_of(self, width: int) -> Wire:
         """The format of rows of ``width`` elements."""

@@ -22,6 +22,7 @@ from mindspeed.moe.expert_groups import PipelinedGroups
 from mindspeed.moe.hot_experts import HotExperts
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.layer.call import LayerCall, SharedHalves
+from mindspeed.moe.load.placed import placed
 from mindspeed.moe.pipe_experts import PipedExperts
 from mindspeed.moe.save.policy import ALL
 from mindspeed.moe.save.shared import SavedShared
@@ -140,4 +141,10 @@ def hot(call: LayerCall, stages: Stages) -> Stages:
     )
 
 
-REPLACEMENTS: tuple[Replacement, ...] = (saving, pieces, groups, hot)
+def placement(call: LayerCall, stages: Stages) -> Stages:
+    """Put experts into other slots."""
+    slots = call.request.slots
+    return stages if slots is None else placed(stages, slots)
+
+
+REPLACEMENTS: tuple[Replacement, ...] = (placement, saving, pieces, groups, hot)

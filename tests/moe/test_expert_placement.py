@@ -1,0 +1,80 @@
+"""Experts in other slots: the same losses to the bit, from any checkpoint."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from mindspeed.moe.load.placed import moves
+from mindspeed.moe.load.slots import inverse, slots_of, write
+from tests.support.trainer_job import SETUP, metrics
+from tests.training.matrix_job import train
+from tests.training.test_layouts import MOE
+
+EXPERTS = 8
+MODEL = (
+    f"{MOE} --num-experts {EXPERTS} --moe-router-topk 3 --expert-model-parallel-size 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --clip-grad 0 "
+    "--train-iters 12 --lr-decay-iters 12 --weight-decay 0.1"
+)
+
+
+def test_rows_by_slot_and_back():
+    generator = torch.Generator().manual_seed(1)
+    routing_map = torch.rand(20, EXPERTS, generator=generator) < 0.3
+    slots = [5, 2, 1, 7, 0, 4, 3, 6]
+    rows = int(routing_map.sum())
+    source, place = moves(routing_map, slots, rows)
+    numbers = routing_map.t().nonzero()  # expert and token of each row, by number
+    expected = routing_map[:, inverse(slots)].t().nonzero()
+    found = numbers[source]
+    assert [slots[expert] for expert in found[:, 0].tolist()] == expected[:, 0].tolist()
+    assert found[:, 1].tolist() == expected[:, 1].tolist()
+    assert torch.equal(source[place], torch.arange(rows))
+
+
+def a_placement(path, seed):
+    chance = random.Random(seed)
+    layers = {}
+    for layer in (1, 2, 4):  # the third has its experts in order
+        slots = list(range(EXPERTS))
+        chance.shuffle(slots)
+        layers[layer] = slots
+    write(path, 2, layers)
+    assert slots_of([1, 0, 1, 0], 2) == [2, 0, 3, 1]
+    return f"--moe-expert-placement {path}"
+
+
+FORMS = {
+    "adamw": (2, "", ""),
+    "distributed, overlap": (
+        4,
+        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
+        "--moe-alltoall-overlap-comm --moe-zero-memory level1",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_twelve_steps_with_two_exchanges_equal_those_without_to_the_bit(form, ranks, tmp_path):
+    world, optimizer, program = FORMS[form]
+    file, first, second = tmp_path / "metrics.jsonl", tmp_path / "first", tmp_path / "second"
+
+    def run(*flags):
+        file.unlink(missing_ok=True)
+        words = f"{MODEL} {optimizer} {program} --metrics-file {file} {' '.join(flags)}".split()
+        ranks(world, train, words, setup=SETUP, backend=None, timeout=240)
+        return [
+            (one["iteration"], one["lm_loss"], one["load_balancing_loss"]) for one in metrics(file)
+        ]
+
+    run(f"--save {first} --exit-interval 4")
+    plain = run(f"--load {first}")
+    one, other = (a_placement(tmp_path / f"{seed}.json", seed) for seed in (1, 2))
+    placed = run(f"--load {first} --save {second} --exit-interval 8 {one}")
+    placed += run(f"--load {second} {other}")
+    assert [iteration for iteration, *_ in placed] == list(range(5, 13))
+    assert placed == plain
