@@ -16,6 +16,8 @@ assert mindspeed.megatron_adaptor
 WITHOUT_A_STEP = {
     "auto-tuning",  # plans instead: taken away from what is planned (mindspeed.planner.job)
     "automated-pipeline",  # its options are for results that a run has measured
+    "moe-log-load",  # counts in messages that are sent anyway
+    "moe-record-routing",
     "hccl-group-buffer",  # sizes of the library's buffers
     "profiling",
     "guard",

@@ -23,6 +23,7 @@ _SLICED = "--tensor-model-parallel-size 2 --sequence-parallel "
 _DIST = "--use-distributed-optimizer "
 
 FILES = {
+    "slots.json": '{"experts": 8, "ranks": 2, "layers": {"1": [7, 6, 5, 4, 3, 2, 1, 0]}}',
     "plan.yaml": "all: {input_layernorm: recompute_output}\n0: {self_attention: offload}\n",
     "coc.json": '{"customized_coc": {"[64, 32, 64]": 2}, "recompute_all_gather": false}',
 }
@@ -100,6 +101,7 @@ TRIED = {
     "--pipe-experts-multi-stream",
     "behind attention, sliced": _DEEPSPEED + _SLICED + "--ampipe-degree 2 "
     "--ampipe-tp-sp-comm-overlap",
+    "placed experts": _EP + _HIDDEN + "--moe-expert-placement {folder}/slots.json",
     "divided experts": _EP + "--zero-stage 3",
     "from the host": _TP + _TE + "--fine-grained-activation-offloading --offload-modules core_attn",
 }

@@ -27,7 +27,6 @@ class MoeExpertPlacement(
     Feature,
     level=2,
     megatron_versions=">=0.16",
-    planning=("no part",),
     seams=("chunk",),
     conflicts={
         "ampipe": _ROWS,
