@@ -19,19 +19,21 @@ linear layer of this library communicates through them, in the autograd function
 
 Where recomputation runs a layer twice, :mod:`mindspeed.tensor_parallel.regions` says what the
 second run does without: the product of a layer whose output nothing reads, gathers of backward.
+Where a program waits for collectives, they are left to its :mod:`mindspeed.tensor_parallel.exchange`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from mindspeed.spmd import Communication
 from mindspeed.te import comm, kernels
-from mindspeed.tensor_parallel import regions
+from mindspeed.tensor_parallel import exchange, regions
+from mindspeed.tensor_parallel.exchange import Exchange
 
 Work = Any
 """Handle of a collective that is under way; None where there is nothing to wait for."""
@@ -50,6 +52,7 @@ class LinearCommunication:
         overlap: A feature may overlap a product with its collective; False: the plain formulas,
             whatever it put in their place.
         output_unread: Nothing reads the output of this call: neither product nor collective runs.
+        exchange: Takes the collectives that this call need not wait for.
     """
 
     group: Any = None
@@ -57,6 +60,7 @@ class LinearCommunication:
     sequence_parallel: bool = False
     overlap: bool = True
     output_unread: bool = False
+    exchange: Exchange | None = field(default_factory=exchange.current, compare=False)
 
     @property
     def column(self) -> bool:
@@ -135,7 +139,10 @@ def multiply(
     elif communication.row:
         scatter = communication.sequence_parallel
         kernel = communication.kernel("matmul_scatter" if scatter else "matmul_reduce")
-        out, _ = kernel(x, weight, group, addend=addend)
+        pending = communication.exchange if bias is None else None
+        out, work = kernel(x, weight, group, addend=addend, async_op=pending is not None)
+        if pending is not None:
+            pending.output = work
         out = out if bias is None else out.add_(bias)
     else:
         out = kernels.matmul(x, weight, bias=bias, addend=addend)
@@ -148,6 +155,10 @@ def _gather_multiply(
     x: Tensor, weight: Tensor, communication: LinearCommunication, bias: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     gather_matmul, group = communication.kernel("gather_matmul"), communication.group
+    if communication.exchange is not None:
+        if (started := communication.exchange.take("input")) is not None:
+            whole = gather(x, group, started)
+            return kernels.matmul(whole, weight, bias=bias), whole
     ahead = regions.next_gather()
     if ahead is None or gather_matmul is not _PLAIN["gather_matmul"]:
         return gather_matmul(x, weight, group, bias=bias, keep=keep)  # type: ignore[no-any-return]
@@ -176,6 +187,8 @@ def saved_tensors(
     """
     if not communication.gathers_grad:
         return ctx.saved_tensors, None
+    if communication.exchange is not None:
+        return ctx.saved_tensors, communication.exchange.take("grad_output")
     group = communication.group
     with regions.ahead_of(lambda: comm.all_gather_first_dim(grad, group, async_op=True)) as ahead:
         saved = ctx.saved_tensors
@@ -204,7 +217,8 @@ def multiply_gradient(
         gathered: The gather of dy, if it has been started.
 
     Returns:
-        dx (complete after ``wait()``); the handle or None; the gathered dy, or dy.
+        dx (complete after ``wait()``); the handle, or None if there is nothing to wait for or an
+        exchange has it; the gathered dy, or dy.
     """
     group = communication.group
     if gathered is not None:
@@ -221,6 +235,8 @@ def multiply_gradient(
     )
     options: dict[str, Any] = {"addend": addend, "wgrad_follows": wgrad_follows}
     dx, work = kernel(grad, weight, group, transposed=False, async_op=True, **options)
+    if communication.exchange is not None:
+        communication.exchange.grad_input, work = work, None
     return dx, work, grad
 
 
