@@ -142,6 +142,8 @@ def _backward_of_gathered_input(ctx: Any, grad: torch.Tensor) -> tuple[torch.Ten
     db = _rows(grad).t() @ _rows(u) * ctx.scale
     if reducing is not None:
         reducing.wait()
+    if communication.exchange is not None:  # du is read here
+        communication.exchange.finish("grad_input")
     dx, du = received.split((both.shape[1] - b.shape[1], b.shape[1]), -1)
     du = du * ctx.scale
     da = _rows(du).t() @ _rows(_masked(x, mask))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -187,6 +188,7 @@ class AdaptedLinear:
         scale = self._lora.scale
         if not self._lora.config.use_dora:
             return adapted_linear(inp, weight, bias, a, b, mask, scale, communication)
+        communication = replace(communication, exchange=None)  # the output is read here
         out = adapted_linear(inp, weight, None, a, b, mask, scale, communication)
         with torch.no_grad():
             merged = dense(weight, a.dtype) + scale * (b @ a)

@@ -19,7 +19,7 @@ linear layer of this library communicates through them, in the autograd function
 
 Where recomputation runs a layer twice, :mod:`mindspeed.tensor_parallel.regions` says what the
 second run does without: the product of a layer whose output nothing reads, gathers of backward.
-Where a program waits for collectives, they are left to its :mod:`mindspeed.tensor_parallel.exchange`.
+Collectives that a program waits for are left to it: :mod:`mindspeed.tensor_parallel.exchange`.
 """
 
 from __future__ import annotations
@@ -155,10 +155,11 @@ def _gather_multiply(
     x: Tensor, weight: Tensor, communication: LinearCommunication, bias: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     gather_matmul, group = communication.kernel("gather_matmul"), communication.group
-    if communication.exchange is not None:
-        if (started := communication.exchange.take("input")) is not None:
-            whole = gather(x, group, started)
-            return kernels.matmul(whole, weight, bias=bias), whole
+    begun = communication.exchange
+    started = None if begun is None else begun.take("input")
+    if started is not None:
+        whole = gather(x, group, started)
+        return kernels.matmul(whole, weight, bias=bias), whole
     ahead = regions.next_gather()
     if ahead is None or gather_matmul is not _PLAIN["gather_matmul"]:
         return gather_matmul(x, weight, group, bias=bias, keep=keep)  # type: ignore[no-any-return]
@@ -238,6 +239,13 @@ def multiply_gradient(
     if communication.exchange is not None:
         communication.exchange.grad_input, work = work, None
     return dx, work, grad
+
+
+def gather_again(x: Tensor, communication: LinearCommunication) -> Gathered:
+    """Start to gather the input ``[s/p, b, h]`` for a weight gradient, or return what has begun."""
+    ahead = communication.exchange
+    started = None if ahead is None else ahead.take("again")
+    return started or comm.all_gather_first_dim(x, communication.group, async_op=True)
 
 
 def gather(x: Tensor, group: Any, started: Gathered | None = None) -> Tensor:

@@ -14,6 +14,7 @@ collectives.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from mindspeed.te.linear_communication import (
     LinearCommunication,
     Work,
     gather,
+    gather_again,
     multiply,
     multiply_gradient,
     saved_tensors,
@@ -65,6 +67,9 @@ class _Linear(torch.autograd.Function):
         else:
             out, gathered = _cast_multiply(x, weight, bias, communication, casts)
         ctx.gathered = keep and gathered is not None
+        if communication.exchange is not None and communication.gathers_input:
+            again = weight.requires_grad and ctx.store is None and not ctx.gathered
+            communication.exchange.gathers_again = again
         kept = gathered if ctx.gathered else x
         # Saved-tensor hooks hand back a tensor without the attributes of the parameter.
         ctx.weight = weight
@@ -82,7 +87,7 @@ class _Linear(torch.autograd.Function):
         now = (needs_weight or ctx.store is not None) and not later
         gathering = None
         if now and communication.gathers_input and not ctx.gathered:
-            x, gathering = comm.all_gather_first_dim(x, communication.group, async_op=True)
+            x, gathering = gather_again(x, communication)
         dx, reducing = None, None
         if casts is not None:
             dx, reducing, grad = _cast_gradient(ctx, grad, weight)
@@ -186,13 +191,15 @@ def linear(
         communication: How the layer is sharded; not at all by default.
         casts: How operands are quantised to fp8; None: not.
     """
-    wgrad = wgrad or WgradOptions()
+    wgrad, communication = wgrad or WgradOptions(), communication or LinearCommunication()
+    if communication.row and communication.exchange is not None:
+        wgrad = replace(wgrad, anchor=communication.exchange)
     return _Linear.apply(  # type: ignore[no-any-return]
         x,
         wgrad.hide(x, weight) or weight,
         bias,
         compute_dtype(x, weight),
-        communication or LinearCommunication(),
+        communication,
         wgrad,
         casts,
     )

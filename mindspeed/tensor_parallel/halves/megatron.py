@@ -2,21 +2,28 @@
 
     attach(model, journal)          # a built model chunk
 
-Layers of a block that follow each other are one stream (:mod:`.stream`); where a region of
-recomputation ends, the stream ends with it. A micro-batch of one sample, and inference, run as
-before.
+Layers of a block are one stream (:mod:`mindspeed.tensor_parallel.halves.stream`); where a region of
+recomputation ends, the stream ends with it. A micro-batch of one sample and inference run whole.
+
+The mask of the dropout before a residual is drawn for the whole micro-batch, so random numbers are
+those of a run without halves. Attention draws its masks in its kernels, for each half.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mindspeed.errors import ConfigError, TrainingError
 from mindspeed.journal import Journal, replace_method
@@ -26,10 +33,14 @@ from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, HALVES, SEQUENCE_
 from mindspeed.tensor_parallel.halves.stream import Stream, halves_of
 from mindspeed.tensor_parallel.megatron import closing_linears
 
-SAMPLES = {"attention_mask": 0, "attention_bias": 0}
-"""Tensors that attention gets, and the dimension of their samples."""
-NOT_HALVED = ("inference_context", "inference_params", "context", "packed_seq_params")
-"""Arguments of a layer with which the micro-batch runs whole."""
+CARRIED = "half_batch"
+"""Attribute of the empty tensor between two layers: its stream."""
+SAMPLES = ("attention_mask", "attention_bias")
+"""Arguments of attention whose first dimension may be that of samples."""
+WHOLE = ("inference_context", "inference_params")
+"""Arguments of a layer with which a micro-batch runs whole."""
+OF_THE_LAYER = ("context", "context_mask", "padding_mask")
+"""Arguments of a layer that its attention does not get."""
 
 
 def attach(model: torch.nn.Module, journal: Journal) -> None:
@@ -39,7 +50,7 @@ def attach(model: torch.nn.Module, journal: Journal) -> None:
         journal: A feature's ``seams.journal``; undoing it restores the layers.
 
     Raises:
-        ConfigError: a layer has no two halves.
+        ConfigError: A layer cannot run in halves.
     """
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -51,37 +62,41 @@ def attach(model: torch.nn.Module, journal: Journal) -> None:
 def _attach_block(block: Any, journal: Journal) -> None:
     forwards: list[HalvesForward] = []
     for layer in block.layers:
-        if len(closing_linears(layer)) < 2:
+        if set(closing_linears(layer)) != {"self_attention", "mlp"}:
+            parts = [getattr(layer, name, None) for name in ("self_attention", "mlp")]
+            what = " of ".join(type(one).__name__ for one in (layer, *parts) if one is not None)
             raise ConfigError(
-                f"--half-batch-overlap: layer {layer.layer_number} ({type(layer).__name__} of "
-                f"{type(layer.self_attention).__name__} and {type(layer.mlp).__name__}) is no dense "
-                "transformer layer with plain attention; remove the flag"
+                f"--half-batch-overlap: layer {layer.layer_number} ({what}) is not one of plain "
+                "self-attention and a dense MLP; remove the flag"
             )
-        replace_method(
-            layer,
-            "forward",
-            lambda before, layer=layer: forwards.append(HalvesForward(layer, before)) or forwards[-1],
-            journal,
-        )
+        replace_method(layer, "forward", partial(_replaced, layer, forwards), journal)
+        for sublayer in (forwards[-1].attention, forwards[-1].mlp):
+            sublayer.attach(journal)
     if block.config.recompute_granularity != "full":
-        for one, following in zip(forwards, forwards[1:], strict=False):
+        for one, following in itertools.pairwise(forwards):
             one.following, following.after = following, one
-    for one in forwards:
-        for module in (one.attention, one.mlp):
-            module.attach(journal)
+
+
+def _replaced(
+    layer: Any, forwards: list[HalvesForward], before: Callable[..., Any]
+) -> HalvesForward:
+    forwards.append(HalvesForward(layer, before))
+    return forwards[-1]
 
 
 class HalvesForward:
     """The forward of one layer.
 
     Attributes:
+        attention: The first sublayer.
+        mlp: The second one.
         following: Of the next layer, which continues the stream.
         after: Of the layer before.
-        trace: Gets the steps of every call, for tests and pictures.
+        trace: Gets the steps of a stream that begins here.
     """
 
     def __init__(self, layer: Any, before: Callable[..., Any]) -> None:
-        self._layer, self._before = weakref.ref(layer), before
+        self._before = before
         self.attention, self.mlp = Attention(layer), Mlp(layer)
         self.following: HalvesForward | None = None
         self.after: HalvesForward | None = None
@@ -97,31 +112,32 @@ class HalvesForward:
             ``[s, b, h]``, empty if another layer continues, and the context.
         """
         samples = hidden_states.shape[1]
-        whole = samples < HALVES or any(kwargs.get(name) is not None for name in NOT_HALVED)
-        if whole:
+        if samples < HALVES or any(kwargs.get(name) is not None for name in WHOLE):
             return self._before(hidden_states, attention_mask, **kwargs)  # type: ignore[no-any-return]
         stream = self._stream(hidden_states)
-        given = _of_halves({**kwargs, "attention_mask": attention_mask}, halves_of(samples))
-        following = self.following.attention.bound(given) if self.following else None
-        out = stream.run(
-            hidden_states, [self.attention.bound(given), self.mlp.bound(given)], following
-        )
+        sizes = halves_of(samples)
+        given = _of_halves({**kwargs, "attention_mask": attention_mask}, sizes)
+        sublayers = [self.attention.bound(given, sizes), self.mlp.bound(given, sizes)]
+        following = None
         if self.following is not None:
-            out.half_batch = self._open = stream  # type: ignore[attr-defined]
+            following = self.following.attention.bound(given, sizes)
+        out = stream.run(hidden_states, sublayers, following)
+        if following is not None:
+            self._open = stream
+            setattr(out, CARRIED, stream)
         return out, kwargs.get("context")
 
     def _stream(self, hidden: Tensor) -> Stream:
         """The stream of the layer before, or a new one."""
         if self.after is not None:
-            stream, self.after._open = self.after._open, None
-            if stream is None or getattr(hidden, "half_batch", None) is not stream:
+            left, self.after._open = self.after._open, None
+            if left is None or getattr(hidden, CARRIED, None) is not left:
                 raise TrainingError(
                     "--half-batch-overlap: something between two transformer layers changes or "
                     "keeps what the first one returns; remove that, or the flag"
                 )
-            return stream
-        config = self.attention.layer.config
-        if not config.sequence_parallel:
+            return left
+        if not self.attention.layer.config.sequence_parallel:
             return Stream(hidden, ALL_REDUCE, trace=self.trace)
         gather = partial(_gather, self.attention.column.tp_group)
         return Stream(hidden, SEQUENCE_PARALLEL, gather, self.trace)
@@ -133,78 +149,120 @@ def _gather(group: Any, x: Tensor) -> Started:
     return whole, work
 
 
-def _of_halves(kwargs: Mapping[str, Any], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The arguments of each half."""
-    found: list[dict[str, Any]] = [dict(kwargs) for _ in sizes]
-    for name, dim in SAMPLES.items():
-        tensor = kwargs.get(name)
-        if tensor is not None and tensor.shape[dim] == sum(sizes):
-            for one, part in zip(found, tensor.split(list(sizes), dim), strict=True):
+def _of_halves(kwargs: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """The arguments of attention for each half.
+
+    Raises:
+        ConfigError: Packed documents.
+    """
+    if kwargs.get("packed_seq_params") is not None:
+        raise ConfigError(
+            "--half-batch-overlap cannot halve a micro-batch of packed documents; remove one"
+        )
+    given = {name: value for name, value in kwargs.items() if name not in OF_THE_LAYER}
+    found: list[dict[str, Any]] = [dict(given) for _ in sizes]
+    for name in SAMPLES:
+        tensor = given.get(name)
+        if tensor is not None and tensor.shape[0] == sum(sizes):
+            for one, part in zip(found, tensor.split(list(sizes)), strict=True):
                 one[name] = part
     return found
 
 
-class _Half:
+class _Half(ABC):
     """A sublayer of a layer.
 
     Attributes:
-        layer: Megatron's ``TransformerLayer``.
-        column: The linear layer in front, maybe with a norm in it.
-        row: The linear layer at the end.
+        norm: In front; maybe the identity.
+        module: Attention or MLP.
+        column: Its first linear layer, maybe with a norm in it.
+        row: Its last one.
+        add: Its bias-dropout-add.
+        dropout: Probability.
     """
 
-    column: Any
-    row: Any
     norm: Any
     module: Any
+    column: Any
+    row: Any
     add: Any
 
     def __init__(self, layer: Any) -> None:
-        self._reference = weakref.ref(layer)
-        self.given: list[dict[str, Any]] = []
+        self._layer = weakref.ref(layer)
+        self.dropout: float = layer.hidden_dropout
+        self._given: Sequence[Mapping[str, Any]] = ()
+        self._sizes: Sequence[int] = ()
+        self._masks: list[Tensor] = []
 
     @property
     def layer(self) -> Any:
-        return self._reference()
+        """Megatron's ``TransformerLayer``."""
+        return self._layer()
 
     def attach(self, journal: Journal) -> None:
-        """Let the two linear layers follow the stream."""
+        """Let the linear layers follow a stream."""
         handle = self.row.register_forward_pre_hook(exchange.at_row_input)
         journal.call_on_undo(handle.remove)
-        if callable(getattr(self.column, "normalize", None)):
+        if self._normalizes:
             replace_method(
-                self.column, "normalize", lambda norm: partial(_norm_outside, norm), journal
+                self.column, "normalize", lambda norm: partial(_unless_normed, norm), journal
             )
 
-    def bound(self, given: list[dict[str, Any]]) -> _Half:
-        """The sublayer with the arguments of both halves."""
+    def bound(self, given: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> _Half:
+        """The sublayer for a micro-batch.
+
+        Args:
+            given: Arguments of attention for each half.
+            sizes: Samples of both halves.
+        """
         bound = type(self)(self.layer)
-        bound.given = given
+        bound._given, bound._sizes = given, sizes
         return bound
 
     @property
+    def _normalizes(self) -> bool:
+        return callable(getattr(self.column, "normalize", None))
+
+    @property
     def norm_parameters(self) -> list[Tensor]:
+        """Trained parameters of the norm."""
         own = (p for name, p in self.column.named_parameters() if name.startswith("layer_norm_"))
         return _trained([*self.norm.parameters(), *own])
 
     @property
     def parameters(self) -> list[Tensor]:
+        """The other trained parameters."""
         norms = {id(p) for p in self.norm_parameters}
         return [p for p in _trained(self.module.parameters()) if id(p) not in norms]
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """The norm."""
+        """The norm: ``[s, b, h]`` in the dtype of the column layer."""
         x = self.norm(hidden)
-        if callable(getattr(self.column, "normalize", None)):
+        if self._normalizes:
+            _call_pre_hooks(self.column, x)
             x = self.column.normalize(x)
         return x.to(self.column.weight.dtype)
 
-    def leave(self, output: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
-        """Bias, dropout and residual."""
-        layer = self.layer
+    @abstractmethod
+    def run(self, x: Tensor, half: int) -> tuple[Tensor, Tensor | None]:
+        """The module for a half."""
+
+    def leave(self, output: Tensor, bias: Tensor | None, hidden: Tensor, half: int) -> Tensor:
+        """Bias, dropout and residual: ``[s, b, h]``."""
+        layer, dropout = self.layer, self.dropout
+        if layer.training and dropout:
+            output = output if bias is None else output + bias
+            output, bias, dropout = output * self._mask(output, half), None, 0.0
         with layer.bias_dropout_add_exec_handler():
             add = self.add(layer.training, layer.config.bias_dropout_fusion)
-            return add((output, bias), hidden, layer.hidden_dropout)  # type: ignore[no-any-return]
+            return add((output, bias), hidden, dropout)  # type: ignore[no-any-return]
+
+    def _mask(self, output: Tensor, half: int) -> Tensor:
+        """The half's columns of a mask that is drawn for the whole micro-batch."""
+        if not self._masks:
+            ones = output.new_ones(output.shape[0], sum(self._sizes), output.shape[2])
+            self._masks = list(F.dropout(ones, self.dropout).split(list(self._sizes), 1))
+        return self._masks[half]
 
 
 class Attention(_Half):
@@ -216,14 +274,20 @@ class Attention(_Half):
         self.column, self.row = self.module.linear_qkv, self.module.linear_proj
         self.add = layer.self_attn_bda
 
+    def attach(self, journal: Journal) -> None:
+        """Follow a stream, also where core attention is recomputed."""
+        super().attach(journal)
+        if self.module.checkpoint_core_attention:
+            replace_method(
+                self.module,
+                "_checkpointed_attention_forward",
+                lambda before: partial(_recomputed_attention, self._layer, before),
+                journal,
+            )
+
     def run(self, x: Tensor, half: int) -> tuple[Tensor, Tensor | None]:
         """``self_attention`` of a half."""
-        given = {
-            name: value
-            for name, value in self.given[half].items()
-            if name not in ("context", "context_mask", "padding_mask")
-        }
-        return self.module(x, **given)  # type: ignore[no-any-return]
+        return self.module(x, **self._given[half])  # type: ignore[no-any-return]
 
 
 class Mlp(_Half):
@@ -240,9 +304,63 @@ class Mlp(_Half):
         return self.module(x)  # type: ignore[no-any-return]
 
 
-def _norm_outside(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The norm of a fused layer; in a stream its input comes normalised."""
+def _recomputed_attention(
+    layer: Any,
+    before: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    rotary_pos_emb: Any = None,
+    attn_mask_type: Any = None,
+    **given: Any,
+) -> Tensor:
+    """Core attention of a half, recomputed; Megatron's way runs in whole backward passes only."""
+    if exchange.current() is None:
+        return before(query, key, value, attention_mask, rotary_pos_emb, attn_mask_type, **given)
+    attention = layer().self_attention
+    return checkpoint(  # type: ignore[no-any-return]
+        attention.core_attention,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=attn_mask_type or attention.attn_mask_type,
+        use_reentrant=False,
+        context_fn=_random_states,
+        **given,
+    )
+
+
+def _random_states() -> tuple[Any, Any]:
+    """Contexts of forward and its recomputation, which draws the same random numbers."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    drawn = tracker.get_states()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        now = tracker.get_states()
+        tracker.set_states(drawn)
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
+
+    return contextlib.nullcontext(), again()
+
+
+def _unless_normed(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The norm of a fused layer, which gets a normalised input in a stream."""
     return x if exchange.current() is not None else norm(x)
+
+
+def _call_pre_hooks(module: torch.nn.Module, x: Tensor) -> None:
+    """Wait for a module's parameters as its call does: ``--overlap-param-gather`` gathers them."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if number not in module._forward_pre_hooks_with_kwargs:
+            hook(module, (x,))
 
 
 def _trained(parameters: Iterable[Any]) -> list[Tensor]:

@@ -37,10 +37,13 @@ Gather = Callable[[Tensor], Started]
 class Sublayer(Protocol):
     """Attention or MLP of one layer, for a half of the micro-batch."""
 
-    norm_parameters: Sequence[Tensor]
-    """Those of :meth:`enter` that get gradients."""
-    parameters: Sequence[Tensor]
-    """The others that get gradients."""
+    @property
+    def norm_parameters(self) -> Sequence[Tensor]:
+        """Those of :meth:`enter` that get gradients."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The others that get gradients."""
 
     def enter(self, hidden: Tensor) -> Tensor:
         """The norm: from ``[s, b, h]`` to the input of the column layer, in its dtype."""
@@ -48,7 +51,7 @@ class Sublayer(Protocol):
     def run(self, x: Tensor, half: int) -> tuple[Tensor, Tensor | None]:
         """Column layer to row layer: the output ``[s, b, h]`` and the bias to be added to it."""
 
-    def leave(self, output: Tensor, bias: Tensor | None, hidden: Tensor) -> Tensor:
+    def leave(self, output: Tensor, bias: Tensor | None, hidden: Tensor, half: int) -> Tensor:
         """Bias, dropout and residual: the next ``[s, b, h]``."""
 
 
@@ -182,7 +185,7 @@ class Stream:
             ended.exchange.finish("output")
             (output, bias), residual = _known(ended.output), _known(ended.hidden)
             leaves = [_leaf(output, output.requires_grad), residual]
-            hidden = self._sublayers[index - 1].leave(leaves[0], bias, residual)
+            hidden = self._sublayers[index - 1].leave(leaves[0], bias, residual, half)
             ended.output = ended.hidden = None
         outputs = [hidden]
         part.hidden = _leaf(hidden, hidden.requires_grad)
@@ -266,12 +269,16 @@ class Stream:
         if step.kind not in part.stretches:
             return  # 2 is a part of 1
         self._say(str(step), index, "B")
-        given = self._dy[half]
+        given, taker = self._dy[half], part.exchange
+        if self._gather is not None and taker.gathers_again and step.kind == "2":
+            taker.again = self._gather(part.stretches["1"].leaves[0].detach())
         (found,) = self._run_backward(part, step.kind, [given], [self._sublayers[index]])
         if step.kind == "2":
             self._dy[half] = found
-        else:
-            self._dy[half], self._dx[half] = None, found
+            return
+        self._dy[half], self._dx[half] = None, found
+        for weight, grad in taker.weight_gradients():
+            self._add(weight, grad)
 
     def _run_backward(
         self,
