@@ -8,20 +8,28 @@ from typing import Any
 import torch
 
 from mindspeed.instruments import CommLedger, Link, VirtualClock
+from mindspeed.tensor_parallel.halves.megatron import HalvesForward
 from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, SEQUENCE_PARALLEL
 from mindspeed.tensor_parallel.halves.stream import Stream
 from tests.support import gpt_ranks
-from tests.tensor_parallel.modelled_ranks import RANKS
-from tests.tensor_parallel.region_ranks import configured
+from tests.tensor_parallel.modelled_ranks import RANKS, _start
+from tests.tensor_parallel.region_ranks import _adapt, configured
 
 OFF: dict[str, Any] = {}
 ON = {"half_batch_overlap": True}
 
 
-def _results(model: torch.nn.Module, samples: int, passes: int, dropout: bool) -> dict[str, Any]:
-    """Loss, gradients, and collectives by phase with their bytes."""
+def _results(model: torch.nn.Module, samples: int, passes: int) -> dict[str, Any]:
+    """Loss, gradients, steps, collectives by phase with their bytes, parameters' hooks that ran."""
     from megatron.core.tensor_parallel import random
 
+    ran, steps = Counter[str](), list[str]()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p, name=name: ran.update([name]))
+    for module in model.modules():
+        if isinstance(forward := vars(module).get("forward"), HalvesForward):
+            forward.trace = steps.append
     random.model_parallel_cuda_manual_seed(123)
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(7)
@@ -36,6 +44,8 @@ def _results(model: torch.nn.Module, samples: int, passes: int, dropout: bool) -
     calls = Counter((event.phase, event.op) for event in ledger.events)
     return {
         "values": {"loss": torch.stack(losses).detach(), **grads},
+        "steps": steps,
+        "hooks": ran,
         "calls": calls,
         "bytes": ledger.wire_bytes(),
     }
@@ -51,7 +61,7 @@ def compared(
         spec: Of its layers.
         overrides: Options of the transformer config.
         more: ``samples`` of a micro-batch; ``passes``: forwards before their backwards; ``frozen``:
-            parameters with this in their names are not trained.
+            parameters with this in their names are not trained; ``lora``: layers with an adapter.
     """
     import torch.distributed as dist
 
@@ -65,12 +75,14 @@ def compared(
             for path, parameter in model.named_parameters():
                 frozen = more.get("frozen")
                 parameter.requires_grad_(not frozen or frozen not in path)
-            found.append(_results(model, more.get("samples", 2), more.get("passes", 1), False))
+            if lora := more.get("lora"):
+                _adapt(model, lora)
+            found.append(_results(model, more.get("samples", 2), more.get("passes", 1)))
     plain, ours = found
     return {
         "differ": differing(ours["values"], plain["values"]),
-        "calls": [one["calls"] for one in found],
-        "bytes": [one["bytes"] for one in found],
+        "steps": ours["steps"],
+        **{name: [one[name] for one in found] for name in ("hooks", "calls", "bytes")},
     }
 
 
@@ -125,43 +137,46 @@ def _gather(x: torch.Tensor) -> Any:
 
 
 def modelled(
-    parts: tuple[int, int], wires: list[float], layers: int, sequence_parallel: bool, halves: bool
-) -> list[tuple[float, float]]:
-    """Seconds of ``layers`` layers forward and backward, by the virtual clock.
+    parts: tuple[int, int],
+    wires: list[float],
+    chains: list[int],
+    sequence_parallel: bool,
+    halves: bool,
+) -> list[list[tuple[float, float]]]:
+    """Seconds of layers forward and backward, by the virtual clock: by number of layers and wire.
 
-    The forward of a layer takes 1 second, and what an all-reduce of a micro-batch takes is given.
+    The forward of a layer takes 1 second.
 
     Args:
         parts: Shares of attention and MLP.
         wires: Seconds of one all-reduce of the whole micro-batch.
+        chains: Numbers of layers.
+        sequence_parallel: Of the layers.
+        halves: The micro-batch runs in halves.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from tests.tensor_parallel.modelled_ranks import RANKS, _start
 
     _start()
     s, b, h, unit = 4 * RANKS, 2, 64, 8 * RANKS
     flops = sum(2 * 2 * s * b * h * unit * part // RANKS for part in parts)
     sent = 2 * s * b * h * 4 * (RANKS - 1) // RANKS
+    run = _in_halves if halves else _whole
     found = []
     with FakeTensorMode():
-        chain = [
-            [LinearSublayer(unit * part, h, sequence_parallel) for part in parts]
-            for _ in range(layers)
-        ]
-        for wire in wires:
+        for layers in chains:
+            chain = [
+                [LinearSublayer(unit * part, h, sequence_parallel) for part in parts]
+                for _ in range(layers)
+            ]
             rows = s // RANKS if sequence_parallel else s
-            hidden = torch.empty(rows, b, h, requires_grad=True)
-            link = Link(sent / wire)
-            with VirtualClock(flops, link) as clock:
-                out = (
-                    _in_halves(chain, hidden, sequence_parallel)
-                    if halves
-                    else _whole(chain, hidden)
-                )
-                forward = clock.now
-                out.backward(torch.empty_like(out))
-                found.append((forward, clock.now - forward))
+            found.append([])
+            for wire in wires:
+                hidden = torch.empty(rows, b, h, requires_grad=True)
+                with VirtualClock(flops, Link(sent / wire)) as clock:
+                    out = run(chain, hidden, sequence_parallel)
+                    forward = clock.now
+                    out.backward(torch.empty_like(out))
+                found[-1].append((forward, clock.now - forward))
     return found
 
 
@@ -173,9 +188,50 @@ def _in_halves(chain: list[Any], hidden: torch.Tensor, sequence_parallel: bool) 
     return hidden
 
 
-def _whole(chain: list[Any], hidden: torch.Tensor) -> torch.Tensor:
+def _whole(chain: list[Any], hidden: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
     for layer in chain:
         for sublayer in layer:
             output, bias = sublayer.run(sublayer.enter(hidden), 0)
             hidden = sublayer.leave(output, bias, hidden, 0)
     return hidden
+
+
+def changed_between() -> dict[str, Any]:
+    """The error of a hook that changes what a layer returns; one sample, which runs whole."""
+    import torch.distributed as dist
+
+    from mindspeed.errors import TrainingError
+
+    gpt_ranks.start(dist.get_world_size())
+    options = {"tensor_model_parallel_size": dist.get_world_size()}
+    with configured(ON):
+        model = gpt_ranks.build(gpt_ranks.config("rmsnorm-swiglu-gqa", **options), "te")
+        layer = model.decoder.layers[0]
+        hook = layer.register_forward_hook(lambda module, args, out: (out[0] * 2, out[1]))
+        try:
+            error = str(_results(model, 2, 1)["bytes"])
+        except TrainingError as found:
+            error = str(found)
+        hook.remove()
+        ours = _results(model, 1, 1)
+    plain = gpt_ranks.build(gpt_ranks.config("rmsnorm-swiglu-gqa", **options), "te")
+    return {
+        "error": error,
+        "whole": differing(ours["values"], _results(plain, 1, 1)["values"]),
+    }
+
+
+def other_layers() -> str:
+    """The error of a model with experts, where no flag tells of them."""
+    import torch.distributed as dist
+
+    from mindspeed.errors import ConfigError
+
+    gpt_ranks.start(dist.get_world_size())
+    options = {"tensor_model_parallel_size": dist.get_world_size(), "sequence_parallel": True}
+    with configured(ON):
+        try:
+            gpt_ranks.build(gpt_ranks.config("moe-grouped", **options), "te")
+        except ConfigError as found:
+            return str(found)
+    return ""

@@ -131,7 +131,8 @@ class HalvesForward:
         """The stream of the layer before, or a new one."""
         if self.after is not None:
             left, self.after._open = self.after._open, None
-            if left is None or getattr(hidden, CARRIED, None) is not left:
+            unchanged = vars(hidden).get(CARRIED) is left
+            if left is None or not unchanged:
                 raise TrainingError(
                     "--half-batch-overlap: something between two transformer layers changes or "
                     "keeps what the first one returns; remove that, or the flag"

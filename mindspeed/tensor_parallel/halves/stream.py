@@ -157,7 +157,7 @@ class Stream:
 
     def _say(self, step: str, index: int, direction: str) -> None:
         if self._trace is not None:
-            self._trace(f"{direction} {index}{step}")
+            self._trace(f"{direction}{index}{step}")
 
     def _forward(self, index: int, upcoming: Sequence[Sublayer | None]) -> None:
         """The steps of a sublayer; what is between a half's 1 and 2 runs inside of its call."""
@@ -229,10 +229,10 @@ class Stream:
         if torch.is_grad_enabled():
             part.stretches[kind] = _Stretch(leaves, outputs)
 
-    def backward(self, layer: _Layer, grad: Tensor) -> Tensor:
-        """Run a layer backward: from the gradient of its output to that of its input.
+    def backward(self, layer: _Layer, grad: Tensor) -> Tensor | None:
+        """Run a layer backward: from the gradient ``[s, b, h]`` of its output to its input's.
 
-        Both are empty where a layer continues, and where one is continued.
+        The first is empty if a layer continues, the second if this one does. None: no gradient.
         """
         if layer.closed:
             self._dh = [one.contiguous() for one in grad.split(self._sizes, 1)]
@@ -248,7 +248,8 @@ class Stream:
             return grad.new_zeros(()).expand(grad.shape)
         for step in before(self._order.backward):
             self._enter_backward(step.half, 0)
-        return torch.cat([_known(one) for one in self._dh], 1)
+        known = [one for one in self._dh if one is not None]
+        return torch.cat(known, 1) if known else None
 
     def _enter_backward(self, half: int, index: int) -> None:
         self._say("ab"[half] + "I", index, "B")
