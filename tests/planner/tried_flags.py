@@ -57,6 +57,7 @@ TRIED = {
     "masks of a batch": _CP + "adaptive_cp_algo --adaptive-cp-dynamic-attn-mask",
     "products with files": _SP + "--use-ascend-coc --coc-fused-kernel --coc-parallel-num 2 "
     "--coc-mode 0 --coc-cfgs {folder}/coc.json",
+    "half batches": _SP + "--half-batch-overlap --micro-batch-size 2",
     "overlapped products": _SP + "--tp-comm-overlap",
     "recomputed without communication": _SP + _AGAIN + "--optimize-recomp-communication-level 2",
     "grid": "--tensor-model-parallel-size 4 --bf16 --tp-2d --tp-x 2 --tp-y 2 --num-query-groups 8 "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.features.tensor_parallel.overlapped_products import common_problems
 from mindspeed.flags import flag
 
@@ -80,11 +80,8 @@ class HalfBatch(
         if megatron.get("recompute_granularity") == "selective":
             modules = megatron.get("recompute_modules") or ()
             if again := [one for one in _RECOMPUTED if one in modules]:
-                yield Problem(
-                    NAME,
-                    f"cannot be combined with --recompute-modules {' '.join(again)}: {_PARTS}",
-                    "use core_attn, or --recompute-granularity full",
-                )
+                fix = "use core_attn, or --recompute-granularity full"
+                yield conflict(NAME, f"--recompute-modules {' '.join(again)}", _PARTS, fix)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.te import local_linears

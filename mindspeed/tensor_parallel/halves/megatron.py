@@ -31,7 +31,7 @@ from mindspeed.tensor_parallel import exchange
 from mindspeed.tensor_parallel.exchange import Started
 from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, HALVES, SEQUENCE_PARALLEL
 from mindspeed.tensor_parallel.halves.stream import Stream, halves_of
-from mindspeed.tensor_parallel.megatron import closing_linears
+from mindspeed.tensor_parallel.megatron import closing_parts
 
 CARRIED = "half_batch"
 """Attribute of the empty tensor between two layers: its stream."""
@@ -62,7 +62,8 @@ def attach(model: torch.nn.Module, journal: Journal) -> None:
 def _attach_block(block: Any, journal: Journal) -> None:
     forwards: list[HalvesForward] = []
     for layer in block.layers:
-        if set(closing_linears(layer)) != {"self_attention", "mlp"}:
+        plain = hasattr(layer.self_attention, "linear_qkv")  # latent attention has others
+        if not plain or closing_parts(layer).keys() != {"self_attention", "mlp"}:
             parts = [getattr(layer, name, None) for name in ("self_attention", "mlp")]
             what = " of ".join(type(one).__name__ for one in (layer, *parts) if one is not None)
             raise ConfigError(
