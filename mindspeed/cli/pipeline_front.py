@@ -17,7 +17,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.comparison import Job, Priced
 from mindspeed.pipeline.schedule.front import Candidate, front
 from mindspeed.pipeline.schedule.schedules import relative_sizes
-from mindspeed.pipeline.schedule.weave import Job as Woven
+from mindspeed.pipeline.schedule.weave import WeavingJob
 
 _FRONT, _NAMED = "#0d9488", "#1d4ed8"
 
@@ -29,7 +29,7 @@ def front_of(job: Job) -> tuple[Candidate, ...]:
         ConfigError: there is none; names the one that needs least.
     """
     sizes = relative_sizes(job.sizes)
-    points = front(job.ranks, Woven(job.num_microbatches, job.costs_for(2), sizes))
+    points = front(job.ranks, WeavingJob(job.num_microbatches, job.costs_for(2), sizes))
     limit = job.memory_limit
     found = tuple(one for one in points if limit is None or one.peak <= limit + 1e-6)
     if not found:

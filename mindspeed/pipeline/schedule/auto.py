@@ -1,15 +1,14 @@
 """The fastest of the known schedules that fits in memory, by simulation.
 
-Candidates in a loop of stages: ``flush`` with several warm-ups k and with groups of p, 2 p, 4 p,
-... and all micro-batches, then with sizes between the neighbours of the fastest; with whole
-backwards and with weight gradients in idle times. On a V-shape: ``vee``, DualPipeV and every
+Candidates in a loop of stages: ``flush`` with several warm-ups k and with groups of every size, of
+long steps with some of all sizes and then those near the fastest; with whole backwards and with
+weight gradients in idle times. On a V-shape: ``vee``, DualPipeV and every
 building block (:mod:`front`). An order of another kind may be faster.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mindspeed.errors import ConfigError
@@ -19,11 +18,13 @@ from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.front import Candidate, filled, least, priced, v_orders, within
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.weave import Job
+from mindspeed.pipeline.schedule.weave import WeavingJob
 
 WARMUPS = (1.0, 1.25, 1.5, 1.75, 2.0)
 _ROUNDING = 1e-9
-_BETWEEN = 8  # group sizes that are tried between two others
+_SIZES = 24  # of groups that are tried at first, where there are more
+_NEAR = 8  # that are then tried near the fastest
+_BEST = 3  # sizes of which all warm-ups are tried
 
 
 def fastest(
@@ -44,7 +45,7 @@ def fastest(
     Raises:
         ConfigError: no candidate fits; names the least memory of all.
     """
-    job = Job(num_microbatches, costs, sizes, whole=not split)
+    job = WeavingJob(num_microbatches, costs, sizes, whole=not split)
     search = _Search(placement, job, memory_limit)
     if placement.loops:
         search.loops()
@@ -63,7 +64,7 @@ class _Search:
         least: memory of the smallest one, in A.
     """
 
-    def __init__(self, placement: Placement, job: Job, limit: float | None) -> None:
+    def __init__(self, placement: Placement, job: WeavingJob, limit: float | None) -> None:
         self.placement, self.job, self.limit = placement, job, limit
         self.found: list[Candidate] = []
         self.least = float("inf")
@@ -72,16 +73,27 @@ class _Search:
     def loops(self) -> None:
         """Groups of all sizes, larger ones later: they need more memory."""
         p, v, m = self.placement.ranks, self.placement.chunks, self.job.num_microbatches
-        coarse, times = _group_sizes(p, v, m), []
-        for size in coarse:
-            times.append(self._group(size))
+        sizes = [p] if v == 1 else _sizes_of_groups(p, m)
+        tried = _thinned(sizes, _SIZES)
+        times: dict[int, float] = {}
+        if self._try(tried, times) or len(sizes) == 1:
+            return
+        best = tried.index(min(tried, key=times.__getitem__))
+        between = (tried[max(best - 1, 0)], tried[min(best + 1, len(tried) - 1)])
+        near = [size for size in sizes if between[0] < size < between[1] and size not in times]
+        if self._try(_thinned(near, _NEAR), times):
+            return
+        for size in sorted(times, key=times.__getitem__)[:_BEST]:
+            self._group(size, WARMUPS)
+
+    def _try(self, sizes: Sequence[int], times: dict[int, float]) -> bool:
+        """Price groups of some sizes; whether a candidate is as fast as any could be."""
+        few = WARMUPS if self.placement.chunks == 1 else (WARMUPS[0], WARMUPS[-1])
+        for size in sizes:
+            times[size] = self._group(size, few)
             if self._at_bound():
-                return
-        best = times.index(min(times))
-        near = coarse[max(best - 1, 0) : best + 2]
-        between = [g for g in _distinct_groups(p, m, near[0], near[-1]) if g not in coarse]
-        for size in between[:: max(1, math.ceil(len(between) / _BETWEEN))]:
-            self._group(size)
+                return True
+        return False
 
     def vees(self) -> None:
         """Orders with a name, and what a search over building blocks finds."""
@@ -110,11 +122,11 @@ class _Search:
             return text
         return f"{text}; one on a V-shape fits: --pipeline-schedule v-auto"
 
-    def _group(self, size: int) -> float:
+    def _group(self, size: int, warmups: Sequence[float]) -> float:
         """Price groups of ``size``; the shortest time of those that fit."""
         p, v, m = self.placement.ranks, self.placement.chunks, self.job.num_microbatches
         known = len(self.found)
-        for warmup in WARMUPS:
+        for warmup in warmups:
             self._rows(orders.flush(p, v, m, size, warmup))
         return min((one.time for one in self.found[known:]), default=float("inf"))
 
@@ -152,21 +164,18 @@ def _bound(plan: Plan, costs: Costs) -> float:
     return start + sum(costs.seconds(plan, action) for action in plan.rows[last])
 
 
-def _group_sizes(p: int, v: int, m: int) -> list[int]:
-    """Larger groups hide more of the reduction and of the latency, for more memory."""
-    if v == 1:
-        return [p]
-    sizes = [p]
-    while 2 * sizes[-1] < m:
-        sizes.append(2 * sizes[-1])
-    return [*sizes, m] if sizes[-1] < m else sizes
+def _sizes_of_groups(p: int, m: int) -> list[int]:
+    """Sizes that divide the micro-batches differently: larger groups hide more of the reduction and
+    of the latency, for more memory."""
+    seen: dict[tuple[range, ...], int] = {}
+    for size in range(min(p, m), m + 1):
+        seen.setdefault(orders.groups_of(m, size, p), size)
+    return list(seen.values())
 
 
-def _distinct_groups(p: int, m: int, first: int, last: int) -> Iterator[int]:
-    """Sizes between two others that divide the micro-batches differently."""
-    seen = {orders.groups_of(m, size, p) for size in (first, last)}
-    for size in range(first + 1, last):
-        groups = orders.groups_of(m, size, p)
-        if groups not in seen:
-            seen.add(groups)
-            yield size
+def _thinned(sizes: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, with the first and the last one."""
+    if len(sizes) <= most:
+        return list(sizes)
+    step = (len(sizes) - 1) / (most - 1)
+    return [sizes[round(number * step)] for number in range(most)]

@@ -28,7 +28,7 @@ from mindspeed.pipeline.schedule.actions import (
     Action,
 )
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
-from mindspeed.pipeline.schedule.row import Entry, row_of
+from mindspeed.pipeline.schedule.row import Cell, row_of
 
 Tensors = list[torch.Tensor]
 PREFETCH = 2
@@ -134,12 +134,12 @@ def execute(
     """
     local: dict[Transfer, Tensors] = {}
 
-    def take(entry: Entry) -> Tensors:
+    def take(entry: Cell) -> Tensors:
         if entry.awaited is None:
             return []
         return local.pop(entry.awaited) if entry.from_here else channels.receive(entry.awaited)
 
-    def hand_on(entry: Entry, outputs: Tensors) -> None:
+    def hand_on(entry: Cell, outputs: Tensors) -> None:
         if (handed := entry.handed) is None:
             return
         if entry.to_here:

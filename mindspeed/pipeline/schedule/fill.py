@@ -162,11 +162,13 @@ class _Filler:
         assert i is not None
         forward = op in FORWARDS
         arrival, source = self._arrival(forward, stage, i, rank)
-        forced = self._full(rank, stage, i) if forward else self._in_turn(rank)
-        if forced:
+        pending, whole = bool(self.pending[rank]), not forward and self._keeps_more(rank, stage, i)
+        forced = self._full(rank, stage, i) if forward else whole or self._in_turn(rank)
+        if forced and pending:
             heappush(self.events, (self._weight_gradient(rank, now), rank))
         elif arrival is not None and arrival <= now:
-            heappush(self.events, (self._fixed(rank, now, forward, stage, i), rank))
+            end = now + self._whole_seconds(stage, i) if whole else None
+            heappush(self.events, (self._fixed(rank, now, forward, stage, i, end), rank))
         elif self.pending[rank] and self._long_enough(rank, now, arrival, forward, stage, i):
             heappush(self.events, (self._weight_gradient(rank, now), rank))
         elif arrival is not None:
@@ -221,6 +223,16 @@ class _Filler:
             )
         return True
 
+    def _keeps_more(self, rank: int, stage: int, i: int) -> bool:
+        """Whether a weight gradient that waits would exceed the limit: it may keep more than the
+        forward did, where layers are recomputed."""
+        more = (self.costs.weight_share - 1) * self.shares[stage] * self.sizes[i]
+        return more > 0 and self.memory[rank] + more > self.caps[rank] + _ROUNDING
+
+    def _whole_seconds(self, stage: int, i: int) -> float:
+        seconds = self.costs.input_gradient_alone + self.costs.weight_gradient
+        return seconds * self.shares[stage] * self.sizes[i]
+
     def _in_turn(self, rank: int) -> bool:
         """Whether the policy wants a W right after the I that has just run."""
         return (
@@ -256,7 +268,7 @@ class _Filler:
         i: int,
         together: float | None = None,
     ) -> float:
-        """Run the next action; its end, or that of the pair that it is in."""
+        """Run the next action; its end, or that of the pair or whole backward that it is in."""
         share = self.shares[stage] * self.sizes[i]
         source = stage * self.m + i
         self.position[rank] += 1

@@ -25,7 +25,7 @@ from mindspeed.pipeline.schedule.join import joined
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.simulate import Simulation, simulate
-from mindspeed.pipeline.schedule.weave import FEW_WAYS, Job, least_memory, woven
+from mindspeed.pipeline.schedule.weave import FEW_WAYS, WeavingJob, least_memory, woven
 
 _ROUNDING = 1e-9
 _BEST = 3  # blocks that are woven for all micro-batches in every way
@@ -73,7 +73,7 @@ def filled(plan: Plan, costs: Costs, cap: float, origin: str = "") -> Candidate:
 
 
 @lru_cache(maxsize=8)
-def front(ranks: int, job: Job) -> tuple[Candidate, ...]:
+def front(ranks: int, job: WeavingJob) -> tuple[Candidate, ...]:
     """The schedules on a V that no other beats in both time and memory, least memory first."""
     found: dict[float, list[_Trial]] = {}
     for block, least in _blocks(ranks, job):
@@ -93,7 +93,7 @@ def front(ranks: int, job: Job) -> tuple[Candidate, ...]:
 
 
 @lru_cache(maxsize=8)
-def within(ranks: int, job: Job, cap: float) -> Candidate | None:
+def within(ranks: int, job: WeavingJob, cap: float) -> Candidate | None:
     """The fastest schedule of a building block on a V that keeps at most ``cap``."""
     trials = [
         _Trial(_estimate(block, job, cap), block)
@@ -104,7 +104,7 @@ def within(ranks: int, job: Job, cap: float) -> Candidate | None:
     return min(found, key=Candidate.rank, default=None)
 
 
-def least(ranks: int, job: Job) -> tuple[float, Walk]:
+def least(ranks: int, job: WeavingJob) -> tuple[float, Walk]:
     """Least memory that a building block needs on a V, in A, and the block."""
     return min(((needed, block.walk) for block, needed in _blocks(ranks, job)), key=_first)
 
@@ -124,7 +124,7 @@ def _best(trials: list[_Trial]) -> list[_Trial]:
     return sorted(trials, key=lambda trial: trial.time)[:_BEST]
 
 
-def _blocks(ranks: int, job: Job) -> Iterator[tuple[Block, float]]:
+def _blocks(ranks: int, job: WeavingJob) -> Iterator[tuple[Block, float]]:
     """Every block of which each rank can run all actions, and the memory that its order needs."""
     placement = Placement.snake(ranks, 2)
     short = job if job.sizes is not None else job.shortened(4 * ranks)
@@ -134,7 +134,7 @@ def _blocks(ranks: int, job: Job) -> Iterator[tuple[Block, float]]:
             yield block, least_memory(block, short)
 
 
-def _estimate(block: Block, job: Job, cap: float) -> float:
+def _estimate(block: Block, job: WeavingJob, cap: float) -> float:
     """Time of a step; that of a long one goes on as two short ones began."""
     m, p = job.num_microbatches, block.placement.ranks
     if m <= 5 * p or job.sizes is not None:
@@ -145,12 +145,12 @@ def _estimate(block: Block, job: Job, cap: float) -> float:
     return second + (second - first) / p * (m - 3 * p)
 
 
-def _woven(block: Block, job: Job, cap: float) -> Candidate:
+def _woven(block: Block, job: WeavingJob, cap: float) -> Candidate:
     found = woven(block, job, cap, str(block.walk))
     return priced(joined(found.plan, job.costs), job.costs, str(block.walk))
 
 
-def _known_orders(ranks: int, job: Job) -> Iterator[Candidate]:
+def _known_orders(ranks: int, job: WeavingJob) -> Iterator[Candidate]:
     placement, m = Placement.snake(ranks, 2), job.num_microbatches
     for name, rows in v_orders(ranks, m, not job.whole):
         plan = Plan(placement, rows, m, job.sizes, name)

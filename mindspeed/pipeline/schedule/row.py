@@ -14,7 +14,7 @@ from mindspeed.pipeline.schedule.actions import BACKWARD_INPUT, Action
 from mindspeed.pipeline.schedule.plan import Plan, Transfer
 
 
-class Entry(NamedTuple):
+class Cell(NamedTuple):
     """An action and its messages.
 
     Attributes:
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     posted: tuple[Transfer, ...]
     from_here: bool
     to_here: bool
-    partner: Entry | None = None
+    partner: Cell | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Row:
         splits: some backward is divided.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[Cell, ...]
     incoming: Mapping[int, tuple[Transfer, ...]]
     places: Mapping[Transfer, int]
     receipts: Mapping[Transfer, tuple[Transfer, ...]]
@@ -76,7 +76,7 @@ def _compiled(plan: Plan, rank: int, prefetch: int) -> Row:
         posted = tuple(one for one in near if one is not None and one.source != rank)
         from_here = needed is not None and needed.source == rank
         to_here = handed is not None and handed.target == rank
-        entries.append(Entry(action, needed, handed, posted, from_here, to_here))
+        entries.append(Cell(action, needed, handed, posted, from_here, to_here))
         if index and row[index - 1] in plan.paired:
             second = entries.pop()
             first = entries.pop()

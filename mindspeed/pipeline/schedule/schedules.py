@@ -41,7 +41,7 @@ from mindspeed.pipeline.schedule.simulate import simulate
 from mindspeed.pipeline.schedule.swap import swap
 from mindspeed.pipeline.schedule.waves import least as least_of_waves
 from mindspeed.pipeline.schedule.waves import wave
-from mindspeed.pipeline.schedule.weave import Job, least_memory, woven
+from mindspeed.pipeline.schedule.weave import WeavingJob, least_memory, woven
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def _dualpipev(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
 def _building_block(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     walk = {"v-half": v_half, "v-min": v_min}[request.kind](placement.ranks)
     block = Block(placement, walk)
-    job = Job(m, request.costs, relative_sizes(request.sizes))
+    job = WeavingJob(m, request.costs, relative_sizes(request.sizes))
     needed = least_memory(block, job)
     if request.memory_limit is not None and needed > request.memory_limit + 1e-6:
         raise ConfigError(
@@ -241,7 +241,7 @@ def _building_block(request: ScheduleRequest, placement: Placement, m: int) -> P
 def _wave(request: ScheduleRequest, placement: Placement, m: int) -> Plan:
     _need_chunks(placement, request.kind)
     sizes, whole = relative_sizes(request.sizes), request.kind == "wave"
-    job = Job(m, request.costs, sizes, whole)
+    job = WeavingJob(m, request.costs, sizes, whole)
     limit = placement.ranks if request.memory_limit is None else request.memory_limit
     found = wave(placement, job, limit, request.kind)
     if found is None:

@@ -296,6 +296,7 @@ class _Run:
             self._allocate(rank, start, (1 - kept) * share, 1)
         elif op == "I":
             self.memory[rank] -= (1 - self.costs.weight_share) * share
+            self.peak_memory[rank] = max(self.peak_memory[rank], self.memory[rank])
         else:  # B or W
             self.memory[rank] -= share if op == "B" else self.costs.weight_share * share
             self.chunks[rank] -= 1

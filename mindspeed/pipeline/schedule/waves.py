@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from mindspeed.pipeline.schedule.blocks import Block, Walk
 from mindspeed.pipeline.schedule.placement import Placement
-from mindspeed.pipeline.schedule.weave import FEW_WAYS, WAYS, Job, Woven, least_memory, woven
+from mindspeed.pipeline.schedule.weave import FEW_WAYS, WAYS, WeavingJob, Woven, least_memory, woven
 
 _ROUNDING = 1e-9
 _BEST = 2  # blocks that are woven in every way
@@ -34,12 +34,12 @@ def walks(chunks: int) -> Iterator[Walk]:
                 yield Walk((forward,) * chunks + (backward,) * chunks, turns, period)
 
 
-def least(placement: Placement, job: Job) -> float:
+def least(placement: Placement, job: WeavingJob) -> float:
     """Least memory that one of the blocks needs, in A."""
     return min(least_memory(Block(placement, walk), job) for walk in walks(placement.chunks))
 
 
-def wave(placement: Placement, job: Job, cap: float, name: str = "wave") -> Woven | None:
+def wave(placement: Placement, job: WeavingJob, cap: float, name: str = "wave") -> Woven | None:
     """The shortest step of the blocks that fit, of equally short ones that of least memory.
 
     Args:

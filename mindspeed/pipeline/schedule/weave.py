@@ -44,7 +44,7 @@ WAYS = tuple(Way(Policy(*both), reorder) for both, reorder in product(_THETAS, (
 FEW_WAYS = (Way(Policy(0, 0)), Way(Policy(1, 0)))
 
 
-class Job(NamedTuple):
+class WeavingJob(NamedTuple):
     """What a block is woven for.
 
     Attributes:
@@ -59,7 +59,7 @@ class Job(NamedTuple):
     sizes: tuple[float, ...] | None = None
     whole: bool = False
 
-    def shortened(self, num_microbatches: int) -> Job:
+    def shortened(self, num_microbatches: int) -> WeavingJob:
         """The same with at most so many micro-batches, which are equal."""
         return self._replace(num_microbatches=min(self.num_microbatches, num_microbatches))
 
@@ -78,12 +78,14 @@ class Woven(NamedTuple):
     peak: float
 
 
-def least_memory(block: Block, job: Job) -> float:
+def least_memory(block: Block, job: WeavingJob) -> float:
     """Activations that the order of a block needs on the fullest rank, in A."""
     return max(order.least for order in _orders(block, job))
 
 
-def woven(block: Block, job: Job, cap: float, name: str = "", ways: Sequence[Way] = WAYS) -> Woven:
+def woven(
+    block: Block, job: WeavingJob, cap: float, name: str = "", ways: Sequence[Way] = WAYS
+) -> Woven:
     """The shortest of several ways to weave ``block``, of equally short ones that of least memory.
 
     Args:
@@ -160,7 +162,7 @@ class _Order:
         return True
 
 
-def _orders(block: Block, job: Job) -> list[_Order]:
+def _orders(block: Block, job: WeavingJob) -> list[_Order]:
     shares, sizes = _shares(block, job), _sizes(job)
     orders = []
     for stages in block.placement.stages:
@@ -174,19 +176,19 @@ def _orders(block: Block, job: Job) -> list[_Order]:
     return orders
 
 
-def _shares(block: Block, job: Job) -> list[float]:
+def _shares(block: Block, job: WeavingJob) -> list[float]:
     plan = Plan(block.placement, (), job.num_microbatches)
     return [job.costs.share(plan, stage) for stage in range(block.placement.num_stages)]
 
 
-def _sizes(job: Job) -> tuple[float, ...]:
+def _sizes(job: WeavingJob) -> tuple[float, ...]:
     return job.sizes or (1.0,) * job.num_microbatches
 
 
 class _Loom:
     """The simulation of all ranks in the order of time."""
 
-    def __init__(self, block: Block, job: Job, cap: float, way: Way) -> None:
+    def __init__(self, block: Block, job: WeavingJob, cap: float, way: Way) -> None:
         placement = block.placement
         p, self.last = placement.ranks, placement.num_stages - 1
         self.job, self.costs, self.way = job, job.costs, way
@@ -257,13 +259,14 @@ class _Loom:
     def _main(self, rank: int, place: int, now: float) -> None:
         """Run a forward or backward, or first the weight gradient whose memory it needs."""
         _, forward, stage, i, change = self.orders[rank].entries[place]
-        share, late = abs(change), self.costs.weight_share
-        if self.job.whole:
-            late = 0.0
-        taken = share if forward else (late - 1.0) * share
-        if self.pending[rank] and self.memory[rank] + taken > self.cap:
-            self._weight_gradient(rank, now)
-            return
+        share, whole = abs(change), self.job.whole
+        taken = share if forward else (self.costs.weight_share * (not whole) - 1.0) * share
+        if self.memory[rank] + taken > self.cap:
+            if self.pending[rank]:
+                self._weight_gradient(rank, now)
+                return
+            if not forward:  # what waits may keep more than the forward did
+                whole, taken = True, -share
         self.orders[rank].take(place)
         self.floor[rank] += change
         self.memory[rank] += taken
@@ -271,7 +274,7 @@ class _Loom:
         seconds = self.costs.forward_alone if forward else self.costs.input_gradient_alone
         if forward:
             op = "F"
-        elif self.job.whole:
+        elif whole:
             op, seconds = BACKWARD, seconds + self.costs.weight_gradient
         else:
             op = BACKWARD_INPUT

@@ -101,6 +101,17 @@ def test_below_the_least_memory_of_all_blocks_it_names_the_block():
         auto(4, 2, 8, memory_limit=0.9, v_shape=True)
 
 
+@pytest.mark.slow
+def test_no_group_size_is_faster():
+    """19 and 13 micro-batches, where groups of p, 2 p, ... are all slower than those of p."""
+    costs = Costs(reduction=20)
+    found = step(auto(8, 2, 32, costs))
+    for size in (16, 19, 20, 32):
+        request = ScheduleRequest(kind="nanopipe", costs=costs, group_size=size)
+        assert found <= step(simulate(build_plan(request, 8, 2, 32), costs)) + 1e-6
+    assert found == pytest.approx(113)
+
+
 def test_groups_of_any_size_are_tried():
     """9 and 7 micro-batches: between groups of 8 and of all 16."""
     costs = Costs(1, 1, 0.7, reduction=5)

@@ -196,3 +196,16 @@ def test_a_third_of_the_bubble_goes_with_no_more_memory(more, bubble):
 
 def _without_reductions(plan) -> list[tuple[Action, ...]]:
     return [tuple(action for action in row if action.op != "G") for row in plan.rows]
+
+
+@pytest.mark.parametrize("kept", [1.5, 16])
+@pytest.mark.parametrize(
+    ("kind", "v"), [("zb-h1", 1), ("nanopipe", 2), ("zb-v", 2), ("zb-wave", 4)]
+)
+def test_weight_gradients_that_keep_more_than_the_forward_stay_within_the_limit(kind, v, kept):
+    """As where layers are recomputed: then fewer backwards are divided."""
+    limits = {"nanopipe": 5.5}
+    costs = Costs(1, 2, 1, weight_share=kept)
+    found = simulate(build_plan(ScheduleRequest(kind=kind, costs=costs), 4, v, 16), costs)
+    assert max(found.peak_memory) <= limits.get(kind, 4)
+    assert found.counts["B"] or kept < 2
