@@ -11,7 +11,7 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features.pipeline.pipeline_schedule import PipelineSchedule
 from mindspeed.features.pipeline.plans import limit_of
-from mindspeed.features.registry import resolve
+from mindspeed.features.registry import derived, resolve
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 
 JOB = {
@@ -168,3 +168,25 @@ def test_a_limit_of_one_is_what_megatrons_schedule_keeps(ranks, chunks):
         limited = replace(request, memory_limit=limit_of(factor, ranks, chunks))
         with pytest.raises(ConfigError) if factor < 1 else nullcontext():
             build_plan(limited, ranks, chunks, 4 * ranks)
+
+
+AUTO = {"pipeline_schedule": "auto", "pipeline_memory_limit": 1.0}
+WITHIN = {**JOB, "num_layers": 16, "global_batch_size": 16, "data_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"pipeline_memory_limit": 0.6}, True),
+        ({"pipeline_memory_limit": None}, False),
+        ({"virtual_pipeline_model_parallel_size": 2}, False),  # a loop was asked for
+        ({"num_layers": 12}, False),  # no eight equal stages
+        ({"swap_attention": True}, False),
+        ({"data_parallel_size": None}, False),  # before Megatron's checks
+        ({"pipeline_costs": "1,1,1,4"}, False),  # a V has twice the messages
+    ],
+)
+def test_auto_takes_a_v_within_a_limit_where_it_is_faster(change, taken):
+    found = derived({**WITHIN, **AUTO, **change})
+    assert found.get("pipeline_schedule") == ("v-auto" if taken else None)

@@ -56,6 +56,7 @@ LAYOUTS = {
     "experts": (4, MOE, f"{DUALPIPEV} --expert-model-parallel-size 2"),
     "mtp": (2, f"{SIZES} {MTP_TIED}", DUALPIPEV),
     "waves": (2, TIED, WAVE),
+    "auto takes a V": (2, TIED, f"{PP} --pipeline-schedule auto --pipeline-memory-limit 1"),
     "waves, whole, experts, data": (4, MOE, f"{WAVE.replace('zb-', '')} {OVERLAP}"),
     "uneven": (2, MOE, f"{DUALPIPEV} --pipeline-model-parallel-layout E|tttt|t|tttL"),
 }
@@ -74,6 +75,7 @@ LAYOUTS = {
     "mtp",
     "uneven",
     "waves, whole, experts, data",
+    "auto takes a V",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,6 +167,9 @@ def test_dry_run_counts_the_ends_of_the_first_rank(rank_pool):
             words = [*model.split(), *flags.split()]
             (found,) = rank_pool.run(1, dry_run, words, setup=SETUP, backend=None)
             counted[model, flags] = found
+    auto = f"{GQA} {PP} --pipeline-schedule auto --pipeline-memory-limit 1".split()
+    (found,) = rank_pool.run(1, dry_run, auto, setup=SETUP, backend=None)
+    assert found == ("auto", counted[GQA, ZB_V][1])
     norm = 64  # of the last stage
     ends = 1024 * 64 + norm  # padded vocabulary, hidden size
     assert counted[GQA, DUALPIPEV][0] == "dualpipev" and counted[TIED, ZB_V][0] == "zb-v"

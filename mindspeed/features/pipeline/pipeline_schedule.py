@@ -1,7 +1,8 @@
 """``--pipeline-schedule``: the order of forwards and backwards of a pipeline.
 
     --pipeline-schedule zb-h1            a schedule by its name
-    --pipeline-schedule auto             the fastest candidate within the memory limit
+    --pipeline-schedule auto             the fastest candidate within the memory limit, if one is
+                                         given and there are no virtual stages also of those on a V
     --pipeline-schedule FILE.csv         one row per rank, as torch.distributed.pipelining writes it
     --pipeline-memory-limit FACTOR       activations, relative to Megatron's own schedule
     --pipeline-costs F,I,W[,L[,G]]       measured times by which actions are placed
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed import device
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, Megatron, Option, Problem, conflict, exclusions
 from mindspeed.features.memory.scheduled_recomputation import (
@@ -100,6 +102,27 @@ class PipelineSchedule(
 
     def _is_file(self) -> bool:
         return (self.pipeline_schedule or "").endswith(".csv")
+
+    def derives(self, megatron: Megatron) -> dict[str, Any]:
+        """Within a memory limit ``auto`` takes a V where it is faster and nothing refuses it."""
+        if self.pipeline_schedule != "auto" or self.pipeline_memory_limit is None:
+            return {}
+        ranks, layers = megatron.get("pipeline_model_parallel_size"), megatron.get("num_layers")
+        count = shared.num_microbatches(megatron)
+        if shared.chunks_of(megatron) > 1 or not (ranks and layers and count) or ranks == 1:
+            return {}
+        from mindspeed.features.registry import resolve
+        from mindspeed.pipeline.schedule.auto import v_is_faster
+
+        taken = {"pipeline_schedule": "v-auto"}
+        limit = shared.limit_of(self.pipeline_memory_limit, ranks, 1)
+        if not v_is_faster(ranks, count, costs_of(megatron), limit):
+            return {}
+        try:
+            resolve({**megatron, **taken}, device.current().name)
+        except ConfigError:  # who asked for a loop of stages gets it, or its own reason
+            return {}
+        return taken
 
     def problems(self, megatron: Megatron) -> list[Problem]:
         others = [other for name, other in _OTHER_SCHEDULES.items() if megatron.get(name)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule import orders
@@ -54,6 +55,24 @@ def fastest(
     if not search.found:
         raise ConfigError(search.nothing(placement.loops))
     return replace(min(search.found, key=Candidate.rank).plan, name="auto")
+
+
+@lru_cache(maxsize=8)
+def v_is_faster(ranks: int, num_microbatches: int, costs: Costs, memory_limit: float) -> bool:
+    """Whether the fastest schedule on a V beats that of a loop with a stage on each rank.
+
+    Args:
+        memory_limit: most activations of a rank, in A.
+    """
+    times = []
+    for placement in (Placement.v_shape(ranks), Placement.loop(ranks)):
+        try:
+            plan = fastest(placement, num_microbatches, costs, memory_limit=memory_limit)
+        except ConfigError:
+            times.append(float("inf"))
+        else:
+            times.append(priced(plan, costs).time)
+    return times[0] < times[1] - _ROUNDING
 
 
 class _Search:
