@@ -17,7 +17,8 @@ from typing import Any
 
 from mindspeed.features.registry import flags_planned_as, options, schedule_flags
 from mindspeed.moe.comparison import ENTRIES
-from mindspeed.pipeline.placed_stages import V_SHAPES
+from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES
+from mindspeed.pipeline.schedule.placement import Placement
 
 Flags = Mapping[str, Any]
 
@@ -215,6 +216,18 @@ class Layout:
         return self.schedule in V_SHAPES
 
     @property
+    def placed(self) -> bool:
+        """Whether stages are not in Megatron's loop: in a V or in waves."""
+        return self.v_shaped or self.schedule in WAVES
+
+    @property
+    def placement(self) -> Placement:
+        """Stages of each pipeline rank."""
+        if self.placed:
+            return Placement.snake(self.pp, 2 if self.v_shaped else self.vpp)
+        return Placement.loop(self.pp, self.vpp)
+
+    @property
     def several_chunks(self) -> bool:
         """Whether a pipeline rank has more than one chunk."""
         return self.pp > 1 and (self.vpp > 1 or self.v_shaped)
@@ -237,7 +250,7 @@ class Layout:
             "gradient_accumulation_steps": None,
             "pipeline_schedule": None if self.schedule_flag else self.schedule,
         }
-        if self.stage_layers is not None and self.v_shaped:
+        if self.stage_layers is not None and self.placed:
             flags["pipeline_model_parallel_layout"] = _text_of_stages(self.stage_layers)
         elif self.stage_layers is not None:
             flags["pipeline_num_transformer_layers"] = _matrix(self.stage_layers, self.pp)
@@ -260,9 +273,7 @@ class Layout:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages of a pipeline rank, by chunk."""
-        if self.v_shaped:
-            return rank, 2 * self.pp - 1 - rank
-        return tuple(range(rank, self.pp * self.vpp, self.pp))
+        return self.placement.stages[rank]
 
     def signature(self) -> Layout:
         """The layout with the same counts of a layer and micro-batch, in a normal form.

@@ -69,6 +69,10 @@ AREAS = {
     "other schedules": {
         "zb-h1": Job(4, f"--num-layers 8 --global-batch-size 16 {_PP4}{_SCHEDULE}zb-h1"),
         "zb-v": Job(4, f"--num-layers 8 --global-batch-size 16 {_PP4}{_SCHEDULE}zb-v"),
+        "v-half": Job(4, f"--num-layers 8 --global-batch-size 16 {_PP4}{_SCHEDULE}v-half"),
+        "zb-wave": Job(
+            4, f"--num-layers 8 --global-batch-size 8 {_PP2}{_CHUNKS}1 {_SCHEDULE}zb-wave"
+        ),
         "nanopipe": Job(
             4, f"--num-layers 8 --global-batch-size 16 {_PP4}{_CHUNKS}1 --use-nanopipe"
         ),

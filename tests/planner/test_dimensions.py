@@ -80,6 +80,16 @@ def test_a_v_has_two_chunks_whatever_else_is_searched():
     assert removed.total() == 3
 
 
+def test_waves_have_the_chunks_of_the_search():
+    sizes = Sizes(4, 16, num_layers=10, heads=8, query_groups=8, seq_length=512)
+    space = Space(pp=(2,), vpp=(1, 2, 4), schedule=("zb-wave",), split=("even", "ends"))
+    removed: Counter[str] = Counter()
+    two, four = space.layouts(sizes, removed)
+    assert (two.vpp, four.vpp) == (2, 4) and removed["waves need vpp of at least 2"] == 2
+    assert four.stages_of(0) == (0, 3, 4, 7) and four.placement.ends == (0, 0)
+    assert four.overrides()["pipeline_model_parallel_layout"].count("|") == 7
+
+
 @dataclass(frozen=True)
 class Simulated:
     total: float

@@ -72,7 +72,7 @@ class PipelineSchedule(
     planning=("needs steps",),
     options=tuple(
         Option("schedule", name, {"pipeline_schedule": name}, f"pipeline schedule {name}")
-        for name in ("zb-h1", "zb-v", "dualpipev")
+        for name in ("zb-h1", "zb-v", "dualpipev", "v-half", "v-min", "zb-wave")
     ),
 ):
     """The order of forwards and backwards in a pipeline, by name or from a file."""

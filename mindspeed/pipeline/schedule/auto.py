@@ -193,7 +193,7 @@ def _sizes_of_groups(p: int, m: int) -> list[int]:
 
 
 def _thinned(sizes: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, with the first and the last one."""
+    """Some of the sizes, with the first and the last one."""
     if len(sizes) <= most:
         return list(sizes)
     step = (len(sizes) - 1) / (most - 1)

@@ -462,7 +462,7 @@ def _point(
     own = shape.request.placement(ranks, shape.chunks).stages[rank] if ranks > 1 else (0,)
     some = words[0][:1] or (Layer(shape.kinds[0]),)  # a stage may have none
     stages = [some for _ in range(ranks * shape.chunks)]
-    even = layout.v_shaped and layout.stage_layers is None and len(set(map(len, words))) == 1
+    even = layout.placed and layout.stage_layers is None and len(set(map(len, words))) == 1
     if even:  # a V divides its layers by itself
         stages = [tuple(words[0])] * len(stages)
     for stage, word in zip(own, words, strict=True):

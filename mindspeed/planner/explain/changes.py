@@ -75,8 +75,8 @@ def changes(layout: Layout, args: argparse.Namespace) -> Iterator[Change]:
             yield Change("two model chunks on each pipeline rank (interleaved)", vpp)
         for name, one in options("schedule").items():
             other = replace(layout, schedule=name, schedule_flag=None)
-            other = replace(other, vpp=2 if other.v_shaped else 1)
-            if name != layout.schedule and (layout.schedule is None or not other.v_shaped):
+            other = replace(other, vpp=2 if other.placed else 1)
+            if name != layout.schedule and (layout.schedule is None or not other.placed):
                 yield Change(one.what, other)
     if layout.tp > 1 and not layout.sequence_parallel:
         yield Change("sequence parallelism", replace(layout, sequence_parallel=True))

@@ -154,10 +154,10 @@ class Bounds:
         dense, edge = self._dense / layout.tp, self._edge / layout.tp
         expert = self._expert / (layout.ep * layout.expert_tp)
         layers = self._ranks(layout)
-        v_shape = layout.v_shaped
+        first, last = layout.placement.ends
         most = 0.0
         for rank in {0, len(layers) // 2, len(layers) - 1}:
-            ends = (rank == 0) + (rank == (0 if v_shape else len(layers) - 1))
+            ends = (rank == first) + (rank == last)
             ends = min(ends, 1) if self._tied else ends
             here = layers[rank] * dense + ends * edge
             static = self._of_parameters(layout, here, layers[rank] * expert)
@@ -211,21 +211,21 @@ class Bounds:
         tokens = layout.mbs * self._tokens / (layout.cp * layout.tp)
         backward = 2.0 if self._trained else 1.0
         head = tokens * self._head_flops * (1 + backward) / self._rate(layout.precision)
-        if layout.schedule is None or layout.v_shaped:
+        if layout.schedule is None or layout.placed:
             head = max((head, *(run.output for run in runs.values())))
         plain, repeated = self._layer_seconds(layout, runs, tokens, backward)
         behind = plain.backward if layout.schedule is None else plain.input_gradient
         again = layout.recompute.layers if layout.recompute is not None else 0
-        v_shape = layout.v_shaped
+        last = layout.placement.ends[1]
         ahead, found = 0.0, []
         for rank, layers in enumerate(self._ranks(layout)):
             chunks = self._chunks(layout, rank)
             more = layers if again < 0 else sum(min(count, again) for count in chunks)
             more *= again < 0 or self._equal
-            last = rank == (0 if v_shape else layout.pp - 1)
-            busy = layers * (plain.forward + plain.backward) + more * repeated + last * head
+            busy = layers * (plain.forward + plain.backward) + more * repeated
+            busy += head * (rank == last)
             found.append(layout.micro_batches * busy + ahead)
-            if not v_shape and self._equal:  # of one micro-batch in chunk 0
+            if not layout.placed and self._equal:  # of one micro-batch in chunk 0
                 ahead += chunks[0] * (plain.forward + behind)
         pipeline = max(found) if self._equal else sum(found) / len(found)
         return pipeline + self._end_of_step(layout)
@@ -265,7 +265,7 @@ class Bounds:
     ) -> tuple[_LayerSeconds, float]:
         """Seconds of the mean layer, and of its recomputation."""
         forward = tokens * self._layer_flops / self._rate(layout.precision)
-        if not runs or not (layout.schedule is None or layout.v_shaped):
+        if not runs or not (layout.schedule is None or layout.placed):
             return _LayerSeconds(forward, forward * backward, forward), forward
         mean = self.mean(runs)
         found = _LayerSeconds(mean.forward, mean.backward, 0.0)

@@ -95,7 +95,7 @@ def _uneven(
     layout: Layout, num_layers: int, weights: Sequence[float], head: float
 ) -> Iterator[Layout]:
     """The layout with splits for ranks whose layers take ``weights``."""
-    if layout.stage_layers is not None or layout.pp == 1 or layout.v_shaped:
+    if layout.stage_layers is not None or layout.pp == 1 or layout.placed:
         return
     most = layout.recompute.layers if layout.recompute is not None else 0
     for factor in FACTORS:

@@ -22,7 +22,7 @@ from typing import Any
 
 from mindspeed.features.registry import options
 from mindspeed.moe.comparison import ENTRIES
-from mindspeed.pipeline.placed_stages import V_SHAPES
+from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES
 from mindspeed.planner.layout import EXPERT_PROGRAMS, OPTIMIZERS, Layout, Recompute
 
 Split = str | tuple[int, ...]
@@ -186,6 +186,8 @@ def _schedule(sizes: Sizes, point: Point) -> str | None:
         return "more stages than layers"
     dp = sizes.devices // (point["tp"] * point["cp"] * point["pp"])
     micro_batches = sizes.global_batch_size // (point["mbs"] * dp)
+    if schedule in WAVES and point["vpp"] == 1:
+        return "waves need vpp of at least 2"
     if schedule == "dualpipev" and micro_batches < 2 * point["pp"]:
         return "dualpipev needs 2 pp micro-batches"
     return None
