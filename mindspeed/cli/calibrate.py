@@ -3,10 +3,14 @@
     mindspeed calibrate --out machine.json                             one device, no links
     torchrun --nproc-per-node 8 -m mindspeed calibrate --base h100 --out machine.json
     mindspeed plan --cluster machine.json -- ...
+    torchrun --nproc-per-node 8 -m mindspeed calibrate --coc coc.json -- JOB
 
 Runs alone or on all ranks of a job, which a launcher starts. Collectives are timed at five sizes
 inside nodes and between them. Every figure is a median with its spread; what could not be measured
 stays that of --base, and the file says so. `mindspeed plan --cluster` reads the result.
+
+--coc times the products of a job whose flags stand behind --, whole, in 2, 4 and 8 parts and fused,
+and writes the settings of --coc-cfgs.
 """
 
 from __future__ import annotations
@@ -45,7 +49,14 @@ SMALL_MESSAGE, LARGE_MESSAGE = 1 << 20, 1 << 28
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="FILE", help="cluster file to write, .json")
+    add("--out", type=Path, metavar="FILE", help="cluster file to write, .json")
+    add(
+        "--coc",
+        type=Path,
+        metavar="FILE",
+        help="settings to write, .json: the job behind -- has its products measured in parts and "
+        "fused",
+    )
     add("--name", metavar="NAME", help="of the cluster (default: that of the file)")
     add(
         "--base",
@@ -90,15 +101,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and write the cluster file on rank 0."""
-    if args.out.suffix != ".json":
-        raise ConfigError(f"--out {args.out}: the file must end in .json")
     from mindspeed import device
     from mindspeed.files import check_path
     from mindspeed.planner.cluster import one_kind
     from mindspeed.planner.cluster.calibrate import Settings
     from mindspeed.planner.cluster.measured_device import NAMES
 
-    check_path(args.out, "output")
+    if args.out is None and args.coc is None:
+        raise ConfigError("give --out FILE for a cluster, or --coc FILE for the products of a job")
+    for flag, path in (("--out", args.out), ("--coc", args.coc)):
+        if path is not None and path.suffix != ".json":
+            raise ConfigError(f"{flag} {path}: the file must end in .json")
+        if path is not None:
+            check_path(path, "output")
     base = one_kind(args.base or "generic", "mindspeed calibrate")
     dtypes = tuple(args.dtypes.split(","))
     for name in dtypes:
@@ -106,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--dtypes {name}: allowed are {', '.join(sorted(NAMES))}")
     host = device.current().on_host
     settings = Settings(
-        name=args.name or args.out.stem,
+        name=args.name or (args.out or args.coc).stem,
         dtypes=dtypes,
         largest=args.largest or (SMALL if host else LARGE),
         largest_message=args.largest_message or (SMALL_MESSAGE if host else LARGE_MESSAGE),
@@ -123,17 +138,22 @@ def _measure(settings: Settings, base: Cluster, args: argparse.Namespace) -> Non
 
     filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
+    from mindspeed.cli.calibrate_products import job_of, measure_products
     from mindspeed.files import atomic_write_text
-    from mindspeed.planner.cluster.calibrate import calibrate
+    from mindspeed.planner.cluster.calibrate import calibrate, watch_of
     from mindspeed.training.fail_together import stop_together
     from mindspeed.training.setup import join_job, leave_job
 
     with stop_together("calibrate"):
+        job = job_of(args.flags) if args.coc else None
         join_job()
-        cluster = calibrate(settings, base, keep_peak=args.base is not None)
-        if int(os.environ["RANK"]) == 0:
-            atomic_write_text(args.out, json.dumps(cluster.to_json(), indent=2) + "\n")
-            _print(cluster, args.out)
+        if args.out:
+            cluster = calibrate(settings, base, keep_peak=args.base is not None)
+            if int(os.environ["RANK"]) == 0:
+                atomic_write_text(args.out, json.dumps(cluster.to_json(), indent=2) + "\n")
+                _print(cluster, args.out)
+        if job is not None:
+            measure_products(job, args, watch_of(settings))
         leave_job()
 
 

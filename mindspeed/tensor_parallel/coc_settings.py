@@ -14,6 +14,8 @@ matmul_soc_friendly            True     On an NPU operands are laid out for its 
 k_min, k_max                   1024,    Inner lengths that may be padded for it.
                                4096
 print_tensor_value_open        False    Only False: a debugging aid of the original.
+measured                       {}       Device, dtype and ranks of ``mindspeed calibrate --coc``,
+                                        for which alone the settings are.
 ============================== ======== ============================================================
 """
 
@@ -40,6 +42,15 @@ coc_cfgs: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class MeasuredOn:
+    """Device, dtype and number of tensor-parallel ranks of measured settings."""
+
+    device: str
+    dtype: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class CocSettings:
     """The settings, checked; the fields as in the table above."""
 
@@ -49,6 +60,7 @@ class CocSettings:
     matmul_soc_friendly: bool = True
     k_min: int = 1024
     k_max: int = 4096
+    measured: MeasuredOn | None = None
 
 
 def read_settings(given: Mapping[str, Any], where: str) -> CocSettings:
@@ -59,6 +71,9 @@ def read_settings(given: Mapping[str, Any], where: str) -> CocSettings:
     """
     values: dict[str, Any] = {}
     for name, value in given.items():
+        if name == "measured":
+            values[name] = _measured_on(value, where)
+            continue
         if name not in coc_cfgs:
             raise ConfigError(f"{where}: {name!r} is not one of {', '.join(coc_cfgs)}")
         if name == "customized_coc":
@@ -74,6 +89,17 @@ def read_settings(given: Mapping[str, Any], where: str) -> CocSettings:
         elif value:
             raise ConfigError(f"{where}: print_tensor_value_open prints nothing here; leave it out")
     return CocSettings(**values)
+
+
+def _measured_on(given: Any, where: str) -> MeasuredOn:
+    kinds = {"device": str, "dtype": str, "ranks": int}
+    if not isinstance(given, Mapping) or any(
+        not isinstance(given.get(name), kind) for name, kind in kinds.items()
+    ):
+        raise ConfigError(
+            f"{where}: measured has no device, dtype and ranks; mindspeed calibrate --coc writes it"
+        )
+    return MeasuredOn(given["device"], given["dtype"], given["ranks"])
 
 
 def _parts_of_shapes(given: Any, where: str) -> dict[Shape, int]:

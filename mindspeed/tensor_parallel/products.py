@@ -42,6 +42,17 @@ _OPERATORS: dict[Operation, str] = {
 }
 
 
+def why_not_fused(operation: Operation, rows: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """The reason why no fused kernel computes a product, or None.
+
+    Args:
+        operation: of :mod:`mindspeed.te.kernels`.
+        rows: left operand, ``[m, k]``.
+        group: tensor-parallel ranks.
+    """
+    return fused_collectives.why_not_fused(_OPERATORS[operation], rows, group)
+
+
 class OverlappedProducts:
     """The products of a process, with what was chosen for each shape so far.
 
@@ -156,7 +167,7 @@ class OverlappedProducts:
         if key not in self._chosen:
             unfit = "a correction is added before the reduction (LoRA)" if has_addend else None
             if self._overlap.fused and unfit is None:
-                unfit = fused_collectives.why_not_fused(_OPERATORS[product.operation], a, group)
+                unfit = why_not_fused(product.operation, a, group)
             self._chosen[key] = choose(self._overlap, product, unfit)
             self._say(product, self._chosen[key])
         return self._chosen[key]

@@ -111,6 +111,7 @@ class Coc(
         yield from shared.common_problems(name, megatron)
         yield from self._without_effect(chosen, megatron)
         yield from self._rows(chosen, megatron)
+        yield from _measured_elsewhere(f"--coc-cfgs {self.coc_cfgs}", chosen, megatron)
 
     def _without_effect(self, chosen: CocSettings, megatron: Megatron) -> list[Problem]:
         parts, mode, problems = self.coc_parallel_num, self.coc_mode, []
@@ -168,6 +169,7 @@ class Coc(
         from mindspeed.tensor_parallel.strategy import Overlap
 
         chosen = self.settings()
+        _report_device(chosen)
         overlap = Overlap(
             parts=self.coc_parallel_num,
             fused=self.coc_fused_kernel,
@@ -182,6 +184,33 @@ class Coc(
         shared.attach_products(seams, self.name, overlap)
         if not chosen.recompute_all_gather:
             seams.use_kernels(owner=self.name, recompute_all_gather=_kept)
+
+
+def _measured_elsewhere(flag: str, chosen: CocSettings, megatron: Megatron) -> Iterator[Problem]:
+    """Find settings that were measured for another dtype or number of ranks."""
+    measured = chosen.measured
+    if measured is None:
+        return
+    dtype = "bf16" if megatron.get("bf16") else "fp16" if megatron.get("fp16") else "fp32"
+    ranks = megatron.get("tensor_model_parallel_size", measured.ranks)
+    again = "measure this job with mindspeed calibrate --coc"
+    if measured.dtype != dtype:
+        yield Problem(flag, f"it was measured in {measured.dtype}, the job is {dtype}", again)
+    if measured.ranks != ranks:
+        what = f"it was measured on {measured.ranks} tensor-parallel ranks, the job has {ranks}"
+        yield Problem(flag, what, again)
+
+
+def _report_device(chosen: CocSettings) -> None:
+    """Say that settings were measured on another device; a plan may be made elsewhere."""
+    from mindspeed import device
+
+    here = device.current().properties().name
+    if chosen.measured is not None and chosen.measured.device != here:
+        _say_once(
+            f"--coc-cfgs was measured on {chosen.measured.device}, this is {here}: measure here "
+            "with mindspeed calibrate --coc"
+        )
 
 
 @functools.cache

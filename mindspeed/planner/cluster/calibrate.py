@@ -113,6 +113,13 @@ def calibrate(settings: Settings, base: Cluster, *, keep_peak: bool) -> Cluster:
     return same
 
 
+def watch_of(settings: Settings) -> Stopwatch:
+    """Times what all ranks run together."""
+    hardware = device.current()
+    agree = _largest_of_ranks(hardware.torch_device())
+    return Stopwatch(hardware.synchronize, settings.samples, settings.seconds, agree)
+
+
 def _node_size(given: int | None, world: int) -> int:
     node = given or int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % node:

@@ -1,0 +1,83 @@
+"""``mindspeed calibrate --coc FILE -- JOB``: the fastest way of every product, measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from mindspeed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mindspeed.planner.measured_products import Measured, Watch
+
+_CHOSEN_LATER = ("use_ascend_coc", "coc_parallel_num", "coc_fused_kernel", "coc_mode", "coc_cfgs")
+
+
+def job_of(words: Sequence[str]) -> argparse.Namespace:
+    """Final values of the job behind ``--``, without what is chosen by measuring.
+
+    Raises:
+        ConfigError: no job is given, or it cannot start.
+    """
+    from mindspeed.planner.job import Job
+
+    if not words:
+        raise ConfigError("--coc measures the products of a job: give its flags behind --")
+    return Job(words).settings(dict.fromkeys(_CHOSEN_LATER)).args
+
+
+def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: Watch) -> None:
+    """Measure the products of a job on the ranks of this process's job, and write the file.
+
+    Args:
+        job: final values.
+        args: flags of the command.
+        watch: times a function on all ranks.
+
+    Raises:
+        ConfigError: the ranks are no whole tensor-parallel groups.
+    """
+    from mindspeed import device
+    from mindspeed.job import Parallel, Precision
+    from mindspeed.planner import measured_products as products
+
+    found = products.products_of(job)
+    ranks, world = Parallel.of(job).tensor, dist.get_world_size()
+    if world % ranks:
+        raise ConfigError(
+            f"--coc: {world} ranks are no whole tensor-parallel groups of {ranks}; start as many "
+            f"with torchrun --nproc-per-node {ranks} -m mindspeed calibrate"
+        )
+    groups = [dist.new_group(range(first, first + ranks)) for first in range(0, world, ranks)]
+    group = groups[dist.get_rank() // ranks]
+    machine = products.Machine(device.current().properties().name, Precision.of(job).name, ranks)
+    measured = products.measure(found, machine.dtype, group, watch)
+    if dist.get_rank() == 0:
+        settings = products.settings_of(measured, machine)
+        products.write(args.coc, settings)
+        _print(measured, machine.device)
+        flags = products.flags_of(settings, measured, args.coc)
+        print(f"written: {args.coc}")
+        print(f"train with {flags}" if flags else "whole products are fastest: train without CoC")
+
+
+def _print(measured: Sequence[Measured], device: str) -> None:
+    ways = list(dict.fromkeys(way for one in measured for way in one.seconds))
+    table = Table(title=f"microseconds on {device}", title_justify="left")
+    table.add_column("product")
+    for way in ways:
+        table.add_column("whole" if way == 1 else str(way), justify="right")
+    for one in measured:
+        cells = [
+            f"{one.seconds[way] * 1e6:.1f}{' *' if way == one.best else ''}"
+            if way in one.seconds
+            else ""
+            for way in ways
+        ]
+        table.add_row(str(one.product), *cells)
+    Console(highlight=False).print(table)

@@ -1,0 +1,200 @@
+"""Products of a job with their tensor-parallel collectives, measured in every way they can run.
+
+    found = measure(products_of(args), "bf16", group, watch)
+    write(Path("coc.json"), found, machine)       # --coc-cfgs coc.json
+
+Each product runs whole, in 2, 4 and 8 parts, and fused where a fused kernel exists, on all ranks at
+once. The fastest is taken; fewer parts where more are not faster by more than :data:`MARGIN`. The
+file names device, dtype and ranks, and is refused for a job of other ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from mindspeed.errors import ConfigError
+from mindspeed.files import atomic_write_text
+from mindspeed.job import Parallel
+from mindspeed.planner.cluster.measured_device import NAMES
+from mindspeed.te import kernels
+from mindspeed.tensor_parallel.products import OverlappedProducts, why_not_fused
+from mindspeed.tensor_parallel.strategy import (
+    OPERATIONS,
+    Operation,
+    Overlap,
+    Product,
+    Shape,
+    valid_parts,
+)
+
+MARGIN = 0.02
+FUSED = "fused"
+Way = int | str
+"""Number of parts, or :data:`FUSED`."""
+
+
+class Watch(Protocol):
+    """Such as :class:`mindspeed.planner.cluster.measured_device.Stopwatch`."""
+
+    def time(self, run: Callable[[], object]) -> Any:
+        """Time of a function, with its attribute ``seconds``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Device, dtype and number of tensor-parallel ranks of a measurement."""
+
+    device: str
+    dtype: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a product by the way it ran."""
+
+    product: Product
+    seconds: Mapping[Way, float]
+
+    @property
+    def best(self) -> Way:
+        """The fastest way; fewer parts where more gain little."""
+        return fastest(self.seconds)
+
+
+def fastest(seconds: Mapping[Way, float]) -> Way:
+    """The first way within :data:`MARGIN` of the fastest: whole, in parts, fused."""
+    least = min(seconds.values())
+    if FUSED in seconds and seconds[FUSED] <= least:
+        return FUSED
+    return next(way for way, time in seconds.items() if time <= least * (1 + MARGIN))
+
+
+def products_of(args: argparse.Namespace) -> list[Product]:
+    """The products with a collective of a dense layer that CoC divides, each once.
+
+    Args:
+        args: final values of a job.
+
+    Raises:
+        ConfigError: nothing is communicated, or the layers' products are not these.
+    """
+    ranks = Parallel.of(args).tensor
+    if ranks == 1:
+        raise ConfigError("the job has --tensor-model-parallel-size 1: no product communicates")
+    for flag in ("tp_2d", "multi_latent_attention", "unaligned_linear"):
+        if vars(args).get(flag):
+            option = flag.replace("_", "-")
+            raise ConfigError(f"--{option}: the products of such layers are not measured; drop it")
+    rows = args.seq_length // Parallel.of(args).context * args.micro_batch_size
+    heads = args.num_attention_heads * args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    into = (heads + 2 * groups * args.kv_channels) // ranks
+    wide = args.ffn_hidden_size // ranks
+    columns = (into, wide * (2 if args.swiglu else 1))
+    inner = (heads // ranks, wide)
+    hidden = args.hidden_size
+    found = []
+    for width in columns if args.sequence_parallel else ():
+        found.append(Product("gather_matmul", rows, hidden, width, ranks))
+    name: Operation = "matmul_scatter" if args.sequence_parallel else "matmul_reduce"
+    for width in inner:
+        found.append(Product(name, rows, width, hidden, ranks))
+        if args.sequence_parallel:  # the gradient of its input
+            found.append(Product("gather_matmul", rows, hidden, width, ranks))
+    return list(dict.fromkeys(found))
+
+
+def measure(
+    products: Sequence[Product], dtype: str, group: dist.ProcessGroup, watch: Watch
+) -> list[Measured]:
+    """Time products. Collective; the times are the largest of all ranks.
+
+    Args:
+        products: shapes and collectives.
+        dtype: name of :data:`NAMES`.
+        group: tensor-parallel ranks.
+        watch: times a function.
+    """
+    from mindspeed import device
+
+    where = device.current().torch_device()
+    found = []
+    for product in products:
+        seconds: dict[Way, float] = {}
+        for way, run in _ways(product, NAMES[dtype], where, group):
+            slowest = torch.tensor(watch.time(run).seconds, dtype=torch.float32, device=where)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+            seconds[way] = slowest.item()
+        found.append(Measured(product, seconds))
+    return found
+
+
+def _ways(
+    product: Product, dtype: torch.dtype, where: torch.device, group: dist.ProcessGroup
+) -> Iterator[tuple[Way, Callable[[], object]]]:
+    gathers = product.operation == "gather_matmul"
+    rows = product.m // product.ranks if gathers else product.m
+    x = torch.ones(rows, 1, product.k, dtype=dtype, device=where)
+    weight = torch.ones(product.n, product.k, dtype=dtype, device=where)
+    plain: dict[str, Any] = {name: getattr(kernels, name) for name in OPERATIONS}
+
+    def of(overlap: Overlap) -> Callable[[], object]:
+        run = OverlappedProducts(overlap, plain).kernels()[product.operation]
+        return lambda: run(x, weight, group)
+
+    for parts in valid_parts(product.rows):
+        yield parts, of(Overlap(parts=parts))
+    if why_not_fused(product.operation, x[:, 0], group) is None:
+        yield FUSED, of(Overlap(fused=True, comm_mode="aiv"))
+
+
+def settings_of(found: Sequence[Measured], machine: Machine) -> dict[str, Any]:
+    """The settings of ``--coc-cfgs``; what is fastest fused has no entry, which keeps it fused."""
+    sums: dict[Shape, dict[Way, float]] = {}
+    for one in found:  # one entry is for all products of a shape
+        had = sums.setdefault(one.product.shape, dict.fromkeys(one.seconds, 0.0))
+        for way in list(had):
+            if way not in one.seconds:
+                del had[way]
+            else:
+                had[way] += one.seconds[way]
+    best = {shape: fastest(seconds) for shape, seconds in sums.items()}
+    return {
+        "customized_coc": {str(list(shape)): way for shape, way in best.items() if way != FUSED},
+        "measured": {
+            "device": machine.device,
+            "dtype": machine.dtype,
+            "ranks": machine.ranks,
+            "seconds": {
+                str(one.product): {str(way): time for way, time in one.seconds.items()}
+                for one in found
+            },
+        },
+    }
+
+
+def flags_of(settings: Mapping[str, Any], found: Sequence[Measured], out: Path) -> str:
+    """What to type for the fastest; empty where whole products are."""
+    fused = any(one.best == FUSED for one in found)
+    parts = settings["customized_coc"].values()
+    if not fused and all(number == 1 for number in parts):
+        return ""
+    most = max([number for number in parts if number > 1], default=1)
+    words = ["--use-ascend-coc", f"--coc-cfgs {out}"]
+    if most > 1:
+        words.insert(1, f"--coc-parallel-num {most}")
+    return " ".join([*words, *(["--coc-fused-kernel"] if fused else [])])
+
+
+def write(out: Path, settings: Mapping[str, Any]) -> None:
+    atomic_write_text(out, json.dumps(settings, indent=2) + "\n")
