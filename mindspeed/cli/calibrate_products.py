@@ -15,8 +15,6 @@ from mindspeed.errors import ConfigError
 if TYPE_CHECKING:
     from mindspeed.planner.measured_products import Measured, Watch
 
-_CHOSEN_LATER = ("use_ascend_coc", "coc_parallel_num", "coc_fused_kernel", "coc_mode", "coc_cfgs")
-
 
 def job_of(words: Sequence[str]) -> argparse.Namespace:
     """Final values of the job behind ``--``, without what is chosen by measuring.
@@ -24,11 +22,14 @@ def job_of(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: no job is given, or it cannot start.
     """
+    from mindspeed.features.registry import all_features
+    from mindspeed.flags import flags_of
     from mindspeed.planner.job import Job
 
     if not words:
         raise ConfigError("--coc measures the products of a job: give its flags behind --")
-    return Job(words).settings(dict.fromkeys(_CHOSEN_LATER)).args
+    (chosen_later,) = (flags_of(feature) for feature in all_features() if feature.name == "coc")
+    return Job(words).settings({one.name: None for one in chosen_later}).args
 
 
 def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: Watch) -> None:

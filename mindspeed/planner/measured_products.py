@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text
-from mindspeed.job import Parallel
+from mindspeed.job import Batch, Parallel
 from mindspeed.planner.cluster.measured_device import NAMES
 from mindspeed.te import kernels
 from mindspeed.tensor_parallel.products import OverlappedProducts, why_not_fused
@@ -95,7 +95,7 @@ def products_of(args: argparse.Namespace) -> list[Product]:
         if vars(args).get(flag):
             option = flag.replace("_", "-")
             raise ConfigError(f"--{option}: the products of such layers are not measured; drop it")
-    rows = args.seq_length // Parallel.of(args).context * args.micro_batch_size
+    rows = args.seq_length // Parallel.of(args).context * Batch.of(args).micro
     heads = args.num_attention_heads * args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     into = (heads + 2 * groups * args.kv_channels) // ranks
