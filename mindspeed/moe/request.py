@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
 from mindspeed.moe.save.policy import ALL, SavePolicy
@@ -22,10 +23,12 @@ class LayerRequest:
         overlap: dispatch and combine are hidden by shared experts and weight gradients.
         exchange: how all-to-all sends tokens: "flat", once for each expert; "dedup", once to each
             rank; "hierarchical", once to each node and there once to each rank; "padded", the same
-            number to every expert; "window", the same but a predicted one, and nothing is dropped.
+            number to every expert; "window", the same but a predicted one, and nothing is dropped;
+            "device", the same to every rank, of which only the device knows how many are tokens.
         capacity: that number, for a rank's number of tokens.
         dropped: tokens may have fewer or more copies than the router chooses experts.
         nodes: groups between and within nodes, for "hierarchical".
+        bound: of the rows that are sent, for "device".
         pipe_slices: experts are computed one by one, each in so many slices of the tokens; 0: not.
         pipe_chained: with them, collectives of the two expert groups wait for each other.
         expert_groups: groups of local experts whose expert tensor parallel collectives hide behind
@@ -45,6 +48,7 @@ class LayerRequest:
     capacity: Callable[[int], int] | None = None
     dropped: bool = False
     nodes: NodeGroups | None = None
+    bound: DeviceBound | None = None
     pipe_slices: int = 0
     pipe_chained: bool = False
     expert_groups: int = 1

@@ -121,7 +121,18 @@ def _outer_reference(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+def product_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """Multiply by ``torch.nn.functional.grouped_mm``; the host waits for nothing, fp64 aside.
+
+    Args:
+        x: ``[T, K]``; rows after the last end are undefined in the result.
+        weight: ``[E, K, N]`` in the dtype of x.
+        bias: ``[E, N]``, or None.
+        ends: int64 ``[E]``.
+
+    Returns:
+        ``[T, N]``.
+    """
     if x.dtype == torch.float64 or not x.shape[0]:
         return _reference(x, weight, bias, ends)
     inner, outer = -weight.shape[1] % _step(x), -weight.shape[2] % _step(x)
@@ -135,7 +146,17 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tens
     return (y + bias[group]).to(x.dtype)
 
 
-def _outer_torch(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+def outer_by_torch(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    """``x^T dy`` of each group, likewise.
+
+    Args:
+        x: ``[T, K]``; rows after the last end are not read.
+        dy: ``[T, N]`` in the dtype of x.
+        ends: int64 ``[E]``.
+
+    Returns:
+        ``[E, K, N]``; zero for an empty group.
+    """
     if x.dtype == torch.float64 or not x.shape[0]:
         return _outer_reference(x, dy, ends)
     inner, outer = -x.shape[1] % _step(x), -dy.shape[1] % _step(x)
@@ -283,7 +304,7 @@ GROUPED_MATMUL = Operator(
     "grouped_matmul(Tensor x, Tensor weight, Tensor? bias, Tensor ends) -> Tensor",
     reference=_reference,
     fake=_fake,
-    cuda=[plain_torch(_torch, _torch_refused)],
+    cuda=[plain_torch(product_by_torch, _torch_refused)],
     npu=[torch_npu(_npu, "npu_grouped_matmul")],
     autograd=(_save, _backward),
     flops=product_flops,
@@ -296,7 +317,7 @@ GROUPED_OUTER = Operator(
     "grouped_outer(Tensor x, Tensor dy, Tensor ends) -> Tensor",
     reference=_outer_reference,
     fake=_outer_fake,
-    cuda=[plain_torch(_outer_torch, _torch_refused)],
+    cuda=[plain_torch(outer_by_torch, _torch_refused)],
     npu=[torch_npu(_outer_npu, "npu_grouped_matmul")],
     autograd=(_outer_save, _outer_backward),
     flops=product_flops,

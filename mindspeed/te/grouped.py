@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from mindspeed.spmd import Arguments, Communication, Product, typed
-from mindspeed.te import fp8, kernels
+from mindspeed.te import device_groups, fp8
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
+from mindspeed.te.device_groups import DeviceSizes, Splits
 from mindspeed.te.linear import refuse_userbuffers
 from mindspeed.te.linear_function import compute_dtype
 from mindspeed.te.parameter_marks import mark_bias, mark_linear
@@ -48,7 +49,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        splits: list[int],
+        splits: Splits,
         dtype: torch.dtype,
         wgrad: WgradOptions,
         casts: tuple[Casts, ...],
@@ -79,7 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
                 one.weight.observe(weight)
             x = _each([one.input for one in casts], x.split(splits), 1)
             cast = _weights(casts, weights, 1)
-        out = kernels.grouped_matmul(x, cast, splits, True).to(dtype)
+        out = device_groups.matmul(x, cast, splits, True).to(dtype)
         for bias, rows in zip(biases, out.split(splits) if biases else (), strict=True):
             rows.add_(bias)
         return out
@@ -97,7 +98,7 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.casts:
                 left = _each([one.grad for one in ctx.casts], grad.split(ctx.splits), 1)
                 cast = _weights(ctx.casts, weights, 0)
-            dgrad = kernels.grouped_matmul(left, cast, ctx.splits, False).to(ctx.x_dtype)
+            dgrad = device_groups.matmul(left, cast, ctx.splits, False).to(ctx.x_dtype)
         wgrads = _weight_gradients(ctx, weights, *_wgrad_operands(ctx, x, grad))
         bgrads = []
         for bias, rows in zip(biases, grad.split(ctx.splits) if biases else (), strict=True):
@@ -141,9 +142,9 @@ def _weight_gradients(
     def compute() -> Sequence[Tensor | None]:
         if fuse:
             main_grads = [w.main_grad for w in weights]  # type: ignore[attr-defined]
-            kernels.accumulate_grouped_wgrad(grad, x, splits, main_grads)
+            device_groups.accumulate_wgrad(grad, x, splits, main_grads)
             return [added_to_main_grad(w) for w in weights]
-        wgrads = kernels.grouped_wgrad(grad, x, splits).unbind(0)
+        wgrads = device_groups.wgrad(grad, x, splits).unbind(0)
         parts = zip(weights, wgrads, strict=True)
         return [g.to(w.dtype) if w.requires_grad else None for w, g in parts]
 
@@ -237,19 +238,33 @@ class GroupedLinear(DelayedWgrad, TransformerEngineBaseModule):
             self.register_parameter(f"bias{i}", vector)
 
     def forward(
-        self, inp: Tensor, m_splits: Sequence[int] | Tensor, is_first_microbatch: bool | None = None
+        self,
+        inp: Tensor,
+        m_splits: Splits | Tensor,
+        is_first_microbatch: bool | None = None,
     ) -> Any:
         """Return ``[t, out]`` for ``inp [t, in]``; with ``return_bias`` a pair with the biases.
 
         The dtype is that of the weights, or of autocast.
         """
-        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])
+        if isinstance(m_splits, DeviceSizes):
+            return self._forward(rows, inp, m_splits, is_first_microbatch)
+        splits = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
         if len(splits) != self.num_gemms or sum(splits) != rows.shape[0]:
             raise ValueError(
                 f"m_splits {splits} must have {self.num_gemms} entries that sum to the "
                 f"{rows.shape[0]} rows of the input"
             )
+        return self._forward(rows, inp, splits, is_first_microbatch)
+
+    def _forward(
+        self,
+        rows: Tensor,
+        inp: Tensor,
+        splits: Splits,
+        is_first_microbatch: bool | None,
+    ) -> Any:
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms if self.use_bias else 0)]
         options = self._wgrad_options

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mindspeed import spmd
 from mindspeed.spmd import Arguments, Communication, typed
-from mindspeed.te import kernels
+from mindspeed.te import device_groups
+from mindspeed.te.device_groups import Splits
 from mindspeed.te.weight_gradient import (
     GradientAnchor,
     Hidden,
@@ -50,7 +51,7 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        splits: list[int],
+        splits: Splits,
         trans_b: bool,
         fuse_into: list[Any],  # in a list: autograd is not to see a second path to the parameter
         hidden: Hidden | None,
@@ -62,14 +63,14 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx.splits, ctx.trans_b, ctx.fuse_into = splits, trans_b, fuse_into
         if unread:
             return x.new_zeros(()).expand(len(x), weight.shape[1 if trans_b else 2]).data
-        return kernels.grouped_matmul(x, weight.unbind(0), splits, trans_b)
+        return device_groups.matmul(x, weight.unbind(0), splits, trans_b)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad, (x, weight), splits = grads[0].contiguous(), ctx.saved_tensors, ctx.splits
         dgrad = wgrad = None
         if ctx.needs_input_grad[0]:
-            dgrad = kernels.grouped_matmul(grad, weight.unbind(0), splits, not ctx.trans_b)
+            dgrad = device_groups.matmul(grad, weight.unbind(0), splits, not ctx.trans_b)
         if ctx.needs_input_grad[1]:
             left, right = (grad, x) if ctx.trans_b else (x, grad)
             compute = partial(_compute, left, right, splits, weight.shape, ctx.fuse_into)
@@ -98,14 +99,14 @@ class Anchored(NamedTuple):
 
 
 def _compute(
-    left: Tensor, right: Tensor, splits: list[int], shape: Sequence[int], fuse_into: list[Any]
+    left: Tensor, right: Tensor, splits: Splits, shape: Sequence[int], fuse_into: list[Any]
 ) -> Tensor | None:
     """The gradient in the shape of the matrices, or a placeholder for it."""
     for parameter in fuse_into:
         main_grads = parameter.main_grad.view(shape).unbind(0)
-        kernels.accumulate_grouped_wgrad(left, right, splits, main_grads)
+        device_groups.accumulate_wgrad(left, right, splits, main_grads)
         return added_to_main_grad(parameter, shape)
-    return kernels.grouped_wgrad(left, right, splits)
+    return device_groups.wgrad(left, right, splits)
 
 
 def _shaped(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
@@ -115,7 +116,7 @@ def _shaped(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
 def _add(
     parameter: Tensor,
     shape: Sequence[int],
-    splits: list[int],
+    splits: Splits,
     trans_b: bool,
     fuse: bool,
     x: Tensor,
@@ -125,9 +126,9 @@ def _add(
     left, right = (grad, x) if trans_b else (x, grad)
     if fuse:
         main_grads = parameter.main_grad.view(shape).unbind(0)  # type: ignore[attr-defined]
-        kernels.accumulate_grouped_wgrad(left, right, splits, main_grads)
+        device_groups.accumulate_wgrad(left, right, splits, main_grads)
     else:
-        product = kernels.grouped_wgrad(left, right, splits)
+        product = device_groups.wgrad(left, right, splits)
         add_product(parameter, product.to(parameter.dtype).view(parameter.shape))
 
 

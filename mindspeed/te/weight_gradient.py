@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mindspeed.te import kernels
+from mindspeed.te import device_groups, kernels
 from mindspeed.te.base import get_dummy_wgrad
+from mindspeed.te.device_groups import Splits
 
 if TYPE_CHECKING:
     from mindspeed.pipeline.schedule.weight_gradients import WeightGradients
@@ -145,7 +146,7 @@ def add_gradient(weight: Tensor, x: Tensor, grad: Tensor, fuse: bool) -> None:
 
 
 def add_expert_gradients(
-    weights: Sequence[Tensor], splits: Sequence[int], fuse: bool, x: Tensor, grad: Tensor
+    weights: Sequence[Tensor], splits: Splits, fuse: bool, x: Tensor, grad: Tensor
 ) -> None:
     """Add the gradients of experts that autograd does not see to ``main_grad`` or ``grad``.
 
@@ -157,9 +158,9 @@ def add_expert_gradients(
     """
     main_grads = [getattr(weight, "main_grad", None) for weight in weights]
     if fuse and all(main_grad is not None for main_grad in main_grads):
-        kernels.accumulate_grouped_wgrad(grad, x, splits, main_grads)  # type: ignore[arg-type]
+        device_groups.accumulate_wgrad(grad, x, splits, main_grads)  # type: ignore[arg-type]
         return
-    products = kernels.grouped_wgrad(grad, x, splits).unbind(0)
+    products = device_groups.wgrad(grad, x, splits).unbind(0)
     for weight, wgrad in zip(weights, products, strict=True):
         if weight.requires_grad:
             add_product(weight, wgrad.to(weight.dtype))

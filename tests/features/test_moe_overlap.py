@@ -30,7 +30,6 @@ def said(options, change):
         ({"expert_model_parallel_size": 1}, "nothing to overlap"),
         (TENSOR, "add --sequence-parallel"),
         ({"moe_shared_expert_overlap": True}, "remove --moe-shared-expert-overlap"),
-        ({"moe_latent_size": 64}, "--moe-latent-size"),
         (GRAPHS | {"cuda_graph_scope": []}, "CUDA graph"),
         (GRAPHS | {"cuda_graph_scope": ["attn", "moe_router"]}, "CUDA graph"),
     ],

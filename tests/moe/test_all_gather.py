@@ -184,7 +184,6 @@ FLAGS = {
         ({"moe_token_dispatcher_type": "alltoall"}, "the dispatcher is alltoall"),
         ({"moe_alltoall_overlap_comm": True}, "are for different dispatchers"),
         ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, "add --sequence-parallel"),
-        ({"moe_latent_size": 8}, "--moe-latent-size"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe"),
         ({"expert_model_parallel_size": 1}, "there is nothing to overlap"),

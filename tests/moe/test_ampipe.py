@@ -94,6 +94,7 @@ OTHERS = {
         {"moe_grouped_gemm": False, "moe_router_topk": 1, "moe_router_pre_softmax": True},
         {},
     ),
+    "latent": ({"moe_latent_size": 8, **SHARED}, {}),
     "softmax-offset": ({"softmax_type": "learnable"}, {}),
     "window": ({"window_size": (5, 0)}, {}),
 }
@@ -103,6 +104,7 @@ OTHERS = {
     "full-recompute-local",
     "core-attention-te",
     "qk-norm-gate-local",
+    "latent-local",
     "sequential-top-1-te",
     "softmax-offset-local",
     "window-te",

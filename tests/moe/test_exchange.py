@@ -263,7 +263,6 @@ def problems(monkeypatch, node=2, exchange="flat", hierarchical=True, **changes)
         ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
         ({"exchange": "dedup"}, "are different exchanges"),
         ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, "add --sequence-parallel"),
-        ({"moe_latent_size": 8}, "--moe-latent-size"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"moe_model_type": "deepspeed_moe"}, "add --moe-no-drop"),
     ],

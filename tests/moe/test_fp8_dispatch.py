@@ -82,6 +82,7 @@ BOTH = [
 MORE = [
     case("padded", OVERLAP, **PADDED),
     case("slices", {}, SLICED),
+    case("latent", {}, moe_latent_size=128, hidden_size=64),
     case("fp32 probabilities apart", {}, moe_router_dtype="fp64"),
 ]
 TOKENS = [
@@ -114,6 +115,13 @@ def test_experts_compute_with_what_arrives(ranks, cases, fp8, size):
         for found in results:
             assert found.different == [], found.name
             assert {"output", "input"} <= set(found.changed), found.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", ["tokens", "both"])
+def test_chunks_of_the_sequence(ranks, fp8):
+    for found in ranks(2, jobs.in_chunks, fp8, setup=ADAPTOR):
+        assert found == []
 
 
 def test_bytes(ranks):

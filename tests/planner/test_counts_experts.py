@@ -45,6 +45,7 @@ CASES = {
         "--optimize-recomp-communication-level 1",
         [0],
     ),
+    "sizes on the device": (4, _EP + _OVERLAP + "--moe-device-bound 1.25", [0]),
     "both passes at once": (4, _EP + _PP + _VIRTUAL + "--moe-fb-overlap", [0]),
     "context": (
         4,

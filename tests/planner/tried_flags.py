@@ -88,6 +88,7 @@ TRIED = {
     "--moe-adaptive-recompute-activation-scale 1.5",
     "groups of experts": _EP + _SLICED + "--expert-tensor-parallel-size 2 "
     "--moe-experts-pipeline-degree 2",
+    "device bound": _EP + _HIDDEN + "--moe-device-bound 2 --moe-device-bound-overflow error",
     "some layers without memory": _EP + _HIDDEN + "--moe-zero-memory level1 "
     "--moe-zero-memory-num-layers 1",
     "hot experts of nodes": _EP4 + _HIDDEN + "--balanced-moe-experts "

@@ -100,6 +100,8 @@ RIGHT = {
     "experts-gathered-overlapped": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
     "--moe-token-dispatcher-type allgather --moe-permutation-async-comm "
     "--moe-allgather-overlap-comm",
+    "experts-device-sizes": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-alltoall-overlap-comm --moe-device-bound 1.5",
     "experts-fp8-dispatch": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --hidden-size 128 --moe-fp8-dispatch both",
     "experts-zero-memory": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
@@ -110,6 +112,8 @@ RIGHT = {
     "--moe-token-dispatcher-type alltoall --balanced-moe-experts --balanced-moe-hot-expert-num 2",
     "experts-beside-attention": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --ampipe-degree 2",
+    "experts-latent-overlapped": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-latent-size 16 "
+    "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-alltoall-overlap-comm",
     "experts-latent": f"{SP} --nproc 2 {EXPERTS} {SPREAD} --moe-latent-size 16",
     "experts-whole": f"{SP} --nproc 2 {EXPERTS} --expert-tensor-parallel-size 1",
     "experts-loss-per-sequence": f"{SP} --nproc 2 {SEQUENCE_LOSS} --moe-z-loss-coeff 0.001",

@@ -60,7 +60,6 @@ class Ampipe(
             "reset_attention_mask",
             "moe_expert_capacity_factor",
             "moe_shared_expert_overlap",
-            "moe_latent_size",
             "moe_dynamic_padding",
             "moe_enable_routing_replay",
             "overlap_moe_expert_parallel_comm",

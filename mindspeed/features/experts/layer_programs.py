@@ -55,12 +55,6 @@ def layer_problems(flag: str, megatron: Megatron) -> Iterator[Problem]:
             "remove --moe-shared-expert-overlap: --moe-alltoall-overlap-comm hides all-to-all "
             "behind shared experts",
         )
-    if megatron.get("moe_latent_size"):
-        yield Problem(
-            flag,
-            "cannot run layers with --moe-latent-size, which project tokens before the dispatch",
-            "remove one of them",
-        )
     if megatron.get("cuda_graph_impl") not in (None, "none"):
         scope = [str(getattr(one, "name", one)) for one in megatron.get("cuda_graph_scope") or ()]
         if not scope or any(one.startswith(("moe", "full")) for one in scope):

@@ -43,7 +43,6 @@ class PipeExperts(
             "delay_wgrad_compute",
             "overlap_moe_expert_parallel_comm",
             "moe_shared_expert_overlap",
-            "moe_latent_size",
             "moe_dynamic_padding",
             "moe_router_padding_for_quantization",
         ),

@@ -139,7 +139,8 @@ class _Call:
             program = program.without("count")
         execute(program.without(*call.absent), self._stages(stages, chunks), chunks, self._log)
         like = self._residuals[0]
-        output = torch.cat([chunk.tensors["output"].view(like.shape) for chunk in chunks])
+        outputs = [call.from_experts(chunk.tensors["output"]) for chunk in chunks]
+        output = torch.cat([one.view(like.shape) for one in outputs])
         if "shared" in chunks[0].tensors:
             output = output + chunks[0].tensors["shared"]
         residual = torch.cat([chunk.tensors["residual"] for chunk in chunks])
@@ -154,10 +155,12 @@ class _Call:
             call.padding_mask = None if self._masks is None else self._masks[chunk.index]
             with self._router.chunk():
                 route(chunk)
+            chunk.tensors["all_hidden"] = chunk.tensors["hidden"]
+            chunk.tensors["hidden"] = call.to_experts(chunk.tensors["hidden"])
 
         def shared(chunk: Chunk) -> None:
             shape = (-1, *self._residuals[0].shape[1:])
-            self._call.hidden = torch.cat([one.tensors["hidden"] for one in chunks]).view(shape)
+            self._call.hidden = torch.cat([one.tensors["all_hidden"] for one in chunks]).view(shape)
             shared_fc1(chunk)
 
         return replace(

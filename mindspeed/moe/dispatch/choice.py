@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.moe.deepspeed.gate import Window
+from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch import all_gather, deduplicated, hierarchical, padded, window
 from mindspeed.moe.dispatch.all_gather import AllGatherDispatcher
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups
 from mindspeed.moe.dispatch.compact import places
 from mindspeed.moe.dispatch.deduplicated import DeduplicatedDispatcher
+from mindspeed.moe.dispatch.device_sizes import DeviceDispatcher
 from mindspeed.moe.dispatch.hierarchical import HierarchicalDispatcher
 from mindspeed.moe.dispatch.padded import PaddedDispatcher
 from mindspeed.moe.dispatch.window import WindowDispatcher
@@ -36,6 +38,7 @@ class Routing:
         capacity: rows of an expert for a rank's number of tokens; for padded dispatch.
         nodes: groups between and within nodes; for hierarchical dispatch.
         training: whether the layer is trained, and not evaluated.
+        bound: of rows whose number stays on the device.
     """
 
     topk: int
@@ -44,6 +47,7 @@ class Routing:
     copies: int | None = None
     nodes: NodeGroups | None = None
     training: bool = True
+    bound: DeviceBound | None = None
 
     @classmethod
     def of(cls, config: Any, request: LayerRequest, training: bool = True) -> Routing:
@@ -51,7 +55,7 @@ class Routing:
         topk, experts = config.moe_router_topk, config.num_moe_experts
         width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
         copies = None if request.dropped else topk
-        return cls(topk, width, request.capacity, copies, request.nodes, training)
+        return cls(topk, width, request.capacity, copies, request.nodes, training, request.bound)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,13 @@ def _window(groups: ExpertGroups, routing: Routing) -> Stages:
     ).stages()
 
 
+def _device(groups: ExpertGroups, routing: Routing) -> Stages:
+    assert routing.bound is not None
+    return DeviceDispatcher(
+        groups, routing.width, capacity=lambda tokens: tokens, bound=routing.bound
+    ).stages()
+
+
 CHOICES: Mapping[tuple[str, str], Choice] = {
     ("alltoall", "flat"): Choice(
         program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.copies).stages()
@@ -95,6 +106,7 @@ CHOICES: Mapping[tuple[str, str], Choice] = {
     ),
     ("alltoall", "hierarchical"): Choice(hierarchical.program, _hierarchical),
     ("alltoall", "window"): Choice(window.program, _window),
+    ("alltoall", "device"): Choice(program_of, _device),
     ("allgather", "flat"): Choice(
         all_gather.program,
         lambda groups, routing: AllGatherDispatcher(groups, routing.width).stages(),

@@ -65,14 +65,29 @@ class Slots:
             first: an expert's rows before this one are left out.
             capacity: so are those from ``first + capacity`` on.
         """
-        count, experts = routing_map.shape
         place = routing_map.cumsum(0) - 1 - first
+        return cls.in_blocks(routing_map, place, topk, 1, capacity)
+
+    @classmethod
+    def in_blocks(
+        cls, routing_map: torch.Tensor, place: torch.Tensor, topk: int, width: int, capacity: int
+    ) -> Slots:
+        """Slots of equal blocks, for ``width`` experts each.
+
+        Args:
+            routing_map: bool ``[n, E]``, at most ``topk`` experts to a token.
+            place: int64 ``[n, E]``, in the block of the expert; left out where it is outside of it.
+            topk: k.
+            width: experts to a block, which lie one after the other.
+            capacity: slots of a block.
+        """
+        count, experts = routing_map.shape
         inside = routing_map & (place >= 0) & (place < capacity)
-        expert = torch.arange(experts, device=routing_map.device)
-        slot = (place + expert * capacity).masked_fill(~inside, -1)  # [n, E]
+        block = torch.arange(experts, device=routing_map.device) // width
+        slot = (place + block * capacity).masked_fill(~inside, -1)  # [n, E]
         pair = torch.arange(count * experts, device=slot.device)
         # Pairs without a slot are scattered to a last one, which is cut off.
-        nowhere = experts * capacity
+        nowhere = experts // width * capacity
         pairs = pair.new_full((nowhere + 1,), -1)
         pairs.scatter_(0, slot.reshape(-1).masked_fill(~inside.reshape(-1), nowhere), pair)
         pairs = pairs[:nowhere].unsqueeze(1)

@@ -53,13 +53,14 @@ class LayerCall:
         self.layer, self.request, self.log = layer, request, log
         self.hidden, self.padding_mask = hidden, padding_mask
         self.absent = () if layer.use_shared_expert else ("shared", "shared_fc1", "shared_fc2")
+        self._latent: int | None = getattr(layer.config, "moe_latent_size", None)
         dispatcher = layer.token_dispatcher
         self.groups = ExpertGroups(
             layer.config.num_moe_experts,
             dispatcher.ep_group,
             dispatcher.tp_group,
             dispatcher.tp_ep_group,
-            request.wire_of(layer.config.hidden_size),
+            request.wire_of(self._latent or layer.config.hidden_size),
         )
         self._shared = (
             SharedHalves(layer.shared_experts, shared_checkpoint)
@@ -83,11 +84,28 @@ class LayerCall:
         return replace(dispatcher, compute={**dispatcher.compute, **own}, side=side)
 
     def chunk(self) -> Chunk:
-        return Chunk(tensors={"hidden": self.hidden.reshape(-1, self.hidden.shape[-1])})
+        """The tokens as experts get them."""
+        hidden = self.to_experts(self.hidden)
+        tensors = {"hidden": hidden.reshape(-1, hidden.shape[-1])}
+        return Chunk(tensors=tensors, values={"layer": self.layer.layer_number})
+
+    def to_experts(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What experts get of ``hidden [..., h]``: itself, or its projection if they are latent."""
+        if not self._latent:
+            return hidden
+        projected, _ = self.layer.fc1_latent_proj(hidden)
+        return projected  # type: ignore[no-any-return]
+
+    def from_experts(self, output: torch.Tensor) -> torch.Tensor:
+        """The inverse for their output: ``[..., h]``."""
+        if not self._latent:
+            return output
+        projected, _ = self.layer.fc2_latent_proj(output)
+        return projected  # type: ignore[no-any-return]
 
     def result(self, chunk: Chunk) -> torch.Tensor:
         """Routed and shared experts together, ``[s, b, h]``."""
-        output = chunk.tensors["output"].view(self.hidden.shape)
+        output = self.from_experts(chunk.tensors["output"].view(*self.hidden.shape[:-1], -1))
         shared = chunk.tensors.get("shared")
         return output if shared is None else output + shared
 

@@ -1,0 +1,139 @@
+"""``--moe-device-bound C``: dropless dispatch that never waits for the host.
+
+    C         a rank sends every other at most C times the mean number of rows
+    repeat    a step with more is computed again with twice the bound (error: the training ends)
+
+Without it every layer copies the numbers of rows to the host before it can send them. Here sizes
+stay on the device: equal blocks of a bound are exchanged, and grouped products read where experts
+begin (:mod:`mindspeed.moe.dispatch.device_sizes`). Nothing is dropped, and results are those with
+exact sizes. Costs memory and bytes of C times the mean load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from mindspeed.errors import ConfigError
+from mindspeed.features.experts.deepspeed_moe import sends_equally
+from mindspeed.features.experts.layer_programs import change_layers, expert_ranks, layer_problems
+from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.flags import flag
+from mindspeed.ranges import Range
+
+if TYPE_CHECKING:
+    from mindspeed.adaptor.seams import Seams
+
+NAME, OVERFLOW = "--moe-device-bound", "--moe-device-bound-overflow"
+_PARTS = "it computes experts in parts, whose sizes the host must know"
+_HOST = "it decides by numbers of rows on the host"
+_SCHEDULE = "a step whose bound was too small is computed again, which its schedule cannot"
+
+
+class MoeDeviceBound(
+    Feature,
+    level=2,
+    megatron_versions=">=0.16",
+    seams=("model_arguments", "chunk", "schedule"),
+    conflicts={
+        "ampipe": _PARTS,
+        "balanced-experts": _HOST,
+        "experts-pipeline": _PARTS,
+        "moe-adaptive-recompute": _HOST,
+        "moe-alltoall-exchange": "tokens sent once are counted by rank, on the host",
+        "moe-fb-overlap": "it runs the parts of Megatron's own layer",
+        "pipe-experts": _PARTS,
+    },
+    excludes={
+        "fp8": "quantised products pad the rows of each expert, which the host must know",
+        "fp4": "quantised products pad the rows of each expert, which the host must know",
+        "use_megatron_fsdp": _SCHEDULE,
+        "use_torch_fsdp2": _SCHEDULE,
+    },
+    after=(
+        *("adaptive-memory", "automated-pipeline", "dualpipev", "dynamic-pipeline", "fold3d"),
+        *("moe-overlap", "multiparameter-pipeline", "nanopipe", "optimized-send-recv"),
+        *("pipeline-schedule", "unaligned-linear", "variable-lengths"),
+    ),
+):
+    """Dropless dispatch whose sizes stay on the device."""
+
+    moe_device_bound: float = flag(
+        0.0,
+        "sizes of the dispatch stay on the device: rows for a rank are bounded by this many times "
+        "their mean; 0: sizes are copied to the host",
+        range=Range(1.0, 1e6, also=(0.0,)),
+    )
+    moe_device_bound_overflow: Literal["error", "repeat"] = flag(
+        "repeat", "a step with more rows is computed again with twice the bound, or an error"
+    )
+
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        if not self.moe_device_bound:
+            value = f"{OVERFLOW} {self.moe_device_bound_overflow}"
+            yield Problem(value, f"has no effect without {NAME}", f"add {NAME} 1.25, or remove it")
+            return
+        yield from _torch_problems()
+        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
+            return
+        if not megatron["num_experts"]:
+            yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
+            return
+        dispatcher = megatron.get("moe_token_dispatcher_type")
+        if dispatcher not in (None, "alltoall"):
+            yield Problem(
+                NAME,
+                f"bounds the rows of the all-to-all dispatcher, and the dispatcher is {dispatcher}",
+                "add --moe-token-dispatcher-type alltoall",
+            )
+        if sends_equally(megatron):
+            yield Problem(NAME, "--moe-model-type deepspeed_moe counts no tokens", "remove one")
+        tp = megatron.get("tensor_model_parallel_size") or 1
+        slices = megatron.get("expert_tensor_parallel_size") or tp
+        if slices > 1:
+            yield Problem(
+                NAME,
+                f"sends tokens to ranks with whole experts, and they are cut in {slices}",
+                "add --expert-tensor-parallel-size 1, or --moe-tp-extend-ep",
+            )
+        elif expert_ranks(megatron) == 1:
+            yield Problem(NAME, "experts of one rank are sent nothing", "remove the flag")
+        if megatron.get("moe_grouped_gemm") is False:
+            yield Problem(
+                NAME, "experts one by one have sizes on the host", "add --moe-grouped-gemm"
+            )
+        if megatron.get("add_bias_linear"):
+            yield Problem(
+                NAME, "biases are added by sizes on the host", "add --disable-bias-linear"
+            )
+        yield from layer_problems(NAME, megatron)
+
+    def attach(self, seams: Seams, megatron: Megatron) -> None:
+        from mindspeed.guard.bounded_steps import BoundedSteps
+        from mindspeed.moe.device_bound import DeviceBound
+
+        if not self.moe_device_bound:
+            return
+
+        def check(arguments: dict[str, Any]) -> dict[str, Any]:
+            """Check a framework's own configuration."""
+            config = arguments["config"]
+            if config.num_moe_experts and not config.moe_grouped_gemm:
+                raise ConfigError(f"{NAME}: the model needs moe_grouped_gemm=True")
+            return arguments
+
+        bound = DeviceBound(self.moe_device_bound)
+        repeats = self.moe_device_bound_overflow == "repeat"
+        steps = BoundedSteps(bound, repeats, NAME)
+        seams.model_arguments.add(check, owner=self.name)
+        seams.schedule.add(steps.with_schedule, owner=self.name)
+        change_layers(seams, self.name, exchange="device", bound=bound)
+
+
+def _torch_problems() -> Iterator[Problem]:
+    import torch
+
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        yield Problem(
+            NAME, f"torch {torch.__version__} has no grouped_mm", "install torch 2.10 or newer"
+        )

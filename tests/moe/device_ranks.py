@@ -1,0 +1,128 @@
+"""Layers whose sizes stay on the device, beside the same program with sizes on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.moe import layer_ranks
+from tests.moe.dispatch_ranks import Case, built
+
+
+class NoHost(TorchDispatchMode):
+    """Fails where a value of a tensor would reach the host or a shape, on the CPU, too."""
+
+    OPERATORS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "repeat_interleave")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(one in func.__name__ for one in self.OPERATORS):
+            raise RuntimeError(f"reads the device: {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+class NoMethod(TorchFunctionMode):
+    """The same for methods that read the memory of a CPU tensor without an operator."""
+
+    METHODS = frozenset({"tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__index__"})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.METHODS:
+            raise RuntimeError(f"reads the device: {func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class Compared:
+    """One layer on one rank.
+
+    Attributes:
+        name: of the case.
+        difference: the largest of outputs and gradients, as a share of the largest value.
+        overflown: whether rows were left out.
+        collectives: of forward and backward: here, and with sizes on the host.
+        sent: bytes of each all-to-all, likewise.
+    """
+
+    name: str
+    difference: float
+    overflown: bool
+    collectives: tuple[tuple[int, int], tuple[int, int]]
+    sent: tuple[list[int], list[int]]
+
+
+def compare(cases: Sequence[Case], factor: float) -> list[Compared]:
+    """All cases; the first variant of each is its program."""
+    from mindspeed.moe.device_bound import DeviceBound
+
+    found = []
+    for case in cases:
+        layer, fields = built(case), case.variants[0]
+        plain, log, sent = _run(layer, fields, case.options)
+        bound = DeviceBound(factor)
+        with NoHost(), NoMethod():
+            ours, own, own_sent = _run(
+                layer, fields | {"exchange": "device", "bound": bound}, case.options
+            )
+        assert ours.keys() == plain.keys()
+        differences = [
+            float((x - plain[name]).abs().max() / plain[name].abs().max().clamp(min=1e-30))
+            for name, x in ours.items()
+        ]
+        flag = bound.overflown()
+        assert flag is not None
+        collectives = tuple(
+            tuple(len(one.communications(phase)) for phase in ("forward", "backward"))
+            for one in (own, log)
+        )
+        found.append(
+            Compared(case.name, max(differences), bool(flag), collectives, (own_sent, sent))
+        )
+    return found
+
+
+def _run(layer: Any, fields: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any, list[int]]:
+    from mindspeed.instruments import CommLedger
+    from mindspeed.journal import Journal
+    from mindspeed.moe.events import EventLog
+    from mindspeed.moe.layer.megatron import change
+
+    journal, log = Journal(), EventLog()
+    change(layer, journal, **fields)
+    layer.forward.log = log
+    with CommLedger() as ledger:
+        result = layer_ranks.run(layer, **options)
+    journal.undo()
+    sent = [one.wire for one in ledger.events if one.op == "all_to_all"]
+    return {"output": result.output, **result.gradients}, log, sent
+
+
+def reads_of_the_plain_program() -> str:
+    """What the trap says of the program with sizes on the host."""
+    layer = built(Case("plain", {"expert": 2}, {}, []))
+    try:
+        with NoHost(), NoMethod():
+            _run(layer, {}, {})
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def on_meta() -> tuple[int, ...]:
+    """The shape of a layer's output on tensors without values, in bf16, with gradients."""
+    from mindspeed.journal import Journal
+    from mindspeed.moe.device_bound import DeviceBound
+    from mindspeed.moe.layer.megatron import change
+
+    torch.is_autocast_enabled = lambda kind: False  # it knows no meta; this process ends soon
+    layer = built(Case("meta", {}, {"params_dtype": torch.bfloat16}, [])).to("meta")
+    change(layer, Journal(), exchange="device", bound=DeviceBound(1.5))
+    x = torch.randn(12, 1, layer_ranks.HIDDEN, device="meta", dtype=torch.bfloat16).requires_grad_()
+    output, _ = layer(x)
+    output.sum().backward()
+    assert x.grad is not None
+    return tuple(output.shape)

@@ -1,0 +1,194 @@
+"""Dropless dispatch without a size on the host: nothing is read, and nothing differs."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import torch
+
+from mindspeed.errors import ConfigError
+from mindspeed.features import registry
+from mindspeed.moe.device_bound import DeviceBound
+from mindspeed.moe.save.policy import ACT, LEVEL0, LEVEL1
+from mindspeed.te import device_groups, kernels
+from mindspeed.te.device_groups import DeviceSizes
+from tests.moe import device_ranks as jobs
+from tests.moe.dispatch_ranks import Case
+from tests.support import trainer_job
+from tests.support.lazy import needs
+
+needs("megatron.core")
+
+ADAPTOR = "tests.support.warm"
+OVERLAP = {"overlap": True}
+SHARED = {"moe_shared_expert_intermediate_size": 20}
+
+
+def case(name, program, layout=None, spec="te", experts=None, **overrides):
+    options = {name: overrides.pop(name) for name in ("tokens", "steps") if name in overrides}
+    return Case(name, layout or {"expert": 2}, overrides, [program], spec, experts, options=options)
+
+
+QUICK = [
+    case("overlap", OVERLAP, **SHARED),
+    case("serial, two micro-batches", {}, steps=2),
+    case("level0", OVERLAP | {"save": LEVEL0}),
+    case("a rank without rows", OVERLAP, experts=4),
+    case("stacked, local spec", {}, spec="local", moe_use_legacy_grouped_gemm=True),
+]
+MORE = [
+    case("async", {"async_permutation": True}),
+    case("level1", OVERLAP | {"save": LEVEL1}, **SHARED),
+    case("activation", {"save": ACT}),
+    case("one local expert", {}, num_moe_experts=2),
+    case("bf16", OVERLAP, params_dtype=torch.bfloat16),
+    case("dropped", {"dropped": True}, moe_expert_capacity_factor=0.6),
+    case("latent", OVERLAP, moe_latent_size=8, **SHARED),
+    case("one rank", {}, {"expert": 1}),
+]
+FOUR = [case("four", OVERLAP, {"expert": 4}), case("tensor", {}, {"expert": 4, "tensor": 2})]
+
+
+@pytest.mark.parametrize(
+    ("cases", "size"),
+    [
+        pytest.param(QUICK, 2, id="quick"),
+        pytest.param(MORE, 2, id="more", marks=pytest.mark.slow),
+        pytest.param(FOUR, 4, id="four", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_read_and_nothing_differs(ranks, cases, size):
+    """Outputs and all gradients are those with sizes on the host, to the bit."""
+    for results in ranks(size, jobs.compare, cases, 100.0, setup=ADAPTOR):
+        for found in results:
+            assert found.difference == 0, found.name
+            assert not found.overflown
+            ours, plain = found.collectives
+            assert ours == plain, found.name
+
+
+def test_eight_experts_of_a_token(ranks):
+    """Sums of many rows are rounded once here, and once for each row there."""
+    cases = [case("many", OVERLAP, moe_router_topk=6)]
+    for (found,) in ranks(2, jobs.compare, cases, 100.0, setup=ADAPTOR):
+        assert 0 < found.difference < 1e-6
+
+
+def test_rows_beyond_the_bound_are_noted(ranks):
+    cases = [case("skewed", {}, experts=4), case("even", {}, experts=8)]
+    results = ranks(2, jobs.compare, cases, 1.0, setup=ADAPTOR)
+    assert all(skewed.overflown and skewed.difference > 0.01 for skewed, _ in results)
+
+
+def test_the_trap_finds_reads(ranks):
+    """Megatron's experts ask for a list of the sizes."""
+    for error in ranks(2, jobs.reads_of_the_plain_program, setup=ADAPTOR):
+        assert "reads the device" in error
+
+
+def test_a_layer_runs_on_meta_tensors(ranks):
+    assert ranks(1, jobs.on_meta, setup=ADAPTOR) == [(12, 1, 16)]
+
+
+def test_bytes(ranks):
+    """Blocks of a bound: C times the mean to every rank, whatever the routing."""
+    cases = [case("overlap", OVERLAP)]
+    (found,), _ = ranks(2, jobs.compare, cases, 1.5, setup=ADAPTOR)
+    counts, dispatch, combine, combine_back, dispatch_back = found.sent[0]
+    block = 18  # rows: ceil(1.5 * 12 tokens * 2 experts / 2 ranks)
+    assert counts == 4 * 8
+    assert (dispatch, dispatch_back) == (block * 80, block * 80)  # 16 fp32 and the probability
+    assert (combine, combine_back) == (block * 64, block * 64)
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5), (0, 0, 0), (8, 2, 2), (0, 12, 4)])
+def test_rows_of_nobody_are_zero(sizes):
+    """Also where sizes are more than the rows; weight gradients do not read them."""
+    rows = 12
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(rows, 8, generator=generator), torch.randn(3, 16, 8)
+    within = DeviceSizes.of(torch.tensor(sizes), rows)
+    ends = within.ends.tolist()
+    splits = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert max(ends) <= rows
+    dirty = x.clone()
+    dirty[ends[-1] :] = torch.nan
+    y = device_groups.matmul(dirty, weights.unbind(0), within, True)
+    plain = kernels.grouped_matmul(x[: ends[-1]], weights.unbind(0), splits, True)
+    torch.testing.assert_close(y[: ends[-1]], plain, rtol=0, atol=0)
+    assert not y[ends[-1] :].any()
+    wgrad = device_groups.wgrad(dirty, dirty, within)
+    plain = kernels.grouped_wgrad(x[: ends[-1]], x[: ends[-1]], splits)
+    torch.testing.assert_close(wgrad, plain, rtol=0, atol=1e-5)
+
+
+def test_bounds():
+    bound = DeviceBound(1.25)
+    rows = {"tokens": 4096, "topk": 8, "ranks": 8, "local": 32}
+    assert bound.rows(**rows) == 5120
+    assert bound.most == 8
+    found = []
+    while bound.grow():
+        found.append(bound.rows(**rows))
+    assert found == [10240, 20480, 32768]  # the last: all experts of all tokens on one rank
+    assert DeviceBound(100.0).rows(4096, 8, 64, 4) == 4 * 4096
+
+
+MODEL = shlex.split("""
+    --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 48
+    --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --train-iters 3
+    --num-layers 2 --hidden-dropout 0.1
+""")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["", "--moe-alltoall-overlap-comm --bf16"])
+def test_a_step_with_too_small_a_bound_is_computed_again(ranks, recompute):
+    """Weights are those of a larger bound to the bit, which the error policy would have named."""
+
+    def train(*flags: str) -> list[dict[str, object]]:
+        given = [*MODEL, *recompute.split(), *flags]
+        return ranks(2, trainer_job.train, given, setup=trainer_job.SETUP)
+
+    large = train("--moe-device-bound", "2")
+    again = train("--moe-device-bound", "1")
+    assert [one["error"] for one in large + again] == [None] * 4
+    assert [one["digest"] for one in again] == [one["digest"] for one in large]
+    for one in train("--moe-device-bound", "1", "--moe-device-bound-overflow", "error"):
+        assert (
+            "--moe-device-bound 1: a rank was to get more rows than that many times" in one["error"]
+        )
+
+
+FLAGS = {
+    "num_experts": 8, "moe_token_dispatcher_type": "alltoall", "hidden_size": 64,
+    "expert_model_parallel_size": 2, "moe_grouped_gemm": True, "add_bias_linear": False,
+    "moe_device_bound": 1.25,
+}  # fmt: skip
+REFUSED = {
+    "below the mean": ({"moe_device_bound": 0.9}, "from 1 to"),
+    "no bound": (
+        {"moe_device_bound": 0.0, "moe_device_bound_overflow": "error"},
+        "has no effect without --moe-device-bound",
+    ),
+    "all-gather": ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
+    "slices": ({"expert_tensor_parallel_size": 2}, "they are cut in 2"),
+    "one by one": ({"moe_grouped_gemm": False}, "add --moe-grouped-gemm"),
+    "biases": ({"add_bias_linear": True}, "add --disable-bias-linear"),
+    "one rank": ({"expert_model_parallel_size": 1}, "experts of one rank are sent nothing"),
+    "pieces": ({"use_pipe_experts": True}, "computes experts in parts"),
+    "load": ({"moe_adaptive_recompute_activation": True}, "by numbers of rows on the host"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    values, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message):
+        registry.resolve(FLAGS | values, "cpu")
+
+
+def test_accepted():
+    registry.resolve(FLAGS, "cpu")
