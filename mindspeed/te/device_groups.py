@@ -41,7 +41,7 @@ class DeviceSizes:
 
     @classmethod
     def of(cls, sizes: Tensor, rows: int) -> DeviceSizes:
-        """From int64 ``sizes [groups]`` of groups in ``rows`` rows."""
+        """Make it of int64 ``sizes [groups]`` of groups in ``rows`` rows."""
         return cls(sizes.cumsum(0).clamp(max=rows))
 
     def tolist(self) -> DeviceSizes:
