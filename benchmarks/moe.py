@@ -2,6 +2,7 @@
 
     python benchmarks/moe.py                     # CPU: two ranks and a modelled link, some minutes
     python benchmarks/moe.py --device cuda       # one GPU: grouped products, permutation
+    python benchmarks/moe.py --placement         # rows of the fullest rank, no time
     python benchmarks/moe.py --quick
 
 CPU: the layer and gloo's collectives are real work, the network is modelled: a collective is
@@ -15,6 +16,10 @@ know of gloo's copies and of the cores that ranks share.
 GPU: products of all experts in one grouped kernel, against one product for each; and the bandwidth
 of the permutation, against ``index_select``. Needs one GPU.
 
+Placement: the fullest rank over the mean, experts with loads by Zipf's law: in order, as Megatron
+has them; largest first, as published balancers pack them; searched; with a copy more on each rank.
+The same on every machine.
+
 Writes FILE.json.
 """
 
@@ -23,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +41,14 @@ import torch.multiprocessing as mp
 
 from mindspeed.instruments.clock import Link
 from mindspeed.moe.comparison import ENTRIES, Job, compare
+from mindspeed.moe.load.placement import (
+    Question,
+    in_order,
+    largest_first,
+    loads,
+    search,
+    with_copies,
+)
 from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.simulate import Rates
 from mindspeed.moe.sizes import Sizes
@@ -138,6 +152,7 @@ def main() -> None:
     """Measure, print and write what rank 0 found."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--placement", action="store_true", help="placements of experts, no time")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="small sizes, two repeats")
     parser.add_argument("--out", type=Path, default=Path("moe.json"))
@@ -145,6 +160,9 @@ def main() -> None:
     if args.quick:
         args.repeats = 2
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.placement:
+        _print_placements(args.out)
+        return
     if args.device == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device cuda needs a GPU")
@@ -157,6 +175,48 @@ def main() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     mp.spawn(_rank, (args,), nprocs=RANKS)
+
+
+@dataclass(frozen=True)
+class PlacementRow:
+    """Fullest rank over the mean."""
+
+    experts: int
+    ranks: int
+    exponent: float
+    in_order: float
+    largest_first: float
+    searched: float
+    hottest: float
+    with_copies: float
+
+
+def placements() -> Iterator[PlacementRow]:
+    """Loads by Zipf's law, in an order drawn by chance."""
+    chance = random.Random(7)
+    for experts, ranks in ((64, 8), (256, 32)):
+        for exponent in (0.5, 0.8, 1.0):
+            weights = [1 / (one + 1) ** exponent for one in range(experts)]
+            chance.shuffle(weights)
+            load = [round(10000 * weight / sum(weights)) for weight in weights]
+            question, mean = Question(load, ranks), sum(load) / ranks
+            rows = (
+                in_order(question).value[0],
+                max(loads(largest_first(load, ranks), load, ranks)),
+                search(question).value[0],
+                max(load),
+                with_copies(load, ranks, experts + ranks)[0],
+            )
+            yield PlacementRow(experts, ranks, exponent, *(each / mean for each in rows))
+
+
+def _print_placements(out: Path) -> None:
+    rows = list(placements())
+    print("experts ranks zipf | in order, largest first, searched, hottest, with copies")
+    for row in rows:
+        found = list(asdict(row).values())
+        print(*found[:3], "|", *(f"{figure:.3f}" for figure in found[3:]))
+    out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 def _rank(rank: int, args: argparse.Namespace) -> None:

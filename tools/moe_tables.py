@@ -21,6 +21,8 @@ from mindspeed.moe.simulate import Rates
 from mindspeed.moe.sizes import Sizes
 
 OVERVIEW, REFERENCE = ROOT / "docs" / "moe.md", ROOT / "docs" / "moe-plan.md"
+RECORDED = ROOT / "docs" / "features" / "moe-record-routing.md"
+PLACEMENTS = ROOT / "benchmarks" / "results" / "moe-placement.json"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu-moe.json"
 PROGRAMS = (
     "megatron", "shared-overlap", "1f1b", "async", "overlap", "overlap-level1", "balanced",
@@ -105,6 +107,19 @@ def exposed(one: Priced) -> str:
     return f"{one.exposed(FORWARD)} + {one.exposed(BACKWARD)}"
 
 
+def placement_table() -> str:
+    """Fullest rank over the mean, by ``benchmarks/moe.py --placement``."""
+    lines = [
+        "| experts | ranks | exponent | in order | largest first | placed | hottest | with copies |"
+    ]
+    lines.append("|---" * 8 + "|")
+    for row in json.loads(PLACEMENTS.read_text()):
+        experts, ranks, exponent, *figures = row.values()
+        cells = [str(experts), str(ranks), str(exponent), *(f"{one:.3f}" for one in figures)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -113,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     tables = {
         OVERVIEW: {"exposed": exposed_table()},
         REFERENCE: {"priced": priced_table(), "measured": measured_table()},
+        RECORDED: {"placements": placement_table()},
     }
     return update(tables, "moe_tables", check=check)
 

@@ -92,6 +92,9 @@ PUBLISHED = [
     (64, 8, 0.5, 1.645, 1.039, 0.548, 1.001),
     (64, 8, 0.8, 1.690, 1.428, 1.132, 1.001),
     (64, 8, 1.0, 2.060, 1.880, 1.686, 1.001),
+    (256, 32, 0.5, 1.971, 1.510, 1.046, 1.001),
+    (256, 32, 0.8, 3.881, 3.228, 2.982, 1.002),
+    (256, 32, 1.0, 6.280, 5.368, 5.227, 1.007),
 ]
 
 
@@ -106,4 +109,4 @@ def test_what_placement_and_copies_reach():
         assert max(load) / mean == pytest.approx(hottest, abs=5e-4)
         most, copies = with_copies(load, ranks, experts + ranks)
         assert most / mean == pytest.approx(copied, abs=5e-4)
-        assert max(copies) <= 5
+        assert max(copies) <= (5 if experts == 64 else 28)
