@@ -416,8 +416,8 @@ def _print(job: Job, found: Sequence[Priced]) -> None:
     )
     console = print_comparison(_title(job), caption, "schedule", columns, rows)
     for one in found:
-        if one.simulation is None:
-            console.print(f"{one.name}: {one.reason}", highlight=False, markup=False)
+        if said := one.note if one.simulation is not None else one.reason:
+            console.print(f"{one.name}: {said}", highlight=False, markup=False)
 
 
 def _add_search_arguments(parser: argparse.ArgumentParser) -> None:

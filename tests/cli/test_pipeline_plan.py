@@ -184,5 +184,8 @@ def test_pairs_are_priced_and_written(tmp_path, capsys: pytest.CaptureFixture[st
         x: prices(*words[:6], "--exchange", x, "--schedule", file, capsys=capsys)[str(file)]
         for x in (0, 0.5)
     }
+    assert plan(*words[:6], "--schedule", file) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"pairs run one member after the other.* a step 3.5% longer", printed)
     # Without an exchange the members of pairs run one after the other.
     assert [steps[x]["makespan"] for x in (0, 0.5)] == [99.5, 122.5]

@@ -12,6 +12,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.pipeline.pipeline_schedule import PipelineSchedule
 from mindspeed.features.pipeline.plans import limit_of
 from mindspeed.features.registry import derived, resolve
+from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 
 JOB = {
@@ -190,3 +191,28 @@ WITHIN = {**JOB, "num_layers": 16, "global_batch_size": 16, "data_parallel_size"
 def test_auto_takes_a_v_within_a_limit_where_it_is_faster(change, taken):
     found = derived({**WITHIN, **AUTO, **change})
     assert found.get("pipeline_schedule") == ("v-auto" if taken else None)
+
+
+def test_pairs_without_collectives_are_taken_and_their_price_is_said(tmp_path, caplog):
+    path = tmp_path / "pairs.csv"
+    write_plan(path, build_plan(ScheduleRequest(kind="dualpipev", pairs=True), 4, 2, 16))
+    flags = {"pipeline_schedule": str(path), "num_layers": 16, "data_parallel_size": 1}
+    with caplog.at_level("WARNING", logger="mindspeed"):
+        resolve({**JOB, **flags}, "cpu")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert re.search(r"pairs.csv: its \d+ pairs run one member after the other", said)
+    assert "as pairs they would make a step 3.0% longer" in said
+
+
+FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+@pytest.mark.parametrize(
+    "schedule", ["zb-h1", "nanopipe", "zb-v", "dualpipev", "v-half", "v-min", "v-auto", "auto"]
+)
+def test_sharded_gradients_are_refused_with_the_reason(schedule):
+    """Megatron-FSDP, which is ZeRO 2 and 3, has no pipeline, whatever its schedule."""
+    with pytest.raises(ConfigError) as error:
+        resolve({**JOB, "num_layers": 16, "pipeline_schedule": schedule, **FSDP}, "cpu")
+    assert "FSDP reduces gradients by hooks" in str(error.value)
+    assert "its groups are made of all ranks" in str(error.value)

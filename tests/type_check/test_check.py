@@ -82,6 +82,13 @@ RIGHT = {
     "cp-gated-delta-nets": f"{SP} --context-parallel-size 2 --nproc 4 {DELTA_NETS}",
     "pipeline": f"{SP} --pipeline-model-parallel-size 2 --nproc 4",
     "long-pipeline": f"{SP} --pipeline-model-parallel-size 4 --nproc 8 --num-layers 8",
+    "half-memory": f"{SP} --pipeline-model-parallel-size 2 --nproc 4 --num-layers 4 "
+    "--global-batch-size 4 --pipeline-schedule v-half",
+    "waves": f"{SP} --pipeline-model-parallel-size 2 --nproc 4 --num-layers 8 "
+    "--global-batch-size 4 --num-virtual-stages-per-pipeline-rank 4 --pipeline-schedule zb-wave",
+    "forward-beside-backward": f"{SP} --pipeline-model-parallel-size 2 --nproc 4 --num-layers 4 "
+    f"--global-batch-size 8 --schedules-method dualpipev {EXPERTS} {SPREAD} --bf16 "
+    "--moe-token-dispatcher-type alltoall --moe-fb-overlap",
     "recomputation": f"{SP} --nproc 2 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
     "recomputed-attention": f"{SP} --nproc 2 --recompute-granularity selective",

@@ -15,8 +15,10 @@ checked before training starts (:mod:`mindspeed.pipeline.schedule`).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +42,10 @@ from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
+    from mindspeed.pipeline.schedule.costs import Costs
     from mindspeed.pipeline.schedule.plan import Plan
 
+logger = logging.getLogger("mindspeed")
 _SCHEDULE = "--pipeline-schedule"
 _LIMIT = "--pipeline-memory-limit"
 _DUMP = "--pipeline-schedule-dump"
@@ -226,8 +230,11 @@ class PipelineSchedule(
                 chunks=chunks if placement is None else placement.chunks,
                 num_microbatches=shared.num_microbatches(megatron),
             )
-            # Without collectives that they hide, pairs would only wait for each other.
-            changes["plan"] = plan if shared.has_pairs(megatron) else plan.without_pairs()
+            if plan.paired and not shared.has_pairs(megatron):
+                # Without collectives that they hide, pairs would only wait for each other.
+                _say_unpaired(str(self.pipeline_schedule), plan, costs_of(megatron))
+                plan = plan.without_pairs()
+            changes["plan"] = plan
         elif self.pipeline_schedule is not None:
             changes["kind"] = self.pipeline_schedule
             if self.pipeline_schedule in _GROUPED:
@@ -261,6 +268,14 @@ class PipelineSchedule(
         if self.pipeline_schedule not in (None, *_WHOLE_BACKWARDS):
             divide_backward(seams, self.name)
         seams.schedule.add(schedule, owner=self.name)
+
+
+@lru_cache(maxsize=1)  # a job makes its plan more than once
+def _say_unpaired(name: str, plan: Plan, costs: Costs) -> None:
+    from mindspeed.pipeline.schedule.simulate import unpaired_note
+
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s %s: %s (--moe-fb-overlap)", _SCHEDULE, name, unpaired_note(plan, costs))
 
 
 def _recomputes(plan: Plan) -> bool:

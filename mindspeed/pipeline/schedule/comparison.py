@@ -16,7 +16,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import read_plan
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
-from mindspeed.pipeline.schedule.simulate import Simulation, simulate
+from mindspeed.pipeline.schedule.simulate import Simulation, simulate, unpaired_note
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,14 @@ class Priced:
         flags: that train with it.
         simulation: None where the schedule does not exist for the job.
         reason: why not.
+        note: what else is to be known of it.
     """
 
     name: str
     flags: str
     simulation: Simulation | None
     reason: str = ""
+    note: str = ""
 
 
 def compare(job: Job, names: Sequence[str] = tuple(ENTRIES)) -> list[Priced]:
@@ -135,13 +137,16 @@ def compare(job: Job, names: Sequence[str] = tuple(ENTRIES)) -> list[Priced]:
 
 def _priced(job: Job, name: str) -> Priced:
     changes: dict[str, Any]
+    note = ""
     if name in ENTRIES:
         entry = ENTRIES[name]
         changes, flags = dict(entry.changes), entry.flags
         chunks = job.chunks if entry.chunks is None else entry.chunks
     else:
         plan = read_plan(Path(name), ranks=job.ranks, num_microbatches=job.num_microbatches)
-        plan = plan if job.pairs or job.costs.exchange else plan.without_pairs()
+        if plan.paired and not (job.pairs or job.costs.exchange):
+            note = unpaired_note(plan, job.costs)
+            plan = plan.without_pairs()
         changes, flags = {"plan": plan}, f"--pipeline-schedule {name}"
         chunks = plan.placement.chunks
     try:
@@ -156,4 +161,4 @@ def _priced(job: Job, name: str) -> Priced:
         plan = build_plan(request, job.ranks, chunks, job.num_microbatches)
     except ConfigError as error:
         return Priced(name, flags, None, str(error))
-    return Priced(name, flags, simulate(plan, costs))
+    return Priced(name, flags, simulate(plan, costs), note=note)

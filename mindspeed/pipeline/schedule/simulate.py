@@ -161,6 +161,16 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Simulation:
     )
 
 
+def unpaired_note(plan: Plan, costs: Costs) -> str:
+    """The sentence on a plan whose pairs run one after the other: what they would cost as pairs."""
+    alone, pairs = (simulate(one, costs).makespan for one in (plan.without_pairs(), plan))
+    more = f"{abs(pairs / alone - 1):.1%} {'longer' if pairs > alone else 'shorter'}"
+    return (
+        f"its {len(plan.paired)} pairs run one member after the other, as there is no collective "
+        f"that they hide; as pairs they would make a step {more}"
+    )
+
+
 def _part_of_forward(costs: Costs, backward: Action) -> float:
     weight = costs.weight_gradient if backward.op == "B" else 0.0
     return costs.forward / (costs.forward + costs.input_gradient + weight)
