@@ -4,13 +4,15 @@
     torchrun --nproc-per-node 8 -m mindspeed calibrate --base h100 --out machine.json
     mindspeed plan --cluster machine.json -- ...
     torchrun --nproc-per-node 8 -m mindspeed calibrate --coc coc.json -- JOB
+    torchrun --nproc-per-node 8 -m mindspeed calibrate --experts experts.json -- JOB
 
 Runs alone or on all ranks of a job, which a launcher starts. Collectives are timed at five sizes
 inside nodes and between them. Every figure is a median with its spread; what could not be measured
 stays that of --base, and the file says so. `mindspeed plan --cluster` reads the result.
 
 --coc times the products of a job whose flags stand behind --, whole, in 2, 4 and 8 parts and fused,
-and writes the settings of --coc-cfgs.
+and writes the settings of --coc-cfgs. --experts times its layer of experts by every program, for
+`mindspeed moe plan --measured`.
 """
 
 from __future__ import annotations
@@ -56,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="settings to write, .json: the job behind -- has its products measured in parts and "
         "fused",
+    )
+    add(
+        "--experts",
+        type=Path,
+        metavar="FILE",
+        help="times to write, .json: the job behind -- has its layer of experts measured by every "
+        "program",
     )
     add("--name", metavar="NAME", help="of the cluster (default: that of the file)")
     add(
@@ -107,9 +116,13 @@ def run(args: argparse.Namespace) -> int:
     from mindspeed.planner.cluster.calibrate import Settings
     from mindspeed.planner.cluster.measured_device import NAMES
 
-    if args.out is None and args.coc is None:
-        raise ConfigError("give --out FILE for a cluster, or --coc FILE for the products of a job")
-    for flag, path in (("--out", args.out), ("--coc", args.coc)):
+    paths = {"--out": args.out, "--coc": args.coc, "--experts": args.experts}
+    given = [path for path in paths.values() if path is not None]
+    if not given:
+        raise ConfigError(
+            "give --out FILE for a cluster, --coc FILE for the products of a job, or --experts FILE"
+        )
+    for flag, path in paths.items():
         if path is not None and path.suffix != ".json":
             raise ConfigError(f"{flag} {path}: the file must end in .json")
         if path is not None:
@@ -121,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--dtypes {name}: allowed are {', '.join(sorted(NAMES))}")
     host = device.current().on_host
     settings = Settings(
-        name=args.name or (args.out or args.coc).stem,
+        name=args.name or given[0].stem,
         dtypes=dtypes,
         largest=args.largest or (SMALL if host else LARGE),
         largest_message=args.largest_message or (SMALL_MESSAGE if host else LARGE_MESSAGE),
@@ -138,22 +151,26 @@ def _measure(settings: Settings, base: Cluster, args: argparse.Namespace) -> Non
 
     filter_warnings()
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
-    from mindspeed.cli.calibrate_products import job_of, measure_products
+    from mindspeed.cli.calibrate_products import job_of, measure_experts, measure_products
     from mindspeed.files import atomic_write_text
     from mindspeed.planner.cluster.calibrate import calibrate, watch_of
     from mindspeed.training.fail_together import stop_together
     from mindspeed.training.setup import join_job, leave_job
 
     with stop_together("calibrate"):
-        job = job_of(args.flags) if args.coc else None
+        # Products need a tensor-parallel group of the job only, experts its groups.
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) if args.experts else None
+        job = job_of(args.flags, ranks) if args.coc or args.experts else None
         join_job()
         if args.out:
             cluster = calibrate(settings, base, keep_peak=args.base is not None)
             if int(os.environ["RANK"]) == 0:
                 atomic_write_text(args.out, json.dumps(cluster.to_json(), indent=2) + "\n")
                 _print(cluster, args.out)
-        if job is not None:
+        if job is not None and args.coc:
             measure_products(job, args, watch_of(settings))
+        if job is not None and args.experts:
+            measure_experts(job, args, watch_of(settings))
         leave_job()
 
 

@@ -1,4 +1,4 @@
-"""``mindspeed calibrate --coc FILE -- JOB``: the fastest way of every product, measured."""
+"""``mindspeed calibrate --coc FILE --experts FILE -- JOB``: the fastest ways, measured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from mindspeed.planner.measured_products import Measured, Watch
 
 
-def job_of(words: Sequence[str]) -> argparse.Namespace:
+def job_of(words: Sequence[str], ranks: int | None) -> argparse.Namespace:
     """Final values of the job behind ``--``, without what is chosen by measuring.
+
+    Args:
+        words: its flags.
+        ranks: of the job; None: as few as its flags allow.
 
     Raises:
         ConfigError: no job is given, or it cannot start.
@@ -27,9 +31,9 @@ def job_of(words: Sequence[str]) -> argparse.Namespace:
     from mindspeed.planner.job import Job
 
     if not words:
-        raise ConfigError("--coc measures the products of a job: give its flags behind --")
+        raise ConfigError("--coc and --experts measure a job: give its flags behind --")
     (chosen_later,) = (flags_of(feature) for feature in all_features() if feature.name == "coc")
-    return Job(words).settings({one.name: None for one in chosen_later}).args
+    return Job(words).settings({one.name: None for one in chosen_later}, ranks).args
 
 
 def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: Watch) -> None:
@@ -82,3 +86,27 @@ def _print(measured: Sequence[Measured], device: str) -> None:
         ]
         table.add_row(str(one.product), *cells)
     Console(highlight=False).print(table)
+
+
+def measure_experts(job: argparse.Namespace, args: argparse.Namespace, watch: Watch) -> None:
+    """Measure the programs of a job's layer of experts, and write the file.
+
+    Args:
+        job: final values.
+        args: flags of the command.
+        watch: times a function on all ranks.
+    """
+    from mindspeed.moe.comparison import ENTRIES
+    from mindspeed.planner import megatron_experts as experts
+    from mindspeed.training.setup import parallel_groups, seed_everything
+
+    experts.sizes_of(job)  # refused before groups are made
+    parallel_groups(job)
+    seed_everything(job)
+    found = experts.measure(job, watch)
+    if dist.get_rank() == 0:
+        experts.write(args.experts, found)
+        best = min(found.seconds, key=lambda name: found.seconds[name])
+        for name, seconds in sorted(found.seconds.items(), key=lambda one: one[1]):
+            print(f"{seconds * 1e3:10.3f} ms  {name}: {ENTRIES[name].flags}")
+        print(f"written: {args.experts}; fastest on {found.device}: {ENTRIES[best].flags}")

@@ -138,6 +138,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --routing: write the placement, for --moe-expert-placement",
     )
+    add(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="of mindspeed calibrate --experts: show its times beside the modelled ones",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw the timelines: .png, .svg or .pdf")
     add("--text", action="store_true", help="draw the timelines in the terminal")
     add("--json", action="store_true", help="print JSON")
@@ -153,6 +159,29 @@ def run(args: argparse.Namespace) -> int:
     if args.placement:
         raise ConfigError("--placement needs --routing DIR, the routing that experts are placed by")
     return _show(args, job, compare(job, names))
+
+
+def _measured(args: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """Seconds of programs by a measurement of this layer, and the device; empty without one."""
+    if args.measured is None:
+        return {}
+    from mindspeed.planner.megatron_experts import read
+
+    found = read(args.measured)
+    found.check(job.sizes, job.tp, f"--measured {args.measured}")
+    if found.dtype != args.dtype:
+        raise ConfigError(
+            f"--measured {args.measured} was measured in {found.dtype}, the plan has {args.dtype}"
+        )
+    return {"measured": dict(found.seconds), "measured_on": found.device}
+
+
+def _print_measured(measured: dict[str, Any]) -> None:
+    if not measured:
+        return
+    print(f"measured on {measured['measured_on']}, without attention:")
+    for name, seconds in sorted(measured["measured"].items(), key=lambda one: float(one[1])):
+        print(f"{seconds * 1e3:10.3f} ms  {name}: {ENTRIES[name].flags}")
 
 
 def _run_recorded(args: argparse.Namespace, job: Job, names: list[str]) -> int:
@@ -178,10 +207,12 @@ def _run_recorded(args: argparse.Namespace, job: Job, names: list[str]) -> int:
 
 
 def _show(args: argparse.Namespace, job: Job, found: list[Priced]) -> int:
+    measured = _measured(args, job)
     if args.json:
-        print(json.dumps(as_data(job, found), indent=2))
+        print(json.dumps({**as_data(job, found), **measured}, indent=2))
     else:
         print_table(job, found)
+        _print_measured(measured)
     simulations = {one.name: one.simulation for one in found if one.simulation is not None}
     if not simulations:
         raise ConfigError("no program exists for these sizes; the reasons are above")

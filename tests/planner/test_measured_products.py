@@ -97,7 +97,7 @@ def test_a_calibration_of_another_device_is_reported(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give --out FILE for a cluster, or --coc FILE"),
+        ([], "give --out FILE for a cluster, --coc FILE"),
         (["--coc", "x.json"], "give its flags behind --"),
         (["--coc", "x.txt"], "--coc x.txt: the file must end in .json"),
     ],
