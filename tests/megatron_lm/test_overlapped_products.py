@@ -18,6 +18,7 @@ CASES = {
         f"{MODEL} {SEQUENCE} --overlap-grad-reduce",
         ["--tp-comm-overlap", "--use-ascend-mc2"],
     ),
+    "half batches": (f"{MODEL} {SEQUENCE}", ["--half-batch-overlap --micro-batch-size 2"]),
 }
 
 

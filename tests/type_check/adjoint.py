@@ -252,6 +252,58 @@ _linear("row", False, bias=True)
 _linear("row", True, bias=True)
 
 
+@dataclass
+class _Sublayer:
+    """A column- and a row-parallel product, without a norm."""
+
+    group: Any
+    split: bool
+    parameters: list[Any]
+    norm_parameters: tuple[Any, ...] = ()
+
+    def enter(self, hidden: Any) -> Any:
+        return hidden
+
+    def run(self, x: Any, half: int) -> Any:
+        from mindspeed.te.linear_communication import LinearCommunication
+        from mindspeed.te.linear_function import linear
+        from mindspeed.tensor_parallel.exchange import at_row_input
+
+        first, second = self.parameters
+        y = linear(x, first, None, LinearCommunication(self.group, "column", self.split))
+        (y,) = at_row_input(None, (y,)) or (y,)
+        return linear(y, second, None, LinearCommunication(self.group, "row", self.split)), None
+
+    def leave(self, output: Any, bias: Any, hidden: Any, half: int) -> Any:
+        return output + hidden
+
+
+def _in_halves(split: bool) -> None:
+    def run(group, x, first, second):
+        from spmd_types.checker import no_typecheck
+
+        from mindspeed.te.comm import all_gather_first_dim
+        from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, SEQUENCE_PARALLEL
+        from mindspeed.tensor_parallel.halves.stream import Stream
+
+        first.partition_dim, second.partition_dim = 0, 1
+
+        def gather(shard):  # for the column layer, whose rule says that it gathers
+            with no_typecheck():
+                return all_gather_first_dim(shard, group, async_op=True)
+
+        order = SEQUENCE_PARALLEL if split else ALL_REDUCE
+        stream = Stream(x, order, gather if split else None)
+        return stream.run(x, [_Sublayer(group, split, [first, second])], None)
+
+    shapes = ((4, 3, 6), (3, 6), (6, 3))
+    CASES.append(Case(("tensor_parallel.halves.stream._Backward",), run, shapes, "aVV"))
+
+
+for _split in (False, True):
+    _in_halves(_split)
+
+
 def _megatron_linear(split: bool, sums: bool) -> None:
     def run(group, x, weight):
         weight.partition_dim = 0

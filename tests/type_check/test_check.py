@@ -65,6 +65,7 @@ RIGHT = {
     "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2",
     "coc": f"{SP} --nproc 2 --use-ascend-coc --coc-parallel-num 2",
     "mc2": f"{SP} --nproc 2 --use-ascend-mc2",
+    "half-batches": f"{SP} --nproc 2 --half-batch-overlap --micro-batch-size 2",
     "grid": f"{GRID} --nproc 4 --num-layers 4",
     "grid-of-64": f"{GRID} --nproc 64 --context-parallel-size 2 --seq-length 64",
     "grid-pipeline": f"{GRID} --nproc 8 --pipeline-model-parallel-size 2",
