@@ -19,6 +19,7 @@ from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.costs import Message, StageCosts
 from mindspeed.moe.deepspeed.gate import Capacity
+from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.load.recorded import RecordedLoad
 from mindspeed.moe.parted_costs import Attention
@@ -28,6 +29,7 @@ from mindspeed.moe.request import LayerRequest
 from mindspeed.moe.save.policy import ALL, LEVEL0, LEVEL1, SavePolicy
 from mindspeed.moe.simulate import Rates, Simulation, simulate, simulate_pair
 from mindspeed.moe.sizes import Load, Sizes, padded, uniform
+from mindspeed.moe.wire import BLOCK
 
 
 class TimedLink(Protocol):
@@ -94,6 +96,20 @@ ENTRIES: dict[str, Entry] = {
     "overlap": Entry("alltoall", _TO, _OVERLAP),
     "overlap-level0": Entry("alltoall", f"{_TO} --moe-zero-memory level0", _OVERLAP, LEVEL0),
     "overlap-level1": Entry("alltoall", f"{_TO} --moe-zero-memory level1", _OVERLAP, LEVEL1),
+    "fp8": Entry(
+        "alltoall",
+        f"--moe-fp8-dispatch tokens {_TO}",
+        {**_OVERLAP, "fp8": "tokens"},
+        exact=False,
+    ),
+    "fp8-both": Entry(
+        "alltoall", f"--moe-fp8-dispatch both {_TO}", {**_OVERLAP, "fp8": "both"}, exact=False
+    ),
+    "device": Entry(
+        "alltoall",
+        f"--moe-device-bound 1.25 {_TO}",
+        {**_OVERLAP, "exchange": "device", "bound": DeviceBound(1.25)},
+    ),
     "dedup": Entry(
         "alltoall", f"--moe-alltoall-exchange dedup {_TO}", {**_OVERLAP, "exchange": "dedup"}
     ),
@@ -158,7 +174,8 @@ def _costs(
     if request.exchange == "hierarchical":
         return parted_costs.two_level(sizes, load, anchored=anchored), {}
     price = formulas.all_to_all if entry.dispatcher == "alltoall" else formulas.all_gather
-    return price(sizes, load, anchored=anchored, packed=entry.packed), {}
+    costs = price(sizes, load, anchored=anchored, packed=entry.packed)
+    return formulas.in_eight_bits(costs, sizes, request.fp8) if request.fp8 else costs, {}
 
 
 def _hot(
@@ -263,7 +280,11 @@ def _price(job: Job, name: str) -> Priced:
         capacity = Capacity(job.capacity_factor, sizes.experts, sizes.topk)
         load = padded(sizes, capacity(sizes.tokens))
     request = LayerRequest(**entry.request)
-    kept = formulas.saved_bytes(sizes, load.rows, entry.policy)
+    rows = load.rows
+    if request.bound is not None:
+        blocks = request.bound.rows(sizes.tokens, sizes.topk, sizes.ep, sizes.local)
+        load, rows = load.in_blocks(blocks), float(blocks * sizes.ep)
+    kept = formulas.saved_bytes(sizes, rows, entry.policy)
     kept += request.hot_experts * parted_costs.expert_bytes(sizes)
     return Priced(name, entry.flags, _simulation(job, entry, request, sizes, load), kept=kept)
 
@@ -302,6 +323,8 @@ def _reason(job: Job, entry: Entry) -> str:
     if reason := _reason_of_order(job, entry):
         return reason
     exchange = entry.request.get("exchange", "flat")
+    if entry.request.get("fp8") and sizes.hidden % BLOCK:
+        return f"{BLOCK} does not divide the {sizes.hidden} elements of a row"
     if exchange == "padded":
         if sizes.topk > 2:
             return f"DeepSpeed's gates are top-1 and top-2, not top-{sizes.topk}"

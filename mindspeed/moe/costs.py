@@ -21,10 +21,11 @@ For the :class:`mindspeed.moe.sizes.Load` of an actual routing all bytes are exa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.sizes import Load, Sizes
+from mindspeed.moe.wire import quantized_bytes
 
 PROB_BYTES = 4  # probabilities are fp32
 ID_BYTES = 2  # ids of experts are int16
@@ -262,6 +263,33 @@ def all_to_all(
     if sizes.local > 1 or packed:
         costs["arrange"] = moving(load.rows, sizes)
     return costs
+
+
+def in_eight_bits(costs: Mapping[str, StageCosts], sizes: Sizes, fp8: str) -> dict[str, StageCosts]:
+    """The costs of the all-to-all dispatcher's stages with rows in eight bits.
+
+    Args:
+        fp8: "tokens", or "both": the gradients of results, too.
+    """
+    saved = sizes.row - quantized_bytes(sizes.hidden)
+
+    def shrunk(message: Message, row: int) -> Message:
+        part = 1 - saved / row
+        return replace(
+            message,
+            given=message.given * part,
+            wire=message.wire * part,
+            between=message.between * part,
+        )
+
+    found = dict(costs)
+    for name in {"dispatch", "gather"} & costs.keys():
+        there = [shrunk(one, packed_row(sizes)) for one in costs[name].messages]
+        found[name] = replace(costs[name], messages=tuple(there))
+    for name in {"combine", "scatter"} & costs.keys() if fp8 == "both" else ():
+        back = [shrunk(one, sizes.row) for one in costs[name].reverses]
+        found[name] = replace(costs[name], reverses=tuple(back))
+    return found
 
 
 def all_gather(

@@ -6,7 +6,7 @@ load = uniform(sizes)  # the expectation of even routing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
 
@@ -99,6 +99,11 @@ class Load:
     def part(self, chunks: int) -> Load:
         """One of several equal chunks."""
         return self.scaled(1 / chunks)
+
+    def in_blocks(self, rows: int) -> Load:
+        """This load, whose rows travel in blocks of ``rows`` rows to every rank."""
+        blocks = (float(rows),) * len(self.sent)
+        return replace(self, sent=blocks, received=blocks)
 
     def scaled(self, factor: float) -> Load:
         """This load with ``factor`` times the rows."""

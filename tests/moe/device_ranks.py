@@ -126,3 +126,25 @@ def on_meta() -> tuple[int, ...]:
     output.sum().backward()
     assert x.grad is not None
     return tuple(output.shape)
+
+
+def truncated() -> tuple[bool, list[str]]:
+    """Whether rows were left out at C = 1, and what differs from dropping the same rows before."""
+    from mindspeed.moe.device_bound import DeviceBound
+
+    layer = built(Case("truncated", {"expert": 2}, {}, [], experts=6))
+    route, capacity = layer.route, layer_ranks.TOKENS
+    bound = DeviceBound(1.0)
+    ours, _, _ = _run(layer, {"exchange": "device", "bound": bound}, {})
+
+    def kept(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, routing_map = route(*args)
+        first = routing_map.view(-1, 2, 4).transpose(1, 2).transpose(0, 1)  # expert, token, rank
+        place = (first.reshape(-1, 2).cumsum(0) - 1).view(4, -1, 2)
+        stays = routing_map & (place.permute(1, 2, 0).reshape(routing_map.shape) < capacity)
+        return probs * stays, stays
+
+    layer.route = kept
+    dropped, _, _ = _run(layer, {"dropped": True}, {})
+    flag = bound.overflown()
+    return bool(flag), [name for name, x in ours.items() if not x.equal(dropped[name])]

@@ -9,8 +9,10 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
+from mindspeed.moe.costs import all_to_all
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.save.policy import ACT, LEVEL0, LEVEL1
+from mindspeed.moe.sizes import Sizes, uniform
 from mindspeed.te import device_groups, kernels
 from mindspeed.te.device_groups import DeviceSizes
 from tests.moe import device_ranks as jobs
@@ -81,6 +83,13 @@ def test_rows_beyond_the_bound_are_noted(ranks):
     assert all(skewed.overflown and skewed.difference > 0.01 for skewed, _ in results)
 
 
+def test_what_is_left_out_is_what_lies_beyond_the_bound(ranks):
+    """By expert and token, for each rank: as if these rows had been dropped before."""
+    results = ranks(2, jobs.truncated, setup=ADAPTOR)
+    assert any(overflown for overflown, _ in results)
+    assert [different for _, different in results] == [[], []]
+
+
 def test_the_trap_finds_reads(ranks):
     """Megatron's experts ask for a list of the sizes."""
     for error in ranks(2, jobs.reads_of_the_plain_program, setup=ADAPTOR):
@@ -100,6 +109,10 @@ def test_bytes(ranks):
     assert counts == 4 * 8
     assert (dispatch, dispatch_back) == (block * 80, block * 80)  # 16 fp32 and the probability
     assert (combine, combine_back) == (block * 64, block * 64)
+    sizes = Sizes(tokens=12, hidden=16, experts=8, topk=2, ffn=24, ep=2, itemsize=4)
+    costs = all_to_all(sizes, uniform(sizes).in_blocks(block))
+    assert costs["dispatch"].messages[0].wire == dispatch
+    assert costs["combine"].reverses[0].wire == combine_back
 
 
 @pytest.mark.parametrize("sizes", [(3, 0, 5), (0, 0, 0), (8, 2, 2), (0, 12, 4)])

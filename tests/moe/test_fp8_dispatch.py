@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features import registry
+from mindspeed.moe.comparison import Job, compare
+from mindspeed.moe.costs import all_to_all, in_eight_bits
 from mindspeed.moe.save.policy import LEVEL0, LEVEL1
+from mindspeed.moe.simulate import Rates
+from mindspeed.moe.sizes import Sizes, uniform
 from mindspeed.moe.wire import BLOCK, dequantize, quantize, quantized_bytes
 from tests.moe import wire_ranks as jobs
 from tests.moe.dispatch_ranks import Case
@@ -147,6 +153,24 @@ def test_bytes(ranks):
             less = [p - o for p, o in zip(plain["backward"], ours["backward"], strict=True)]
             (rows,) = (n for n in less if n)
             assert rows % saved == 0
+
+
+def test_the_plan_prices_what_is_sent():
+    """Rows of 128 elements, those of the dispatch with 16 bytes for a probability."""
+    sizes = Sizes(tokens=12, hidden=128, experts=8, topk=2, ffn=24, ep=2)
+    plain = all_to_all(sizes, uniform(sizes))
+    both, tokens = (in_eight_bits(plain, sizes, fp8) for fp8 in ("both", "tokens"))
+    rows = 12  # to the other rank
+
+    def wires(costs):
+        found = [costs[name] for name in ("dispatch", "combine")]
+        return [[one.wire for one in x.messages + x.reverses] for x in found]
+
+    assert wires(plain) == [[rows * 272, rows * 272], [rows * 256, rows * 256]]
+    assert wires(tokens) == [[pytest.approx(rows * 145), rows * 272], [rows * 256, rows * 256]]
+    assert wires(both)[1] == [rows * 256, pytest.approx(rows * 129)]
+    job = Job(replace(sizes, hidden=72), Rates(1.0, lambda message: 0.0))
+    assert compare(job, ["fp8"])[0].reason == "128 does not divide the 72 elements of a row"
 
 
 MODEL = {

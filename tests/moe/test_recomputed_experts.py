@@ -34,6 +34,10 @@ CASES = {
     ),
     "one by one, local spec": ("local", OVERLAP, ALL_TO_ALL | SHARED | {"moe_grouped_gemm": False}),
     "stacked, local spec": ("local", OVERLAP, ALL_TO_ALL | {"moe_use_legacy_grouped_gemm": True}),
+    "eight bits, sizes on the device": (
+        "te", OVERLAP | {"moe_fp8_dispatch": "both", "moe_device_bound": 4.0},
+        ALL_TO_ALL | {"hidden_size": 128},
+    ),
     "all-gather": ("te", {"moe_allgather_overlap_comm": True}, SHARED),
     "sent once": ("te", {"moe_alltoall_exchange": "dedup"}, ALL_TO_ALL),
     "pieces": ("te", {"use_pipe_experts": True, "pipe_experts_multi_data": 2}, ALL_TO_ALL),
