@@ -56,6 +56,8 @@ SCHEDULES = (
     ("dualpipev", 2, "ScheduleDualPipeV"),
     ("v-half", 2, None),
     ("v-min", 2, None),
+    ("wave", 4, None),
+    ("zb-wave", 4, None),
 )
 STARTS = ((4, 2, 16), (8, 2, 64), (16, 4, 256))  # ranks, chunks, micro-batches
 WIDTH = 16

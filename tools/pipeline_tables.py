@@ -20,6 +20,7 @@ from mindspeed.pipeline.schedule.simulate import simulate
 OVERVIEW = ROOT / "docs" / "pipeline.md"
 REFERENCE = ROOT / "docs" / "features" / "pipeline-schedule.md"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu-pipeline.json"
+PRICED = ROOT / "benchmarks" / "results" / "pipeline-prices.json"
 RANKS, MICROBATCHES = 8, 32
 TIMES = ((1, 1, 1), (31, 33, 28), (1, 1.2, 0.8), (1, 1.5, 0.5), (1, 0.7, 1.3), (1, 1.5, 1.5))
 SCHEDULES = {  # kind -> model chunks of a rank
@@ -31,6 +32,7 @@ SCHEDULES = {  # kind -> model chunks of a rank
     "dualpipev": 2,
     "v-half": 2,
     "v-min": 2,
+    "zb-wave": 2,
     "aiao": 2,
 }
 
@@ -66,13 +68,39 @@ def _measured_row(row: dict[str, Any]) -> str:
     return head + " | ".join(bubbles) + ours + " |"
 
 
+def prices_table() -> str:
+    """What ``benchmarks/pipeline_prices.py`` priced, without pairs."""
+    lines = ["| schedule | of | chunks | memory, A | F = I = W | 1:1.1:0.9 | latency 0.1 |"]
+    lines.append("|---" * 7 + "|")
+    for row in json.loads(PRICED.read_text(encoding="utf-8"))["schedules"]:
+        figures = (f"{row[name]:g}" for name in ("memory", "equal", "unequal", "latency"))
+        lines.append(
+            f"| {row['schedule']} | {row['of']} | {row['chunks']} | " + " | ".join(figures) + " |"
+        )
+    return "\n".join(lines)
+
+
+def pairs_table() -> str:
+    """The same of pairs."""
+    lines = ["| pairs of | of | memory, A | x = 0.5 | x = 0.75 |", "|---" * 5 + "|"]
+    for row in json.loads(PRICED.read_text(encoding="utf-8"))["pairs"]:
+        figures = (f"{row[name]:g}" for name in ("memory", "0.5", "0.75"))
+        lines.append(f"| {row['schedule']} | {row['of']} | " + " | ".join(figures) + " |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
     check = parser.parse_args(arguments).check
     tables = {
-        OVERVIEW: {"simulated": simulated_table(), "measured": measured_table()},
+        OVERVIEW: {
+            "simulated": simulated_table(),
+            "prices": prices_table(),
+            "pairs": pairs_table(),
+            "measured": measured_table(),
+        },
         REFERENCE: {"measured": measured_table()},
     }
     return update(tables, "pipeline_tables", check=check)

@@ -1,7 +1,8 @@
-"""benchmarks/pipeline.py runs from end to end and writes its file."""
+"""benchmarks/pipeline.py and pipeline_prices.py run from end to end and write their files."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -20,7 +21,25 @@ def test_quick_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 10 == len(done.stdout.splitlines()) - 4  # a title, and three starts
+    assert len(rows) == 12 == len(done.stdout.splitlines()) - 4  # a title, and three starts
     for row in rows:
         assert 0 < row["simulated"] < row["measured"] < 1
         assert row["simulated"] < row["torch"] + 1e-9
+
+
+@pytest.mark.slow
+def test_no_schedule_of_torch_is_faster_within_the_same_memory(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    prices = importlib.import_module("pipeline_prices")
+    found = prices.priced(4, 8)
+    rows = {row["schedule"]: row for row in found["schedules"]}
+    for theirs, kind in (("interleaved zero bubble", "zb-h1"), ("ZBV", "zb-v")):
+        for times in ("equal", "unequal", "latency"):
+            assert rows[kind][times] <= rows[theirs][times] + 1e-9
+    least = min(row["memory"] for row in rows.values() if row["of"] != "ours")
+    assert rows["v-min"]["memory"] < rows["v-half"]["memory"] < least == 4
+    assert rows["zb-wave"]["equal"] < rows["zb-v"]["equal"]
+    pairs = {row["schedule"]: row for row in found["pairs"]}
+    for x in ("0.5", "0.75"):
+        assert pairs["dualpipev"][x] <= pairs["DualPipeV"][x]
+        assert pairs["nanopipe"][x] <= pairs["interleaved, combined 1F1B"][x]
