@@ -67,7 +67,11 @@ def test_a_recipe_resolves_for_its_devices(name, resolved):
     assert resolved[name]["same as its text"]
 
 
-WITH_A_LAYOUT = ("deepseek-v3", "deepseek-v3-lora")  # of stages: not composed of small runs
+WITH_A_LAYOUT = (
+    "deepseek-v3",
+    "deepseek-v3-dualpipev",
+    "deepseek-v3-lora",
+)  # of stages: not composed of small runs
 COUNTED = "llama2-7b"  # by `make test`; the others, a minute each, by `make test-weekly`
 
 
