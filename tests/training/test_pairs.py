@@ -9,7 +9,7 @@ from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from tests.support.trainer_job import SETUP
 from tests.training.fb_overlap_job import traced
 from tests.training.one_rank import column
-from tests.training.test_layouts import MOE
+from tests.training.test_layouts import MLA, MOE
 
 SIZES = "--num-layers 4 --global-batch-size 8 --untie-embeddings-and-output-weights"
 EXPERTS = "--bf16 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -33,6 +33,25 @@ LAYOUTS = {
 def test_pairs_train_to_the_same_bits(layout, one_rank):
     reference = one_rank(f"{MOE} {SIZES}")
     flags = f"{EXPERTS} {LAYOUTS[layout]}"
+    plain = reference.train(4, flags)
+    records = reference.train(4, f"{flags} --moe-fb-overlap")
+    for name in ("lm_loss", "grad_norm"):
+        assert column(records, name) == column(plain, name)
+
+
+RECIPE = (  # of deepseek-v3-dualpipev
+    f"{MLA} {SIZES} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+    "--moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none --position-embedding-type rope"
+)
+AGAIN = "--recompute-granularity selective --recompute-modules layernorm mla_up_proj moe_act"
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_pairs_and_recomputation_of_the_report_train_to_the_same_bits(one_rank):
+    reference = one_rank(RECIPE)
+    flags = f"{EXPERTS} {LAYOUTS['dualpipev']} {AGAIN}"
     plain = reference.train(4, flags)
     records = reference.train(4, f"{flags} --moe-fb-overlap")
     for name in ("lm_loss", "grad_norm"):
