@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from mindspeed.moe.load.megatron_exchange import better
 from mindspeed.moe.load.placed import moves
-from mindspeed.moe.load.slots import inverse, slots_of, write
+from mindspeed.moe.load.slots import inverse, nearest, slots_of, write
 from tests.support.trainer_job import SETUP, metrics
 from tests.training.matrix_job import train
 from tests.training.test_layouts import MOE
@@ -78,3 +79,68 @@ def test_twelve_steps_with_two_exchanges_equal_those_without_to_the_bit(form, ra
     placed += run(f"--load {second} {other}")
     assert [iteration for iteration, *_ in placed] == list(range(5, 13))
     assert placed == plain
+
+
+def test_an_exchange_moves_few_experts_and_only_where_it_helps():
+    before = slots_of([0, 0, 0, 1, 1, 1, 2, 2, 2], 3)
+    # The same groups of experts under other names of ranks: nothing moves.
+    assert nearest([2, 2, 2, 0, 0, 0, 1, 1, 1], before, 3) == before
+    after = nearest([2, 2, 0, 2, 0, 0, 1, 1, 1], before, 3)
+    assert sorted(after) == list(range(9))
+    assert [expert for expert in range(9) if after[expert] != before[expert]] == [2, 3]
+    assert better([10] * 9, before, 3) is None
+    uneven = [30, 30, 30, 10, 10, 10, 10, 10, 10]
+    found = better(uneven, before, 3)
+    assert found is not None and sorted(found) == list(range(9))
+    assert better(uneven, found, 3) is None
+
+
+IN_RUN = {
+    "fp32, all-reduce": (2, "", ""),
+    "bf16": (2, "--bf16", "--moe-alltoall-overlap-comm"),
+    "distributed, replicas, gathered late": (
+        4,
+        "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
+        "--overlap-grad-reduce --overlap-param-gather",
+        "",
+    ),
+}
+
+
+@pytest.mark.weekly_cases("fp32, all-reduce")
+@pytest.mark.slow
+@pytest.mark.parametrize("form", IN_RUN)
+def test_exchanges_in_a_run_change_no_loss_and_leave_a_plain_checkpoint(form, ranks, tmp_path):
+    world, optimizer, program = IN_RUN[form]
+    file, saved = tmp_path / "metrics.jsonl", tmp_path / "saved"
+
+    def run(*flags):
+        file.unlink(missing_ok=True)
+        words = f"{MODEL} {optimizer} {program} --metrics-file {file} {' '.join(flags)}".split()
+        found = ranks(world, counted, words, setup=SETUP, backend=None, timeout=240)
+        assert len({tuple(one) for one in found}) == 1  # all ranks move the same
+        return found[0], [(one["iteration"], one["lm_loss"]) for one in metrics(file)]
+
+    _, plain = run()
+    moved, exchanged = run(f"--moe-exchange-interval 2 --save {saved} --exit-interval 8")
+    assert sum(moved) > 0
+    _, resumed = run(f"--load {saved}")  # experts in order
+    assert [*exchanged, *resumed] == plain
+
+
+def counted(flags):
+    """Train; experts moved by each exchange."""
+    from mindspeed.moe.load.megatron_exchange import ExpertStates
+
+    moved, exchange = [], ExpertStates.exchange
+
+    def watched(self, *args):
+        moved.append(exchange(self, *args))
+        return moved[-1]
+
+    ExpertStates.exchange = watched
+    try:
+        train(flags)
+    finally:
+        ExpertStates.exchange = exchange
+    return moved

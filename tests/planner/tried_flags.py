@@ -103,7 +103,8 @@ TRIED = {
     "--pipe-experts-multi-stream",
     "behind attention, sliced": _DEEPSPEED + _SLICED + "--ampipe-degree 2 "
     "--ampipe-tp-sp-comm-overlap",
-    "placed experts": _EP + _HIDDEN + "--moe-expert-placement {folder}/slots.json",
+    "placed experts": _EP + _HIDDEN + "--moe-expert-placement {folder}/slots.json "
+    "--moe-exchange-interval 100",
     "divided experts": _EP + "--zero-stage 3",
     "from the host": _TP + _TE + "--fine-grained-activation-offloading --offload-modules core_attn",
 }

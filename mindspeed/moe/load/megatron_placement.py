@@ -1,6 +1,7 @@
 """Experts of Megatron's layers in other slots: their program, and their names in checkpoints.
 
-    place(layer, slots, journal)
+    placed = PlacedExperts(layer, slots, journal)
+    placed.slots = others        # once the experts have been exchanged
 
 Checkpoints hold experts by number, with their optimizer states: loading one under another placement
 is an exchange of experts.
@@ -18,25 +19,36 @@ from mindspeed.moe.layer.megatron import change
 from mindspeed.moe.load.slots import inverse
 
 
-def place(layer: Any, slots: Sequence[int], journal: Journal) -> None:
-    """Put the experts of a layer into slots.
+class PlacedExperts:
+    """The experts of one layer in slots.
 
     Args:
         layer: Megatron's ``MoELayer``.
         slots: slot of each expert.
         journal: a feature's; undoing it restores the layer.
     """
-    change(layer, journal, slots=tuple(slots))
-    numbers = inverse(slots)
 
-    def by_number(before: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, layer: Any, slots: Sequence[int], journal: Journal) -> None:
+        self.layer, self._journal = layer, journal
+        self.slots = slots
+        replace_method(layer.experts, "sharded_state_dict", self._by_number, journal)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slot of each expert."""
+        return self._slots
+
+    @slots.setter
+    def slots(self, slots: Sequence[int]) -> None:
+        self._slots = tuple(slots)
+        change(self.layer, self._journal, slots=self._slots)
+
+    def _by_number(self, before: Callable[..., Any]) -> Callable[..., Any]:
         def sharded_state_dict(*args: Any, **options: Any) -> Any:
-            found = before(*args, **options)
+            found, numbers = before(*args, **options), inverse(self._slots)
             return {name: _renumbered(one, numbers) for name, one in found.items()}
 
         return sharded_state_dict
-
-    replace_method(layer.experts, "sharded_state_dict", by_number, journal)
 
 
 def _renumbered(entry: Any, numbers: Sequence[int]) -> Any:

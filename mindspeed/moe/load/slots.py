@@ -42,6 +42,37 @@ def slots_of(place: Sequence[int], ranks: int) -> list[int]:
     return slots
 
 
+def nearest(place: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
+    """Slots of a placement that move few experts: ranks are alike, so they may change names.
+
+    Args:
+        place: the rank of each expert.
+        before: slot of each expert now.
+        ranks: number of ranks.
+    """
+    local = len(place) // ranks
+    shared = [[0] * ranks for _ in range(ranks)]
+    for wanted, slot in zip(place, before, strict=True):
+        shared[wanted][slot // local] += 1
+    pairs = sorted(
+        ((wanted, now) for wanted in range(ranks) for now in range(ranks)),
+        key=lambda pair: -shared[pair[0]][pair[1]],
+    )
+    name: dict[int, int] = {}
+    for wanted, now in pairs:
+        if wanted not in name and now not in name.values():
+            name[wanted] = now
+    free = [set(range(rank * local, (rank + 1) * local)) for rank in range(ranks)]
+    slots = [-1] * len(place)
+    for stays in (True, False):
+        for expert, wanted in enumerate(place):
+            rank = name[wanted]
+            if stays == (before[expert] // local == rank):
+                slots[expert] = before[expert] if stays else min(free[rank])
+                free[rank].remove(slots[expert])
+    return slots
+
+
 def inverse(slots: Sequence[int]) -> list[int]:
     """Expert of each slot."""
     found = [0] * len(slots)
