@@ -3,6 +3,7 @@
     python benchmarks/moe.py                     # CPU: two ranks and a modelled link, some minutes
     python benchmarks/moe.py --device cuda       # one GPU: grouped products, permutation
     python benchmarks/moe.py --placement         # rows of the fullest rank, no time
+    python benchmarks/moe.py --counts            # CPU, seconds: bytes, FLOPs, collectives, reads
     python benchmarks/moe.py --quick
 
 CPU: the layer and gloo's collectives are real work, the network is modelled: a collective is
@@ -12,6 +13,11 @@ third of the step of Megatron's layer over a link without delay. A step is forwa
 the fastest of the repeats counts, from a barrier to the end of the slower rank. ``simulated`` is
 what :mod:`mindspeed.moe.simulate` says with the same link and that rate of products; it does not
 know of gloo's copies and of the cores that ranks share.
+
+``--counts``: what a step of a layer in bf16 sends and computes, counted on rank 0 of the two:
+collectives and bytes of both passes, FLOPs, copies of sizes to the host. A layer that is recomputed
+as a whole has its second forward with it. HybridEP is not installed here: its row is read from
+Megatron's source and counts the expectation of even routing.
 
 GPU: products of all experts in one grouped kernel, against one product for each; and the bandwidth
 of the permutation, against ``index_select``. Needs one GPU.
@@ -41,6 +47,7 @@ import torch.multiprocessing as mp
 
 from mindspeed.instruments.clock import Link
 from mindspeed.moe.comparison import ENTRIES, Job, compare
+from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.load.placement import (
     Question,
     in_order,
@@ -50,8 +57,9 @@ from mindspeed.moe.load.placement import (
     with_copies,
 )
 from mindspeed.moe.request import LayerRequest
+from mindspeed.moe.save.policy import ALL, SavePolicy
 from mindspeed.moe.simulate import Rates
-from mindspeed.moe.sizes import Sizes
+from mindspeed.moe.sizes import Sizes, chance
 from mindspeed.processes import free_port
 
 RANKS, RATIOS, LATENCY = 2, (0.5, 1.0), 5e-4
@@ -74,6 +82,26 @@ class Row:
     simulated: float
     waiting: float  # simulated
     calls: int
+
+
+@dataclass(frozen=True)
+class CountedRow:
+    """What a step of one program sends, computes and reads.
+
+    Attributes:
+        calls: collectives of forward, recomputation and backward.
+        sent: bytes of rank 0, likewise.
+        host_reads: copies of sizes to the host; -1: not counted.
+        counted: False for a row that is read from a source.
+    """
+
+    program: str
+    flags: str
+    calls: tuple[int, int, int]
+    sent: tuple[int, int, int]
+    flops: int
+    host_reads: int
+    counted: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,6 +182,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--placement", action="store_true", help="placements of experts, no time")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--counts", action="store_true", help="no times: bytes, FLOPs, collectives")
     parser.add_argument("--quick", action="store_true", help="small sizes, two repeats")
     parser.add_argument("--out", type=Path, default=Path("moe.json"))
     args = parser.parse_args()
@@ -231,10 +260,18 @@ def _rank(rank: int, args: argparse.Namespace) -> None:
     session.install().configure({"moe_grouped_gemm": True})
     parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
     tensor_parallel.model_parallel_cuda_manual_seed(123)
+    sizes = SMALL if args.quick else SIZES
+    if args.counts:
+        counted = [asdict(row) for row in _counted(replace(sizes, itemsize=2, hidden=512))]
+        if rank == 0:
+            args.out.write_text(json.dumps({"rows": counted}, indent=1) + "\n")
+            print("\n".join(map(_counted_line, counted)))
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     link = ModelledLink()
     link.install()
     rows: list[Row] = []
-    sizes = SMALL if args.quick else SIZES
     for shared in (0, SHARED * sizes.ffn // SIZES.ffn):
         rows += _measured(replace(sizes, shared=shared), link, args.repeats)
     if rank == 0:
@@ -272,6 +309,100 @@ def _measured(sizes: Sizes, link: ModelledLink, repeats: int) -> Iterator[Row]:
                 sizes.shared, ratio, name, ENTRIES[name].flags, seconds,
                 line.total, line.exposed(), line.calls(),
             )  # fmt: skip
+
+
+COUNTED = ("megatron", "overlap", "overlap-level0", "dedup", "fp8", "fp8-both", "device")
+
+
+def _counted(sizes: Sizes) -> Iterator[CountedRow]:
+    for name in COUNTED:
+        entry = ENTRIES[name]
+        yield _count(name, entry.flags, sizes, dict(entry.request), entry.policy, entry.packed)
+    both = {"overlap": True, "fp8": "both", "exchange": "device", "bound": DeviceBound(1.25)}
+    flags = f"{ENTRIES['device'].flags} --moe-fp8-dispatch both"
+    yield _count("device, fp8-both", flags, sizes, both)
+    recompute = "--recompute-modules moe --moe-permutation-async-comm"
+    serial = {"async_permutation": True}
+    yield _count("recomputed", recompute, sizes, serial, again="whole")
+    level = f"{recompute} --optimize-recomp-communication-level 1"
+    yield _count("recomputed, level 1", level, sizes, serial, again="closed")
+    yield _of_hybrid_ep(sizes)
+
+
+def _count(
+    name: str,
+    flags: str,
+    sizes: Sizes,
+    request: dict[str, Any],
+    policy: SavePolicy = ALL,
+    packed: bool = True,
+    again: str = "",
+) -> CountedRow:
+    """Count one step; ``again``: the layer is recomputed, "whole" or "closed" as by the flag."""
+    from mindspeed.instruments import CommLedger, FlopCounter
+    from mindspeed.journal import Journal
+    from mindspeed.moe.host_copy import HostCopy
+    from mindspeed.moe.layer.megatron import change
+
+    torch.manual_seed(dist.get_rank())
+    layer, journal, reads = _layer(sizes, "alltoall").bfloat16(), Journal(), []
+    if packed:
+        change(layer, journal, **request, save=policy)
+        start = HostCopy.start
+        journal.set(
+            HostCopy, "start", lambda *args: (reads.append(1), start(*args))[1], owner="benchmark"
+        )
+    x = torch.randn(sizes.tokens, 1, sizes.hidden, dtype=torch.bfloat16, requires_grad=True)
+    forward = _again(layer, closed=again == "closed") if again else layer
+    with CommLedger() as ledger, FlopCounter() as flops:
+        output, _ = forward(x)
+        output.backward(torch.ones_like(output))
+    journal.undo()
+    phases = [[e for e in ledger.events if e.phase == phase] for phase in PHASES]
+    return CountedRow(
+        name,
+        flags,
+        tuple(len(events) for events in phases),
+        tuple(sum(one.wire for one in events) for events in phases),
+        flops.count.total,
+        len(reads) if packed else -1,
+    )
+
+
+PHASES = ("forward", "recompute", "backward")
+
+
+def _again(layer: Any, *, closed: bool) -> Callable[..., Any]:
+    """The layer as a segment whose second run ends where it closes a region, or as a whole."""
+    from mindspeed.memory.segment import Segment
+    from mindspeed.tensor_parallel.megatron import closing_experts
+    from mindspeed.tensor_parallel.regions import Closing, Region
+
+    region = Region(closing_experts(layer) if closed else Closing())
+
+    def forward(x: torch.Tensor) -> Any:
+        segment = Segment("layer", layer, (x,), {}, lambda: region.second_run, lambda: None)
+        with torch.autograd.graph.saved_tensors_hooks(segment.save, lambda saved: saved.get()):
+            return layer(x)
+
+    return forward
+
+
+def _of_hybrid_ep(sizes: Sizes) -> CountedRow:
+    """Megatron's HybridEP: once to each rank, with the probabilities of its experts.
+
+    One call each way. The host waits for the number of rows unless tokens are dropped and padded.
+    """
+    rows = sizes.tokens * chance(sizes.experts, sizes.topk, sizes.ep) * (sizes.ep - 1)
+    there = round(rows * (sizes.row + 4 * sizes.local))
+    back = round(rows * sizes.row)
+    flags = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+    return CountedRow("hybridep", flags, (2, 0, 2), (there + back, 0, there + back), 0, 1, False)
+
+
+def _counted_line(row: dict[str, Any]) -> str:
+    calls, sent = (" + ".join(map(str, row[name])) for name in ("calls", "sent"))
+    return f"{row['program']:20} {calls:10} {sent:30} {row['flops']:14} {row['host_reads']:3}"
 
 
 def _is_of_one_layer(name: str) -> bool:

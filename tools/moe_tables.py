@@ -23,6 +23,7 @@ from mindspeed.moe.sizes import Sizes
 OVERVIEW, REFERENCE = ROOT / "docs" / "moe.md", ROOT / "docs" / "moe-plan.md"
 RECORDED = ROOT / "docs" / "features" / "moe-record-routing.md"
 PLACEMENTS = ROOT / "benchmarks" / "results" / "moe-placement.json"
+COUNTED = ROOT / "benchmarks" / "results" / "cpu-moe-counts.json"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu-moe.json"
 PROGRAMS = (
     "megatron", "shared-overlap", "1f1b", "async", "overlap", "overlap-level1", "balanced",
@@ -89,6 +90,25 @@ def measured_table() -> str:
     return "\n".join(lines)
 
 
+def counted_table() -> str:
+    """What a step sends, computes and reads, by ``benchmarks/moe.py --counts``."""
+    rows = json.loads(COUNTED.read_text(encoding="utf-8"))["rows"]
+    own = sum(rows[0]["sent"])
+    lines = [
+        "| program | flags | collectives: forward + again + backward | bytes | GFLOPs "
+        "| sizes copied to the host |"
+    ]
+    lines.append("|---" * 6 + "|")
+    for row in rows:
+        name = row["program"] if row["counted"] else f"{row['program']} (by its source)"
+        cells = [name, code(row["flags"]), " + ".join(map(str, row["calls"]))]
+        cells.append(f"{sum(row['sent']) / own:.2f}")
+        cells.append(f"{row['flops'] / 1e9:.2f}" if row["flops"] else "")
+        cells.append("" if row["host_reads"] < 0 else str(row["host_reads"]))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def code(flags: str) -> str:
     """Flags as code, the remark about them as text."""
     flags, _, remark = flags.partition(": ")
@@ -126,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, fail if needed")
     check = parser.parse_args(arguments).check
     tables = {
-        OVERVIEW: {"exposed": exposed_table()},
+        OVERVIEW: {"exposed": exposed_table(), "counted": counted_table()},
         REFERENCE: {"priced": priced_table(), "measured": measured_table()},
         RECORDED: {"placements": placement_table()},
     }

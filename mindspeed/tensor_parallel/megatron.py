@@ -47,11 +47,11 @@ def closing_parts(layer: Any, programs: Container[Any] = ()) -> dict[str, Closin
         if type(mlp) is MLP:
             found["mlp"] = Closing([(mlp.linear_fc2, mlp)])
         elif mlp in programs:
-            found["mlp"] = _closing_experts(mlp)
+            found["mlp"] = closing_experts(mlp)
     return found
 
 
-def _closing_experts(layer: Any) -> Closing:
+def closing_experts(layer: Any) -> Closing:
     """The second linear layers of routed and shared experts, and the way back of the results."""
     # The first is that of experts with stacked weights.
     chains: list[tuple[torch.nn.Module, ...]] = [(layer.experts, layer)]

@@ -12,6 +12,19 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe.py"
 
 
+RESULTS = SCRIPT.parent / "results" / "cpu-moe-counts.json"
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_counts_are_those_of_the_results(tmp_path: Path) -> None:
+    file = tmp_path / "counts.json"
+    command = [sys.executable, str(SCRIPT), "--counts", "--out", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(file.read_text()) == json.loads(RESULTS.read_text())
+
+
 @pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run(tmp_path: Path) -> None:
