@@ -29,11 +29,11 @@ from mindspeed.compare.rank_files import read_lines, read_tensors
 
 _LIMIT = 6.0
 _TINY = 1e-300
-Sequences = dict[Name, dict[int, "list[Result]"]]
+Sequences = dict[Name, dict[int, "list[OperatorResult]"]]
 
 
 @dataclass(frozen=True)
-class Result:
+class OperatorResult:
     """What an operator has made on a rank.
 
     Attributes:
@@ -78,7 +78,7 @@ def read(directory: Path) -> Sequences:
     Raises:
         DataError: A file is damaged.
     """
-    found: defaultdict[Name, dict[int, list[Result]]] = defaultdict(dict)
+    found: defaultdict[Name, dict[int, list[OperatorResult]]] = defaultdict(dict)
     for path in sorted(directory.glob("step-*/operators-*.jsonl")):
         rank = int(path.stem.rpartition("-")[2])
         data = read_tensors(path)
@@ -92,7 +92,7 @@ def read(directory: Path) -> Sequences:
                 exact = tuple(data["exact"][one.first : end].tolist())
             own = found[one.call].setdefault(rank, [])
             places.append((one.call, len(own)))
-            own.append(Result(one, digests, exact))
+            own.append(OperatorResult(one, digests, exact))
     return dict(found)
 
 
@@ -129,7 +129,7 @@ def first_difference(
     return None
 
 
-Ranks = Mapping[int, list[Result]]
+Ranks = Mapping[int, list[OperatorResult]]
 
 
 def _of_call(
@@ -162,7 +162,7 @@ def _entering(ranks: Ranks) -> list[Any]:
     return given or [one.operator.results for one in first[:4]]
 
 
-def _alike(ranks: Ranks) -> tuple[list[list[Result]], list[str]]:
+def _alike(ranks: Ranks) -> tuple[list[list[OperatorResult]], list[str]]:
     """The ranks that call the same operators as the first, and what others call."""
     first = next(iter(ranks.values()))
     names = [one.operator.name for one in first]
@@ -240,7 +240,9 @@ class _Aligned:
         one_layout: Shapes must be equal, too.
     """
 
-    def __init__(self, a: list[list[Result]], b: list[list[Result]], one_layout: bool) -> None:
+    def __init__(
+        self, a: list[list[OperatorResult]], b: list[list[OperatorResult]], one_layout: bool
+    ) -> None:
         self._a, self._b, self.one_layout = a, b, one_layout
         here, there = ([_key(one.operator, one_layout) for one in run[0]] for run in (a, b))
         self.pairs: list[tuple[int | None, int | None]] = list(_aligned(here, there))
@@ -294,7 +296,7 @@ def _aligned(here: Sequence[Any], there: Sequence[Any]) -> Iterator[tuple[int | 
             yield from ((None, j) for j in range(j1, j2))
 
 
-def _error(here: list[Result], there: list[Result]) -> float | None:
+def _error(here: list[OperatorResult], there: list[OperatorResult]) -> float | None:
     """Relative error of an operator's results; None where they cannot be compared."""
     a, b = here[0], there[0]
     if a.digests is None or b.digests is None or len(a.digests) != len(b.digests):
@@ -308,13 +310,13 @@ def _error(here: list[Result], there: list[Result]) -> float | None:
     return max(_apart_in_mean(here, there, k) for k in range(len(a.digests)))
 
 
-def _apart_in_mean(here: list[Result], there: list[Result], k: int) -> float:
+def _apart_in_mean(here: list[OperatorResult], there: list[OperatorResult], k: int) -> float:
     """Relative difference of the mean and of the root mean square, over all parts and copies."""
     (mean, size), (other, changed) = _moments(here, k), _moments(there, k)
     return max(abs(changed - size), abs(other - mean)) / (size + _TINY)
 
 
-def _moments(ranks: list[Result], k: int) -> tuple[float, float]:
+def _moments(ranks: list[OperatorResult], k: int) -> tuple[float, float]:
     total = sum(one.digests[k].sum(0) for one in ranks if one.digests is not None)
     count = sum(math.prod(one.operator.results[k]) for one in ranks) or 1
     assert isinstance(total, torch.Tensor)
