@@ -36,13 +36,14 @@ def main() -> None:
     modes = [*MODES, "equal"]
     parser.add_argument("--mode", nargs="+", choices=modes, default=modes)
     parser.add_argument("--only", nargs="+", default=list(FAULTS), help="faults")
+    parser.add_argument("--pairs", nargs="+", default=list(PAIRS), help="equal runs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found: dict[str, dict[str, object]] = {}
     with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
         for mode in args.mode:
             if mode == "equal":
-                found[mode] = pairs(Campaign(pool.run, Path(folder, mode)))
+                found[mode] = pairs(Campaign(pool.run, Path(folder, mode)), args.pairs)
                 print(json.dumps({k: v for k, v in found[mode].items() if k != "pairs"}))
                 continue
             dtype, forced = MODES[mode]
@@ -62,11 +63,11 @@ def main() -> None:
         args.out.write_text(json.dumps({"seed": args.seed, **found}, indent=1) + "\n")
 
 
-def pairs(campaign: Campaign) -> dict[str, object]:
-    """Compare all pairs of equal runs; print each."""
+def pairs(campaign: Campaign, names: list[str]) -> dict[str, object]:
+    """Compare pairs of equal runs; print each."""
     rows = []
-    for name, pair in PAIRS.items():
-        result = campaign.equal(pair)
+    for name in names:
+        result = campaign.equal(PAIRS[name])
         worst = max(row.difference.worst for row in result.rows)
         bits = all(row.difference.error == 0 for row in result.rows)
         rows.append(
