@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -189,3 +191,27 @@ def test_what_is_not_kept_is_read_as_it_is():
         lambda **options: options, {"model": [], "data_iterator": reader}, kept=False
     )
     assert step.run()["data_iterator"] is reader
+
+
+def test_threads_of_autograd_note_operators_of_their_own():
+    """A mode is on in every thread that autograd has, each of which makes and follows its own."""
+    mode = FirstNotFinite(lambda: threading.current_thread().name)
+    start, found = threading.Barrier(4), []
+
+    def follow(operator: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        start.wait()
+        with mode:
+            for _ in range(50):
+                made = operator(torch.full((64,), -2.0))
+                found.append((operator.__name__, mode.origin(made * 2 + 1), "finite"))
+                found.append((operator.__name__, mode.origin(made.nan_to_num()), ""))
+
+    kinds = (torch.sqrt, torch.log, torch.acos, torch.log1p)
+    threads = [threading.Thread(target=follow, args=(one,), name=one.__name__) for one in kinds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 400
+    for name, origin, kind in found:
+        assert origin == ((f"{name}.default", name) if kind else None)

@@ -28,6 +28,10 @@ EXPERTS = (
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
     "--transformer-impl transformer_engine"
 )
+FP8 = (
+    "--bf16 --transformer-impl transformer_engine --ffn-hidden-size 192 --fp8-format hybrid "
+    "--fp8-recipe"
+)
 
 
 @pytest.fixture
@@ -62,6 +66,7 @@ def message(results: list[dict]) -> str:
         (2, f"{PP} --variable-seq-lengths", 4),
         (4, f"{TP} {PP}", 4),
         (1, "--fp16 --initial-loss-scale 65536", 4),
+        (1, f"{FP8} tensorwise", 4),
     ],
 )
 def test_a_run_with_all_guards_is_the_run_without(run, world, flags, batch):
@@ -165,6 +170,7 @@ def test_a_copy_with_a_flipped_bit_is_named(run, world, flags, batch, blamed):
         (2, "", 8, 3, 1),
         (2, f"{SP} {RECOMPUTED}", 4, 1, 1),
         (4, f"{TP} {CP}", 4, 1, 3),
+        (1, f"{FP8} blockwise", 4, 1, 0),
     ],
 )
 def test_a_bit_that_flips_once_is_named(run, world, flags, batch, number, rank):
@@ -173,6 +179,13 @@ def test_a_bit_that_flips_once_is_named(run, world, flags, batch, number, rank):
         "step 2 (iteration 3): a transient fault of a device: computed three times, the first "
         f"differs in bits; first in micro-batch {number}, forward, {FC1}, output, on rank {rank};"
         in text
+    )
+
+
+def test_bits_of_factors_that_follow_from_earlier_steps_are_not_compared(run):
+    flags = f"{FP8} delayed --guard"
+    assert "--guard bitflip: cannot be combined with --fp8-recipe" in message(
+        run(1, f"{flags} bitflip")
     )
 
 

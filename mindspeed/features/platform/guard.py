@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import POSITIVE
 
@@ -49,6 +49,15 @@ class Guard(
         unknown = [one for one in self.guard if one not in KINDS]
         if unknown:
             yield Problem("--guard", f"{unknown[0]!r} is none of {', '.join(KINDS)}")
+        recipe = megatron.get("fp8_recipe") or "delayed"
+        recipe = getattr(recipe, "value", recipe)
+        if "bitflip" in self.guard and megatron.get("fp8") and recipe == "delayed":
+            yield conflict(
+                "--guard bitflip",
+                "--fp8-recipe delayed",
+                "its factors follow from the steps before, and a step computed again has others",
+                "use tensorwise, blockwise or mxfp8, or leave out bitflip",
+            )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.guard.job import GuardOptions, TrainingGuard
