@@ -58,6 +58,7 @@ def faults() -> list[str]:
         for name, fault in FAULTS.items()
         if fault.job == "dense"
         and not fault.needs
+        and name != "not a number"  # ends the job
         and all(when in ("forward", "backward") for when, _, _ in fault.expected)
     ]
 
@@ -79,6 +80,7 @@ def measured(folder: Path, names: list[str]) -> list[dict[str, Any]]:
         first = next((row for row in rows if row["Result"] in ("warning", "error")), None)
         where = "" if first is None else first["NPU Name"]
         guilty = [module for _, module, _ in FAULTS[name].expected]
+        guilty += ["rotary_pos_emb"] * name.startswith("rotary")
         kind = "nowhere" if first is None else "elsewhere"
         if any(re.search(rf"\b{re.escape(module)}\b", where) for module in guilty):
             kind = "at the module"
