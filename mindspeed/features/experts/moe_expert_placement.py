@@ -36,6 +36,7 @@ class MoeExpertPlacement(
         "balanced-experts": _ROWS,
         "moe-allgather-overlap": _ROWS,
         "moe-alltoall-exchange": _ROWS,
+        "moe-device-bound": _ROWS,
         "moe-fb-overlap": _ROWS,
         "pipe-experts": _ROWS,
     },
