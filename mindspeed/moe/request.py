@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+import torch
+
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
@@ -40,6 +42,8 @@ class LayerRequest:
         save: what the experts keep for backward.
         recompute_above: a rank whose load is larger keeps only the rows of its experts.
         slots: slot of each expert; None: experts are in their order.
+        watch: gets the rows of every rank for every expert of a call that is trained,
+            ``[ranks, experts]`` on the host; not of exchanges that do not know them there.
     """
 
     async_permutation: bool = False
@@ -58,6 +62,7 @@ class LayerRequest:
     save: SavePolicy = ALL
     recompute_above: float | None = None
     slots: tuple[int, ...] | None = None
+    watch: Callable[[torch.Tensor], None] | None = None
 
     def wire_of(self, width: int) -> Wire:
         """The format of rows of ``width`` elements."""

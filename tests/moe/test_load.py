@@ -31,6 +31,11 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 CASES = {
     "bias": (2, f"{EP} {BIAS} --moe-alltoall-overlap-comm", "all ranks"),
     "balance, stages": (4, f"{EP} {TWO_STAGES} {BALANCE} {RECOMPUTED}", "all ranks"),
+    "neither, a program": (
+        4,
+        f"{EP} --moe-alltoall-overlap-comm --moe-exchange-interval 3",
+        "one expert group",
+    ),
     "neither, dropped": (2, f"{EP} --moe-expert-capacity-factor 0.5", "one rank's tokens"),
 }
 
@@ -57,7 +62,8 @@ def test_rows_of_the_log_are_those_dispatched_without_a_collective_more(case, ra
         for layer in (layer for record in stage for layer in record["layers"]):
             had = sums.get(layer["layer"], [0] * 4)
             sums[layer["layer"]] = [a + b for a, b in zip(had, layer["tokens"], strict=True)]
-    summed = found[:1] if over.startswith("one") else found
+    ranks_of = {"all ranks": world, "one expert group": 2, "one rank's tokens": 1}
+    summed = found[: ranks_of[over]]
     expected = {}
     for layer in (1, 2, 3, 4):
         of_ranks = [one["rows"][layer] for one in summed if layer in one["rows"]]

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 NAME = "--moe-log-load"
+_PROGRAMS = (
+    *("balanced-experts", "experts-pipeline", "moe-adaptive-recompute", "moe-alltoall-exchange"),
+    *("moe-device-bound", "moe-expert-placement", "moe-fp8-dispatch", "moe-overlap"),
+    *("moe-tp-extend-ep", "moe-zero-memory", "pipe-experts"),
+)
+"""Features by which a program runs the layer, and tells the rows of the expert group."""
 
 
 class MoeLogLoad(
@@ -27,6 +33,7 @@ class MoeLogLoad(
     level=0,
     megatron_versions=">=0.16",
     planning=("no part",),
+    after=_PROGRAMS,
     seams=("chunk", "step", "log", "figures", "expert_counts", "balance_losses"),
 ):
     """Loads of experts, ranks and nodes in the log."""

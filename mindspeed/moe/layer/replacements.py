@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.dispatch.choice import Routing
 from mindspeed.moe.dispatch.padded import PaddedDispatcher
@@ -147,4 +149,21 @@ def placement(call: LayerCall, stages: Stages) -> Stages:
     return stages if slots is None else placed(stages, slots)
 
 
-REPLACEMENTS: tuple[Replacement, ...] = (placement, saving, pieces, groups, hot)
+def watched(call: LayerCall, stages: Stages) -> Stages:
+    """Tell the rows of all ranks, which the host knows once the program has run."""
+    request, trained = call.request, call.layer.training and torch.is_grad_enabled()
+    watch = request.watch
+    if watch is None or not trained or request.hot_experts:  # their rows are not counted
+        return stages
+
+    def tell(chunk: Chunk) -> None:
+        counts = chunk.values.get("host_counts")
+        if counts is not None:
+            rows = counts.get().view(-1, call.groups.experts)
+            watch(rows if request.slots is None else rows[:, list(request.slots)])
+
+    call.at_end.append(tell)
+    return stages
+
+
+REPLACEMENTS: tuple[Replacement, ...] = (watched, placement, saving, pieces, groups, hot)

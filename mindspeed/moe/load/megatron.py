@@ -8,8 +8,9 @@
 
 A router's hook adds the rows of its micro-batches on the device. The sum over ranks costs no
 collective: the update of expert biases sums the same numbers, and where there is none but a
-balancing loss is reported, they travel at the end of that message. Otherwise the figures are those
-of one rank's tokens, and the log says so. Every pipeline stage has its own layers.
+balancing loss is reported, they travel at the end of that message. Otherwise they are those of
+the expert group, whose ranks tell each other what they send where a program of ours runs the layer,
+else of one rank's tokens, and the log says so. Every pipeline stage has its own layers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +26,10 @@ import torch
 
 from mindspeed.files import make_dirs, secure_open
 from mindspeed.moe.host_copy import HostCopy
+from mindspeed.moe.layer.megatron import ProgramForward
 from mindspeed.moe.load.figures import LoadFigures, figures
 
-ALL, OWN = "all ranks", "one rank's tokens"
+ALL, GROUP, OWN = "all ranks", "one expert group", "one rank's tokens"
 """Over which ranks a figure is summed."""
 
 
@@ -71,6 +73,7 @@ class _Layer:
     router: Any
     own: torch.Tensor  # int64 [experts]
     chosen: int = 0  # choices of this rank's tokens
+    group: torch.Tensor | None = None  # [experts] on the host, over the expert group
     summed: torch.Tensor | None = None  # [experts], over all ranks
     bias: torch.Tensor | None = None  # at the last report
 
@@ -94,14 +97,17 @@ class LoadWatch:
 
     def chunk(self, model: torch.nn.Module, config: Any, vp_stage: int | None) -> None:
         """Watch the routers of a model chunk."""
-        from megatron.core.transformer.moe.router import TopKRouter
+        from megatron.core.transformer.moe.moe_layer import MoELayer
 
         for module in model.modules():
-            if isinstance(module, TopKRouter):
+            if isinstance(module, MoELayer):
                 rows = torch.zeros(self._settings.experts, dtype=torch.int64)
-                layer = _Layer(module, rows.to(module.weight.device))
+                layer = _Layer(module.router, rows.to(module.router.weight.device))
                 self._layers.append(layer)
-                module.register_forward_hook(self._counter(layer))
+                module.router.register_forward_hook(self._counter(layer))
+                forward = vars(module).get("forward")
+                if isinstance(forward, ProgramForward):
+                    forward.request = replace(forward.request, watch=_group_counter(layer))
 
     def _counter(self, layer: _Layer) -> Callable[..., None]:
         def count(router: Any, inputs: Any, output: Any) -> None:
@@ -206,11 +212,16 @@ class LoadWatch:
         counts = self._copy.get().tolist()
         self._copy = None
         every = all(layer.summed is not None for layer in self._layers)
-        self._over = ALL if every or parallel.copies == 1 else OWN
+        group = all(layer.group is not None for layer in self._layers)
+        self._over = ALL if every or parallel.copies == 1 else GROUP if group else OWN
         found: list[tuple[_Layer, LoadFigures, list[float]]] = []
         for layer, row in zip(self._layers, counts, strict=True):
-            rows = row[:-2]
-            chosen = layer.chosen * (parallel.copies if layer.summed is not None else 1)
+            copies = parallel.copies if self._over == ALL else 1
+            if self._over == GROUP:
+                assert layer.group is not None
+                row[:-2] = layer.group.sum(0).tolist()
+                copies = layer.group.shape[0]
+            rows, chosen = row[:-2], layer.chosen * copies
             node = max(1, settings.node // settings.slices)
             found.append((layer, figures(rows, chosen, parallel.experts, node), row))
         if parallel.writes:
@@ -218,7 +229,7 @@ class LoadWatch:
         for layer in self._layers:
             layer.own.zero_()
             bias = _bias(layer)
-            layer.chosen, layer.summed = 0, None
+            layer.chosen, layer.summed, layer.group = 0, None, None
             layer.bias = None if bias is None else bias.clone()
         return self._worst(found, parallel)
 
@@ -290,6 +301,13 @@ class Parallel:
             state.get_pipeline_model_parallel_rank(),
             group.rank() == 0,
         )
+
+
+def _group_counter(layer: _Layer) -> Callable[[torch.Tensor], None]:
+    def count(rows: torch.Tensor) -> None:
+        layer.group = rows.clone() if layer.group is None else layer.group + rows
+
+    return count
 
 
 def _bias(layer: _Layer) -> torch.Tensor | None:
