@@ -235,3 +235,27 @@ def other_layers() -> str:
         except ConfigError as found:
             return str(found)
     return ""
+
+
+def kept(sequence_parallel: bool) -> list[int]:
+    """Bytes alive between forward and backward, of whole micro-batches and of halves."""
+    import torch.distributed as dist
+
+    from mindspeed.instruments.live_memory import LiveMemory
+
+    size = dist.get_world_size()
+    gpt_ranks.start(size)
+    options = {"tensor_model_parallel_size": size, "sequence_parallel": sequence_parallel}
+    tokens = torch.arange(4 * gpt_ranks.SEQUENCE).view(4, -1) % gpt_ranks.VOCABULARY
+    positions = torch.arange(gpt_ranks.SEQUENCE).expand(tokens.shape)
+    found = []
+    for values in (OFF, ON):
+        with configured(values):
+            cfg = gpt_ranks.config("rmsnorm-swiglu-gqa", num_layers=4, **options)
+            model = gpt_ranks.build(cfg, "te")
+            model(tokens, positions, None, labels=tokens).mean().backward()  # rotary tables
+            with LiveMemory() as memory:
+                loss = model(tokens, positions, None, labels=tokens).mean()
+                found.append(memory.total)
+                loss.backward()
+    return found

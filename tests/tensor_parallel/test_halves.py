@@ -33,6 +33,13 @@ CASES = {
     "adapters": ("rmsnorm-swiglu-gqa", "te", 2, SP | DROPOUT, {"lora": LORA}),
     "adapters, local spec": ("layernorm-gelu-bias", "local", 2, {}, {"lora": LORA}),
     "recomputed": ("layernorm-gelu-bias", "te", 2, DROPOUT | FULL, {"samples": 3}),
+    "two layers recomputed as one": (
+        "rmsnorm-swiglu-gqa", "te", 2,
+        SP | FULL | {"num_layers": 4, "recompute_num_layers": 2}, {"passes": 2},
+    ),
+    "first layers recomputed": (
+        "rmsnorm-swiglu-gqa", "te", 2, FULL | {"num_layers": 4, "recompute_method": "block"}, {}
+    ),
     "attention recomputed": (
         "rmsnorm-swiglu-gqa", "te", 2, SP | {"recompute_granularity": "selective"}, {}
     ),
@@ -139,6 +146,10 @@ REFUSED = {
         {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         "--recompute-modules mlp.*use core_attn",
     ),
+    "recomputed without communication": (
+        FULL | {"optimize_recomp_communication_level": 2},
+        "--optimize-recomp-communication-level",
+    ),
     "guard": ({"guard": ("nan",)}, "--guard"),
     "record": ({"record": "digests"}, "--record"),
     "norms recomputed": ({"recompute_norm": True}, "--recompute-norm"),
@@ -164,3 +175,13 @@ def test_what_changes_the_output_between_two_layers_is_named(ranks):
 def test_layers_without_halves_are_named(ranks):
     (found, _) = ranks(2, halves_ranks.other_layers, setup=SETUP, timeout=240)
     assert "layer 1 (TransformerLayer of SelfAttention of MoELayer)" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all-reduce", "SP"])
+def test_forward_keeps_at_most_one_activation_more(ranks, sequence_parallel):
+    """Of four layers: the halves of their input, beside the whole."""
+    run = (2, halves_ranks.kept, sequence_parallel)
+    ((plain, ours), _) = ranks(*run, setup=SETUP, timeout=240)
+    activation = 4 * 16 * 32 * 4
+    assert ours - plain <= 1.05 * activation

@@ -42,8 +42,10 @@ class HalfBatch(
         "adaptive-memory": _PARTS,
         "automated-pipeline": _PARTS,
         "recompute-activation-function": _PARTS,
+        "recompute-communication": _PARTS,
         "recompute-in-advance": _PARTS,
         "recompute-in-bubble": _PARTS,
+        "recompute-layers-per-pp-rank": _PARTS,
         "recompute-norm": _PARTS,
         "swap-attention": _PARTS,
         "packed-documents": "documents of a micro-batch are planned for all of its samples",
@@ -55,7 +57,6 @@ class HalfBatch(
         "multi_latent_attention": "its column layers share one input, whose gradients are summed",
         "use_megatron_fsdp": _RANKS,
         "use_torch_fsdp2": _RANKS,
-        "zero_stage": _RANKS,
         "cpu_offloading": _PARTS,
         "fine_grained_activation_offloading": _PARTS,
         "delay_wgrad_compute": "weight gradients are added over both halves in their backward",
@@ -77,6 +78,8 @@ class HalfBatch(
                 "--micro-batch-size 1 has no two halves",
                 "choose 2 or more, or use --use-ascend-coc --coc-parallel-num 4",
             )
+        if (megatron.get("zero_stage") or 0) > 1:
+            yield conflict(NAME, f"--zero-stage {megatron['zero_stage']}", _RANKS)
         if megatron.get("recompute_granularity") == "selective":
             modules = megatron.get("recompute_modules") or ()
             if again := [one for one in _RECOMPUTED if one in modules]:

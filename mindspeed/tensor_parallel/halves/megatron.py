@@ -3,7 +3,7 @@
     attach(model, journal)          # a built model chunk
 
 Layers of a block are one stream (:mod:`mindspeed.tensor_parallel.halves.stream`); where a region of
-recomputation ends, the stream ends with it. A micro-batch of one sample and inference run whole.
+recomputation begins or ends, so does a stream. A micro-batch of one sample and inference run whole.
 
 The mask of the dropout before a residual is drawn for the whole micro-batch, so random numbers are
 those of a run without halves. Attention draws its masks in its kernels, for each half.
@@ -16,7 +16,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,6 +41,13 @@ WHOLE = ("inference_context", "inference_params")
 """Arguments of a layer with which a micro-batch runs whole."""
 OF_THE_LAYER = ("context", "context_mask", "padding_mask")
 """Arguments of a layer that its attention does not get."""
+NOT_CALLED = (
+    "_forward_attention",
+    "_forward_pre_mlp_layernorm",
+    "_forward_mlp",
+    "_forward_post_mlp",
+)
+"""Methods of a layer whose parts run here instead."""
 
 
 def attach(model: torch.nn.Module, journal: Journal) -> None:
@@ -70,12 +77,30 @@ def _attach_block(block: Any, journal: Journal) -> None:
                 f"--half-batch-overlap: layer {layer.layer_number} ({what}) is not one of plain "
                 "self-attention and a dense MLP; remove the flag"
             )
+        _refuse_replaced(layer, "forward")
         replace_method(layer, "forward", partial(_replaced, layer, forwards), journal)
         for sublayer in (forwards[-1].attention, forwards[-1].mlp):
             sublayer.attach(journal)
-    if block.config.recompute_granularity != "full":
-        for one, following in itertools.pairwise(forwards):
+    for number, (one, following) in enumerate(itertools.pairwise(forwards), 1):
+        if not _ends_a_region(block.config, number):
             one.following, following.after = following, one
+
+
+def _ends_a_region(config: Any, number: int) -> bool:
+    """Whether a region of recomputation ends after so many layers of a block."""
+    if config.recompute_granularity != "full":
+        return False
+    if config.recompute_method == "uniform":
+        return bool(number % config.recompute_num_layers == 0)
+    return bool(number <= config.recompute_num_layers)
+
+
+def _refuse_replaced(layer: Any, *methods: str) -> None:
+    if found := [name for name in methods if name in vars(layer)]:
+        raise ConfigError(
+            f"--half-batch-overlap: something has replaced {found[0]} of layer "
+            f"{layer.layer_number}, which half batches do not call; remove one of both"
+        )
 
 
 def _replaced(
@@ -103,6 +128,7 @@ class HalvesForward:
         self.after: HalvesForward | None = None
         self.trace: Callable[[str], None] | None = None
         self._open: Stream | None = None
+        self._checked = False
 
     def __call__(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
@@ -115,6 +141,9 @@ class HalvesForward:
         samples = hidden_states.shape[1]
         if samples < HALVES or any(kwargs.get(name) is not None for name in WHOLE):
             return self._before(hidden_states, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        if not self._checked:
+            _refuse_replaced(self.attention.layer, *NOT_CALLED)
+            self._checked = True
         stream = self._stream(hidden_states)
         sizes = halves_of(samples)
         given = _of_halves({**kwargs, "attention_mask": attention_mask}, sizes)
@@ -225,13 +254,13 @@ class _Half(ABC):
     def _normalizes(self) -> bool:
         return callable(getattr(self.column, "normalize", None))
 
-    @property
+    @cached_property
     def norm_parameters(self) -> list[Tensor]:
         """Trained parameters of the norm."""
         own = (p for name, p in self.column.named_parameters() if name.startswith("layer_norm_"))
         return _trained([*self.norm.parameters(), *own])
 
-    @property
+    @cached_property
     def parameters(self) -> list[Tensor]:
         """The other trained parameters."""
         norms = {id(p) for p in self.norm_parameters}

@@ -142,8 +142,9 @@ class Stream:
         if closed:
             for step in after(self._order.forward):
                 self._enter(step.half, end, None)
-            ends = (_known(part.hidden).detach() for part in self._parts[end])
-            out = torch.cat(list(ends), 1)
+            ends = [_known(part.hidden) for part in self._parts[end]]
+            out = torch.cat([one.detach() for one in ends], 1)
+            _drop(*ends, *(one for part in self._parts[end] for one in _outputs(part)))
         else:
             out = hidden.new_empty(()).expand(hidden.shape)
         if not torch.is_grad_enabled():
@@ -187,6 +188,7 @@ class Stream:
             leaves = [_leaf(output, output.requires_grad), residual]
             hidden = self._sublayers[index - 1].leave(leaves[0], bias, residual, half)
             ended.output = ended.hidden = None
+            _drop(output, leaves[0])
         outputs = [hidden]
         part.hidden = _leaf(hidden, hidden.requires_grad)
         if sublayer is not None:
@@ -358,6 +360,17 @@ def _parts() -> list[_Part]:
 
 def _leaf(x: Tensor, requires_grad: bool) -> Tensor:
     return x.detach().requires_grad_(requires_grad)
+
+
+def _outputs(part: _Part) -> list[Tensor]:
+    return part.stretches["I"].outputs if "I" in part.stretches else []
+
+
+def _drop(*tensors: Tensor) -> None:
+    """Free the memory of tensors that have been read; the graph needs their shapes only."""
+    if torch.is_grad_enabled():
+        for one in tensors:
+            one.data = one.new_empty(()).expand(one.shape)
 
 
 def _known(x: Any) -> Any:
