@@ -51,8 +51,10 @@ def expert_counts(seams: SeamTable) -> tuple[Patch, ...]:
     """Patch of the update of expert biases."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_updated_expert_bias(tokens_per_expert: torch.Tensor, *rest: Any) -> Any:
-            updated = original(tokens_per_expert, *rest)  # sums in place
+        def get_updated_expert_bias(
+            tokens_per_expert: torch.Tensor, *rest: Any, **options: Any
+        ) -> Any:
+            updated = original(tokens_per_expert, *rest, **options)  # sums in place
             seams.expert_counts.run_all(tokens_per_expert)
             return updated
 
@@ -64,7 +66,7 @@ def expert_counts(seams: SeamTable) -> tuple[Patch, ...]:
             make,
             owner_of("expert_counts"),
             "features read the sums that expert biases follow",
-            expects="(tokens_per_expert, expert_bias, expert_bias_update_rate)",
+            expects="(tokens_per_expert, expert_bias, expert_bias_update_rate, ...)",
         ),
     )
 
@@ -85,9 +87,9 @@ def balance_losses(seams: SeamTable) -> tuple[Patch, ...]:
         return reduce_aux_losses_tracker_across_ranks
 
     def of_tracker(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _sync_metrics(self: Any, metric_names: list[str], *rest: Any) -> None:
+        def _sync_metrics(self: Any, metric_names: list[str], *rest: Any, **options: Any) -> None:
             with _lengthened(seams, self.metrics, metric_names):
-                original(self, metric_names, *rest)
+                original(self, metric_names, *rest, **options)
 
         return _sync_metrics
 
