@@ -192,6 +192,7 @@ REFUSED = {
     "biases": ({"add_bias_linear": True}, "add --disable-bias-linear"),
     "one rank": ({"expert_model_parallel_size": 1}, "experts of one rank are sent nothing"),
     "pieces": ({"use_pipe_experts": True}, "computes experts in parts"),
+    "lengths that vary": ({"variable_seq_lengths": True}, "ranks must have equally many tokens"),
     "load": ({"moe_adaptive_recompute_activation": True}, "by numbers of rows on the host"),
 }
 

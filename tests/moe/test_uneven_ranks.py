@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mindspeed.moe.deepspeed.gate import Window
+from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch.choice import CHOICES
 from mindspeed.moe.layer.replacements import REPLACEMENTS
 from mindspeed.moe.request import LayerRequest
@@ -46,6 +47,8 @@ PROGRAMS = {
         {"exchange": "window", "capacity": Window()},
         {"exchange": "window", "capacity": Window(capacity=1)},
         {**OVERLAP, "exchange": "window", "capacity": Window(capacity=1)},
+        {"exchange": "device", "bound": DeviceBound(100.0)},
+        {**OVERLAP, "exchange": "device", "bound": DeviceBound(100.0), "save": LEVEL1},
         {"pipe_slices": 1},
         {"pipe_slices": 2},
         {"pipe_slices": 2, "pipe_chained": True},
@@ -57,7 +60,8 @@ PROGRAMS = {
     ],
     "allgather": [{}, {"async_permutation": True}, OVERLAP],
 }
-WHOLE = ("dedup", "hierarchical", "window")  # flags refuse them for sliced experts, and hot ones
+WHOLE = ("dedup", "hierarchical", "window", "device")
+"""Flags refuse them for sliced experts, and hot ones."""
 SHARED = {"moe_shared_expert_intermediate_size": 20}
 
 
@@ -67,8 +71,9 @@ def test_every_dispatcher_and_every_request_is_among_the_programs():
     plain = LayerRequest()
     for field in dataclasses.fields(LayerRequest):
         values = {str(getattr(request, field.name)) for _, request in found}
-        in_ranks = field.name == "nodes"  # groups of processes
-        assert in_ranks or values - {str(getattr(plain, field.name))}, field.name
+        # Groups of processes; other numbers, of rows of 128 elements; places of experts.
+        elsewhere = field.name in ("nodes", "fp8", "slots")
+        assert elsewhere or values - {str(getattr(plain, field.name))}, field.name
     # Their fields are save and recompute_above, pipe_slices, expert_groups, hot_experts.
     assert [one.__name__ for one in REPLACEMENTS] == ["saving", "pieces", "groups", "hot"]
 
@@ -203,7 +208,8 @@ def test_one_token_against_many(ranks):
     """Megatron's router takes one token at least; it goes to the other rank, as all do."""
     options, programs = {"tokens": (1, 7)}, PROGRAMS["alltoall"]
     # Every rank of the padded programs has the same number of tokens.
-    programs = [one for one in programs if one.get("exchange") != "padded"]
+    equal = ("padded", "device")
+    programs = [one for one in programs if one.get("exchange") not in equal]
     found = ranks(2, jobs.crowded_with, options, {"expert": 2}, SHARED, programs, 4,
                   setup=ADAPTOR)  # fmt: skip
     check(found, programs)

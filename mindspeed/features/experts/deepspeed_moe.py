@@ -222,6 +222,7 @@ _ROUTER_ONLY = {
     "moe_router_padding_for_quantization": False,
     "moe_router_padding_for_fp8": False,
     "moe_enable_routing_replay": False,
+    "moe_latent_size": None,
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
     "moe_input_jitter_eps": None,

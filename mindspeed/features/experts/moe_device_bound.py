@@ -43,17 +43,19 @@ class MoeDeviceBound(
         "moe-alltoall-exchange": "tokens sent once are counted by rank, on the host",
         "moe-fb-overlap": "it runs the parts of Megatron's own layer",
         "pipe-experts": _PARTS,
+        "variable-lengths": "blocks are equally long, so ranks must have equally many tokens",
     },
     excludes={
         "fp8": "quantised products pad the rows of each expert, which the host must know",
         "fp4": "quantised products pad the rows of each expert, which the host must know",
+        "variable_seq_lengths": "blocks are equally long, so ranks must have equally many tokens",
         "use_megatron_fsdp": _SCHEDULE,
         "use_torch_fsdp2": _SCHEDULE,
     },
     after=(
         *("adaptive-memory", "automated-pipeline", "dualpipev", "dynamic-pipeline", "fold3d"),
         *("moe-overlap", "multiparameter-pipeline", "nanopipe", "optimized-send-recv"),
-        *("pipeline-schedule", "unaligned-linear", "variable-lengths"),
+        *("pipeline-schedule", "unaligned-linear"),
     ),
 ):
     """Dropless dispatch whose sizes stay on the device."""
