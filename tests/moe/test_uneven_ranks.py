@@ -71,11 +71,12 @@ def test_every_dispatcher_and_every_request_is_among_the_programs():
     plain = LayerRequest()
     for field in dataclasses.fields(LayerRequest):
         values = {str(getattr(request, field.name)) for _, request in found}
-        # Groups of processes; other numbers, of rows of 128 elements; places of experts.
-        elsewhere = field.name in ("nodes", "fp8", "slots")
+        # Groups of processes; rows of 128 elements; places of experts, and who watches them.
+        elsewhere = field.name in ("nodes", "fp8", "slots", "watch")
         assert elsewhere or values - {str(getattr(plain, field.name))}, field.name
-    # Their fields are save and recompute_above, pipe_slices, expert_groups, hot_experts.
-    assert [one.__name__ for one in REPLACEMENTS] == ["saving", "pieces", "groups", "hot"]
+    # Their fields: watch, slots, save and recompute_above, pipe_slices, expert_groups, hot_experts.
+    names = [one.__name__ for one in REPLACEMENTS]
+    assert names == ["watched", "placement", "saving", "pieces", "groups", "hot"]
 
 
 def check(found, variants, atol=1e-5):
