@@ -127,6 +127,33 @@ def test_spliced_steps_are_whole_ones(layers, batches, left):
     assert len(found.after) == len(found.tops) == len(found.row)
 
 
+def timed(layers: int, waits: float = 0.0):
+    """A step that takes 1 s in each layer, 2 s after them and 5 s for each layer before it begins.
+
+    Args:
+        layers: layers of the model.
+        waits: seconds for which the device waits for the host in the last micro-batch.
+    """
+    Part = recording.Part
+    seconds = {Part.LAYER: 1.0, Part.BACK: 1.0, Part.POST: 2.0, Part.HEAD: 5.0 * layers}
+    one = step(layers, 3)
+    for block in one.blocks:
+        late = waits if block.action == 4 and (block.part, block.layer) != (Part.LAYER, 0) else 0.0
+        block.seconds = seconds.get(block.part, 0.0) + (late if block.seconds or late else 0.0)
+    return one
+
+
+@pytest.mark.parametrize("layers", [4, 9])
+def test_what_a_short_step_waits_for_the_host_does_not_grow(layers):
+    small, longer = templates_of(timed(3, waits=0.5), 3), templates_of(timed(4), 4)
+    grown = small.grown([templates.Growth(small, longer, (layers - 3,), 1)])
+    whole = timed(layers)
+    found = splicing.splice(grown, whole.row, [word("a" * layers)], 3)
+    of_forward = sum(x.seconds for x in whole.blocks if x.part.value in ("pre", "layer", "post"))
+    assert found.closing_seconds == pytest.approx(5 * layers)
+    assert found.seconds["F", 0] == pytest.approx(of_forward / 3)
+
+
 def test_repetitions_that_differ_are_refused_with_both():
     with pytest.raises(
         templates.NotSpliceable, match=r"layer of F.*a-a-a: \+103 .*\+100 .*actions 2 and 4"

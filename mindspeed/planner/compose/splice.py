@@ -32,7 +32,7 @@ class Spliced:
         sent: communications and waits until the last action ends.
         closing: those after it.
         seconds: seconds of an action by its op and chunk.
-        closing_seconds: seconds of computation after the last action.
+        closing_seconds: seconds of computation before the first action and after the last one.
         row: its actions.
         kinds_after: finds the changes of the bytes of each kind when each action ends; ``other``
             where kinds are not known.
@@ -99,7 +99,7 @@ def splice(
         add(found.closing if key.part in AFTER else found.sent, one.sent or {}, count)
     for name, count in Counter(place[:2] for place in row).items():
         found.seconds[name] /= count
-    found.closing_seconds = sum(templates.found[Key(part)].seconds for part in AFTER)
+    found.closing_seconds = sum(templates.found[Key(part)].seconds for part in PER_STEP)
     found.at_peak = _kinds(templates, order[: best + 1])
     more = micro_batches(row) - recorded
     if found.net and (more <= 0 or found.net < 0 or found.net % more):

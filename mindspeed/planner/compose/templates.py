@@ -302,7 +302,11 @@ Others = Sequence[tuple[Template, Template, float]]
 
 
 def _affine(key: Key, one: Template, others: Others) -> Template:
-    """Sums that grow with the layers; for both ends of a step, whose work is per parameter."""
+    """Sums that grow with the layers; for both ends of a step, whose work is per parameter.
+
+    Seconds of a block that does the same in a longer chunk do not grow. Where they differ, the
+    device waited for the host, longest in the shorter chunk.
+    """
 
     def line(name: str) -> float:
         first = getattr(one, name)
@@ -314,6 +318,13 @@ def _affine(key: Key, one: Template, others: Others) -> Template:
     for shorter, longer, times in others:
         add(sent, longer.sent or {}, times)
         add(sent, shorter.sent or {}, -times)
+    growing = key.part in PER_STEP or any(
+        (x.deltas, x.flops) != (y.deltas, y.flops) for x, y, _ in others
+    )
+    if growing or not others:
+        seconds = line("seconds")
+    else:
+        seconds = min(longer.seconds for _, longer, _ in others)
     deltas, kinds = summed(one, others) if key.part in PER_STEP else (one.deltas, one.kinds)
     return Template(
         deltas,
@@ -322,7 +333,7 @@ def _affine(key: Key, one: Template, others: Others) -> Template:
         round(line("top")),
         round(line("flops")),
         round(line("recomputed")),
-        line("seconds"),
+        seconds,
         sent,
     )
 
