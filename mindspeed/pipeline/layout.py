@@ -95,9 +95,14 @@ def stage_layers(layers: Layers) -> tuple[int, ...]:
 
 def stage_counts(layout: str) -> tuple[int, ...]:
     """Transformer layers of each stage of Megatron's layout string, ``Et*2|(tt|)*2,tL``."""
+    return tuple(stage.count("t") for stage in spelt_out(layout).split("|"))
+
+
+def spelt_out(layout: str) -> str:
+    """Megatron's layout string without repetitions: ``Et*2|(t|)*2,L`` is ``Ett|t|t|L``."""
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         layout = re.sub(pattern, lambda found: found[1] * int(found[2]), layout.replace(",", ""))
-    return tuple(stage.count("t") for stage in layout.split("|"))
+    return layout
 
 
 def evenly(num_layers: int, ranks: int, chunks: int = 1) -> Layers:

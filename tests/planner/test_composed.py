@@ -51,3 +51,17 @@ def test_a_job_without_times_says_why(counted, monkeypatch):
     found = composed.count_where_needed(None, None, "a cluster", LIMIT)
     assert found.check.fullest.peak == 77 and found.prediction is None
     assert found.untimed == "micro-batches of different sizes"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("Et|(tt|)*2L", "Et|tt|tt|L", True),
+        ("Ett*2|t*3,mL", "Ettt|tttmL", True),
+        ("Et|(tt|)*2L", "Ett|(tt|)*2L", False),
+        ("EtmL|t", "Et|tmL", False),
+    ],
+)
+def test_stages_of_a_layout_are_compared_not_its_words(one, other, same):
+    name = "pipeline_model_parallel_layout"
+    assert composed._same({name: one}, {name: other}, name) is same
