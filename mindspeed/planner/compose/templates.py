@@ -281,7 +281,7 @@ class Growth:
         """A template of the rank that does what ``one`` does, and the longer one.
 
         Raises:
-            NotSpliceable: none does, and others of its kind grow.
+            NotSpliceable: none does, and others of its kind at its turn grow.
         """
         found = self.shorter.found.get(key)
         if found is not None and (key.part in PER_STEP or found.deltas == one.deltas):
@@ -292,7 +292,10 @@ class Growth:
         for shorter, longer in pairs:
             if shorter.deltas == one.deltas:
                 return shorter, longer
-        if all(shorter.deltas == longer.deltas for shorter, longer in pairs):
+        at_its_turn = [
+            pair for other, pair in zip(near, pairs, strict=True) if other.turn == key.turn
+        ]
+        if all(shorter.deltas == longer.deltas for shorter, longer in at_its_turn or pairs):
             return one, one
         raise NotSpliceable(f"{key}: how it grows with the layers was not recorded")
 
