@@ -144,7 +144,7 @@ LISTED |= {
     for area, module in _COUNTED.items()
     for name, case in module.CASES.items()
 }
-SEEDS = range(51)
+SEEDS = range(54)
 """Seeds of the jobs that are drawn."""
 
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall " + (
