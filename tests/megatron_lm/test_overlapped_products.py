@@ -14,11 +14,14 @@ SEQUENCE = f"{TENSOR} --sequence-parallel"
 # Flags of a run, and those that are added to it.
 CASES = {
     "coc, all-reduce, local spec": (f"{LOCAL} {TENSOR}", ["--use-ascend-coc --coc-parallel-num 8"]),
-    "Megatron's flag, mc2": (
+    "Megatron's flag, mc2, half batches": (
         f"{MODEL} {SEQUENCE} --overlap-grad-reduce",
-        ["--tp-comm-overlap", "--use-ascend-mc2"],
+        [
+            "--tp-comm-overlap",
+            "--use-ascend-mc2",
+            "--half-batch-overlap --micro-batch-size 2",
+        ],
     ),
-    "half batches": (f"{MODEL} {SEQUENCE}", ["--half-batch-overlap --micro-batch-size 2"]),
 }
 
 
