@@ -57,6 +57,22 @@ def test_a_damaged_file_is_one_message(tmp_path, reader, change, message):
         reader(tmp_path)
 
 
+@pytest.mark.parametrize(("bits", "copies"), [(0, ()), (1, (0, 1))])
+def test_copies_of_ranks_are_compared_in_bits(tmp_path, bits, copies):
+    other = X.clone()
+    other.view(torch.int32)[2, 1] ^= bits
+    for rank, own in enumerate((X, other)):
+        recorder = Recorder(tmp_path, rank, 2)
+        step = recorder.begin(0)
+        step.scalars |= {"tokens": {}, "loss_scale": 1.0, "micro_batches": 1, "cp": 1}
+        step.place |= {"cp": 0}
+        name = ("begin", "decoder.layers.0", "weight")
+        recorder.add(-1, *name, own, whole(*X.shape), exactly=True)
+        recorder.end()
+    [found] = read(tmp_path).tensors.values()
+    assert found.copies == copies and found.count == X.numel()
+
+
 def header(cp: int, **scalars):
     base = {"loss_scale": 8.0, "micro_batches": 2, "cp": 2, "per_token": False, "tokens": {}}
     return {"scalars": {**base, **scalars}, "place": {"cp": cp}}
