@@ -163,6 +163,30 @@ def test_one_bit_of_a_sum_on_one_rank_is_named(runs, capsys):
     assert "collective of A" not in text
 
 
+@pytest.mark.parametrize("reduction", ["SUM", "MAX"])
+@pytest.mark.parametrize(
+    ("bits", "text"),
+    [
+        ((7, 7, 7), ""),
+        ((7, 7, 8), "rank 2 got other bits than the rest of ranks 0, 1, 2"),
+        ((7, 8), "ranks 0, 1 got different bits"),
+    ],
+)
+def test_ranks_get_the_same_bits_of_a_reduction(reduction, bits, text):
+    """A difference below the rounding of a sum, and of what is no sum."""
+    ranks = tuple(range(len(bits)))
+    message = Message(
+        "all_reduce", "0", ranks, 0, (), 8, "float32", reduction, "forward", 0, FC2, [0], [1]
+    )
+    sums = torch.zeros(2, WIDTH, dtype=torch.float64)
+    calls = {
+        rank: collective_walk.Call(message, torch.tensor([0, own]), sums)
+        for rank, own in zip(ranks, bits, strict=True)
+    }
+    _, found = collective_walk._wrong(calls)
+    assert found == text
+
+
 def test_a_collective_that_only_one_run_calls_is_named(runs, capsys):
     a, b = (runs.record(2, f"{TP2} {RECORDED}", fault) for fault in ("", "all-reduce left out"))
     text = page(capsys, a, b, 1)
