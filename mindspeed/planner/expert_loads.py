@@ -2,6 +2,7 @@
 
     loads = expert_loads("1.25")            # the busiest rank gets 1.25 times the mean
     loads = expert_loads("routing.json")    # tokens of each expert, as a run has counted them
+    loads = expert_loads("routing")         # or the folder of --moe-record-routing
     loads.imbalance(ranks=8)                # load of the busiest of 8 expert-parallel ranks
 
 Ranks wait for the busiest one at every exchange, so its tokens decide time and memory. It is the
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from mindspeed.errors import ConfigError
 from mindspeed.job import Parallel
+from mindspeed.moe.load.routing import read as read_routing
 from mindspeed.parsing import read_json
 
 UNKNOWN = 1.25
@@ -119,11 +121,14 @@ def assumed(args: argparse.Namespace) -> str:
 
 
 def expert_loads(text: str) -> ExpertLoads:
-    """Read ``--expert-imbalance``: a number of at least 1, or a file.
+    """Read ``--expert-imbalance``: a number of at least 1, a file or a folder.
 
     Raises:
         ConfigError: it is neither.
     """
+    if Path(text).is_dir():  # of --moe-record-routing
+        layers = read_routing(Path(text)).layers
+        return ExpertLoads(tokens=tuple(tuple(one.tokens) for one in layers.values()), text=text)
     if text.endswith(".json"):
         return ExpertLoads(tokens=_recorded(text), text=text)
     try:
@@ -133,7 +138,7 @@ def expert_loads(text: str) -> ExpertLoads:
     if not 1.0 <= factor <= MOST:
         raise ConfigError(
             f"--expert-imbalance {text}: give the load of the busiest rank over the mean, as 1.25, "
-            "or FILE.json with the tokens of each expert"
+            "or FILE.json with the tokens of each expert, or a folder of --moe-record-routing"
         )
     return ExpertLoads(factor, text=text)
 

@@ -15,6 +15,7 @@ from mindspeed.moe.load.placement import loads
 from mindspeed.moe.load.recorded import RecordedLoad
 from mindspeed.moe.load.routing import LayerRouting
 from mindspeed.moe.sizes import Sizes
+from mindspeed.planner.expert_loads import expert_loads
 from tests.support.trainer_job import SETUP
 from tests.training.test_layouts import MOE
 
@@ -82,6 +83,15 @@ def test_a_plan_prices_the_fullest_layer_and_writes_a_placement(tmp_path, capsys
     assert found.of(7) == tuple(range(EXPERTS))
     assert plan(folder) == 0
     assert "pays after" in capsys.readouterr().out
+
+
+def test_the_planner_takes_the_busiest_rank_of_the_folder(tmp_path):
+    loads_of_plan = expert_loads(str(record(tmp_path)))
+    busiest = []
+    for layer in routing.read(tmp_path).layers.values():
+        rows = loads([expert // 4 for expert in range(EXPERTS)], layer.tokens, RANKS)
+        busiest.append(max(rows) * RANKS / sum(rows))
+    assert loads_of_plan.imbalance(RANKS) == pytest.approx(sum(busiest) / 2)
 
 
 def test_a_file_of_another_model_or_run_is_refused(tmp_path):

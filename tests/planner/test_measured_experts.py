@@ -12,6 +12,7 @@ from tests.planner import measured_experts_job
 from tests.support.lazy import needs
 
 needs("megatron.core")
+pytestmark = pytest.mark.slow
 PLAN = (
     "plan --hidden-size 32 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 48 "
     "--moe-shared-expert-intermediate-size 48 --ep 2 --tokens 32 --dtype fp32"
