@@ -470,7 +470,9 @@ def grouped_linear(group, x, *parameters):
     from mindspeed.te.grouped import _GroupedLinear
     from mindspeed.te.weight_gradient import WgradOptions
 
-    return _GroupedLinear.apply(x, [1, 3], x.dtype, WgradOptions(False), (), 2, None, *parameters)
+    return _GroupedLinear.apply(
+        x, [1, 3], x.dtype, WgradOptions(False), (), 2, None, False, *parameters
+    )
 
 
 @case("te.grouped._GroupedLinear", (4, 6), (3, 6), (3, 6), kinds="abb")
@@ -486,7 +488,9 @@ def grouped_linear_without_bias(group, x, *weights):
     from mindspeed.te.grouped import _GroupedLinear
     from mindspeed.te.weight_gradient import WgradOptions
 
-    return _GroupedLinear.apply(x, [1, 3], x.dtype, WgradOptions(False), (), 2, None, *weights)
+    return _GroupedLinear.apply(
+        x, [1, 3], x.dtype, WgradOptions(False), (), 2, None, False, *weights
+    )
 
 
 @case("te.grouped_gemm._GroupedMatmul", (4, 6), (2, 6, 3))
