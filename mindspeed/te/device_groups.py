@@ -92,8 +92,8 @@ def accumulate_wgrad(
 
 
 def _without_values(x: Tensor) -> bool:
-    """Whether a step is only planned: torch's product knows the shape of a result in bf16 alone."""
-    return x.is_meta or isinstance(x, FakeTensor)
+    """Whether a step is only planned, in another dtype than bf16: torch knows no shapes then."""
+    return (x.is_meta or isinstance(x, FakeTensor)) and x.dtype != torch.bfloat16
 
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
