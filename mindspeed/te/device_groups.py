@@ -20,12 +20,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from mindspeed.ops.grouped_matmul import (
-    GROUPED_MATMUL,
-    GROUPED_OUTER,
-    outer_by_torch,
-    product_by_torch,
-)
 from mindspeed.te import kernels
 
 
@@ -66,6 +60,8 @@ def matmul(x: Tensor, weights: Sequence[Tensor], splits: Splits, transposed: boo
     """See :func:`mindspeed.te.kernels.grouped_matmul`: ``[tokens, k]`` to ``[tokens, n]``."""
     if not isinstance(splits, DeviceSizes):
         return kernels.grouped_matmul(x, weights, splits, transposed)
+    from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, product_by_torch
+
     stacked = _stacked(weights)
     matrices = stacked.transpose(1, 2) if transposed else stacked
     product = GROUPED_MATMUL if _without_values(x) else product_by_torch
@@ -76,6 +72,8 @@ def wgrad(left: Tensor, right: Tensor, splits: Splits) -> Tensor:
     """See :func:`mindspeed.te.kernels.grouped_wgrad`: ``[groups, m, n]``."""
     if not isinstance(splits, DeviceSizes):
         return kernels.grouped_wgrad(left, right, splits)
+    from mindspeed.ops.grouped_matmul import GROUPED_OUTER, outer_by_torch
+
     product = GROUPED_OUTER if _without_values(left) else outer_by_torch
     return product(left, right, splits.ends)  # type: ignore[no-any-return]
 
