@@ -318,7 +318,7 @@ FAULTS = (
     Fault("overlapped sum over slices of experts left out",
           f"{SP} {EXPERTS} --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
           "--moe-alltoall-overlap-comm", "mindspeed.moe.dispatch.all_to_all",
-          'return {"rows": SumRows(self.groups.tp, self._sizes(chunk).sum((1, 2)).tolist())}',
+          'return {"rows": self.groups.wire.results(slices)}',
           'chunk.tensors["rows"] = chunk.tensors["rows"][: self.groups.tp.size() and '
           'self._sizes(chunk).sum((1, 2)).tolist()[0]]; return {}',
           DROPOUT),
@@ -376,8 +376,7 @@ FAULTS = (
 # What types do not see is accepted; the test that sees it.
 UNSEEN = (
     (Fault("halved products of row layers", TP, COMMUNICATION,
-           "out, _ = kernel(x, weight, group, addend=addend)",
-           "out, _ = kernel(x, weight / 2, group, addend=addend)"),
+           "out, work = kernel(x, weight, group,", "out, work = kernel(x, weight / 2, group,"),
      "tests/te/test_linear.py::test_column_and_row_parallel_layers_equal_the_whole_layer"),
     (Fault("an adapter's scale is forgotten", f"{TP} {LORA}", "mindspeed.lora.adapted_linear",
            "addmm_(_rows(u), b.t(), alpha=scale)", "addmm_(_rows(u), b.t(), alpha=1.0)"),
