@@ -1,7 +1,7 @@
 """Measure an accelerator in nine minutes: exactness, operators, a training step, memory, plans.
 
     tools/accelerator_report.sh                   on the machine with the accelerator
-    tools/accelerator_report.sh --dry             anywhere: says what would run, checks every command
+    tools/accelerator_report.sh --dry             anywhere: says what would run and checks it
 
 Each row of ``PARTS`` runs existing benchmarks and tests in turn, the most important first, within a
 limit of its own and of the whole. Its files become ``benchmarks/results/DEVICE-PART.*`` when it
@@ -27,11 +27,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -90,7 +92,7 @@ PARTS = (
     Part(
         "jobs",
         "memory presets and small models: seconds and most bytes, beside the planned ones",
-        150,
+        180,
         (
             "benchmarks/measured_jobs.py measure {out}.json --jobs {jobs}",
             "benchmarks/measured_jobs.py compare {out}.json --cluster {cluster}",
@@ -176,7 +178,9 @@ class Machine:
             return f"needs {part.least} devices, here is {self.count}"
         needs = " ".join(part.commands)
         if "{megatron}" in needs and not self.megatron:
-            return "needs a checkout of Megatron-LM: set MEGATRON_LM_PATH, or carry .whl/Megatron-LM"
+            return (
+                "needs a checkout of Megatron-LM: set MEGATRON_LM_PATH, or carry .whl/Megatron-LM"
+            )
         return ""
 
 
@@ -284,14 +288,11 @@ def call(words: Sequence[str], seconds: float, said: deque[str]) -> int | None:
 
     def interrupt() -> None:
         cut.set()
+        started = children(process)  # launchers give ranks sessions of their own
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
-        kill()
-
-    def kill() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(process, started)
 
     timer = threading.Timer(seconds, interrupt)
     timer.start()
@@ -303,9 +304,25 @@ def call(words: Sequence[str], seconds: float, said: deque[str]) -> int | None:
         code = process.wait()
     finally:
         timer.cancel()
-        kill()
+        kill(process, children(process))
         process.wait()
     return None if cut.is_set() else code
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All processes under this one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def kill(process: subprocess.Popen[str], started: Sequence[psutil.Process]) -> None:
+    """End what is left of the process, its session and the processes under it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 class _Parsed(BaseException):

@@ -1,16 +1,23 @@
 #!/bin/sh
 # Measure this machine's GPU or NPU in at most nine minutes, without a network:
 #
-#   tools/accelerator_report.sh [--dry] [--only PART ...] [--out DIR]
+#   tools/accelerator_report.sh [--dry] [--only PART ...] [--seconds N] [--out DIR]
 #
-# Packages that tools/accelerator_wheels.sh put into .whl are installed into build/accelerator, for
-# this run only, and never in the place of what the machine has. PYTHON=python3 names the interpreter.
+# Packages that this machine lacks and tools/accelerator_wheels.sh put into .whl are installed into
+# build/accelerator, for this run only. PYTHON=python3 names the interpreter, which must have torch.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-packages=$PWD/build/accelerator
-if [ -d .whl ]; then
-    "$python" tools/accelerator_wheels.py install .whl "$packages"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+missing=$("$python" -c '
+import importlib.metadata, pathlib, re
+plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()
+have = {plain(one.metadata["Name"]) for one in importlib.metadata.distributions()}
+print(*sorted({plain(one.name.split("-")[0]) for one in pathlib.Path(".whl").glob("*.whl")} - have))
+')
+if [ -n "$missing" ]; then
+    "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade \
+        --no-compile --find-links .whl --target build/accelerator $missing
+    export PYTHONPATH="$PYTHONPATH:$PWD/build/accelerator"
 fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}:$packages"
 exec "$python" tools/accelerator_report.py "$@"
