@@ -23,6 +23,7 @@ Writes FILE.json and, when matplotlib is installed, FILE.png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import random
@@ -69,8 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
     rows: list[Row] = []
-    for name, mask in tqdm(masks(options).items(), unit="mask", disable=None):
-        rows += measure(name, mask, options)
+    with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is written
+        for name, mask in tqdm(masks(options).items(), unit="mask", disable=None):
+            rows += measure(name, mask, options)
     print_table(rows)
     write(rows, options)
 
@@ -122,7 +124,7 @@ def measure(name: str, mask: Mask, options: argparse.Namespace) -> Iterator[Row]
         one: lambda one=one: run(plans[one], options, one) for one in ALGORITHMS
     }
     contenders[ONE] = lambda: one_process(mask, options)
-    if name == "causal":
+    if name == "causal" and options.device != "npu":  # torch has its kernels elsewhere only
         contenders[TORCH_RING] = lambda: torch_ring(options)
     best: dict[str, list[list[float]]] = {}
     for _ in range(options.repeats + 1):  # once to warm up
@@ -384,8 +386,8 @@ def write(rows: Sequence[Row], options: argparse.Namespace) -> None:
         "dtype": options.dtype, "repeats": options.repeats,
         "clock": "processor time of one thread" if options.device == "cpu" else "wall",
     }  # fmt: skip
-    if options.device == "cuda":
-        about["processor"] = torch.cuda.get_device_name()
+    if options.device != "cpu":
+        about["processor"] = getattr(torch, options.device).get_device_name()
     document = {"conditions": about, "rows": [asdict(row) for row in rows]}
     options.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     try:

@@ -45,6 +45,8 @@ VARIANTS = {
     "recomputed": (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     ),
+    "norms and activations recomputed": "--recompute-norm --recompute-activation-function",
+    "attention swapped": "--swap-attention",
     "16 samples": "--global-batch-size 16",
     "one sample": "--global-batch-size 1",
 }
@@ -97,6 +99,7 @@ def train(turn: str, flags: list[str]) -> None:
     import torch
 
     import mindspeed.megatron_adaptor  # noqa: F401  before anything of Megatron
+    from mindspeed import device
     from mindspeed.cli.main import main
     from mindspeed.training import pretrain  # noqa: F401  before its turn comes
 
@@ -113,7 +116,7 @@ def train(turn: str, flags: list[str]) -> None:
         "spread": (max(seconds) - min(seconds)) / median(seconds),
         "tokens_per_second": rows[-1]["tokens_per_second"],
         "peak": round(max(row["memory_gb"] for row in rows) * 1e9),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": device.current().properties().name,
         "torch": torch.__version__,
     }
     print(json.dumps(figures))
@@ -122,28 +125,60 @@ def train(turn: str, flags: list[str]) -> None:
 def compare(path: Path, cluster: str) -> None:
     """Print, and add to the file, what the planner says."""
     found = json.loads(path.read_text())
-    errors, bytes_off = [], []
-    print(f"{'job':<34}{'step s':>9}{'planned':>9}{'error':>8}{'GB':>9}{'planned':>9}{'error':>8}")
-    for name, job in found["jobs"].items():
-        if "error" in job:
-            continue
+
+    def plan(job: dict[str, Any]) -> dict[str, Any]:
         command = [sys.executable, "-m", "mindspeed", "plan", "--check", "--json"]
-        flags = [*COMMON.split(), *job["flags"].split()]
-        done = subprocess.run(
-            [*command, "--cluster", cluster, "--", *flags], capture_output=True, text=True
-        )
+        words = [*command, "--cluster", cluster, "--", *COMMON.split(), *job["flags"].split()]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if not done.stdout.startswith("{"):
+            return {"plan_error": done.stderr[-1000:]}
         planned = json.loads(done.stdout)
-        job["planned_seconds"] = planned["modelled_seconds"]
-        job["planned_peak"] = max(rank["peak"] for rank in planned["ranks"])
-        errors.append(job["seconds"] / job["planned_seconds"] - 1)
-        bytes_off.append(job["planned_peak"] / job["peak"] - 1)
-        print(
-            f"{name:<34}{job['seconds']:>9.4f}{job['planned_seconds']:>9.4f}{errors[-1]:>8.1%}"
-            f"{job['peak'] / 1e9:>9.2f}{job['planned_peak'] / 1e9:>9.2f}{bytes_off[-1]:>8.2%}"
-        )
-    print(f"tokens/s: MAPE {mean(map(abs, errors)):.1%}, bias {mean(errors):+.1%}; ", end="")
-    print(f"bytes: mean absolute {mean(map(abs, bytes_off)):.2%}")
-    path.write_text(json.dumps(found, indent=1) + "\n")
+        peak = max(rank["peak"] for rank in planned["ranks"])
+        return {"planned_seconds": planned["modelled_seconds"], "planned_peak": peak}
+
+    measured = {name: job for name, job in found["jobs"].items() if "error" not in job}
+    errors, bytes_off = [], []
+    print(f"{'job':<52}{'step s':>9}{'planned':>9}{'error':>8}{'GB':>9}{'planned':>9}{'error':>8}")
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        for (name, job), planned in zip(
+            measured.items(), pool.map(plan, measured.values()), strict=True
+        ):
+            job |= planned
+            path.write_text(json.dumps(found, indent=1) + "\n")
+            if "plan_error" in job:
+                print(f"{name:<52}{job['plan_error'].strip().splitlines()[-1:]}")
+                continue
+            errors.append(job["seconds"] / job["planned_seconds"] - 1)
+            bytes_off.append(job["planned_peak"] / job["peak"] - 1)
+            print(
+                f"{name:<52}{job['seconds']:>9.4f}{job['planned_seconds']:>9.4f}{errors[-1]:>8.1%}"
+                f"{job['peak'] / 1e9:>9.2f}{job['planned_peak'] / 1e9:>9.2f}{bytes_off[-1]:>8.2%}",
+                flush=True,
+            )
+    if errors:
+        print(f"tokens/s: MAPE {mean(map(abs, errors)):.1%}, bias {mean(errors):+.1%}; ", end="")
+        print(f"bytes: mean absolute {mean(map(abs, bytes_off)):.2%}")
+        draw(measured, path.with_suffix(".png"))
+
+
+def draw(jobs: dict[str, Any], path: Path) -> None:
+    """Measured over planned seconds and bytes of every job, where matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name, job in jobs.items() if "planned_seconds" in job]
+    panels = {"seconds": "seconds of a step", "peak": "most bytes allocated"}
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.3 * len(names)), sharey=True)
+    for axis, (key, title) in zip(axes, panels.items(), strict=True):
+        axis.barh(names, [jobs[name][key] / jobs[name][f"planned_{key}"] for name in names])
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_title(f"{title}, measured over planned", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ FILE.json and FILE.png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
@@ -76,12 +77,13 @@ def main() -> None:
         args.layers, args.hidden, args.sequence, args.steps = 2, 64, 32, 2
     start()
     rows, truth = [], None
-    for name in WAYS:
-        row, results = measure(name, args)
-        truth = results if truth is None else truth
-        row["equal"] = all(map(torch.equal, results, truth))
-        rows.append(row)
-        print_row(row)
+    with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is written
+        for name in WAYS:
+            row, results = measure(name, args)
+            truth = results if truth is None else truth
+            row["equal"] = all(map(torch.equal, results, truth))
+            rows.append(row)
+            print_row(row)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figures = {
         "device": device.current().name,
@@ -96,8 +98,7 @@ def start() -> None:
     """One rank."""
     from megatron.core import parallel_state
 
-    backend = "nccl" if device.current().name == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(device.current().backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 
 

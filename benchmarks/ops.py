@@ -18,6 +18,7 @@ Writes FILE.csv, FILE.json and, when matplotlib is installed, FILE.png.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import gc
 import json
@@ -71,13 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import torch_npu  # noqa: F401
     cases = list(choose(options))
     rows: list[Row] = []
-    for operator, dtype, hidden in tqdm(cases, unit="case", disable=None):
-        try:
-            rows += measure(operator, dtype, hidden, options)
-        except torch.OutOfMemoryError as error:
-            tqdm.write(f"{operator.name} {dtype} hidden {hidden}: {str(error).splitlines()[0]}")
-        gc.collect()
-        gc.freeze()  # modules and results: the next collection looks at its own case only
+    with contextlib.suppress(KeyboardInterrupt):  # what was measured until then is written
+        for operator, dtype, hidden in tqdm(cases, unit="case", disable=None):
+            try:
+                rows += measure(operator, dtype, hidden, options)
+            except torch.OutOfMemoryError as error:
+                tqdm.write(f"{operator.name} {dtype} hidden {hidden}: {str(error).splitlines()[0]}")
+            gc.collect()
+            gc.freeze()  # modules and results: the next collection looks at its own case only
     print_table(rows)
     write(rows, options)
 
