@@ -94,6 +94,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/torch_versions.py --check
 	$(BIN)/python tools/megatron_versions.py --check
 	$(BIN)/python tools/frameworks.py --check
+	$(BIN)/python tools/hardware_table.py --check
 	$(BIN)/python tools/structure.py
 
 docs: $(VENV)/.lint
