@@ -102,7 +102,7 @@ PARTS = (
         "memory",
         "ways to save activation memory: most bytes allocated, seconds of a step",
         45,
-        ("benchmarks/memory.py --layers 8 --hidden 4096 --sequence 4096 --out {out}",),
+        ("benchmarks/memory.py --layers 8 --hidden 1024 --sequence 8192 --batch 2 --out {out}",),
     ),
     Part(
         "attention",
@@ -203,6 +203,16 @@ class Report:
     folder: Path
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.folder / f"{self.machine.slug}-report.json"
+
+    def read(self) -> None:
+        """Take over the states of an earlier run, for parts that this one does not repeat."""
+        if self.path.is_file():
+            self.parts |= json.loads(self.path.read_text(encoding="utf-8"))["parts"]
+
     def write(self) -> None:
         """Replace the file."""
         import torch
@@ -219,8 +229,7 @@ class Report:
             "day": time.strftime("%Y-%m-%d", time.gmtime()),
             "parts": self.parts,
         }
-        path = self.folder / f"{self.machine.slug}-report.json"
-        atomic_write_text(path, json.dumps(found, indent=1) + "\n")
+        atomic_write_text(self.path, json.dumps(found, indent=1) + "\n")
 
     def set(self, part: Part, state: str, **more: Any) -> None:
         """State of one part: ran, cut, failed, skipped."""
@@ -421,11 +430,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report(machine, options.out)
+    if options.only:
+        report.read()
     try:
         measure(report, parts, options.seconds)
     except KeyboardInterrupt:
         return 130
-    return int(any(one["state"] == "failed" for one in report.parts.values()))
+    return int(any(report.parts[part.name]["state"] == "failed" for part in parts))
 
 
 if __name__ == "__main__":

@@ -73,10 +73,14 @@ def test_each_part_leaves_its_files_and_the_report_says_how_it_ended(tmp_path):
     ]  # fmt: skip
 
 
-def test_parts_that_time_does_not_reach_are_skipped(tmp_path):
-    tool.measure(Report(MACHINE, tmp_path), [Part("late", "", 60, ("-S -c 0",))], 0)
-    late = json.loads((tmp_path / "h200-report.json").read_text())["parts"]["late"]
-    assert (late["state"], late["why"]) == ("skipped", "no time was left")
+def test_parts_that_time_does_not_reach_are_skipped_and_earlier_ones_kept(tmp_path):
+    (tmp_path / "h200-report.json").write_text('{"parts": {"early": {"state": "ran"}}}')
+    report = Report(MACHINE, tmp_path)
+    report.read()
+    tool.measure(report, [Part("late", "", 60, ("-S -c 0",))], 0)
+    parts = json.loads((tmp_path / "h200-report.json").read_text())["parts"]
+    assert parts["early"]["state"] == "ran"
+    assert (parts["late"]["state"], parts["late"]["why"]) == ("skipped", "no time was left")
 
 
 @pytest.mark.parametrize(
