@@ -3,7 +3,7 @@
 #
 #   tools/accelerator_wheels.sh [PYTHON ...]      versions of that machine's Python (default: 3.12)
 #
-#   MORE="numpy matplotlib transformers"   packages that an image with torch usually has
+#   MORE="numpy matplotlib"   packages that an image with torch usually has
 #   MEGATRON_LM_PATH=DIR                   carry this checkout too, for the step beside its loop
 #   LIMIT=64                               MiB of .whl and the files of the repository together
 set -eu
