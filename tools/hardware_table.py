@@ -78,9 +78,8 @@ def found() -> tuple[int, dict[str, dict[str, Any]]]:
             device = devices.setdefault(prefix, {"parts": {}, "count": 1})
             device |= {"name": document["device"], "torch": document["torch"]}
             device |= {key: document[key] for key in ("count", "kind") if key in document}
-            device["parts"] |= {
-                name: one["state"] for name, one in document.get("parts", {}).items()
-            }
+            states = {name: one["state"] for name, one in document.get("parts", {}).items()}
+            device["parts"] |= {name: one for name, one in states.items() if one != "skipped"}
     for prefix, device in devices.items():
         there = {file.stem.removeprefix(f"{prefix}-") for file in files
                  if file.stem.startswith(f"{prefix}-")}  # fmt: skip
