@@ -20,8 +20,10 @@ for version in "${@:-3.12}"; do
     done
     # Without their dependencies: they name torch, which the machine has.
     "$python" -m pip download "$@" --no-deps "$(grep '^megatron-core==' constraints.txt)" liger-kernel
+    # pip reads markers with its own Python's version: pytest's two packages for 3.10 are named.
     "$python" -m pip download "$@" einops pybind11 regex six pydantic safetensors xxhash rich tqdm \
-        psutil packaging pyyaml pytest pytest-timeout pytest-xdist hypothesis ${MORE:-}
+        psutil packaging pyyaml pytest pytest-timeout pytest-xdist hypothesis exceptiongroup tomli \
+        ${MORE:-}
 done
 if [ -n "${MEGATRON_LM_PATH:-}" ]; then
     rm -rf .whl/Megatron-LM
