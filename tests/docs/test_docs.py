@@ -75,6 +75,13 @@ def test_a_ticked_feature_without_its_test_is_found(monkeypatch: pytest.MonkeyPa
     assert feature_table.problems() == ["x: there is no test tests/no_such.py"]
 
 
+def test_the_gallery_has_every_picture() -> None:
+    """A picture that nobody finds is drawn for nobody."""
+    text = (ROOT / "docs/gallery.md").read_text("utf-8")
+    pictures = {path.name for path in (ROOT / "docs/pictures").iterdir()}
+    assert {name for name in pictures if f"pictures/{name}" not in text} == {"overview.svg"}
+
+
 def test_both_readmes_have_the_same_shape() -> None:
     """Same headings by level, same tables, same code, same links, in the same order."""
 
