@@ -73,13 +73,15 @@ def test_import_installs_without_importing_megatron():
 
 def test_import_loads_the_adaptor_and_no_algorithm():
     """What a script pays for the line; algorithms are imported by the features that need them."""
-    rooms = in_a_new_process(
+    rooms, costly = in_a_new_process(
         "import torch.distributed\n"
         "before = set(sys.modules)\n"
         "import mindspeed.megatron_adaptor\n"
-        "names = (m.split('.') for m in set(sys.modules) - before if m.startswith('mindspeed.'))\n"
-        "print(json.dumps(sorted({name[1] for name in names})))"
+        "new = [m.split('.') for m in set(sys.modules) - before]\n"
+        "rooms = sorted({name[1] for name in new if name[0] == 'mindspeed' and name[1:]})\n"
+        "print(json.dumps([rooms, sorted({'.'.join(name[:3]) for name in new})]))"
     )
+    assert not set(costly) & {"sympy", "rich", "torch.distributed.tensor", "torch._dynamo"}, costly
     assert set(rooms) == {
         "adaptor", "device", "errors", "features", "files", "flags", "journal", "megatron_adaptor",
         "optimizer", "original", "plugins", "processes", "ranges", "security", "session", "spmd",

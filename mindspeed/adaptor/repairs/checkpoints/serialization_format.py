@@ -16,8 +16,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from torch.distributed.checkpoint import filesystem
-
 from mindspeed.adaptor.importing import PostImportHooks
 from mindspeed.adaptor.versions import at_least
 from mindspeed.journal import Journal
@@ -30,6 +28,8 @@ def in_torchs_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``_write_item``."""
     if _FORMAT not in inspect.signature(original).parameters:
         return original
+    # Here, because it loads the whole of DTensor: nine tenths of the import line's time.
+    from torch.distributed.checkpoint import filesystem
 
     @functools.wraps(original)
     def _write_item(*args: Any, **kwargs: Any) -> Any:
