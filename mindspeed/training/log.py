@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mindspeed import device, session
-from mindspeed.adaptor.versions.trainer import expert_metrics, learning_rate
+from mindspeed.adaptor.versions.trainer import expert_metrics
 from mindspeed.built_model import TrainedModel
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
 from mindspeed.profiling.model_flops import flops_of_tokens
@@ -44,7 +44,7 @@ class Log:
 
     Args:
         args: final values.
-        model: for learning rate, loss scale and the norm of the parameters.
+        model: for the loss scale and the norm of the parameters.
         iteration: iterations that are done already.
         counter: counts the tokens of training.
     """
@@ -59,6 +59,7 @@ class Log:
         self._sinks = open_sinks(args, iteration) if self._speaks else []
         self._reports: list[Reports] = []
         self._grad_norm: float | None = None
+        self._learning_rate: float | None = None
         self._skipped = 0
         self._samples = 0
         self._iterations = 0
@@ -72,6 +73,7 @@ class Log:
         self._samples += samples
         self._skipped += result.skipped
         self._grad_norm = result.grad_norm
+        self._learning_rate = result.learning_rate
         if result.losses and not result.skipped:
             self._reports.append(sum_reports(result.losses))
         for sink in self._sinks:
@@ -152,12 +154,11 @@ class Log:
     ) -> dict[str, Any]:
         args, steps = self._args, max(1, self._iterations)
         flops = flops_of_tokens(model_shape(args), counts.tokens, counts.pairs)
-        rate = learning_rate(self._model.optimizer.param_groups)
         metrics: dict[str, Any] = {
             "iteration": state.iteration,
             "consumed_samples": state.train_samples,
             "seconds_per_iteration": elapsed / steps,
-            "learning_rate": rate,
+            "learning_rate": self._learning_rate,
             "global_batch_size": self._samples // steps,
             "lm_loss": loss,
             "grad_norm": self._grad_norm,

@@ -25,6 +25,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed import device, session
+from mindspeed.adaptor.versions.trainer import learning_rate
 from mindspeed.built_model import TrainedModel
 from mindspeed.errors import TrainingError
 from mindspeed.job import Batch, Schedule
@@ -42,11 +43,13 @@ class StepResult:
         losses: one per micro-batch; empty on all stages but the last.
         grad_norm: norm of the gradients before clipping; None without parameters on this rank.
         skipped: the parameters were not changed.
+        learning_rate: the rate of this step, which the schedule has moved on since.
     """
 
     losses: list[MicroBatchLoss]
     grad_norm: float | None
     skipped: bool
+    learning_rate: float | None
 
 
 class Trainer:
@@ -86,6 +89,7 @@ class Trainer:
         for chunk in model.chunks:
             chunk.zero_grad_buffer()
         model.optimizer.zero_grad()
+        rate = learning_rate(model.optimizer.param_groups)
         follows = int(
             iteration < Schedule.of(args).iterations
         )  # the next step's first may be read now
@@ -93,7 +97,7 @@ class Trainer:
             readers, get_num_microbatches(), forward_only=False, follows=follows
         )
         if args.max_skipped_nan_iterations and self._must_skip(losses, iteration):
-            return StepResult(losses, None, skipped=True)
+            return StepResult(losses, None, skipped=True, learning_rate=rate)
         if args.check_for_nan_in_loss_and_grad:
             check_losses(losses, iteration)
         updated, grad_norm, _ = model.optimizer.step()
@@ -102,7 +106,7 @@ class Trainer:
         self.skipped.after_step(updated, losses, model.optimizer.get_loss_scale, iteration)
         if updated:
             model.schedule.step(Batch.of(args).samples_of(get_num_microbatches()))
-        return StepResult(losses, grad_norm, skipped=not updated)
+        return StepResult(losses, grad_norm, skipped=not updated, learning_rate=rate)
 
     def evaluate(
         self, readers: Sequence[Reader | None], num_microbatches: int
