@@ -7,6 +7,7 @@
 #   make fresh        install what the README says into an empty environment and train there
 #   make corners      a few trainings with the oldest and the newest Megatron of the table
 #   make frameworks   train inside frameworks, in environments of their own (build/frameworks)
+#   make release      build a release, try its wheel in an empty environment, upload nothing
 #   make mutants      break the code at more than 500 places and see that tests notice (weekly)
 #
 # Both install only what is missing. Settings:
@@ -38,7 +39,7 @@ OTHER_PROCESSOR := tests/ops/test_quant_gmm.py tests/training/test_parity.py \
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-fast test-weekly test-avx2 test-cuda fresh corners frameworks mutants \
-	lint docs clean
+	lint docs release clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -100,6 +101,9 @@ lint: $(VENV)/.lint
 docs: $(VENV)/.lint
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+release: $(VENV)/.release
+	$(BIN)/python tools/release.py --torch-index "$(TORCH_INDEX)" $(ARGS)
+
 clean:
 	rm -rf "$(VENV)" build site *.egg-info
 
@@ -115,7 +119,9 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.suite: EXTRAS = suite,plot
 $(VENV)/.test: EXTRAS = test
 $(VENV)/.lint: EXTRAS = test,lint,docs
-$(VENV)/.suite $(VENV)/.test $(VENV)/.lint: $(VENV)/.torch pyproject.toml constraints.txt
+$(VENV)/.release: EXTRAS = release
+$(VENV)/.suite $(VENV)/.test $(VENV)/.lint $(VENV)/.release: \
+		$(VENV)/.torch pyproject.toml constraints.txt mindspeed/__init__.py
 	@echo "==> mindspeed with $(EXTRAS)"
 	@$(PIP) -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $@

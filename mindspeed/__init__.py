@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from mindspeed.features.registry import Configuration
 
-__version__ = "0.1.0"
+__version__ = "0.16.1.0"  # Megatron's, and a number of ours: docs/installation.md
 __all__ = ["__version__", "check", "configure", "undo"]
 
 original.install()

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import release
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -76,7 +78,8 @@ def version_table() -> str:
     data = load("versions.toml")
     keys = ("mindspeed", "megatron", "torch", "torch_npu", "cann", "python")
     lines = ["| " + " | ".join(VERSIONS) + " |", "|---" * len(VERSIONS) + "|"]
-    for version in (*data["version"], *data["history"]):
+    (current,) = data["version"]
+    for version in ({"mindspeed": f"{release.version()} (main)"} | current, *data["history"]):
         tested = "yes" if version.get("tested") else "no"
         lines.append("| " + " | ".join([*(version[key] for key in keys), tested]) + " |")
     return "\n".join(lines)
