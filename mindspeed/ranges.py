@@ -9,10 +9,12 @@ No range contains ``nan``; infinity is allowed only where it is named. Help text
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from mindspeed.errors import ConfigError
@@ -178,10 +180,49 @@ class Parser(argparse.ArgumentParser):
         """``argument --lr: nan must be ...`` of argparse as ``--lr nan must be ...``."""
         raise ConfigError(re.sub(r"^argument (-[\w-]+)[\w/-]*: ", r"\1 ", message))
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; an unknown flag names the closest ones."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            raise ConfigError(unknown_flags(unknown, self._option_string_actions))
+        return found
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if action.nargs is None and arg_strings == ["--"]:  # argparse takes it for no value at all
             raise argparse.ArgumentError(action, "'--' is no value")
         return super()._get_values(action, arg_strings)
+
+
+def unknown_flags(unknown: Sequence[str], known: Iterable[str]) -> str:
+    """The message for words that no flag takes, with the ``known`` flags that were meant."""
+    spellings = [name for name in known if name.startswith("--")]
+    lines = []
+    for token in unknown:
+        name = token.split("=")[0]
+        if name.startswith("-") and not _is_number(name):
+            near = closest_flags(name, spellings)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            lines.append(f"unknown flag {name}{hint}")
+    return "\n".join(lines) or f"unexpected argument {unknown[0]!r}: no flag takes it"
+
+
+def closest_flags(name: str, known: Sequence[str]) -> list[str]:
+    """Up to three flags that ``name`` could mean; those with the longest equal beginning first."""
+
+    def equal_beginning(other: str) -> int:
+        pairs = zip(name, other, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    near = difflib.get_close_matches(name, known, n=10, cutoff=0.5)
+    return sorted(near, key=equal_beginning, reverse=True)[:3]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _shown(value: float) -> str:

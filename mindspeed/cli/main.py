@@ -61,12 +61,13 @@ COMMANDS: dict[str, str] = {
     "ops": "list the fused operators: implementation on this device, why not others",
     "patches": "list the patches of Megatron, and check them against a Megatron version",
     "doctor": "check this machine: versions, devices, packages",
+    "completion": "print a script that completes commands, flags and values in a shell",
 }
 
 
 # The order of mindspeed --help.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "start": ("quickstart", "doctor"),
+    "start": ("quickstart", "doctor", "completion"),
     "data": ("corpus", "tokenizer", "preprocess", "data"),
     "train": ("pretrain", "finetune", "dpo", "reward", "models", "recipes", "plot"),
     "weights": ("convert", "export", "verify", "merge-lora"),
@@ -74,6 +75,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "check", "explain", "calibrate", "profile", "attention", "pipeline", "moe"),
     "inspect": ("compare", "features", "ops", "patches"),
 }
+
+STORY = """\
+the whole way on this machine    mindspeed quickstart
+your conversations, your model   mindspeed finetune --load hf:DIR --data FILE --save OUT
+then talk to it                  mindspeed chat --load OUT
+"""
+"""What comes before the list where no command is given."""
 
 _format_for_developers = warnings.formatwarning
 _READ_ONLY = (
@@ -90,6 +98,7 @@ _READ_ONLY = (
     "ops",
     "patches",
     "doctor",
+    "completion",
 )
 
 
@@ -97,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``mindspeed <command> ...``; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
+    if not argv:
+        print(STORY)
     if not argv or argv[0] in ("-h", "--help", "--version"):
         parser.parse_args(argv or ["--help"])
         return 0

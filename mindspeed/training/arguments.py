@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from mindspeed.adaptor.versions import megatron_version
 from mindspeed.adaptor.versions.fields import later_fields
 from mindspeed.errors import ConfigError
 from mindspeed.flags import flags_of
-from mindspeed.ranges import HelpFormatter, Range, range_of, whole
+from mindspeed.ranges import HelpFormatter, Range, range_of, unknown_flags, whole
 from mindspeed.training import help_page
 from mindspeed.training.flag_types import (
     Absent,
@@ -131,7 +129,10 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
     parser = parser or build_parser(with_help=help_page.is_asked(tokens))
     args, unknown = parser.parse_known_args(list(tokens))
     if unknown:
-        raise ConfigError(_unknown_flags(parser, unknown))
+        actions = parser._option_string_actions.items()
+        raise ConfigError(
+            unknown_flags(unknown, (name for name, to in actions if not isinstance(to, Ignored)))
+        )
     if problems := list(_out_of_range(parser, args)):
         raise ConfigError("\n".join(problems))
     _resolve_old_switches(args, tokens, parser)
@@ -343,43 +344,6 @@ def _add_old_spellings(parser: Parser) -> None:
         group.add_argument(
             "--local-rank", "--local_rank", type=whole(0), default=0, help=argparse.SUPPRESS
         )
-
-
-def _unknown_flags(parser: Parser, unknown: Sequence[str]) -> str:
-    known = [
-        name
-        for name, action in parser._option_string_actions.items()
-        if name.startswith("--") and not isinstance(action, Ignored)
-    ]
-    lines = []
-    for token in unknown:
-        name = token.split("=")[0]
-        if name.startswith("-") and not _is_number(name):
-            closest = _closest(name, known)
-            hint = f"; did you mean {', '.join(closest)}?" if closest else ""
-            lines.append(f"unknown flag {name}{hint}")
-    if not lines:
-        lines.append(f"unexpected argument {unknown[0]!r}: no flag takes it")
-    return "\n".join(lines)
-
-
-def _closest(name: str, known: Sequence[str]) -> list[str]:
-    """Up to three flags that ``name`` could mean; those with the longest equal beginning first."""
-
-    def equal_beginning(other: str) -> int:
-        pairs = zip(name, other, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    near = difflib.get_close_matches(name, known, n=10, cutoff=0.5)
-    return sorted(near, key=equal_beginning, reverse=True)[:3]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _field_docstrings(config_class: type) -> dict[str, str]:

@@ -56,6 +56,27 @@ def test_unknown_command_suggests_the_closest(capsys):
     assert "closest: pretrain" in capsys.readouterr().err
 
 
+def test_a_misspelt_flag_of_any_command_suggests_the_closest(capsys):
+    assert main(["attention", "plan", "--hedas", "4", "--cp=2"]) == 1
+    text = capsys.readouterr().err
+    assert (
+        text
+        == "mindspeed attention: unknown flag --hedas; did you mean --heads, --help, --head-dim?\n"
+    )
+    assert main(["doctor", "here"]) == 1
+    assert "unexpected argument 'here': no flag takes it" in capsys.readouterr().err
+
+
+def test_without_a_command_the_way_comes_before_the_list(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 0
+    way, _, rest = capsys.readouterr().out.partition("\n\n")
+    commands = [line.split("mindspeed ")[1].split()[0] for line in way.splitlines()]
+    assert commands == ["quickstart", "finetune", "chat"] and set(commands) <= set(COMMANDS)
+    assert rest.startswith("usage: ")
+
+
 def test_features_as_json_and_dry_run(capsys):
     assert main(["features", "--json"]) == 0
     names = {feature["name"] for feature in json.loads(capsys.readouterr().out)}
