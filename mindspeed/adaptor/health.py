@@ -41,7 +41,6 @@ def examine() -> list[Check]:
         Check("ok", "mindspeed", f"{__version__}, Python {platform.python_version()}"),
         _torch(),
         _megatron(),
-        _megatron_training(),
         _script_packages(),
         *_device(),
         _dataset_helpers(),
@@ -68,12 +67,6 @@ def _megatron() -> Check:
     if is_tested(version):
         return Check("ok", "megatron-core", found)
     return Check("bad", "megatron-core", found, f"install one of {', '.join(TESTED)}")
-
-
-def _megatron_training() -> Check:
-    if has_megatron_training():
-        return Check("ok", "Megatron-LM scripts", "megatron.training is on the path")
-    return Check("ok", "Megatron-LM scripts", "not on the path; mindspeed pretrain needs none")
 
 
 def _script_packages() -> Check:

@@ -60,7 +60,7 @@ COMMANDS: dict[str, str] = {
     "features": "list the features: flag, level, devices, conflicts",
     "ops": "list the fused operators: implementation on this device, why not others",
     "patches": "list the patches of Megatron, and check them against a Megatron version",
-    "doctor": "check this machine: versions, devices, packages",
+    "doctor": "check this machine: versions, devices, packages; what each door still lacks",
     "completion": "print a script that completes commands, flags and values in a shell",
 }
 
