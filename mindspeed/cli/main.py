@@ -5,7 +5,8 @@ A sub-command module has ``HELP`` and either ``add_arguments(parser)`` with ``ru
 is used, so that ``mindspeed --help`` is fast. Words after ``--`` are in ``args.flags``.
 
 Every error is reported here (in a rank of a job: in :mod:`mindspeed.training.fail_together`) as one
-message; ``--debug``, after any command, adds the traceback.
+message, with the page about it (:mod:`mindspeed.cli.pages`); ``--debug``, after any command, adds
+the traceback.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Sequence
 
 from mindspeed import __version__
+from mindspeed.cli.pages import page_of
 from mindspeed.errors import DEBUG, describe
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
 from mindspeed.processes import no_collection
@@ -136,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         print(f"mindspeed {command}: {describe(error)}", file=sys.stderr)
+        if page := page_of(error):
+            print(f"  read docs/{page}", file=sys.stderr)
         return 1
 
 

@@ -89,7 +89,8 @@ def test_features_as_json_and_dry_run(capsys):
 
 def test_explain_prints_flags_and_unknown_names_fail(capsys):
     assert main(["features", "--explain", "profiling"]) == 0
-    assert "--profile-level" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "--profile-level" in text and "read docs/features/profiling.md" in text
     assert main(["features", "--explain", "profling"]) == 1
     assert "no feature 'profling'" in capsys.readouterr().err
 
