@@ -181,7 +181,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(re.sub(r"^argument (-[\w-]+)[\w/-]*: ", r"\1 ", message))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; an unknown flag names the closest ones."""
+        """Parse all words, as argparse does; an error about an unknown flag names the closest."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             raise ConfigError(unknown_flags(unknown, self._option_string_actions))
