@@ -91,7 +91,8 @@ def build(output: Path, time: str) -> tuple[Path, Path]:
             ["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE
         )
         subprocess.run(["tar", "-x", "-C", name], input=archive.stdout, check=True)
-        run(sys.executable, "-m", "build", "--outdir", output, name, SOURCE_DATE_EPOCH=time)
+        words = (sys.executable, "-m", "build", "--outdir", output, name)
+        run(*words, read=True, SOURCE_DATE_EPOCH=time)  # it prints every file four times
     wheel = output / f"mindspeed-{number}-py3-none-any.whl"
     source = output / f"mindspeed-{number}.tar.gz"
     for path in (wheel, source):
@@ -145,6 +146,7 @@ def run(*words: object, cwd: Path = ROOT, read: bool = False, **variables: str) 
         check=False,
     )
     if done.returncode:
+        print(done.stdout or "")
         raise ReleaseError(f"{shlex.join(map(str, words))} failed")
     return done.stdout or ""
 
