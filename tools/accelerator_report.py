@@ -367,17 +367,21 @@ def problem_of(words: Sequence[str]) -> str:
 @contextlib.contextmanager
 def understood(script: str, arguments: Sequence[str]) -> Iterator[None]:
     """Raise ``_Parsed`` as soon as argparse has understood the arguments."""
-    before = argparse.ArgumentParser.parse_args
+    from mindspeed.ranges import Parser
 
-    def parse(self: Any, *given: Any, **named: Any) -> NoReturn:
-        before(self, *given, **named)
-        raise _Parsed
+    def stopping(before: Any) -> Any:
+        def parse(self: Any, *given: Any, **named: Any) -> NoReturn:
+            before(self, *given, **named)
+            raise _Parsed
 
-    with (
-        mock.patch.object(argparse.ArgumentParser, "parse_args", parse),
-        mock.patch.object(sys, "argv", [script, *arguments]),
-        mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
-    ):
+        return parse
+
+    with contextlib.ExitStack() as stack:
+        for kind in (argparse.ArgumentParser, Parser):
+            changed = mock.patch.object(kind, "parse_args", stopping(kind.parse_args))
+            stack.enter_context(changed)
+        stack.enter_context(mock.patch.object(sys, "argv", [script, *arguments]))
+        stack.enter_context(mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]))
         yield
 
 
