@@ -28,6 +28,7 @@ from mindspeed.files import make_dirs, secure_open
 from mindspeed.moe.host_copy import HostCopy
 from mindspeed.moe.layer.megatron import ProgramForward
 from mindspeed.moe.load.figures import LoadFigures, figures
+from mindspeed.moe.load.hook import on_routing
 
 ALL, GROUP, OWN = "all ranks", "one expert group", "one rank's tokens"
 """Over which ranks a figure is summed."""
@@ -104,18 +105,15 @@ class LoadWatch:
                 rows = torch.zeros(self._settings.experts, dtype=torch.int64)
                 layer = _Layer(module.router, rows.to(module.router.weight.device))
                 self._layers.append(layer)
-                module.router.register_forward_hook(self._counter(layer))
+                on_routing(module.router, self._counter(layer))
                 forward = vars(module).get("forward")
                 if isinstance(forward, ProgramForward):
                     forward.request = replace(forward.request, watch=_group_counter(layer))
 
-    def _counter(self, layer: _Layer) -> Callable[..., None]:
-        def count(router: Any, inputs: Any, output: Any) -> None:
-            # Of a layer that is computed again only the second forward has gradients.
-            if router.training and torch.is_grad_enabled():
-                routing_map = output[1]
-                layer.own += routing_map.sum(0)
-                layer.chosen += routing_map.shape[0] * self._settings.topk
+    def _counter(self, layer: _Layer) -> Callable[[torch.Tensor], None]:
+        def count(routing_map: torch.Tensor) -> None:
+            layer.own += routing_map.sum(0)
+            layer.chosen += routing_map.shape[0] * self._settings.topk
 
         return count
 

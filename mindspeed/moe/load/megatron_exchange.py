@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
+from mindspeed.moe.load.hook import on_routing
 from mindspeed.moe.load.megatron_placement import PlacedExperts
 from mindspeed.moe.load.placement import Question, loads, search
 from mindspeed.moe.load.slots import inverse, nearest
@@ -61,7 +62,7 @@ class Exchanger:
             rows = torch.zeros(self._experts, dtype=torch.int64, device=where)
             self._layers.append((placed, rows))
             if self._interval:
-                layer.router.register_forward_hook(_counter(rows))
+                on_routing(layer.router, _counter(rows))
 
     def optimizer(self, optimizer: Any) -> Any:
         """Note the optimizer whose states move with the experts."""
@@ -111,11 +112,9 @@ def better(counts: Sequence[int], slots: Sequence[int], ranks: int) -> list[int]
     return nearest(found.place, slots, ranks) if found.value[0] < now * (1 - LEAST) else None
 
 
-def _counter(rows: torch.Tensor) -> Callable[..., None]:
-    def count(router: Any, inputs: Any, output: Any) -> None:
-        # Of a layer that is computed again only the second forward has gradients.
-        if router.training and torch.is_grad_enabled():
-            rows.add_(output[1].sum(0))
+def _counter(rows: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def count(routing_map: torch.Tensor) -> None:
+        rows.add_(routing_map.sum(0))
 
     return count
 

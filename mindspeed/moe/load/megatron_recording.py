@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.moe.load.hook import on_routing
 from mindspeed.moe.load.routing import LayerRouting, write
 
 MICRO_BATCHES, TOKENS = 16, 64
@@ -44,17 +45,14 @@ class RoutingRecorder:
             if isinstance(module, TopKRouter):
                 kept: deque[_Kept] = deque(maxlen=MICRO_BATCHES)
                 self._layers.append((module, kept))
-                module.register_forward_hook(self._keeper(kept))
+                on_routing(module, self._keeper(kept))
 
-    def _keeper(self, kept: deque[_Kept]) -> Callable[..., None]:
-        def keep(router: Any, inputs: Any, output: Any) -> None:
-            # Of a layer that is computed again only the second forward has gradients.
-            if router.training and torch.is_grad_enabled():
-                routing_map = output[1]
-                few = routing_map[:: max(1, -(-routing_map.shape[0] // self._tokens))]
-                there, chosen = few.to(torch.int8).topk(self._topk)
-                chosen = chosen.masked_fill(there == 0, -1)  # dropped
-                kept.append((routing_map.sum(0), chosen.to(torch.int16)))
+    def _keeper(self, kept: deque[_Kept]) -> Callable[[torch.Tensor], None]:
+        def keep(routing_map: torch.Tensor) -> None:
+            few = routing_map[:: max(1, -(-routing_map.shape[0] // self._tokens))]
+            there, chosen = few.to(torch.int8).topk(self._topk)
+            chosen = chosen.masked_fill(there == 0, -1)  # dropped
+            kept.append((routing_map.sum(0), chosen.to(torch.int16)))
 
         return keep
 
