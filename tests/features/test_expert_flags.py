@@ -71,9 +71,9 @@ REFUSED = [
         {"moe_allgather_overlap_comm": True, "moe_alltoall_overlap_comm": True},
         "--moe-alltoall-overlap-comm",
     ),
-    # nothing to overlap
-    ({"moe_alltoall_overlap_comm": True, **ONE}, "nothing to overlap"),
-    ({"moe_allgather_overlap_comm": True, **GATHER, **ONE}, "nothing to overlap"),
+    # nothing is sent
+    ({"moe_alltoall_overlap_comm": True, **ONE}, "nothing is sent to experts"),
+    ({"moe_allgather_overlap_comm": True, **GATHER, **ONE}, "nothing is sent to experts"),
     ({"moe_alltoall_overlap_comm": True, "moe_fb_overlap": True}, "cannot be combined"),
     # zero memory
     (

@@ -49,7 +49,7 @@ def test_it_is_megatrons_schedule(change, delayed):
             "combined with --moe-shared-expert-overlap",
         ),
         ({"num_experts": None}, "add --num-experts"),
-        ({"expert_model_parallel_size": 1}, "no all-to-all to hide"),
+        ({"expert_model_parallel_size": 1}, "nothing is sent by all-to-all"),
         ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type is allgather"),
         ({"bf16": False}, "add --bf16 or --fp16"),
         ({"recompute_granularity": "full"}, "cannot be combined with --recompute-granularity full"),

@@ -27,7 +27,7 @@ def said(options, change):
     [
         ({"num_experts": None}, "add --num-experts"),
         ({"moe_token_dispatcher_type": "flex"}, "the dispatcher is flex"),
-        ({"expert_model_parallel_size": 1}, "nothing to overlap"),
+        ({"expert_model_parallel_size": 1}, "nothing is sent to experts"),
         (TENSOR, "add --sequence-parallel"),
         ({"moe_shared_expert_overlap": True}, "remove --moe-shared-expert-overlap"),
         (GRAPHS | {"cuda_graph_scope": []}, "CUDA graph"),

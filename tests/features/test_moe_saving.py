@@ -49,7 +49,7 @@ ADAPTIVE_ERRORS = [
 ]
 COMMON = [
     ({"num_experts": None}, "add --num-experts"),
-    ({"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
+    ({"moe_token_dispatcher_type": "flex"}, "is for the dispatcher alltoall or allgather"),
     ({"recompute_granularity": "full"}, "has no effect with --recompute-granularity full"),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "redundant"),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "redundant"),

@@ -186,7 +186,7 @@ FLAGS = {
         ({"sequence_parallel": False, "tensor_model_parallel_size": 2}, "add --sequence-parallel"),
         ({"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
         ({"moe_model_type": "deepspeed_moe"}, "--moe-model-type deepspeed_moe"),
-        ({"expert_model_parallel_size": 1}, "there is nothing to overlap"),
+        ({"expert_model_parallel_size": 1}, "nothing is sent to experts"),
     ],
 )
 def test_flags_that_do_not_fit(changes, said):

@@ -190,7 +190,7 @@ REFUSED = {
     "slices": ({"expert_tensor_parallel_size": 2}, "they are cut in 2"),
     "one by one": ({"moe_grouped_gemm": False}, "add --moe-grouped-gemm"),
     "biases": ({"add_bias_linear": True}, "add --disable-bias-linear"),
-    "one rank": ({"expert_model_parallel_size": 1}, "experts of one rank are sent nothing"),
+    "one rank": ({"expert_model_parallel_size": 1}, "nothing is sent to experts"),
     "pieces": ({"use_pipe_experts": True}, "computes experts in parts"),
     "lengths that vary": ({"variable_seq_lengths": True}, "ranks must have equally many tokens"),
     "load": ({"moe_adaptive_recompute_activation": True}, "by numbers of rows on the host"),

@@ -104,7 +104,7 @@ ON = {
             {"expert_tensor_parallel_size": 1, "moe_tp_extend_ep": True, "world_size": 4},
             "--moe-tp-extend-ep makes it so",
         ),
-        ({"moe_token_dispatcher_type": "allgather"}, "give --moe-token-dispatcher-type alltoall"),
+        ({"moe_token_dispatcher_type": "allgather"}, "add --moe-token-dispatcher-type alltoall"),
     ],
 )
 def test_degrees_that_are_none(change, said):

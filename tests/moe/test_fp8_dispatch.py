@@ -180,10 +180,10 @@ MODEL = {
 REFUSED = {
     "width": ({"hidden_size": 200}, "--hidden-size 200: each 128 elements of a row share a scale"),
     "latent width": ({"moe_latent_size": 72}, "--moe-latent-size 72: each 128 elements"),
-    "one rank": ({"expert_model_parallel_size": 1}, "experts of one rank are sent nothing"),
+    "one rank": ({"expert_model_parallel_size": 1}, "nothing is sent to experts"),
     "no experts": ({"num_experts": None}, "the model has no experts"),
     "half": ({"fp16": True}, "fp16 cannot hold its range; use --bf16"),
-    "flex": ({"moe_token_dispatcher_type": "flex"}, "use alltoall or allgather"),
+    "flex": ({"moe_token_dispatcher_type": "flex"}, "is for the dispatcher alltoall or allgather"),
     "micro-batches": ({"moe_fb_overlap": True, "bf16": True}, "the parts of Megatron's own layer"),
 }
 

@@ -111,7 +111,7 @@ MEGATRON = {
     ("changes", "said"),
     [
         ({"num_experts": None}, "--ampipe-degree 2: the model has no experts"),
-        ({"expert_model_parallel_size": 1}, "there is nothing to hide"),
+        ({"expert_model_parallel_size": 1}, "nothing is sent by all-to-all"),
         ({"ampipe_degree": 3}, "--seq-length 64 is not divisible by 3"),
         (
             {"ampipe_degree": 32, "tensor_model_parallel_size": 4, "sequence_parallel": True},

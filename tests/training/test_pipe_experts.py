@@ -74,7 +74,7 @@ MEGATRON = {
     ("changes", "said"),
     [
         ({"num_experts": None}, "--use-pipe-experts: the model has no experts"),
-        ({"expert_model_parallel_size": 1}, "there is nothing to hide"),
+        ({"expert_model_parallel_size": 1}, "nothing is sent to experts"),
         (
             {"use_pipe_experts": False, "pipe_experts_multi_data": 2},
             "--pipe-experts-multi-data: is a part of --use-pipe-experts",

@@ -13,6 +13,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.attention.context_parallel import comm_types
+from mindspeed.features.experts.layer_programs import (
+    all_to_all_problems,
+    expert_parallel_problems,
+    expert_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, option_of
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -84,17 +89,19 @@ class Ampipe(
     )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
-        degree = self.ampipe_degree
-        if degree == 1:
+        if self.ampipe_degree == 1:
             yield Problem(TENSOR, f"is a part of {NAME}", f"add {NAME} 2 or more, or remove it")
             return
-        name = f"{NAME} {degree}"
-        if not megatron["num_experts"]:
-            yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
-            return
-        yield from _layout(name, degree, megatron)
+        yield from expert_problems(
+            f"{NAME} {self.ampipe_degree}",
+            megatron,
+            all_to_all_problems,
+            expert_parallel_problems,
+            self._layout,
+            self._parts,
+        )
+
+    def _parts(self, name: str, megatron: Megatron) -> Iterator[Problem]:
         if self.ampipe_tp_sp_comm_overlap and not megatron.get("sequence_parallel"):
             yield Problem(
                 TENSOR,
@@ -126,6 +133,26 @@ class Ampipe(
         if megatron.get("cuda_graph_impl") not in (None, "none"):
             yield Problem(name, "cannot be recorded by --cuda-graph-impl", "remove one")
 
+    def _layout(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        degree = self.ampipe_degree
+        tp = megatron.get("tensor_model_parallel_size") or 1
+        cp = megatron.get("context_parallel_size") or 1
+        if cp > 1:
+            yield from _context_problems(name, degree, tp, megatron)
+        parts = {
+            NAME: degree,
+            "--tensor-model-parallel-size": tp,
+            "--context-parallel-size": cp,
+        }
+        length, divisor = megatron.get("seq_length"), degree * tp * cp
+        if length and length % divisor:
+            product = " x ".join(f"{flag} {size}" for flag, size in parts.items() if size > 1)
+            yield Problem(
+                name,
+                f"--seq-length {length} is not divisible by {divisor} ({product})",
+                "choose a degree that divides the rows of a rank",
+            )
+
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         def chunks(model: Any, config: Any, vp_stage: int | None) -> None:
             from mindspeed.moe.ampipe.megatron import attach, layers_with_experts
@@ -139,39 +166,6 @@ class Ampipe(
                 )
 
         seams.chunk.add(chunks, owner=self.name)
-
-
-def _layout(name: str, degree: int, megatron: Megatron) -> Iterator[Problem]:
-    dispatcher = megatron.get("moe_token_dispatcher_type")
-    if dispatcher != "alltoall":
-        yield Problem(
-            name,
-            f"hides the all-to-all of the experts, and the dispatcher is {dispatcher}",
-            "add --moe-token-dispatcher-type alltoall",
-        )
-    if (megatron.get("expert_model_parallel_size") or 1) == 1:
-        yield Problem(
-            name,
-            "there is nothing to hide: --expert-model-parallel-size is 1",
-            "spread the experts over ranks, or remove the flag",
-        )
-    tp = megatron.get("tensor_model_parallel_size") or 1
-    cp = megatron.get("context_parallel_size") or 1
-    if cp > 1:
-        yield from _context_problems(name, degree, tp, megatron)
-    parts = {
-        NAME: degree,
-        "--tensor-model-parallel-size": tp,
-        "--context-parallel-size": cp,
-    }
-    length, divisor = megatron.get("seq_length"), degree * tp * cp
-    if length and length % divisor:
-        product = " x ".join(f"{flag} {size}" for flag, size in parts.items() if size > 1)
-        yield Problem(
-            name,
-            f"--seq-length {length} is not divisible by {divisor} ({product})",
-            "choose a degree that divides the rows of a rank",
-        )
 
 
 def _context_problems(name: str, degree: int, tp: int, megatron: Megatron) -> Iterator[Problem]:

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.experts.layer_programs import change_layers
+from mindspeed.features.experts.layer_programs import (
+    all_to_all_problems,
+    change_layers,
+    expert_parallel_problems,
+    expert_problems,
+    gate_problems,
+    whole_expert_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import SIZE
@@ -67,48 +74,30 @@ class BalancedExperts(
             flags = "--balanced-moe-hot-expert-num and --trans-hot-expert-group-num"
             yield Problem(flags, f"have no effect without {NAME}", "add it, or remove them")
             return
-        if "num_experts" not in megatron:  # a framework's configuration
-            return
-        if not megatron["num_experts"]:
-            yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
-            return
-        if megatron.get("moe_model_type") == "deepspeed_moe":
-            yield Problem(NAME, "is for --moe-model-type megatron_moe", "remove one")
-        if (megatron.get("zero_stage") or 0) > 1:
-            yield conflict(NAME, f"--zero-stage {megatron['zero_stage']}", fix="choose stage 1")
-        yield from self._sizes(megatron)
+        yield from expert_problems(
+            NAME,
+            megatron,
+            gate_problems,
+            all_to_all_problems,
+            whole_expert_problems,
+            expert_parallel_problems,
+            self._experts,
+        )
 
-    def _sizes(self, megatron: Megatron) -> Iterator[Problem]:
-        if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
-            yield Problem(
-                NAME,
-                f"--moe-token-dispatcher-type is {dispatcher}, which sends all tokens to all ranks",
-                "give --moe-token-dispatcher-type alltoall",
-            )
+    def _experts(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        if (megatron.get("zero_stage") or 0) > 1:
+            yield conflict(name, f"--zero-stage {megatron['zero_stage']}", fix="choose stage 1")
         local = megatron.get("transformer_impl", "transformer_engine") != "transformer_engine"
         legacy = megatron.get("moe_use_legacy_grouped_gemm")
         if local or legacy or not megatron.get("moe_grouped_gemm", True):
             yield Problem(
-                NAME,
+                name,
                 "needs one weight for each grouped expert",
                 "give --moe-grouped-gemm and --transformer-impl transformer_engine",
             )
         if megatron.get("add_bias_linear"):
-            yield Problem(NAME, "is for experts without biases", "give --disable-bias-linear")
-        sliced = megatron.get("expert_tensor_parallel_size")
-        if (sliced or megatron.get("tensor_model_parallel_size") or 1) > 1:
-            yield Problem(
-                NAME,
-                "needs whole experts on every rank",
-                "give --moe-tp-extend-ep or --expert-tensor-parallel-size 1",
-            )
+            yield Problem(name, "is for experts without biases", "give --disable-bias-linear")
         ep = megatron.get("expert_model_parallel_size") or 1
-        if ep == 1:
-            yield Problem(
-                NAME,
-                "--expert-model-parallel-size is 1, so one rank computes all experts anyway",
-                "choose 2 or more, or remove it",
-            )
         hot, experts = self.balanced_moe_hot_expert_num, megatron["num_experts"] // ep
         if hot > experts:
             yield Problem(

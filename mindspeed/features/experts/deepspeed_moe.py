@@ -19,19 +19,27 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.experts.layer_programs import layer_problems
+from mindspeed.features.experts.layer_programs import (
+    DEEPSPEED,
+    expert_problems,
+    expert_slices,
+    layer_problems,
+    on_layers,
+    sends_equally,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
     from mindspeed.adaptor.seams import Seams
     from mindspeed.moe.deepspeed.gate import Capacity, Window
 
 logger = logging.getLogger("mindspeed")
 
 NAME = "--moe-model-type deepspeed_moe"
-DEEPSPEED = "deepspeed_moe"
 
 
 class DeepSpeedMoe(Feature, level=2, megatron_versions=">=0.16", seams=("chunk", "step")):
@@ -72,10 +80,8 @@ class DeepSpeedMoe(Feature, level=2, megatron_versions=">=0.16", seams=("chunk",
         if not self._is_deepspeed():
             text = f"belongs to {NAME}, and the router is Megatron's"
             return [Problem(_spelling(name), text, _INSTEAD[name]) for name in self._changed()]
-        problems = list(self._own())
-        if "num_experts" in megatron:  # frameworks give it to the model only
-            problems += _model(megatron)
-        return problems + list(self._others(megatron))
+        model = expert_problems(NAME, megatron, _gates)
+        return [*self._own(), *model, *self._others(megatron)]
 
     def _own(self) -> Iterator[Problem]:
         """Find flags of this feature that contradict each other."""
@@ -129,10 +135,10 @@ class DeepSpeedMoe(Feature, level=2, megatron_versions=">=0.16", seams=("chunk",
                     f"{_spelling(name)}: ranks with different numbers of tokens cannot send alike"
                 )
                 yield Problem(NAME, text, "add --moe-no-drop (without --moe-dynamic-padding)")
-        if self.moe_dynamic_padding and _expert_tensor(megatron) > 1:
+        if self.moe_dynamic_padding and (slices := expert_slices(megatron)) > 1:
             yield Problem(
                 "--moe-dynamic-padding",
-                f"ranks of expert tensor parallel size {_expert_tensor(megatron)} would have to "
+                f"ranks of expert tensor parallel size {slices} would have to "
                 "agree on the room in a collective of their own",
                 "use --expert-tensor-parallel-size 1, or --moe-no-drop alone",
             )
@@ -150,7 +156,6 @@ class DeepSpeedMoe(Feature, level=2, megatron_versions=">=0.16", seams=("chunk",
         return derived
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
         from mindspeed.moe.deepspeed.gate import Window
         from mindspeed.moe.deepspeed.megatron import GateOptions, use_gate
         from mindspeed.moe.layer.megatron import change
@@ -161,24 +166,23 @@ class DeepSpeedMoe(Feature, level=2, megatron_versions=">=0.16", seams=("chunk",
             )
         windows: weakref.WeakSet[Window] = weakref.WeakSet()
 
-        def replace(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                _check(config)
-                room = self._room(config)
-                gate = GateOptions(
-                    capacity=None if self.moe_no_drop else room,
-                    noise=self.noisy_gate_policy,
-                    random_tokens=self.use_rts,
-                    sinkhorn=self.moe_use_sinkhorn,
-                )
-                use_gate(layer, gate, seams.journal)
-                if room is None:
-                    change(layer, seams.journal)
-                    continue
-                exchange = "window" if isinstance(room, Window) else "padded"
-                change(layer, seams.journal, exchange=exchange, capacity=room)
-                if isinstance(room, Window):
-                    windows.add(room)
+        def replace(layer: MoELayer) -> None:
+            _check(layer.config)
+            room = self._room(layer.config)
+            gate = GateOptions(
+                capacity=None if self.moe_no_drop else room,
+                noise=self.noisy_gate_policy,
+                random_tokens=self.use_rts,
+                sinkhorn=self.moe_use_sinkhorn,
+            )
+            use_gate(layer, gate, seams.journal)
+            if room is None:
+                change(layer, seams.journal)
+                return
+            exchange = "window" if isinstance(room, Window) else "padded"
+            change(layer, seams.journal, exchange=exchange, capacity=room)
+            if isinstance(room, Window):
+                windows.add(room)
 
         @contextlib.contextmanager
         def around_step(iteration: int) -> Iterator[None]:
@@ -186,7 +190,7 @@ class DeepSpeedMoe(Feature, level=2, megatron_versions=">=0.16", seams=("chunk",
             for window in windows:
                 window.advance()
 
-        seams.chunk.add(replace, owner=self.name)
+        on_layers(seams, self.name, replace)
         if self.moe_dynamic_padding:
             seams.step.add(around_step, owner=self.name)
 
@@ -229,32 +233,18 @@ _ROUTER_ONLY = {
 }
 
 
-def sends_equally(megatron: Megatron) -> bool:
-    """Whether all ranks send the same number of tokens to all experts, so that none are counted."""
-    exact = megatron.get("moe_no_drop") and not megatron.get("moe_dynamic_padding")
-    return megatron.get("moe_model_type") == DEEPSPEED and not exact
-
-
 def _spelling(name: str) -> str:
     return "--no-use-rts" if name == "use_rts" else "--" + name.replace("_", "-")
 
 
-def _model(megatron: Megatron) -> Iterator[Problem]:
-    experts, topk = megatron.get("num_experts"), megatron.get("moe_router_topk") or 2
-    if not experts:
-        yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
-        return
+def _gates(name: str, megatron: Megatron) -> Iterator[Problem]:
+    experts, topk = megatron["num_experts"], megatron.get("moe_router_topk") or 2
     if topk not in (1, 2):
         yield Problem(
-            NAME, f"--moe-router-topk {topk}: its gates are top-1 and top-2", "use 1 or 2"
+            name, f"--moe-router-topk {topk}: its gates are top-1 and top-2", "use 1 or 2"
         )
     elif topk > experts:
-        yield Problem(NAME, f"--moe-router-topk {topk} with --num-experts {experts}", "use top-k 1")
-
-
-def _expert_tensor(megatron: Megatron) -> int:
-    given = megatron.get("expert_tensor_parallel_size")
-    return given or megatron.get("tensor_model_parallel_size") or 1
+        yield Problem(name, f"--moe-router-topk {topk} with --num-experts {experts}", "use top-k 1")
 
 
 def _layers(interval: int, megatron: Megatron) -> list[int]:

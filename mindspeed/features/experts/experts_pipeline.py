@@ -11,7 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.experts.layer_programs import change_layers
+from mindspeed.features.experts.layer_programs import (
+    all_to_all_problems,
+    change_layers,
+    expert_problems,
+    expert_slices,
+    gate_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import COUNT
@@ -42,25 +48,11 @@ class ExpertsPipeline(
     )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        degree = self.moe_experts_pipeline_degree
-        name = f"--moe-experts-pipeline-degree {degree}"
-        if "num_experts" not in megatron:  # a framework's configuration
-            return
-        if not megatron["num_experts"]:
-            yield Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")
-            return
-        if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
-            yield Problem(
-                name,
-                f"--moe-token-dispatcher-type is {dispatcher}, which gathers everything at once",
-                "give --moe-token-dispatcher-type alltoall",
-            )
-        if megatron.get("moe_model_type") == "deepspeed_moe":
-            yield Problem(name, "is for --moe-model-type megatron_moe", "remove one")
-        sliced = megatron.get("expert_tensor_parallel_size")
-        if sliced is None:
-            sliced = megatron.get("tensor_model_parallel_size") or 1
-        if sliced == 1:
+        name = f"--moe-experts-pipeline-degree {self.moe_experts_pipeline_degree}"
+        yield from expert_problems(name, megatron, all_to_all_problems, gate_problems, self._sizes)
+
+    def _sizes(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        if expert_slices(megatron) == 1:
             extended = (
                 " (--moe-tp-extend-ep makes it so)" if megatron.get("moe_tp_extend_ep") else ""
             )
@@ -71,7 +63,7 @@ class ExpertsPipeline(
             )
         local = megatron["num_experts"] // (megatron.get("expert_model_parallel_size") or 1)
         allowed = [d for d in range(2, local + 1) if local % d == 0]
-        if degree not in allowed:
+        if self.moe_experts_pipeline_degree not in allowed:
             choices = ", ".join(map(str, allowed)) or "none: remove it"
             yield Problem(
                 name,

@@ -9,8 +9,10 @@ Megatron's own ``--moe-permute-fusion`` means the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.features.experts.layer_programs import expert_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -30,11 +32,8 @@ class FusedMoePermute(Feature, level=1, seams=("layer_spec", "kernels")):
             megatron.get("moe_permute_fusion")
         )
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        if megatron.get("num_experts", True):  # frameworks give it to the model only
-            return []
-        name = "--use-fused-moe-token-permute-and-unpermute"
-        return [Problem(name, "the model has no experts", "remove the flag, or add --num-experts")]
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        return expert_problems("--use-fused-moe-token-permute-and-unpermute", megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.te.fused_experts import (

@@ -14,6 +14,7 @@ from mindspeed.features.experts.layer_programs import (
     CONFLICTS,
     EXCLUDES,
     change_layers,
+    expert_problems,
     saving_problems,
 )
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -54,13 +55,11 @@ class MoeAdaptiveRecompute(
         )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
         if not self.moe_adaptive_recompute_activation:
             scale = self.moe_adaptive_recompute_activation_scale
             yield Problem(f"{SCALE} {scale:g}", f"has no effect without {NAME}", f"add {NAME}")
             return
-        yield from saving_problems(NAME, megatron)
+        yield from expert_problems(NAME, megatron, saving_problems)
         if megatron.get("moe_zero_memory") == "level1" and (
             megatron.get("moe_zero_memory_num_layers") is None
         ):

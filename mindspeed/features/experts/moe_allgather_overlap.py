@@ -12,7 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mindspeed.features.experts.layer_programs import change_layers, expert_ranks, layer_problems
+from mindspeed.features.experts.layer_programs import (
+    change_layers,
+    expert_problems,
+    layer_problems,
+    rank_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -32,39 +37,30 @@ class MoeAllgatherOverlap(
     )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
-        if not megatron["num_experts"]:
-            yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
-            return
-        dispatcher = megatron.get("moe_token_dispatcher_type")
-        if megatron.get("moe_alltoall_overlap_comm"):
-            yield Problem(
-                NAME,
-                "and --moe-alltoall-overlap-comm are for different dispatchers",
-                f"--moe-token-dispatcher-type is {dispatcher}: keep the flag of that one",
-            )
-        elif dispatcher != "allgather":
-            yield Problem(
-                NAME,
-                f"hides the collectives of the all-gather dispatcher, and the dispatcher is "
-                f"{dispatcher}",
-                "add --moe-token-dispatcher-type allgather, or take --moe-alltoall-overlap-comm",
-            )
-        if megatron.get("moe_model_type") == "deepspeed_moe":
-            yield Problem(
-                NAME,
-                "--moe-model-type deepspeed_moe exchanges tokens by all-to-all",
-                "remove the flag, or take --moe-model-type megatron_moe",
-            )
-        if expert_ranks(megatron) == 1:
-            yield Problem(
-                NAME,
-                "there is nothing to overlap: --expert-model-parallel-size 1 and no "
-                "tensor-parallel experts",
-                "remove the flag",
-            )
-        yield from layer_problems(NAME, megatron)
+        yield from expert_problems(NAME, megatron, _gathers, rank_problems, layer_problems)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         change_layers(seams, self.name, overlap=True)
+
+
+def _gathers(name: str, megatron: Megatron) -> Iterator[Problem]:
+    dispatcher = megatron.get("moe_token_dispatcher_type")
+    if megatron.get("moe_alltoall_overlap_comm"):
+        yield Problem(
+            name,
+            "and --moe-alltoall-overlap-comm are for different dispatchers",
+            f"--moe-token-dispatcher-type is {dispatcher}: keep the flag of that one",
+        )
+    elif dispatcher != "allgather":
+        yield Problem(
+            name,
+            f"hides the collectives of the all-gather dispatcher, and the dispatcher is "
+            f"{dispatcher}",
+            "add --moe-token-dispatcher-type allgather, or take --moe-alltoall-overlap-comm",
+        )
+    if megatron.get("moe_model_type") == "deepspeed_moe":
+        yield Problem(
+            name,
+            "--moe-model-type deepspeed_moe exchanges tokens by all-to-all",
+            "remove the flag, or take --moe-model-type megatron_moe",
+        )

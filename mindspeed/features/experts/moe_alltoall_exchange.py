@@ -14,8 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from mindspeed.features.experts.deepspeed_moe import sends_equally
-from mindspeed.features.experts.layer_programs import layer_problems
+from mindspeed.features.experts.layer_programs import (
+    all_to_all_problems,
+    expert_parallel_problems,
+    expert_problems,
+    layer_problems,
+    on_layers,
+    sends_equally,
+    whole_expert_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -56,22 +63,21 @@ class MoeAlltoallExchange(
         return "hierarchical" if self.moe_hierarchical_alltoallv else self.moe_alltoall_exchange
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
         named = self.moe_alltoall_exchange
         name = HIERARCHICAL if self.moe_hierarchical_alltoallv else f"{EXCHANGE} {named}"
-        if not megatron["num_experts"]:
-            yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
-            return
-        if self.moe_hierarchical_alltoallv and named == "dedup":
+        yield from expert_problems(
+            name,
+            megatron,
+            all_to_all_problems,
+            layer_problems,
+            expert_parallel_problems,
+            self._counts,
+            self._sizes,
+        )
+
+    def _counts(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        if self.moe_hierarchical_alltoallv and self.moe_alltoall_exchange == "dedup":
             yield Problem(name, f"and {EXCHANGE} dedup are different exchanges", "keep one")
-        dispatcher = megatron.get("moe_token_dispatcher_type")
-        if dispatcher != "alltoall":
-            yield Problem(
-                name,
-                f"is an exchange of the all-to-all dispatcher, and the dispatcher is {dispatcher}",
-                "add --moe-token-dispatcher-type alltoall",
-            )
         if sends_equally(megatron):
             yield Problem(
                 name,
@@ -79,40 +85,28 @@ class MoeAlltoallExchange(
                 "numbers",
                 "remove it, or add --moe-no-drop (without --moe-dynamic-padding)",
             )
-        yield from layer_problems(name, megatron)
-        yield from self._sizes(name, megatron)
 
     def _sizes(self, name: str, megatron: Megatron) -> Iterator[Problem]:
         tp = megatron.get("tensor_model_parallel_size") or 1
         ep = megatron.get("expert_model_parallel_size") or 1
-        slices = megatron.get("expert_tensor_parallel_size") or tp
         if self.moe_hierarchical_alltoallv and not megatron.get("moe_tp_extend_ep"):
             yield Problem(
                 name,
                 "is for experts spread over tensor-parallel ranks",
                 f"add --moe-tp-extend-ep, or take {EXCHANGE} hierarchical",
             )
-        elif slices > 1:
-            yield Problem(
-                name,
-                f"sends tokens to ranks with whole experts, and they are cut in {slices}",
-                "add --moe-tp-extend-ep, or --expert-tensor-parallel-size 1",
-            )
+        else:
+            yield from whole_expert_problems(name, megatron)
         if self.moe_hierarchical_alltoallv and tp == 1:
             yield Problem(
                 name,
                 "--tensor-model-parallel-size is 1",
                 f"use more tensor-parallel ranks, or take {EXCHANGE} hierarchical",
             )
-        if ep == 1:
-            yield Problem(
-                name, "--expert-model-parallel-size is 1: nothing is sent", "remove the flag"
-            )
-        elif self.exchange_of() == "hierarchical":
+        if ep > 1 and self.exchange_of() == "hierarchical":
             yield from _nodes(name, ep, megatron)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
         from mindspeed.moe.layer.megatron import change
         from mindspeed.moe.nodes import node_groups, ranks_per_node
 
@@ -128,16 +122,15 @@ class MoeAlltoallExchange(
             made.append((group, node_groups(group, ranks_per_node())))
             return made[-1][1]
 
-        def exchanged(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                nodes = nodes_of(layer.token_dispatcher.ep_group)
-                change(layer, seams.journal, exchange=exchange, nodes=nodes)
+        def exchanged(layer: Any) -> None:
+            nodes = nodes_of(layer.token_dispatcher.ep_group)
+            change(layer, seams.journal, exchange=exchange, nodes=nodes)
 
         def destroy() -> None:
             while made:
                 made.pop()[1].destroy()
 
-        seams.chunk.add(exchanged, owner=self.name)
+        on_layers(seams, self.name, exchanged)
         seams.journal.call_on_undo(destroy)
 
 

@@ -15,8 +15,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.experts.deepspeed_moe import sends_equally
-from mindspeed.features.experts.layer_programs import change_layers, expert_ranks, layer_problems
+from mindspeed.features.experts.layer_programs import (
+    all_to_all_problems,
+    change_layers,
+    expert_problems,
+    layer_problems,
+    rank_problems,
+    sends_equally,
+    whole_expert_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -76,39 +83,15 @@ class MoeDeviceBound(
             yield Problem(value, f"has no effect without {NAME}", f"add {NAME} 1.25, or remove it")
             return
         yield from _torch_problems()
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
-        if not megatron["num_experts"]:
-            yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
-            return
-        dispatcher = megatron.get("moe_token_dispatcher_type")
-        if dispatcher not in (None, "alltoall"):
-            yield Problem(
-                NAME,
-                f"bounds the rows of the all-to-all dispatcher, and the dispatcher is {dispatcher}",
-                "add --moe-token-dispatcher-type alltoall",
-            )
-        if sends_equally(megatron):
-            yield Problem(NAME, "--moe-model-type deepspeed_moe counts no tokens", "remove one")
-        tp = megatron.get("tensor_model_parallel_size") or 1
-        slices = megatron.get("expert_tensor_parallel_size") or tp
-        if slices > 1:
-            yield Problem(
-                NAME,
-                f"sends tokens to ranks with whole experts, and they are cut in {slices}",
-                "add --expert-tensor-parallel-size 1, or --moe-tp-extend-ep",
-            )
-        elif expert_ranks(megatron) == 1:
-            yield Problem(NAME, "experts of one rank are sent nothing", "remove the flag")
-        if megatron.get("moe_grouped_gemm") is False:
-            yield Problem(
-                NAME, "experts one by one have sizes on the host", "add --moe-grouped-gemm"
-            )
-        if megatron.get("add_bias_linear"):
-            yield Problem(
-                NAME, "biases are added by sizes on the host", "add --disable-bias-linear"
-            )
-        yield from layer_problems(NAME, megatron)
+        yield from expert_problems(
+            NAME,
+            megatron,
+            all_to_all_problems,
+            whole_expert_problems,
+            rank_problems,
+            layer_problems,
+            _host_problems,
+        )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.guard.bounded_steps import BoundedSteps
@@ -130,6 +113,16 @@ class MoeDeviceBound(
         seams.model_arguments.add(check, owner=self.name)
         seams.schedule.add(steps.with_schedule, owner=self.name)
         change_layers(seams, self.name, exchange="device", bound=bound)
+
+
+def _host_problems(name: str, megatron: Megatron) -> Iterator[Problem]:
+    """Find sizes that are needed on the host, or not counted."""
+    if sends_equally(megatron):
+        yield Problem(name, "--moe-model-type deepspeed_moe counts no tokens", "remove one")
+    if megatron.get("moe_grouped_gemm") is False:
+        yield Problem(name, "experts one by one have sizes on the host", "add --moe-grouped-gemm")
+    if megatron.get("add_bias_linear"):
+        yield Problem(name, "biases are added by sizes on the host", "add --disable-bias-linear")
 
 
 def _torch_problems() -> Iterator[Problem]:

@@ -12,7 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed.features.experts.layer_programs import layer_problems
+from mindspeed.features.experts.layer_programs import (
+    all_to_all_problems,
+    expert_problems,
+    gate_problems,
+    layer_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import NOT_NEGATIVE
@@ -61,20 +66,11 @@ class MoeExpertPlacement(
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
         name = NAME if self.moe_expert_placement else INTERVAL
-        if "num_experts" not in megatron:  # a framework's configuration
-            return
-        if not megatron["num_experts"]:
-            yield Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")
-            return
-        yield from layer_problems(name, megatron)
-        if (dispatcher := megatron.get("moe_token_dispatcher_type", "alltoall")) != "alltoall":
-            yield Problem(
-                name,
-                f"--moe-token-dispatcher-type is {dispatcher}, whose rows are not sorted by slot",
-                "give --moe-token-dispatcher-type alltoall",
-            )
-        if megatron.get("moe_model_type") == "deepspeed_moe":
-            yield Problem(name, "is for --moe-model-type megatron_moe", "remove one")
+        yield from expert_problems(
+            name, megatron, layer_problems, all_to_all_problems, gate_problems, self._states
+        )
+
+    def _states(self, name: str, megatron: Megatron) -> Iterator[Problem]:
         if self.moe_exchange_interval and (
             (megatron.get("num_distributed_optimizer_instances") or 1) > 1
         ):

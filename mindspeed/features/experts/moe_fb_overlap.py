@@ -20,6 +20,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.features.experts.layer_programs import (
+    DEEPSPEED,
+    expert_parallel_problems,
+    expert_problems,
+    on_layers,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict, exclusions
 from mindspeed.flags import flag
 from mindspeed.pipeline.placed_stages import flag_of
@@ -74,11 +80,11 @@ class MoeFbOverlap(
         return None if self.moe_fb_overlap else MEGATRONS
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if megatron.get("moe_model_type") == "deepspeed_moe":
+        if megatron.get("moe_model_type") == DEEPSPEED:
             name = NAME if self.moe_fb_overlap else MEGATRONS
             yield conflict(name, "--moe-model-type deepspeed_moe", _LAYER)
         if self.moe_fb_overlap:
-            yield from _requirements(megatron)
+            yield from expert_problems(NAME, megatron, expert_parallel_problems, _requirements)
 
     def derives(self, megatron: Megatron) -> dict[str, Any]:
         if not self.moe_fb_overlap:
@@ -92,7 +98,6 @@ class MoeFbOverlap(
         }
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
         from mindspeed.moe.layer.megatron import keep_rows
 
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -104,45 +109,34 @@ class MoeFbOverlap(
                 )
             return arguments
 
-        def keep(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                if layer.num_local_experts == 1:
-                    keep_rows(layer, seams.journal)
+        def keep(layer: Any) -> None:
+            if layer.num_local_experts == 1:
+                keep_rows(layer, seams.journal)
 
         seams.model_arguments.add(check, owner=self.name)
-        seams.chunk.add(keep, owner=self.name)
+        on_layers(seams, self.name, keep)
 
 
-def _requirements(megatron: Megatron) -> Iterator[Problem]:
+def _requirements(name: str, megatron: Megatron) -> Iterator[Problem]:
     """Find missing options; Megatron asserts them one at a time, and later."""
-    if not megatron.get("num_experts", 1):
-        yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
-        return
-    yield from exclusions(NAME, {"moe_shared_expert_overlap": _HIDDEN}, megatron)
-    ep = megatron.get("expert_model_parallel_size")
-    if ep == 1:
-        yield Problem(
-            NAME,
-            "--expert-model-parallel-size is 1, so there is no all-to-all to hide",
-            "choose 2 or more, or remove it",
-        )
+    yield from exclusions(name, {"moe_shared_expert_overlap": _HIDDEN}, megatron)
     dispatcher = megatron.get("moe_token_dispatcher_type", "alltoall")
     if dispatcher not in ("alltoall", "flex"):
         yield Problem(
-            NAME,
+            name,
             f"hides an all-to-all, and --moe-token-dispatcher-type is {dispatcher}",
             "give --moe-token-dispatcher-type alltoall",
         )
     if megatron.get("bf16") is False and megatron.get("fp16") is False:
-        yield Problem(NAME, "is for 16-bit parameters", "add --bf16 or --fp16")
+        yield Problem(name, "is for 16-bit parameters", "add --bf16 or --fp16")
     full = [
-        f"--{name.replace('_', '-')} {megatron[name]}"
-        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers")
-        if megatron.get(name) not in (None, "selective")
+        f"--{option.replace('_', '-')} {megatron[option]}"
+        for option in ("recompute_granularity", "recompute_method", "recompute_num_layers")
+        if megatron.get(option) not in (None, "selective")
     ]
     if full:
         yield conflict(
-            NAME,
+            name,
             " ".join(full),
             "whole layers cannot be recomputed where their parts run one by one",
             "use --recompute-granularity selective",
@@ -150,14 +144,14 @@ def _requirements(megatron: Megatron) -> Iterator[Problem]:
     pp = megatron.get("pipeline_model_parallel_size") or 1
     if pp > 1 and not _has_chunks(megatron):
         yield Problem(
-            NAME,
+            name,
             f"--pipeline-model-parallel-size {pp} needs two model chunks on each rank",
             "give --num-layers-per-virtual-pipeline-stage, or --pipeline-schedule zb-v",
         )
     mtp = megatron.get("mtp_num_layers") or 0
     if mtp > 1 or (mtp == 1 and pp == 1):
         yield Problem(
-            NAME,
+            name,
             f"--mtp-num-layers {mtp}: at most 1, and only on two or more pipeline ranks",
             "remove one, or add pipeline ranks",
         )

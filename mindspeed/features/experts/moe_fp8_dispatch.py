@@ -15,8 +15,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.errors import ConfigError
-from mindspeed.features.experts.layer_programs import change_layers, expert_ranks, layer_problems
-from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.experts.layer_programs import (
+    change_layers,
+    dispatcher_problems,
+    expert_problems,
+    layer_problems,
+    rank_problems,
+)
+from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
 if TYPE_CHECKING:
@@ -41,26 +47,14 @@ class MoeFp8Dispatch(
     )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
-        name = f"{NAME} {self.moe_fp8_dispatch}"
-        if not megatron["num_experts"]:
-            yield Problem(name, "the model has no experts", "remove the flag, or add --num-experts")
-            return
-        dispatcher = megatron.get("moe_token_dispatcher_type")
-        if dispatcher not in (None, "alltoall", "allgather"):
-            other = f"--moe-token-dispatcher-type {dispatcher}"
-            yield conflict(name, other, fix="use alltoall or allgather")
-        yield from layer_problems(name, megatron)
-        if expert_ranks(megatron) == 1:
-            yield Problem(name, "experts of one rank are sent nothing", "remove the flag")
-        latent = megatron.get("moe_latent_size")
-        width = latent or megatron.get("hidden_size")
-        if width and (problem := _width_problem(width)):
-            size = f"--moe-latent-size {width}" if latent else f"--hidden-size {width}"
-            yield Problem(f"{name} with {size}", problem, _FIX)
-        if megatron.get("fp16"):
-            yield Problem(name, _HALF, "use --bf16")
+        yield from expert_problems(
+            f"{NAME} {self.moe_fp8_dispatch}",
+            megatron,
+            dispatcher_problems,
+            layer_problems,
+            rank_problems,
+            _row_problems,
+        )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +69,16 @@ class MoeFp8Dispatch(
 
         seams.model_arguments.add(check, owner=self.name)
         change_layers(seams, self.name, fp8=self.moe_fp8_dispatch)
+
+
+def _row_problems(name: str, megatron: Megatron) -> Iterator[Problem]:
+    latent = megatron.get("moe_latent_size")
+    width = latent or megatron.get("hidden_size")
+    if width and (problem := _width_problem(width)):
+        size = f"--moe-latent-size {width}" if latent else f"--hidden-size {width}"
+        yield Problem(f"{name} with {size}", problem, _FIX)
+    if megatron.get("fp16"):
+        yield Problem(name, _HALF, "use --bf16")
 
 
 _HALF = "what arrives is exact in bf16, and fp16 cannot hold its range"

@@ -13,6 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed.features.experts.layer_programs import (
+    expert_problems,
+    expert_slices,
+    gate_problems,
+    hook_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -43,25 +49,17 @@ class MoeLogLoad(
     )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" in megatron and not megatron["num_experts"]:
-            yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
-        if megatron.get("moe_model_type") == "deepspeed_moe":
-            yield Problem(NAME, "is for --moe-model-type megatron_moe", "remove one")
-        if megatron.get("cuda_graph_impl") not in (None, "none"):
-            yield Problem(
-                NAME, "counts in a hook, which replayed graphs skip", "give --cuda-graph-impl none"
-            )
+        yield from expert_problems(NAME, megatron, gate_problems, hook_problems)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.moe.load.megatron import LoadWatch, Parallel, Settings
 
-        slices = megatron.get("expert_tensor_parallel_size")
         settings = Settings(
             Path(self.moe_log_load),
             megatron.get("log_interval") or 1,
             megatron["num_experts"],
             megatron.get("moe_router_topk") or 2,
-            slices or megatron.get("tensor_model_parallel_size") or 1,
+            expert_slices(megatron),
             int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
             megatron.get("moe_expert_capacity_factor") is not None,
         )

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed.features.experts.layer_programs import (
+    expert_problems,
+    gate_problems,
+    hook_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -31,14 +36,7 @@ class MoeRecordRouting(
     moe_record_routing: str = flag("", "folder for the routing of the last micro-batches")
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" in megatron and not megatron["num_experts"]:
-            yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
-        if megatron.get("moe_model_type") == "deepspeed_moe":
-            yield Problem(NAME, "is for --moe-model-type megatron_moe", "remove one")
-        if megatron.get("cuda_graph_impl") not in (None, "none"):
-            yield Problem(
-                NAME, "records in a hook, which replayed graphs skip", "give --cuda-graph-impl none"
-            )
+        yield from expert_problems(NAME, megatron, gate_problems, hook_problems)
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.moe.load.megatron_recording import RoutingRecorder

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.features.experts.layer_programs import expert_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 
@@ -33,15 +34,13 @@ class MoeTpExtendEp(Feature, level=2, seams=("model_arguments",), planning=("lay
         False, "spread whole experts over tensor-parallel ranks too: TP x EP expert ranks"
     )
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        return list(_problems(megatron))
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        return expert_problems(NAME, megatron, _sizes)
 
     def derives(self, megatron: Megatron) -> dict[str, Any]:
         if "num_experts" not in megatron:
             return {}
-        if problems := list(_problems(megatron)):
+        if problems := list(self.problems(megatron)):
             raise ConfigError("\n".join(map(str, problems)))
         ep = given_expert_parallel_size(megatron)
         return {
@@ -75,22 +74,19 @@ def given_expert_parallel_size(megatron: Megatron) -> int:
     return known if known * (megatron.get("tensor_model_parallel_size") or 1) == size else size
 
 
-def _problems(megatron: Megatron) -> Iterator[Problem]:
+def _sizes(name: str, megatron: Megatron) -> Iterator[Problem]:
     tp = megatron.get("tensor_model_parallel_size") or 1
     ep = given_expert_parallel_size(megatron)
-    experts, sliced = megatron.get("num_experts"), megatron.get("expert_tensor_parallel_size")
-    if not experts:
-        yield Problem(NAME, "needs a mixture of experts", "add --num-experts, or remove it")
-        return
+    experts, sliced = megatron["num_experts"], megatron.get("expert_tensor_parallel_size")
     if sliced not in (None, 1):
         yield Problem(
-            NAME,
+            name,
             f"makes the experts whole, and --expert-tensor-parallel-size {sliced} cuts them",
             "remove one",
         )
     if experts % (tp * ep):
         yield Problem(
-            NAME,
+            name,
             f"--num-experts {experts} cannot be spread over tensor {tp} x expert {ep} = {tp * ep} "
             "ranks",
             "choose sizes whose product divides the number of experts",
@@ -98,7 +94,7 @@ def _problems(megatron: Megatron) -> Iterator[Problem]:
     pp, world = megatron.get("pipeline_model_parallel_size") or 1, megatron.get("world_size") or 0
     if world % (tp * ep * pp):
         yield Problem(
-            NAME,
+            name,
             f"{world} ranks cannot be divided by tensor {tp} x expert {ep} x pipeline {pp} = "
             f"{tp * ep * pp}",
             "start a multiple of that, or choose smaller sizes",

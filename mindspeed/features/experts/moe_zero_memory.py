@@ -17,6 +17,7 @@ from mindspeed.features.experts.layer_programs import (
     CONFLICTS,
     EXCLUDES,
     chunk_policies,
+    expert_problems,
     saving_problems,
 )
 from mindspeed.features.feature import Feature, Megatron, Problem
@@ -53,8 +54,6 @@ class MoeZeroMemory(
         return self.moe_zero_memory != "disable" or self.moe_zero_memory_num_layers is not None
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
         level, number = self.moe_zero_memory, self.moe_zero_memory_num_layers
         if number is not None and level != "level1":
             yield Problem(
@@ -62,7 +61,10 @@ class MoeZeroMemory(
             )
         if level == "disable":
             return
-        flag = f"{NAME} {level}"
+        yield from expert_problems(f"{NAME} {level}", megatron, saving_problems, self._kept)
+
+    def _kept(self, name: str, megatron: Megatron) -> Iterator[Problem]:
+        level, number = self.moe_zero_memory, self.moe_zero_memory_num_layers
         stages = megatron.get("pipeline_model_parallel_size") or 1
         if (
             number is not None
@@ -75,18 +77,17 @@ class MoeZeroMemory(
                 f"--pipeline-model-parallel-size {stages})",
                 f"give 0 to {layers // stages}",
             )
-        yield from saving_problems(flag, megatron)
         if level == "level1":
             modules = megatron.get("recompute_modules") or ()
             if megatron.get("recompute_granularity") == "selective" and "shared_experts" in modules:
                 yield Problem(
-                    flag,
+                    name,
                     "and --recompute-modules shared_experts recompute the same: redundant",
                     "remove shared_experts",
                 )
         elif megatron.get("moe_apply_probs_on_input"):
             yield Problem(
-                flag,
+                name,
                 "has no effect with --moe-apply-probs-on-input: the product of rows and "
                 "probabilities is kept",
                 f"use {NAME} level1",

@@ -16,6 +16,13 @@ from collections.abc import Iterator
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.features.experts.layer_programs import (
+    DEEPSPEED,
+    all_to_all_problems,
+    expert_problems,
+    on_layers,
+    rank_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
@@ -63,31 +70,13 @@ class PipeExperts(
     )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return
         if not self.use_pipe_experts:
             given = STREAMS if self.pipe_experts_multi_stream else DATA
             yield Problem(given, f"is a part of {NAME}", f"add {NAME}, or remove it")
             return
-        if not megatron["num_experts"]:
-            yield Problem(NAME, "the model has no experts", "remove the flag, or add --num-experts")
-            return
-        dispatcher = megatron.get("moe_token_dispatcher_type")
-        if dispatcher != "alltoall":
-            yield Problem(
-                NAME,
-                f"sends the rows of each expert by themselves, and the dispatcher is {dispatcher}",
-                "add --moe-token-dispatcher-type alltoall",
-            )
-        tp = megatron.get("tensor_model_parallel_size") or 1
-        sliced = megatron.get("expert_tensor_parallel_size") or tp
-        if (megatron.get("expert_model_parallel_size") or 1) * sliced == 1:
-            yield Problem(
-                NAME,
-                "there is nothing to hide: --expert-model-parallel-size 1 and no tensor-parallel "
-                "experts",
-                "remove the flag",
-            )
+        yield from expert_problems(NAME, megatron, all_to_all_problems, rank_problems, self._slices)
+
+    def _slices(self, name: str, megatron: Megatron) -> Iterator[Problem]:
         if self.pipe_experts_multi_stream and not megatron.get("sequence_parallel"):
             yield Problem(
                 STREAMS,
@@ -103,23 +92,16 @@ class PipeExperts(
             )
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.adaptor.moe import moe_layers
         from mindspeed.moe.layer.megatron import change
 
-        def pieces(model: Any, config: Any, vp_stage: int | None) -> None:
-            for layer in moe_layers(model):
-                slices = self.pipe_experts_multi_data
-                if slices == 1 and layer.num_local_experts == 1:
-                    _say_that_it_is_off(layer.layer_number)
-                    continue
-                change(
-                    layer,
-                    seams.journal,
-                    pipe_slices=slices,
-                    pipe_chained=self.pipe_experts_multi_stream,
-                )
+        def pieces(layer: Any) -> None:
+            slices, chained = self.pipe_experts_multi_data, self.pipe_experts_multi_stream
+            if slices == 1 and layer.num_local_experts == 1:
+                _say_that_it_is_off(layer.layer_number)
+            else:
+                change(layer, seams.journal, pipe_slices=slices, pipe_chained=chained)
 
-        seams.chunk.add(pieces, owner=self.name)
+        on_layers(seams, self.name, pieces)
 
 
 def _capacity(megatron: Megatron) -> int | None:
@@ -132,7 +114,7 @@ def _capacity(megatron: Megatron) -> int | None:
     )
     tokens = length * samples // ranks
     experts, topk = megatron["num_experts"], megatron.get("moe_router_topk") or 2
-    if megatron.get("moe_model_type") == "deepspeed_moe":
+    if megatron.get("moe_model_type") == DEEPSPEED:
         from mindspeed.moe.deepspeed.gate import Capacity
 
         if megatron.get("moe_no_drop"):

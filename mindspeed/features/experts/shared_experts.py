@@ -8,9 +8,11 @@ Megatron's ``--moe-shared-expert-intermediate-size`` = N x ``--moe-ffn-hidden-si
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
+from mindspeed.features.experts.layer_programs import expert_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.flags import flag
 from mindspeed.ranges import SIZE
@@ -37,26 +39,21 @@ class SharedExperts(Feature, level=2, seams=("model_arguments",)):
             width = int(4 * hidden * 2 / 3 / 64) * 64 if megatron.get("swiglu") else 4 * hidden
         return (self.n_shared_experts or 0) * width if width else None
 
-    def problems(self, megatron: Megatron) -> list[Problem]:
-        name = f"--n-shared-experts {self.n_shared_experts}"
-        if "num_experts" not in megatron:  # a framework's configuration: checked with the model
-            return []
-        if not megatron["num_experts"]:
-            return [Problem(name, "needs a mixture of experts", "add --num-experts, or remove it")]
+    def problems(self, megatron: Megatron) -> Iterator[Problem]:
+        return expert_problems(f"--n-shared-experts {self.n_shared_experts}", megatron, self._given)
+
+    def _given(self, name: str, megatron: Megatron) -> Iterator[Problem]:
         width, given = self._width(megatron), megatron.get(WIDTH)
         if width is not None and given not in (None, width):
-            return [
-                Problem(
-                    name,
-                    f"is a width of {width} (each as wide as a routed expert), "
-                    f"--moe-shared-expert-intermediate-size is {given}",
-                    "remove one",
-                )
-            ]
-        return []
+            yield Problem(
+                name,
+                f"is a width of {width} (each as wide as a routed expert), "
+                f"--moe-shared-expert-intermediate-size is {given}",
+                "remove one",
+            )
 
     def derives(self, megatron: Megatron) -> dict[str, Any]:
-        if problems := self.problems(megatron):
+        if problems := list(self.problems(megatron)):
             raise ConfigError("\n".join(map(str, problems)))
         width = self._width(megatron)
         return {} if width is None or "num_experts" not in megatron else {WIDTH: width}
