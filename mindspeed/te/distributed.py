@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from mindspeed import device
 from mindspeed.te.fp8 import Recomputation
 from mindspeed.te.fp8_state import FP8GlobalStateManager
+from mindspeed.tensor_parallel.random_streams import replayed
 
 _trackers: list[Any] = []
 
@@ -130,29 +132,11 @@ def checkpoint(
             "--distribute-saved-activations is not available with --transformer-impl "
             "transformer_engine here; drop it, --sequence-parallel splits the activations anyway"
         )
-    run = function if get_rng_state_tracker is None else _replayed(function, get_rng_state_tracker)
     if FP8GlobalStateManager.is_fp8_enabled():
-        run = _with_same_factors(run)
-    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
-def _replayed(function: Callable[..., Any], get_tracker: Callable[[], Any]) -> Callable[..., Any]:
-    """Return ``function`` that replays, when run again, the streams it was first run with."""
-    first: list[dict[str, Any]] = []
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        tracker = get_tracker()
-        if not first:
-            first.append(_copy(tracker.get_states()))
-            return function(*args, **kwargs)
-        now = _copy(tracker.get_states())
-        tracker.set_states(_copy(first[0]))
-        try:
-            return function(*args, **kwargs)
-        finally:
-            tracker.set_states(now)
-
-    return run
+        function = _with_same_factors(function)
+    if get_rng_state_tracker is not None:
+        kwargs["context_fn"] = partial(replayed, get_rng_state_tracker())
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def _with_same_factors(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,13 +147,6 @@ def _with_same_factors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
-
-
-def _copy(states: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: state.clone() if isinstance(state, Tensor) else state
-        for name, state in states.items()
-    }
 
 
 def get_state() -> Tensor:

@@ -11,11 +11,10 @@ those of a run without halves. Attention draws its masks in its kernels, for eac
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from mindspeed.tensor_parallel.exchange import Started
 from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, HALVES, SEQUENCE_PARALLEL
 from mindspeed.tensor_parallel.halves.stream import Stream, halves_of
 from mindspeed.tensor_parallel.megatron import closing_parts
+from mindspeed.tensor_parallel.random_streams import replayed
 
 CARRIED = "half_batch"
 """Attribute of the empty tensor between two layers: its stream."""
@@ -347,6 +347,8 @@ def _recomputed_attention(
     **given: Any,
 ) -> Tensor:
     """Core attention of a half, recomputed; Megatron's way runs in whole backward passes only."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     if exchange.current() is None:
         return before(query, key, value, attention_mask, rotary_pos_emb, attn_mask_type, **given)
     attention = layer().self_attention
@@ -358,28 +360,9 @@ def _recomputed_attention(
         attention_mask,
         attn_mask_type=attn_mask_type or attention.attn_mask_type,
         use_reentrant=False,
-        context_fn=_random_states,
+        context_fn=partial(replayed, get_cuda_rng_tracker()),
         **given,
     )
-
-
-def _random_states() -> tuple[Any, Any]:
-    """Contexts of forward and its recomputation, which draws the same random numbers."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    drawn = tracker.get_states()
-
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        now = tracker.get_states()
-        tracker.set_states(drawn)
-        try:
-            yield
-        finally:
-            tracker.set_states(now)
-
-    return contextlib.nullcontext(), again()
 
 
 def _unless_normed(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
