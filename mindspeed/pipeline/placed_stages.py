@@ -1,4 +1,4 @@
-"""Stages that are not in Megatron's loop (stage s on rank s mod p), and their layout.
+"""Layers of pipeline stages, also of those not in Megatron's loop (stage s on rank s mod p).
 
 ``--schedules-method dualpipev``, ``--pipeline-schedule`` with one of :data:`V_SHAPES` or
 :data:`WAVES`, or with a file whose stages stand otherwise, say so
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.errors import ConfigError
-from mindspeed.pipeline.layout import even_layout
+from mindspeed.pipeline.layout import even_layout, evenly, stage_counts, stage_layers
 from mindspeed.pipeline.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -63,6 +63,35 @@ def _placement_read(name: str, _: int) -> Placement | None:
     return None if placement.loops else placement
 
 
+def layers_of_stages(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Transformer layers of each stage, in the order in which a micro-batch passes them.
+
+    Args:
+        values: final arguments.
+    """
+    if (layout := values.get("pipeline_model_parallel_layout")) is not None:
+        return stage_counts(str(layout))
+    ranks = values.get("pipeline_model_parallel_size") or 1
+    chunks = values.get("virtual_pipeline_model_parallel_size") or 1
+    layers = values.get("num_layers") or 1  # frameworks give it to the model only
+    return stage_layers(evenly(layers, ranks, chunks))
+
+
+def layout_string(values: Mapping[str, Any]) -> str:
+    """Megatron's layout string of stages that are placed: the given one, else equal stages.
+
+    Args:
+        values: arguments whose stages are placed.
+    """
+    given = values.get("pipeline_model_parallel_layout")
+    if given is not None:
+        return str(given)
+    placement = placement_of(values)
+    assert placement is not None
+    predicted = values.get("mtp_num_layers") or 0
+    return even_layout(values["num_layers"], placement.num_stages, predicted)
+
+
 def layout_of(values: Mapping[str, Any]) -> PlacedLayout | None:
     """The layout in the config of a model whose stages are placed; None for Megatron's loop.
 
@@ -74,8 +103,4 @@ def layout_of(values: Mapping[str, Any]) -> PlacedLayout | None:
         return None
     from mindspeed.pipeline.megatron_placement import PlacedLayout
 
-    layout = values.get("pipeline_model_parallel_layout")
-    if layout is None:
-        predicted = values.get("mtp_num_layers") or 0
-        layout = even_layout(values["num_layers"], placement.num_stages, predicted)
-    return PlacedLayout(layout, placement)
+    return PlacedLayout(layout_string(values), placement)

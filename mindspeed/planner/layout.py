@@ -17,7 +17,7 @@ from typing import Any
 
 from mindspeed.features.registry import flags_planned_as, options, schedule_flags
 from mindspeed.moe.comparison import ENTRIES
-from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES
+from mindspeed.pipeline.placed_stages import V_SHAPES, WAVES, layers_of_stages
 from mindspeed.pipeline.schedule.placement import Placement
 
 Flags = Mapping[str, Any]
@@ -322,14 +322,11 @@ class Layout:
 
 def layout_of(args: argparse.Namespace) -> Layout:
     """Read the layout of a job from its final values; other fields keep the job's values."""
-    from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
-
     pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     layers = None
     if args.pipeline_model_parallel_layout is not None:
-        counts = stage_counts(str(args.pipeline_model_parallel_layout))
-        even = stage_layers(evenly(args.num_layers, pp, vpp))
-        layers = None if len(set(counts)) == 1 and counts == even else counts
+        counts = layers_of_stages(vars(args))
+        layers = None if len(set(counts)) == 1 and len(counts) == pp * vpp else counts
     asked = {name: kind for name, kind in schedule_flags().items() if vars(args).get(name)}
     flag, schedule = next(iter(asked.items()), (None, vars(args).get("pipeline_schedule")))
     return Layout(

@@ -178,15 +178,16 @@ class Shape:
 
 def shape_of(args: argparse.Namespace) -> Shape:
     """The shape of a job whose features are attached in this process."""
+    from mindspeed.pipeline.placed_stages import layers_of_stages
     from mindspeed.training.flops import training_flops
-    from mindspeed.training.pipeline_figures import layers_of_stages, micro_batches, request_of
+    from mindspeed.training.pipeline_figures import micro_batches, request_of
 
     parallel, batch, precision = Parallel.of(args), Batch.of(args), Precision.of(args)
     pp = parallel.pipeline
     length = args.seq_length // parallel.context
     if args.sequence_parallel:
         length //= parallel.tensor
-    counts = layers_of_stages(args) if pp > 1 else (args.num_layers,)
+    counts = layers_of_stages(vars(args)) if pp > 1 else (args.num_layers,)
     full = args.recompute_granularity == "full"
     uniform = full and args.recompute_method == "uniform"
     return Shape(

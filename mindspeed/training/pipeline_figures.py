@@ -15,7 +15,7 @@ from typing import Any
 from mindspeed.adaptor.versions.trainer import schedule_of
 from mindspeed.errors import ConfigError
 from mindspeed.job import Batch, Parallel
-from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
+from mindspeed.pipeline.placed_stages import layers_of_stages
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
@@ -111,20 +111,11 @@ def scheduled_pipeline(args: argparse.Namespace) -> Any:
 
 def stage_shares(args: argparse.Namespace) -> tuple[float, ...] | None:
     """The part of a mean rank's layers on each stage; None where all have as many."""
-    layers = layers_of_stages(args)
+    layers = layers_of_stages(vars(args))
     if len(set(layers)) == 1:
         return None
     mean = args.num_layers / Parallel.of(args).pipeline
     return tuple(count / mean for count in layers)
-
-
-def layers_of_stages(args: argparse.Namespace) -> tuple[int, ...]:
-    """Layers of each stage, in the order in which a micro-batch passes them."""
-    parallel = Parallel.of(args)
-    if args.pipeline_model_parallel_layout is None:
-        chunks = len(parallel.vp_stages)
-        return stage_layers(evenly(args.num_layers, parallel.pipeline, chunks))
-    return stage_counts(str(args.pipeline_model_parallel_layout))
 
 
 def figures_of(

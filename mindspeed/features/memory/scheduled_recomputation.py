@@ -12,6 +12,7 @@ from mindspeed.features.memory import activation_memory
 from mindspeed.features.memory.activation_memory import attach_plan
 from mindspeed.features.pipeline import plans
 from mindspeed.pipeline.noop_layers import indices_of
+from mindspeed.pipeline.placed_stages import layers_of_stages
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -128,7 +129,7 @@ def recomputing(pipeline: Any) -> Any:
 
 def _costs(number: int | None, megatron: Megatron, *, per_rank: bool) -> dict[str, Any]:
     """Fields of ``Costs``: how much of a chunk is recomputed, and how large each stage is."""
-    counts = _layers_of_stages(megatron)
+    counts = _computing_layers(megatron)
     mean = sum(counts) / (megatron.get("pipeline_model_parallel_size") or 1)
     changes: dict[str, Any] = {}
     if len(set(counts)) > 1:
@@ -140,15 +141,9 @@ def _costs(number: int | None, megatron: Megatron, *, per_rank: bool) -> dict[st
     return changes
 
 
-def _layers_of_stages(megatron: Megatron) -> tuple[int, ...]:
+def _computing_layers(megatron: Megatron) -> tuple[int, ...]:
     """Layers that compute, of each stage in the order in which a micro-batch passes them."""
-    from mindspeed.pipeline.layout import evenly, stage_counts, stage_layers
-
-    ranks, chunks = megatron["pipeline_model_parallel_size"], plans.chunks_of(megatron)
-    if (layout := megatron.get("pipeline_model_parallel_layout")) is not None:
-        counts = stage_counts(str(layout))
-    else:
-        counts = stage_layers(evenly(megatron.get("num_layers") or 1, ranks, chunks))
+    counts = layers_of_stages(megatron)
     noop = indices_of(megatron.get("noop_layers"))
     ends = tuple(accumulate(counts))
     return tuple(

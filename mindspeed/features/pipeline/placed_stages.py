@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Megatron, Problem, conflict
-from mindspeed.pipeline.layout import even_layout
-from mindspeed.pipeline.placed_stages import WAVES, layout_of, placement_of
+from mindspeed.pipeline.placed_stages import WAVES, layout_of, layout_string, placement_of
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -151,17 +150,15 @@ def _stages(layout: str) -> int:
 
 def corrects(megatron: Megatron) -> dict[str, Any]:
     """Set the chunks of a rank, and the layout of their layers."""
-    placement, layers = placement_of(megatron), megatron.get("num_layers")
+    placement = placement_of(megatron)
     if placement is None:
         return {}
     chunks = placement.chunks
     values: dict[str, Any] = {
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None
     }
-    if megatron.get("pipeline_model_parallel_layout") is None and layers:
-        values["pipeline_model_parallel_layout"] = even_layout(
-            layers, placement.num_stages, megatron.get("mtp_num_layers") or 0
-        )
+    if megatron.get("pipeline_model_parallel_layout") is None and megatron.get("num_layers"):
+        values["pipeline_model_parallel_layout"] = layout_string(megatron)
     return values
 
 
