@@ -11,7 +11,6 @@ counted.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -41,17 +40,15 @@ class TrainingSteps:
         """Wrap the schedule, at its seam.
 
         Args:
-            schedule: Megatron's forward-backward function, or one that wraps it.
+            schedule: Megatron's forward-backward function, or one that wraps it; all of them take
+                keywords only.
             run: Called with it and its arguments by name, in each step that trains.
         """
-        signature = inspect.signature(schedule)
 
         @functools.wraps(schedule)
-        def watching(*args: Any, **kwargs: Any) -> Any:
-            # Functions of features take keywords only.
-            given = dict(signature.bind(*args, **kwargs).arguments) if args else kwargs
+        def watching(**given: Any) -> Any:
             if given.get("forward_only"):
-                return schedule(*args, **kwargs)
+                return schedule(**given)
             self._calls += 1
             return run(schedule, given)
 

@@ -11,7 +11,6 @@ bit; the bound stays. An evaluation is computed again likewise.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -41,11 +40,9 @@ class BoundedSteps:
 
     def with_schedule(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the schedule, at its seam."""
-        signature = inspect.signature(schedule)
 
         @functools.wraps(schedule)
-        def bounded(*args: Any, **kwargs: Any) -> Any:
-            given = dict(signature.bind(*args, **kwargs).arguments) if args else kwargs
+        def bounded(**given: Any) -> Any:
             return self._run(ReplayedStep(schedule, given, kept=self._repeats))
 
         return bounded

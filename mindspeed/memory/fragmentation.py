@@ -168,13 +168,13 @@ class Report:
         """Hook for the seam ``schedule``: evaluation is not recorded."""
 
         @functools.wraps(function)
-        def recorded(*args: Any, **options: Any) -> Any:
+        def recorded(**options: Any) -> Any:
             if self._done or options.get("forward_only"):
-                return function(*args, **options)
+                return function(**options)
             if self._trace is None:
                 self._trace = AllocationTrace(_states(options["model"], self._optimizer))
             with self._trace:
-                return function(*args, **options)
+                return function(**options)
 
         return recorded
 
