@@ -50,6 +50,7 @@ def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: W
     from mindspeed import device
     from mindspeed.job import Parallel, Precision
     from mindspeed.planner import measured_products as products
+    from mindspeed.tensor_parallel.coc_settings import MeasuredOn
 
     found = products.products_of(job)
     ranks, world = Parallel.of(job).tensor, dist.get_world_size()
@@ -60,12 +61,12 @@ def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: W
         )
     groups = [dist.new_group(range(first, first + ranks)) for first in range(0, world, ranks)]
     group = groups[dist.get_rank() // ranks]
-    machine = products.Machine(device.current().properties().name, Precision.of(job).name, ranks)
-    measured = products.measure(found, machine.dtype, group, watch)
+    where = MeasuredOn(device.current().properties().name, Precision.of(job).name, ranks)
+    measured = products.measure(found, where.dtype, group, watch)
     if dist.get_rank() == 0:
-        settings = products.settings_of(measured, machine)
+        settings = products.settings_of(measured, where)
         products.write(args.coc, settings)
-        _print(measured, machine.device)
+        _print(measured, where.device)
         flags = products.flags_of(settings, measured, args.coc)
         print(f"written: {args.coc}")
         print(f"train with {flags}" if flags else "whole products are fastest: train without CoC")

@@ -1,7 +1,7 @@
 """Products of a job with their tensor-parallel collectives, measured in every way they can run.
 
     found = measure(products_of(args), "bf16", group, watch)
-    write(Path("coc.json"), found, machine)       # --coc-cfgs coc.json
+    write(Path("coc.json"), settings_of(found, where))       # --coc-cfgs coc.json
 
 Each product runs whole, in 2, 4 and 8 parts, and fused where a fused kernel exists, on all ranks at
 once. The fastest is taken; fewer parts where more are not faster by more than :data:`MARGIN`. The
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from mindspeed.files import atomic_write_text
 from mindspeed.job import Batch, Parallel
 from mindspeed.planner.cluster.measured_device import NAMES
 from mindspeed.te import kernels
+from mindspeed.tensor_parallel.coc_settings import MeasuredOn
 from mindspeed.tensor_parallel.products import OverlappedProducts, why_not_fused
 from mindspeed.tensor_parallel.strategy import (
     OPERATIONS,
@@ -47,15 +48,6 @@ class Watch(Protocol):
     def time(self, run: Callable[[], object]) -> Any:
         """Time of a function, with its attribute ``seconds``."""
         ...
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Device, dtype and number of tensor-parallel ranks of a measurement."""
-
-    device: str
-    dtype: str
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,7 @@ def _ways(
         yield FUSED, of(Overlap(fused=True, comm_mode="aiv"))
 
 
-def settings_of(found: Sequence[Measured], machine: Machine) -> dict[str, Any]:
+def settings_of(found: Sequence[Measured], where: MeasuredOn) -> dict[str, Any]:
     """The settings of ``--coc-cfgs``; what is fastest fused has no entry, which keeps it fused."""
     sums: dict[Shape, dict[Way, float]] = {}
     for one in found:  # one entry is for all products of a shape
@@ -172,9 +164,7 @@ def settings_of(found: Sequence[Measured], machine: Machine) -> dict[str, Any]:
     return {
         "customized_coc": {str(list(shape)): way for shape, way in best.items() if way != FUSED},
         "measured": {
-            "device": machine.device,
-            "dtype": machine.dtype,
-            "ranks": machine.ranks,
+            **asdict(where),
             "seconds": {
                 str(one.product): {str(way): time for way, time in one.seconds.items()}
                 for one in found

@@ -92,14 +92,12 @@ def read_settings(given: Mapping[str, Any], where: str) -> CocSettings:
 
 
 def _measured_on(given: Any, where: str) -> MeasuredOn:
-    kinds = {"device": str, "dtype": str, "ranks": int}
-    if not isinstance(given, Mapping) or any(
-        not isinstance(given.get(name), kind) for name, kind in kinds.items()
-    ):
-        raise ConfigError(
-            f"{where}: measured has no device, dtype and ranks; mindspeed calibrate --coc writes it"
-        )
-    return MeasuredOn(given["device"], given["dtype"], given["ranks"])
+    match given:
+        case {"device": str(device), "dtype": str(dtype), "ranks": int(ranks)}:
+            return MeasuredOn(device, dtype, ranks)
+    raise ConfigError(
+        f"{where}: measured has no device, dtype and ranks; mindspeed calibrate --coc writes it"
+    )
 
 
 def _parts_of_shapes(given: Any, where: str) -> dict[Shape, int]:

@@ -9,13 +9,13 @@ import pytest
 from mindspeed.errors import ConfigError
 from mindspeed.features.tensor_parallel.coc import Coc
 from mindspeed.planner.measured_products import (
-    Machine,
     Measured,
     fastest,
     flags_of,
     settings_of,
     write,
 )
+from mindspeed.tensor_parallel.coc_settings import MeasuredOn
 from mindspeed.tensor_parallel.strategy import Overlap, Product, choose
 from tests.planner import measured_products_job
 from tests.support.lazy import needs
@@ -37,13 +37,13 @@ def test_a_shape_of_two_products_has_the_parts_of_their_sum(tmp_path):
     other = Product("matmul_scatter", *GATHER.shape, 2)
     found = [Measured(GATHER, {1: 4.0, 2: 1.0, 4: 3.0}), Measured(other, {1: 4.0, 2: 6.0, 4: 1.0})]
     found.append(Measured(SCATTER, {1: 2.0, 2: 1.5, "fused": 1.0}))
-    settings = settings_of(found, Machine("here", "bf16", 2))
+    settings = settings_of(found, MeasuredOn("here", "bf16", 2))
     assert settings["customized_coc"] == {"[128, 64, 96]": 4}
     flags = flags_of(settings, found, tmp_path / "coc.json")
     assert flags.split()[:3] == ["--use-ascend-coc", "--coc-parallel-num", "4"]
     assert flags.endswith("--coc-fused-kernel")
     whole = [Measured(GATHER, {1: 1.0, 2: 2.0})]
-    assert flags_of(settings_of(whole, Machine("here", "bf16", 2)), whole, tmp_path) == ""
+    assert flags_of(settings_of(whole, MeasuredOn("here", "bf16", 2)), whole, tmp_path) == ""
 
 
 def test_the_command_measures_a_job_and_the_feature_reads_the_file(ranks, tmp_path):
@@ -75,7 +75,7 @@ def problems_of(path, **megatron):
 def test_a_calibration_of_another_dtype_or_number_of_ranks_is_refused(tmp_path):
     path = tmp_path / "coc.json"
     found = [Measured(GATHER, {1: 2.0, 2: 1.0})]
-    write(path, settings_of(found, Machine("an accelerator", "bf16", 2)))
+    write(path, settings_of(found, MeasuredOn("an accelerator", "bf16", 2)))
     assert problems_of(path, bf16=True) == []
     (dtype,) = problems_of(path)
     assert "measured in bf16, the job is fp32; measure this job with mindspeed calibrate" in dtype
@@ -89,7 +89,7 @@ def test_a_calibration_of_another_device_is_reported(tmp_path, capsys):
     from mindspeed.features.tensor_parallel.coc import _report_device
 
     path = tmp_path / "coc.json"
-    write(path, settings_of([Measured(GATHER, {1: 2.0})], Machine("H9000", "bf16", 2)))
+    write(path, settings_of([Measured(GATHER, {1: 2.0})], MeasuredOn("H9000", "bf16", 2)))
     _report_device(Coc(use_ascend_coc=True, coc_cfgs=str(path)).settings())
     assert "measured on H9000, this is" in capsys.readouterr().out
 
