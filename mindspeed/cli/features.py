@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed import device
-from mindspeed.cli.pages import page_of_feature
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature
 from mindspeed.features.registry import add_arguments as add_feature_flags
@@ -147,7 +146,7 @@ def _print_explanation(feature: type[Feature]) -> None:
     console.print(feature.summary)
     console.print(f"brought by {origin_of(feature.name)}", highlight=False)
     if origin_of(feature.name) == BUILT_IN and flags_of(feature):
-        console.print(f"read docs/{page_of_feature(feature.name)}", highlight=False)
+        console.print(f"read docs/{feature.page}", highlight=False)
     for label in ("devices", "seams", "conflicts", "requires"):
         values = getattr(feature, label)
         if values:

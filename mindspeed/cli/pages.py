@@ -1,4 +1,4 @@
-"""The page of the documentation that explains a feature, or what an error complains about."""
+"""The page of the documentation that explains what an error complains about."""
 
 from __future__ import annotations
 
@@ -23,21 +23,6 @@ OF_ERRORS: dict[type[MindSpeedError], str] = {
     SecurityError: "security.md",
 }
 """Kind of error -> page."""
-OF_FEATURES = {
-    "guard": "guards.md",
-    "record": "compare.md",
-    "type-check": "types.md",
-    "op-flops": "features/op-cal-tflops.md",
-    "moe-overlap": "features/moe-alltoall-overlap.md",
-    "moe-allgather-overlap": "features/moe-all-gather.md",
-    "recompute-in-advance": "features/recompute-in-bubble.md",
-}
-"""Feature -> page, where it is not ``features/NAME.md``."""
-
-
-def page_of_feature(name: str) -> str:
-    """The page of a feature of this package."""
-    return OF_FEATURES.get(name, f"features/{name}.md")
 
 
 def page_of(error: BaseException) -> str | None:
@@ -59,7 +44,7 @@ def _pages_of_flags() -> dict[str, str]:
     from mindspeed.plugins import BUILT_IN
 
     return {
-        option: page_of_feature(feature.name)
+        option: feature.page
         for feature in all_features()
         if origin_of(feature.name) == BUILT_IN
         for item in flags_of(feature)

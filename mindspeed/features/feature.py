@@ -134,6 +134,7 @@ class Feature:
     Class attributes:
         name: Unique name with dashes; default: that of the module.
         summary: One line for ``mindspeed features``.
+        page: File below ``docs/`` that explains it; default: ``features/NAME.md``.
         level: 0 compatibility and tools, 1 fused operators, 2 everything else.
         seams: The seams that it uses; :meth:`attach` is refused all others.
         conflicts: Features that cannot be on at the same time, by name, and why. One of the two
@@ -160,6 +161,7 @@ class Feature:
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    page: ClassVar[str]
     level: ClassVar[Level]
     seams: ClassVar[tuple[str, ...]]
     conflicts: ClassVar[Mapping[str, str]]
@@ -181,6 +183,7 @@ class Feature:
         *,
         level: Level,
         name: str | None = None,
+        page: str | None = None,
         seams: tuple[str, ...] = (),
         conflicts: Mapping[str, str] | tuple[str, ...] = (),
         excludes: Mapping[str, str] | None = None,
@@ -203,6 +206,7 @@ class Feature:
             raise TypeError(f"{cls.__name__}: {', '.join(sorted(taken))} mean something else here")
         dataclass(frozen=True)(cls)
         cls.name = name or cls.__module__.rpartition(".")[2].replace("_", "-")
+        cls.page = page or f"features/{cls.name}.md"
         cls.summary = (cls.__doc__ or "").partition("\n")[0].rstrip(".")
         cls.level, cls.stage, cls.devices = level, stage, devices
         cls.megatron_versions = megatron_versions

@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed import errors
 from mindspeed.cli import main as cli
-from mindspeed.cli.pages import OF_ERRORS, OF_FEATURES, _pages_of_flags, page_of
+from mindspeed.cli.pages import OF_ERRORS, _pages_of_flags, page_of
 from mindspeed.errors import ConfigError, DamagedCheckpoint, DataError, PatchTooLate, TrainingError
 from tests.docs.test_docs import anchors
 
@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_page_and_every_anchor_exists():
-    pages = {*OF_ERRORS.values(), *OF_FEATURES.values(), *_pages_of_flags().values()}
+    pages = {*OF_ERRORS.values(), *_pages_of_flags().values()}
     assert len(pages) > 60
     for page in sorted(pages):
         file, _, anchor = page.partition("#")

@@ -38,7 +38,7 @@ _OF_FINETUNE = (
 """Flags that ``mindspeed finetune`` sets by itself."""
 
 
-class TypeCheck(Feature, level=0, planning=("no part",)):
+class TypeCheck(Feature, level=0, page="types.md", planning=("no part",)):
     """Before it trains, a job checks that every gradient is summed over the right ranks."""
 
     types: bool = flag(

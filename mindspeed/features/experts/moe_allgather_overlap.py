@@ -28,7 +28,12 @@ NAME = "--moe-allgather-overlap-comm"
 
 
 class MoeAllgatherOverlap(
-    Feature, level=2, megatron_versions=">=0.16", seams=("chunk",), after=("moe-overlap",)
+    Feature,
+    level=2,
+    page="features/moe-all-gather.md",
+    megatron_versions=">=0.16",
+    seams=("chunk",),
+    after=("moe-overlap",),
 ):
     """The experts' all-gather is hidden by shared experts and weight gradients."""
 

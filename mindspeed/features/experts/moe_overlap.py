@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 ASYNC, OVERLAP = "--moe-permutation-async-comm", "--moe-alltoall-overlap-comm"
 
 
-class MoeOverlap(Feature, level=2, megatron_versions=">=0.16", seams=("chunk",)):
+class MoeOverlap(
+    Feature,
+    level=2,
+    page="features/moe-alltoall-overlap.md",
+    megatron_versions=">=0.16",
+    seams=("chunk",),
+):
     """Collectives of mixture-of-experts layers are hidden behind computation."""
 
     moe_permutation_async_comm: bool = flag(

@@ -24,6 +24,7 @@ _FLAG = "--recompute-in-advance"
 class RecomputeInAdvance(
     Feature,
     level=2,
+    page="features/recompute-in-bubble.md",
     megatron_versions=">=0.15",
     seams=("chunk", "schedule"),
     conflicts=("recompute-in-bubble",),

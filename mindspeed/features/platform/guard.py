@@ -29,6 +29,7 @@ KINDS = ("nan", "spike", "desync", "bitflip")
 class Guard(
     Feature,
     level=0,
+    page="guards.md",
     seams=("schedule", "step", "optimizer", "train"),
     planning=("no part",),
     after=_AROUND,

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 
-class OpFlops(Feature, level=0, seams=("step", "log", "computing_layers")):
+class OpFlops(
+    Feature, level=0, page="features/op-cal-tflops.md", seams=("step", "log", "computing_layers")
+):
     """Executed and model TFLOP/s per device in the log."""
 
     op_cal_tflops: bool = flag(False, "log executed TFLOP/s with and without recomputation")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Record(
     Feature,
     level=0,
+    page="compare.md",
     seams=("schedule", "step", "optimizer"),
     planning=("no part",),
     excludes={
