@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.moe import layer_ranks
 from tests.moe.dispatch_ranks import Case, built
+from tests.support import trainer_job
 
 
 class NoHost(TorchDispatchMode):
@@ -148,3 +150,50 @@ def truncated() -> tuple[bool, list[str]]:
     dropped, _, _ = _run(layer, {"dropped": True}, {})
     flag = bound.overflown()
     return bool(flag), [name for name, x in ours.items() if not x.equal(dropped[name])]
+
+
+def trained(flags: Sequence[str]) -> dict[str, Any]:
+    """Train, and count the collectives of each step."""
+    from mindspeed.instruments import CommLedger
+    from mindspeed.training.step import Trainer
+
+    step, counts = Trainer.step, []
+
+    def counted(self: Any, *args: Any) -> Any:
+        with CommLedger() as ledger:
+            result = step(self, *args)
+        counts.append(len(ledger.events))
+        return result
+
+    Trainer.step = counted
+    try:
+        return {**trainer_job.train(flags), "collectives": counts}
+    finally:
+        Trainer.step = step
+
+
+def accumulated() -> str:
+    """What a second pass says that was too small, after a first without an optimizer's step."""
+    from mindspeed.errors import TrainingError
+    from mindspeed.guard.bounded_steps import BoundedSteps
+    from mindspeed.moe.device_bound import DeviceBound
+
+    bound = DeviceBound(1.0, most=8.0)
+    steps = BoundedSteps(bound, True, "--moe-device-bound")
+    optimizer = SimpleNamespace(zero_grad=lambda: None)
+    steps.with_optimizer(optimizer)
+
+    def schedule(*, data_iterator: Any, model: Any, small: bool) -> list[Any]:
+        bound.note(1, torch.tensor(small and bound.factor == 1))
+        return []
+
+    run = steps.with_schedule(schedule)
+    for small in (False, True):  # gradients are zero in between
+        optimizer.zero_grad()
+        run(data_iterator=None, model=torch.nn.Linear(1, 1), small=small)
+    bound.factor = 1.0
+    try:
+        run(data_iterator=None, model=torch.nn.Linear(1, 1), small=True)
+    except TrainingError as error:
+        return str(error)
+    return ""

@@ -156,23 +156,79 @@ MODEL = shlex.split("""
 """)
 
 
+BF16 = ("--bf16", "--moe-alltoall-overlap-comm")
+DIVIDED = ("--use-distributed-optimizer", *BF16, "--overlap-grad-reduce", "--overlap-param-gather")
+AGAIN = {
+    "the norm of the experts reaches all ranks": (2, ()),
+    "16 bits": (2, BF16),
+    "the distributed optimizer": (2, DIVIDED),
+    "replicas of experts: one element": (4, BF16),
+    "replicas of experts, the distributed optimizer": (4, DIVIDED),
+    "fp16: one element": (2, ("--fp16", "--initial-loss-scale", "256")),
+    "stages": (4, ("--pipeline-model-parallel-size", "2", *BF16)),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["", "--moe-alltoall-overlap-comm --bf16"])
-def test_a_step_with_too_small_a_bound_is_computed_again(ranks, recompute):
-    """Weights are those of a larger bound to the bit, which the error policy would have named."""
+@pytest.mark.parametrize("case", AGAIN)
+def test_a_step_with_too_small_a_bound_is_computed_again(ranks, case, tmp_path):
+    """Weights and log are those of a larger bound to the bit."""
+    size, more = AGAIN[case]
 
-    def train(*flags: str) -> list[dict[str, object]]:
-        given = [*MODEL, *recompute.split(), *flags]
-        return ranks(2, trainer_job.train, given, setup=trainer_job.SETUP)
+    def train(*flags: str) -> tuple[list[dict[str, object]], list[tuple[float, float]]]:
+        file = tmp_path / "metrics.jsonl"
+        file.unlink(missing_ok=True)
+        given = [*MODEL, *more, *flags, "--metrics-file", str(file)]
+        found = ranks(size, trainer_job.train, given, setup=trainer_job.SETUP)
+        return found, [(one["lm_loss"], one["grad_norm"]) for one in trainer_job.metrics(file)]
 
-    large = train("--moe-device-bound", "2")
-    again = train("--moe-device-bound", "1")
-    assert [one["error"] for one in large + again] == [None] * 4
+    large, log = train("--moe-device-bound", "2")
+    again, log_again = train("--moe-device-bound", "1")
+    assert [one["error"] for one in large + again] == [None] * 2 * size
     assert [one["digest"] for one in again] == [one["digest"] for one in large]
-    for one in train("--moe-device-bound", "1", "--moe-device-bound-overflow", "error"):
+    assert log_again == log
+    assert len(log) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [BF16, DIVIDED], ids=["replicated", "distributed"])
+def test_too_small_a_bound_is_an_error(ranks, more):
+    """The message names flag, layers and rank; nothing was updated, so nothing is saved."""
+    flags = [*MODEL, *more, "--moe-device-bound", "1", "--moe-device-bound-overflow", "error"]
+    for one in ranks(2, trainer_job.train, flags, setup=trainer_job.SETUP):
         assert (
             "--moe-device-bound 1: a rank was to get more rows than that many times" in one["error"]
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "extra"),
+    [
+        pytest.param(BF16, 0, id="replicated"),
+        pytest.param(DIVIDED, 0, id="distributed"),
+        pytest.param((*DIVIDED, "--guard", "spike"), 1, id="guarded"),
+    ],
+)
+def test_the_flag_travels_with_the_gradient_norm(ranks, more, extra):
+    """A step has as many collectives as one with sizes on the host; a guarded pass has one more."""
+
+    def collectives(*flags: str) -> list[int]:
+        given = [*MODEL, *more, *flags]
+        one, other = ranks(2, jobs.trained, given, setup=trainer_job.SETUP)
+        assert (one["error"], other["error"]) == (None, None)
+        assert one["collectives"] == other["collectives"]
+        return one["collectives"]
+
+    plain, bounded = collectives(), collectives("--moe-device-bound", "2")
+    assert bounded == [count + extra for count in plain]
+    assert len(plain) == 3
+
+
+def test_gradients_of_several_passes_are_not_computed_again(ranks):
+    """Only those of the last could be, as others were added to the first's."""
+    for error in ranks(1, jobs.accumulated, setup=ADAPTOR):
+        assert "gradients of several passes are added up" in error
 
 
 FLAGS = {

@@ -41,7 +41,7 @@ class MoeDeviceBound(
     Feature,
     level=2,
     megatron_versions=">=0.16",
-    seams=("model_arguments", "chunk", "schedule"),
+    seams=("model_arguments", "chunk", "schedule", "optimizer"),
     conflicts={
         "ampipe": _PARTS,
         "balanced-experts": _HOST,
@@ -112,6 +112,8 @@ class MoeDeviceBound(
         steps = BoundedSteps(bound, repeats, NAME)
         seams.model_arguments.add(check, owner=self.name)
         seams.schedule.add(steps.with_schedule, owner=self.name)
+        if not _looked_at(megatron):
+            seams.optimizer.add(steps.with_optimizer, owner=self.name)
         change_layers(seams, self.name, exchange="device", bound=bound)
 
 
@@ -123,6 +125,15 @@ def _host_problems(name: str, megatron: Megatron) -> Iterator[Problem]:
         yield Problem(name, "experts one by one have sizes on the host", "add --moe-grouped-gemm")
     if megatron.get("add_bias_linear"):
         yield Problem(name, "biases are added by sizes on the host", "add --disable-bias-linear")
+
+
+def _looked_at(megatron: Megatron) -> bool:
+    """Whether a pass must be final before the gradient norm: it is recorded, or judged.
+
+    Of Muon Megatron-LM's script hands only a part to the optimizer's seam.
+    """
+    muon = "muon" in (megatron.get("optimizer") or "")
+    return bool(megatron.get("record") or megatron.get("guard") or muon)
 
 
 def _torch_problems() -> Iterator[Problem]:
