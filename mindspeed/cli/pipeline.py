@@ -121,6 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a forward and a backward at the same time, each hiding what the other exchanges",
     )
     add(
+        "--rows-again",
+        action="store_true",
+        help="experts' rows come a second time in the backward (--moe-zero-memory level0)",
+    )
+    add(
         "--layers",
         type=whole(1, 1024),
         default=8,
@@ -297,6 +302,7 @@ def _job(args: argparse.Namespace) -> Job:
             args.transfer,
             exchange=args.exchange,
             layers=args.layers,
+            rows_again=args.rows_again,
         ),
         None if factor is None else memory_limit(factor, args.pp, args.vpp),
         sizes,

@@ -7,8 +7,11 @@ object that autograd holds, so it is freed when autograd releases the saved tens
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from mindspeed.spmd import Passes, typed
 
 
 class InPlaceChange(RuntimeError):
@@ -81,3 +84,35 @@ class ViewOf:
     def get(self) -> torch.Tensor:
         """The view, as it was when it was saved."""
         return self._output.get().as_strided(*self._geometry)
+
+
+class Held:
+    """Tensors that are saved for backward apart from the layers of a model.
+
+    They are saved through autograd, so what drops, moves or restores saved tensors does it to
+    these, too; but no backward releases them: they live as long as this object.
+    """
+
+    __slots__ = ("_node",)
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        # Without the graphs that made them, which may hold this object. Leaves keep attributes.
+        own = [tensor if tensor.is_leaf else tensor.detach() for tensor in tensors]
+        with torch.enable_grad():
+            self._node = _Hold.apply(torch.empty(0, requires_grad=True), *own)
+
+    def get(self) -> tuple[torch.Tensor, ...]:
+        """The tensors; hooks bring back now what they have dropped."""
+        return self._node.grad_fn.saved_tensors  # type: ignore[no-any-return]
+
+
+@typed(Passes())
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dummy: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return dummy.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover
+        raise AssertionError("the graph of a model does not contain tensors that are only held")

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mindspeed.memory.saved import Recomputed
-from mindspeed.spmd import Passes, typed
+from mindspeed.memory.saved import Held, Recomputed
 
 Environment = Callable[[], Callable[[], AbstractContextManager[object]]]
 """Called in forward: remembers what a second run must find (random states). What it returns makes
@@ -60,7 +59,7 @@ class Segment:
         inputs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         self._leaves = [None if i in inputs else leaf for i, leaf in enumerate(leaves)]
         self._requires_grad = {i: tensor.requires_grad for i, tensor in inputs.items()}
-        self._saver = _SaveInputs.apply(torch.empty(0, requires_grad=True), *inputs.values())
+        self._inputs = Held(*inputs.values())
         self._enter = environment()
         self._saved: list[weakref.ref[Recomputed]] = []
         self._outputs: dict[int, weakref.ref[Recomputed]] = {}
@@ -103,7 +102,7 @@ class Segment:
     def _run(self) -> None:
         self._on_rerun()
         leaves = list(self._leaves)
-        tensors = self._saver.grad_fn.saved_tensors
+        tensors = self._inputs.get()
         for (i, requires_grad), tensor in zip(self._requires_grad.items(), tensors, strict=True):
             leaves[i] = tensor.detach().requires_grad_(requires_grad)
         args, kwargs = tree_unflatten(leaves, self._structure)
@@ -120,20 +119,6 @@ class Segment:
         for number, reference in self._outputs.items():
             if (saved := reference()) is not None:
                 saved.value = outputs[number].detach()
-
-
-@typed(Passes())
-class _SaveInputs(torch.autograd.Function):
-    """Saves tensors through the hooks that are in force; its own backward is never asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, dummy: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return dummy.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover
-        raise AssertionError("the graph of a model does not contain the inputs of a segment")
 
 
 class _Stop(Exception):

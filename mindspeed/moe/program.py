@@ -122,6 +122,27 @@ class Program:
         """The program without the steps of some stages."""
         return Program(tuple(step for step in self.steps if step.name not in names))
 
+    def parts(self, name: str) -> tuple[Program, ...]:
+        """Cut where the communications before and after a stage begin and end.
+
+        Returns:
+            Five: what comes before; what brings the rows; the stage, with what is computed beside
+            it; what brings its results back; the rest.
+        """
+        runs = [
+            (computes, list(steps))
+            for computes, steps in groupby(self.steps, lambda step: step.phase is Phase.COMPUTE)
+        ]
+        (place,) = (
+            i for i, (computes, steps) in enumerate(runs) if computes and Step(name) in steps
+        )
+        pieces = [steps for _, steps in runs]
+        cut = (pieces[: place - 1], *([one] for one in pieces[place - 1 : place + 2]))
+        return tuple(
+            Program(tuple(step for steps in part for step in steps))
+            for part in (*cut, pieces[place + 2 :])
+        )
+
     def for_chunks(self, chunks: int) -> Iterator[tuple[int, Step]]:
         """The steps of all chunks in execution order, as (chunk, step).
 

@@ -42,6 +42,7 @@ class LayerRequest:
         save: what the experts keep for backward.
         recompute_above: a rank whose load is larger keeps only the rows of its experts.
         slots: slot of each expert; None: experts are in their order.
+        in_parts: the parts of the layer run one by one, beside those of another micro-batch.
         watch: gets the rows of every rank for every expert of a call that is trained,
             ``[ranks, experts]`` on the host; not of exchanges that do not know them there.
     """
@@ -62,6 +63,7 @@ class LayerRequest:
     save: SavePolicy = ALL
     recompute_above: float | None = None
     slots: tuple[int, ...] | None = None
+    in_parts: bool = False
     watch: Callable[[torch.Tensor], None] | None = None
 
     def wire_of(self, width: int) -> Wire:

@@ -3,7 +3,8 @@
 Input ``[t, in]`` with ``m_splits[i]`` consecutive rows for expert i; output ``[t, out]``. The
 weights are separate parameters ``weight0 .. weight{n-1}`` (and ``bias0 ..``), the names Megatron's
 checkpoints use. An expert without tokens costs nothing and gets a zero gradient. Saved for
-backward: the input and the weights; nothing is copied or padded.
+backward: the input and the weights; nothing is copied or padded. Where weight gradients are
+delayed, they ask for the input, not backward: rows that are dispatched again may come that late.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed.memory.saved import Held
 from mindspeed.spmd import Arguments, Communication, Product, typed
 from mindspeed.te import device_groups, fp8
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
@@ -69,7 +71,9 @@ class _GroupedLinear(torch.autograd.Function):
         keep = any(w.requires_grad for w in weights)
         # Saved-tensor hooks hand back tensors without the attributes of the parameters.
         ctx.parameters = parameters
-        ctx.save_for_backward(x if keep else None, *parameters)
+        late = keep and not casts and wgrad.delayed is not None and wgrad.anchor is None
+        ctx.late = Held(x) if late else None
+        ctx.save_for_backward(x if keep and not late else None, *parameters)
         if unread:
             return x.new_zeros(()).expand(len(x), weights[0].shape[0]).data
         cast = [dense(w, dtype) for w in weights]
@@ -129,12 +133,19 @@ def _wgrad_operands(ctx: Any, x: Tensor | None, grad: Tensor) -> tuple[Tensor | 
 def _weight_gradients(
     ctx: Any, weights: Sequence[Tensor], x: Tensor | None, grad: Tensor
 ) -> Sequence[Tensor | None]:
-    if x is None:
+    splits, late = ctx.splits, ctx.late
+    if x is None and late is None:
         return [None] * len(weights)
-    splits = ctx.splits
+
+    def rows() -> Tensor:
+        return late.get()[0] if x is None else x
+
     if ctx.store is not None:
         run = partial(add_expert_gradients, weights, splits, ctx.wgrad.fuse)
-        ctx.store.put(run, x, grad, delay=ctx.wgrad.delay_hidden)
+        if late is not None and not ctx.store.deferring:
+            ctx.wgrad.delay_hidden(lambda: run(rows(), grad))
+        else:
+            ctx.store.put(run, rows(), grad, delay=ctx.wgrad.delay_hidden)
         return []
     # All or none: a frozen expert among others has no buffer.
     fuse = ctx.wgrad.fuse and all(getattr(w, "main_grad", None) is not None for w in weights)
@@ -142,9 +153,9 @@ def _weight_gradients(
     def compute() -> Sequence[Tensor | None]:
         if fuse:
             main_grads = [w.main_grad for w in weights]  # type: ignore[attr-defined]
-            device_groups.accumulate_wgrad(grad, x, splits, main_grads)
+            device_groups.accumulate_wgrad(grad, rows(), splits, main_grads)
             return [added_to_main_grad(w) for w in weights]
-        wgrads = device_groups.wgrad(grad, x, splits).unbind(0)
+        wgrads = device_groups.wgrad(grad, rows(), splits).unbind(0)
         parts = zip(weights, wgrads, strict=True)
         return [g.to(w.dtype) if w.requires_grad else None for w, g in parts]
 

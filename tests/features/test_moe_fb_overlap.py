@@ -67,7 +67,6 @@ def test_what_it_excludes_and_needs(change, said):
     ("change", "other"),
     [
         ({"moe_alltoall_overlap_comm": True}, "--moe-alltoall-overlap-comm"),
-        ({"moe_zero_memory": "level0"}, "--moe-zero-memory"),
         ({"moe_hierarchical_alltoallv": True}, "--moe-hierarchical-alltoallv"),
         ({"moe_experts_pipeline_degree": 2}, "--moe-experts-pipeline-degree"),
         ({"ampipe_degree": 2}, "--ampipe-degree"),
@@ -80,6 +79,14 @@ def test_what_it_excludes_and_needs(change, said):
 def test_it_is_alone_with_the_parts_of_a_layer(change, other):
     with pytest.raises(ConfigError, match=f"--moe-fb-overlap: cannot be combined with {other}"):
         registry.resolve(ON | change, "cpu")
+
+
+def test_experts_may_keep_less_but_no_second_product_hides():
+    found = registry.resolve(ON | {"moe_zero_memory": "level0", "num_layers": 4}, "cpu")
+    assert {"moe-fb-overlap", "moe-zero-memory"} <= {one.name for one in found.enabled}
+    said = "--moe-zero-memory level1: cannot be combined with --moe-fb-overlap.* level0"
+    with pytest.raises(ConfigError, match=said):
+        registry.resolve(ON | {"moe_zero_memory": "level1", "num_layers": 4}, "cpu")
 
 
 CHUNKS = PIPELINE | {"virtual_pipeline_model_parallel_size": 2, "num_layers": 8}

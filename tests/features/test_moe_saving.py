@@ -127,7 +127,7 @@ def test_a_framework_without_arguments_is_not_asked():
     ],
 )
 @pytest.mark.parametrize(
-    "ours", [{"moe_zero_memory": "level0"}, {"moe_adaptive_recompute_activation": True}]
+    "ours", [{"moe_zero_memory": "level1"}, {"moe_adaptive_recompute_activation": True}]
 )
 def test_what_computes_layers_in_parts_is_refused_once(ours, other):
     with pytest.raises(ConfigError) as refused:

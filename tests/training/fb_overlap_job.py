@@ -12,8 +12,9 @@ class Node:
 
     Attributes:
         micro_batch: by the order of their first nodes.
-        name: ``attn``, ``moe_dispatch``, ``mlp`` or ``moe_combine``.
-        phase: ``F``, ``B`` or ``W`` (delayed weight gradients).
+        name: ``attn``, ``moe_dispatch``, ``mlp`` or ``moe_combine``; ``refetch``: rows of experts
+            that come again, which the part of a layer that runs has started, or waits for.
+        phase: ``F``, ``B`` or ``W`` (delayed weight gradients), of a refetch ``>`` or ``<``.
         communicates: it has the stream of communications.
     """
 
@@ -28,10 +29,19 @@ def traced(flags: Sequence[str]) -> list[Node]:
     from megatron.core.models.gpt.fine_grained_callables import TransformerLayerNode as Layer
     from megatron.core.pipeline_parallel.utils import get_comm_stream
 
+    from mindspeed.moe.save.refetch import Refetch
     from tests.training.matrix_job import train
 
     nodes: list[Node] = []
     chunks: list[object] = []  # kept, so that identities stay apart
+
+    def noted(method, phase):
+        def run(self):
+            if phase == ">" or self._in_flight is not None:
+                nodes.append(Node(nodes[-1].micro_batch, "refetch", phase, phase == ">"))
+            return method(self)
+
+        return run
 
     def watched(method, phase):
         def run(self, *args):
@@ -51,9 +61,12 @@ def traced(flags: Sequence[str]) -> list[Node]:
     before = {name: getattr(Layer, name) for name in methods}
     for name, phase in methods.items():
         setattr(Layer, name, watched(before[name], phase))
+    start, rows = Refetch.start, Refetch.rows
+    Refetch.start, Refetch.rows = noted(start, ">"), noted(rows, "<")
     try:
         train([*flags, "--train-iters", "1"])
     finally:
+        Refetch.start, Refetch.rows = start, rows
         for name in methods:
             if name in vars(Layer):
                 setattr(Layer, name, before[name])

@@ -56,7 +56,6 @@ class MoeFbOverlap(
         "moe-allgather-overlap": _LAYER,
         "moe-alltoall-exchange": _LAYER,
         "moe-overlap": _LAYER,
-        "moe-zero-memory": _LAYER,
         "pipe-experts": _LAYER,
         "recompute-activation-function": _MEMORY,
         "recompute-in-advance": _MEMORY,
@@ -100,6 +99,8 @@ class MoeFbOverlap(
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.moe.layer.megatron import keep_rows
 
+        drops = megatron.get("moe_zero_memory") == "level0"  # rows are not kept for backward
+
         def check(arguments: dict[str, Any]) -> dict[str, Any]:
             """Check that a framework's own configuration has the schedule."""
             if not arguments["config"].overlap_moe_expert_parallel_comm:
@@ -110,7 +111,7 @@ class MoeFbOverlap(
             return arguments
 
         def keep(layer: Any) -> None:
-            if layer.num_local_experts == 1:
+            if layer.num_local_experts == 1 and not drops:
                 keep_rows(layer, seams.journal)
 
         seams.model_arguments.add(check, owner=self.name)

@@ -20,7 +20,8 @@ from mindspeed.features.experts.layer_programs import (
     expert_problems,
     saving_problems,
 )
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.pipeline.plans import has_pairs
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
@@ -78,6 +79,13 @@ class MoeZeroMemory(
                 f"give 0 to {layers // stages}",
             )
         if level == "level1":
+            if has_pairs(megatron):
+                yield conflict(
+                    name,
+                    "--moe-fb-overlap",
+                    "a pair hides no second product of the experts",
+                    f"use {NAME} level0",
+                )
             modules = megatron.get("recompute_modules") or ()
             if megatron.get("recompute_granularity") == "selective" and "shared_experts" in modules:
                 yield Problem(
@@ -95,13 +103,15 @@ class MoeZeroMemory(
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.moe.layer.megatron import change
+        from mindspeed.moe.layer.megatron_parts import change_parts
         from mindspeed.moe.save.policy import LEVEL0, LEVEL1, LEVELS
 
+        chosen = change_parts if has_pairs(megatron) else change
         level, number = LEVELS[self.moe_zero_memory], self.moe_zero_memory_num_layers
 
         def drop(model: Any, config: Any, vp_stage: int | None) -> None:
             for layer, first in chunk_policies(model, config, vp_stage, number):
                 policy = LEVEL0 if level is LEVEL1 and not first else level
-                change(layer, seams.journal, save=policy)
+                chosen(layer, seams.journal, save=policy)
 
         seams.chunk.add(drop, owner=self.name)

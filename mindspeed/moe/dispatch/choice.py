@@ -39,6 +39,7 @@ class Routing:
         nodes: groups between and within nodes; for hierarchical dispatch.
         training: whether the layer is trained, and not evaluated.
         bound: of rows whose number stays on the device.
+        packed: probabilities travel in the rows.
     """
 
     topk: int
@@ -48,6 +49,7 @@ class Routing:
     nodes: NodeGroups | None = None
     training: bool = True
     bound: DeviceBound | None = None
+    packed: bool = True
 
     @classmethod
     def of(cls, config: Any, request: LayerRequest, training: bool = True) -> Routing:
@@ -55,7 +57,8 @@ class Routing:
         topk, experts = config.moe_router_topk, config.num_moe_experts
         width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
         copies = None if request.dropped else topk
-        return cls(topk, width, request.capacity, copies, request.nodes, training, request.bound)
+        fixed = request.capacity, copies, request.nodes, training, request.bound
+        return cls(topk, width, *fixed, packed=not request.in_parts)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,12 @@ class Choice:
 
 def _padded(groups: ExpertGroups, routing: Routing) -> Stages:
     assert routing.capacity is not None
-    return PaddedDispatcher(groups, routing.width, capacity=routing.capacity).stages()
+    dispatcher = PaddedDispatcher(groups, routing.width, routing.packed, capacity=routing.capacity)
+    return dispatcher.stages()
+
+
+def _flat(groups: ExpertGroups, routing: Routing) -> Stages:
+    return AllToAllDispatcher(groups, routing.copies, routing.packed).stages()
 
 
 def _hierarchical(groups: ExpertGroups, routing: Routing) -> Stages:
@@ -96,9 +104,7 @@ def _device(groups: ExpertGroups, routing: Routing) -> Stages:
 
 
 CHOICES: Mapping[tuple[str, str], Choice] = {
-    ("alltoall", "flat"): Choice(
-        program_of, lambda groups, routing: AllToAllDispatcher(groups, routing.copies).stages()
-    ),
+    ("alltoall", "flat"): Choice(program_of, _flat),
     ("alltoall", "padded"): Choice(padded.program, _padded),
     ("alltoall", "dedup"): Choice(
         deduplicated.program,

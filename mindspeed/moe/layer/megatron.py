@@ -20,9 +20,10 @@ from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal, replace_method
 from mindspeed.moe.dispatch.choice import Routing, choice_of
 from mindspeed.moe.events import EventLog
-from mindspeed.moe.interpreter import execute
+from mindspeed.moe.interpreter import Stages, execute
 from mindspeed.moe.layer.call import LayerCall
 from mindspeed.moe.layer.replacements import REPLACEMENTS
+from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, settled
 from mindspeed.te.local_linears import convert_experts
 
@@ -94,24 +95,17 @@ class ProgramForward:
     def _execute(
         self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        config = self._layer.config
-        request = settled(self.request, config)
         call = LayerCall(
             self._layer,
-            request,
+            settled(self.request, self._layer.config),
             hidden_states,
             padding_mask,
             self.log,
             self._shared_checkpoint(),
             self._row_multiple(),
         )
-        choice = choice_of(config.moe_token_dispatcher_type, request)
-        routing = Routing.of(config, request, self._layer.training)
-        stages = call.stages(choice.stages(call.groups, routing))
-        for replacement in REPLACEMENTS:
-            stages = replacement(call, stages)
+        program, stages = program_and_stages(call)
         chunk = call.chunk()
-        program = choice.program(request).without(*call.absent)
         execute(program, stages, [chunk], self.log)
         for function in call.at_end:
             function(chunk)
@@ -150,6 +144,17 @@ class ProgramForward:
         from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 
         return get_align_size_for_quantization(config)  # type: ignore[no-any-return]
+
+
+def program_and_stages(call: LayerCall) -> tuple[Program, Stages]:
+    """The program of a call, and the functions behind its steps."""
+    config, request = call.layer.config, call.request
+    choice = choice_of(config.moe_token_dispatcher_type, request)
+    routing = Routing.of(config, request, call.layer.training)
+    stages = call.stages(choice.stages(call.groups, routing))
+    for replacement in REPLACEMENTS:
+        stages = replacement(call, stages)
+    return choice.program(request).without(*call.absent), stages
 
 
 def keep_rows(layer: Any, journal: Journal) -> None:

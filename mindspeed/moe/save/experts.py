@@ -32,12 +32,11 @@ from typing import Any
 import torch
 
 from mindspeed.memory.frames import key_of
-from mindspeed.memory.saved import Kept, Recomputed, ViewOf
+from mindspeed.memory.saved import Held, Kept, Recomputed, ViewOf
 from mindspeed.memory.segment import Segment
 from mindspeed.moe.events import EventLog, Kind
 from mindspeed.moe.save.policy import SavePolicy
 from mindspeed.moe.save.refetch import Refetch
-from mindspeed.spmd import Passes, typed
 from mindspeed.te.grouped_gemm import products_of
 
 
@@ -54,12 +53,12 @@ class _Phase(enum.Enum):
 class _FirstOutput:
     """The result of a call of ``linear_fc1``: the tensor saved through autograd, and the rest."""
 
-    node: torch.Tensor
+    held: Held
     requires_grad: bool
     rest: tuple[Any, ...] | None
 
     def get(self) -> Any:
-        (tensor,) = self.node.grad_fn.saved_tensors  # type: ignore[union-attr]
+        (tensor,) = self.held.get()
         tensor = tensor.detach().requires_grad_(self.requires_grad)
         return tensor if self.rest is None else (tensor, *self.rest)
 
@@ -147,6 +146,11 @@ class SavedExperts:
         if segment is not None:
             segment.materialize()
 
+    def wait_for_rows(self) -> None:
+        """Take what the refetch brings, if anything may still ask for it."""
+        if self._rows is not None and self._rows() is not None:
+            self._bring()
+
     def _first(self, call: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         state = self._state
         state.phase = _Phase.FC1
@@ -154,8 +158,7 @@ class SavedExperts:
         if self.policy.fc1:
             tensor, rest = _apart(outputs)
             state.fc1_keys.add(key_of(tensor))
-            node = _Hold.apply(torch.empty(0, requires_grad=True), tensor)
-            state.fc1.append(_FirstOutput(node, tensor.requires_grad, rest))
+            state.fc1.append(_FirstOutput(Held(tensor), tensor.requires_grad, rest))
         state.phase = _Phase.BETWEEN
         return outputs
 
@@ -261,20 +264,6 @@ class _Beside:
 
     def leave(self) -> None:
         self._stack.close()
-
-
-@typed(Passes())
-class _Hold(torch.autograd.Function):
-    """Saves a tensor through the hooks that are in force; its own backward is never asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, dummy: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(tensor)
-        return dummy.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pragma: no cover
-        raise AssertionError("the graph of a layer does not contain a tensor that is only held")
 
 
 class _Reached(Exception):

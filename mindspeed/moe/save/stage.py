@@ -13,6 +13,10 @@ The refetch and the recomputation are hidden where the combine is. Where the ref
 depends on flags only, and every rank launches it, also one without tokens, with frozen experts or
 with more load than the others: the ranks of a group stay in step. Only ``fc1`` may be dropped by
 one rank alone.
+
+Where the parts of a layer run beside those of another micro-batch, the refetch starts with the
+backward of the experts: it is hidden by that and by what the other micro-batch computes, until the
+weight gradients of the first linear layer, which wait for it.
 """
 
 from __future__ import annotations
@@ -119,16 +123,31 @@ class Saving:
         group: list[Ticket] = [ticket for (name, _), ticket in tickets if name == stage]
         first, last = group[-1], group[0]  # in backward
         if found.refetch is not None:
-            if self.request.save.fc1:
+            if self.request.in_parts:
+                pass  # the experts' backward starts it
+            elif self.request.save.fc1:
                 last.after_reverse.append(found.refetch.start)
             else:
                 first.before_reverse.append(found.refetch.start)
             if found.before:
-                tickets[found.before - 1][1].before_reverse.append(found.refetch.drain)
+                arrived = _arrived(found.experts, found.refetch)
+                tickets[found.before - 1][1].before_reverse.append(arrived)
         if shared is not None:
             last.after_reverse.append(shared)
         if not found.experts.policy.fc1:
             first.before_wait.append(_weak(found.experts))
+
+
+def _arrived(experts: SavedExperts, refetch: Refetch) -> Callable[[], None]:
+    """Wait for the rows: for delayed weight gradients, which may ask later, or for nobody."""
+    reference = weakref.ref(experts)
+
+    def wait() -> None:
+        if (alive := reference()) is not None:
+            alive.wait_for_rows()
+        refetch.drain()
+
+    return wait
 
 
 def _weak(experts: SavedExperts) -> Callable[[], None]:

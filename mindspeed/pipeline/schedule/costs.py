@@ -24,6 +24,8 @@ class Costs:
         exchange: one collective of all layers of a rank that a pair hides: a forward has two of
             them and a backward two more.
         layers: of a rank, for the length of a pair.
+        rows_again: the experts of a backward get their rows by a collective more, beside their
+            input gradients (zero memory, level0).
         latency: from the end of an action to the arrival of its message on another rank.
         reduction: data-parallel reduction of all gradients of one rank.
         transfer: copy of what a pending W keeps to the host or back, of all stages of one rank.
@@ -45,6 +47,7 @@ class Costs:
     input_share: float = 0.0
     exchange: float = 0.0
     layers: int = 1
+    rows_again: bool = False
 
     def share(self, plan: Plan, stage: int) -> float:
         """The part of its rank's time and activations that ``stage`` takes."""
@@ -70,7 +73,7 @@ class Costs:
         weight = self.weight_gradient if backward.op == "B" else 0.0
         times = self.forward, self.input_gradient, weight, self.exchange
         layers = max(1, round(self.layers * share))
-        return pair_seconds(*(time * share * size for time in times), layers)
+        return pair_seconds(*(time * share * size for time in times), layers, self.rows_again)
 
     @property
     def forward_alone(self) -> float:
@@ -80,7 +83,8 @@ class Costs:
     @property
     def input_gradient_alone(self) -> float:
         """The same of input gradients."""
-        return self.input_gradient + 2 * self.exchange
+        again = max(0.0, self.exchange - self.input_gradient / 2) if self.rows_again else 0.0
+        return self.input_gradient + 2 * self.exchange + again
 
     def _rank_time(self, op: str) -> float:
         again = self.forward if self.recompute is None else self.recompute

@@ -12,6 +12,9 @@ Two streams of a pair, layer k of the forward and l of the backward (eF, eI, eW:
 
 With x = one all-to-all over the forward of a layer, a layer of a pair exposes max(0, 4x - 3) of
 its forward with the weight gradients in place, max(0, 4x - 2) without (F = I = W).
+
+Where the experts of the backward get their rows a second time (zero memory, level0), that dispatch
+begins with eI and ends before eW: a layer exposes max(0, 3x - 3/2, 5x - 3).
 """
 
 from __future__ import annotations
@@ -75,7 +78,12 @@ def problem_of(forward: Action, backward: Action | None) -> str | None:
 
 @lru_cache(maxsize=256)
 def pair_seconds(
-    forward: float, input_gradient: float, weight_gradient: float, exchange: float, layers: int
+    forward: float,
+    input_gradient: float,
+    weight_gradient: float,
+    exchange: float,
+    layers: int,
+    rows_again: bool = False,
 ) -> float:
     """Duration of a pair of stages with equally many layers.
 
@@ -85,6 +93,7 @@ def pair_seconds(
         weight_gradient: the same; 0 if it runs elsewhere.
         exchange: one of the four all-to-alls, over all layers of the stage.
         layers: of the stage; attention and experts take half of each.
+        rows_again: the rows of the backward's experts are dispatched a second time.
     """
     computation = communication = 0.0
     f, i, w = (time / layers / 2 for time in (forward, input_gradient, weight_gradient))
@@ -93,9 +102,12 @@ def pair_seconds(
     for _ in range(layers):
         attention = max(computation, combined) + f
         combined_back = max(communication, attention_gradient) + x
-        experts_gradient = max(attention, combined_back) + i
-        dispatched = max(combined_back, attention) + x
-        computation = max(experts_gradient + w, dispatched) + f  # experts of the forward
+        experts = max(attention, combined_back)
+        experts_gradient = experts + i
+        again = max(combined_back, experts) + x if rows_again else combined_back
+        dispatched = max(again, attention) + x
+        weights = max(experts_gradient, again) + w
+        computation = max(weights, dispatched) + f  # experts of the forward
         dispatched_back = max(dispatched, experts_gradient) + x
         communication = combined = max(dispatched_back, computation) + x
         attention_gradient = max(computation, dispatched_back) + i

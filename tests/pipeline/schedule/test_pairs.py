@@ -40,6 +40,24 @@ def test_a_layer_of_a_pair_exposes_what_computation_cannot_hide(x):
     assert exposed(0) == pytest.approx(max(0, 4 * x - 2))
 
 
+@pytest.mark.parametrize("x", EXCHANGES)
+def test_rows_that_come_again_are_a_fifth_collective(x):
+    few, many = (pair_seconds(n, n, n, n * x, n, rows_again=True) for n in (20, 40))
+    assert (many - few) / 20 - 3 == pytest.approx(max(0, 3 * x - 1.5, 5 * x - 3))
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "dualpipev", "zb-v", "nanopipe"])
+def test_rows_come_again_for_nothing_up_to_half_a_forward(kind):
+    """A further micro-batch costs its work alone, as without the fifth collective."""
+    for x, most in ((0.25, 3), (0.5, 3), (1, 5)):
+        costs = Costs(exchange=x, layers=LAYERS, rows_again=True)
+        times = []
+        for m in (16, 32):
+            plan = build_plan(ScheduleRequest(kind=kind, costs=costs, pairs=True), 4, 2, m)
+            times.append(simulate(plan, costs).makespan)
+        assert 3 - 1e-9 <= (times[1] - times[0]) / 16 <= most + 1e-9, x
+
+
 @pytest.mark.parametrize(
     ("kind", "p", "m", "x", "alone", "together"),
     [
