@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "attention.py"
+from tests.support.benchmark import quick_run
 
 
 @pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run_on_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path / "figures")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    quick_run("attention", tmp_path / "figures")
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
     every = {"one process", "ring", "all_gather", "needed", "adaptive", "mesh", "ulysses"}

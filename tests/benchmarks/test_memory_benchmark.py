@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.benchmark import quick_run
 from tests.support.lazy import needs
 
 needs("megatron.core")
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 
 
 @pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run_on_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(tmp_path / "memory")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    quick_run("memory", tmp_path / "memory")
     rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     kept = {row["way"]: row["device_bytes"] for row in rows}

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "moe.py"
+from tests.support.benchmark import BENCHMARKS, quick_run, run
 
-
-RESULTS = SCRIPT.parent / "results" / "cpu-moe-counts.json"
+RESULTS = BENCHMARKS / "results" / "cpu-moe-counts.json"
 
 
 @pytest.mark.weekly
 @pytest.mark.slow
 def test_counts_are_those_of_the_results(tmp_path: Path) -> None:
     file = tmp_path / "counts.json"
-    command = [sys.executable, str(SCRIPT), "--counts", "--out", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run("moe", "--counts", "--out", file)
     assert done.returncode == 0, done.stderr
     assert json.loads(file.read_text()) == json.loads(RESULTS.read_text())
 
@@ -29,11 +25,9 @@ def test_counts_are_those_of_the_results(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_quick_run(tmp_path: Path) -> None:
     file = tmp_path / "moe.json"
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed = quick_run("moe", file)
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == len(done.stdout.splitlines()) - 1
+    assert len(rows) == len(printed.splitlines()) - 1
     names = {row["program"] for row in rows}
     assert {"megatron", "async", "overlap", "overlap-level1", "dedup", "pieces"} <= names
     assert {"allgather", "allgather-async", "allgather-overlap"} <= names

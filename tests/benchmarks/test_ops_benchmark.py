@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from mindspeed.ops.catalog import operators
+from tests.support import benchmark
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ops.py"
-sys.path.insert(0, str(SCRIPT.parent))
+sys.path.insert(0, str(benchmark.BENCHMARKS))
 
 from ops_peers import PEERS
 
@@ -22,9 +20,7 @@ OPERATORS = {one.name: one for one in operators()}
 
 
 def run(*arguments):
-    quick = ("--device", "cpu", "--quick", "--repeats", "1")
-    command = [sys.executable, str(SCRIPT), *quick, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return benchmark.run("ops", "--device", "cpu", "--quick", "--repeats", "1", *arguments)
 
 
 @pytest.mark.weekly

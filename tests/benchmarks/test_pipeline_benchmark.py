@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
+from tests.support.benchmark import BENCHMARKS, quick_run
 
 
 @pytest.mark.weekly
 @pytest.mark.slow
 def test_quick_run(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.json"
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed = quick_run("pipeline", file)
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 12 == len(done.stdout.splitlines()) - 4  # a title, and three starts
+    assert len(rows) == 12 == len(printed.splitlines()) - 4  # a title, and three starts
     for row in rows:
         assert 0 < row["simulated"] < row["measured"] < 1
         assert row["simulated"] < row["torch"] + 1e-9
@@ -29,7 +25,7 @@ def test_quick_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_schedule_of_torch_is_faster_within_the_same_memory(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     prices = importlib.import_module("pipeline_prices")
     found = prices.priced(4, 8)
     rows = {row["schedule"]: row for row in found["schedules"]}

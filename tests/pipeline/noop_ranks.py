@@ -6,12 +6,20 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 
-VOCABULARY, SEQUENCE, BATCH, MICRO_BATCHES = 32, 8, 2, 4
+from tests.support.pipeline_gpt import (
+    BATCH,
+    SEQUENCE,
+    VOCABULARY,
+    forward_step,
+    micro_batches,
+    stage_of,
+)
+
+MICRO_BATCHES = 4
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -68,9 +76,10 @@ def run(case: Case) -> Step:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         parameter.data.normal_(0, 0.2, generator=generator)
         parameter.data += "norm" in name and name.endswith("weight")
+    batches = micro_batches(MICRO_BATCHES)
     losses = get_forward_backward_func()(
-        forward_step_func=_forward,
-        data_iterator=[iter(_batches()) for _ in models] if case.chunks else iter(_batches()),
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in models] if case.chunks else iter(batches),
         model=models if case.chunks else models[0],
         num_microbatches=MICRO_BATCHES,
         seq_length=SEQUENCE,
@@ -86,7 +95,6 @@ def run(case: Case) -> Step:
 
 
 def _model(case: Case, stage: int | None) -> torch.nn.Module:
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
@@ -119,17 +127,14 @@ def _model(case: Case, stage: int | None) -> torch.nn.Module:
         spec = get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    ends = {"ignore_virtual": False, "vp_stage": stage}
     return GPTModel(
         config,
         spec,
         VOCABULARY,
         SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
-        post_process=parallel_state.is_pipeline_last_stage(**ends),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-        vp_stage=stage,
+        **stage_of(stage),
     )
 
 
@@ -151,22 +156,3 @@ def _name(model: torch.nn.Module, case: Case, name: str) -> str:
         return f"decoder.layers.{index - sum(i < index for i in case.noop_layers)}."
 
     return re.sub(r"^decoder\.layers\.(\d+)\.", real_index, name)
-
-
-def _batches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    shape = (MICRO_BATCHES, BATCH, SEQUENCE)
-    return list(torch.randint(VOCABULARY, shape, generator=generator))
-
-
-def _forward(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    tokens = next(batches)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    output = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
-    return output, partial(_loss)
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = output.mean()
-    return loss, loss.detach()

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
+from tests.support.pipeline_gpt import BATCH, SEQUENCE, VOCABULARY, forward_step, micro_batches
+
 EMBEDDING = "embedding.word_embeddings.weight"
 MOE = {
     "num_moe_experts": 4,
@@ -151,9 +152,7 @@ def _step(case: Case, models: list[Any], named: dict[str, Any]) -> tuple[Any, ..
     chunks = [DistributedDataParallel(config, ddp, model) for model in models]
     functions = [chunk.no_sync for chunk in chunks]
     config.no_sync_func = functions if several else functions[0]
-    shape = (case.microbatches, BATCH, SEQUENCE)
-    generator = torch.Generator().manual_seed(5)
-    batches = list(enumerate(torch.randint(VOCABULARY, shape, generator=generator)))
+    batches = list(enumerate(micro_batches(case.microbatches)))
     losses = schedule(
         forward_step_func=_forward,
         data_iterator=[iter(batches) for _ in chunks] if several else iter(batches),
@@ -270,15 +269,7 @@ def _checkpoint(model: Any) -> Iterator[tuple[Any, ...]]:
 
 def _forward(batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
     _MICROBATCH[0], tokens = next(batches)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    output = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
-    return output, partial(_loss)
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = output.mean()
-    return loss, loss.detach()
+    return forward_step(iter([tokens]), model)
 
 
 def refusal() -> str:

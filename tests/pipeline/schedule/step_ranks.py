@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
+from tests.support.pipeline_gpt import (
+    BATCH,
+    SEQUENCE,
+    VOCABULARY,
+    mean_loss,
+    micro_batches,
+    stage_of,
+)
+
 SIZES = {"hidden_size": 32, "num_attention_heads": 2}
 
 
@@ -165,22 +173,18 @@ class Model:
         return get_gpt_layer_local_spec(normalization="RMSNorm"), None
 
     def _chunk(self, stage: int | None) -> torch.nn.Module:
-        from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
         spec, mtp = self._specs(stage)
-        ends = {"ignore_virtual": False, "vp_stage": stage}
         return GPTModel(
             self.config,
             spec,
             VOCABULARY,
             SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(**ends),
-            post_process=parallel_state.is_pipeline_last_stage(**ends),
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
             mtp_block_spec=mtp,
-            vp_stage=stage,
+            **stage_of(stage),
         )
 
 
@@ -198,8 +202,7 @@ def batches(count: int) -> list[torch.Tensor]:
     """Tokens ``[b, s]`` of this data-parallel rank's micro-batches."""
     from megatron.core import parallel_state
 
-    generator = torch.Generator().manual_seed(5 + parallel_state.get_data_parallel_rank())
-    return list(torch.randint(VOCABULARY, (count, BATCH, SEQUENCE), generator=generator))
+    return micro_batches(count, 5 + parallel_state.get_data_parallel_rank())
 
 
 def forward_step(reader: Any, model: Any) -> tuple[torch.Tensor, Any]:
@@ -215,12 +218,7 @@ def forward_step(reader: Any, model: Any) -> tuple[torch.Tensor, Any]:
         }
     )
     output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
-    return output, partial(_loss)
-
-
-def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = output.mean()
-    return loss, loss.detach().clone()
+    return output, partial(mean_loss)
 
 
 @dataclass(frozen=True)
