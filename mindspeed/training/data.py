@@ -217,9 +217,21 @@ def _sources(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@dataclass
+class _TextConfig(GPTDatasetConfig):
+    """Configuration of texts.
+
+    Attributes:
+        vocab_size: upper bound of the ids, exclusive (adaptor.repairs.data.token_ids).
+    """
+
+    vocab_size: int = 0
+
+
 def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
-    return GPTDatasetConfig(
+    return _TextConfig(
         **_sources(args),
+        vocab_size=args.padded_vocab_size,
         tokenizer=tokenizer,
         **known_options(
             GPTDatasetConfig, allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens

@@ -188,6 +188,41 @@ def test_a_split_without_documents_is_named(corpus, ranks):
     assert "has 300 documents: --split '969, 30, 1' leaves none for test" in result["error"]
 
 
+def write_one_wrong_id(prefix: str) -> None:
+    """40 documents of 65 tokens; the id 900 is in document 30 only."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for document in range(40):
+        ids = np.arange(65)
+        ids[7] = 900 if document == 30 else 7
+        builder.add_document(ids, [65])
+    builder.finalize(f"{prefix}.idx")
+
+
+SMALL = ["--vocab-size", "600", "--no-mock-data"]  # 640 entries with padding
+
+
+def test_data_of_another_tokenizer_is_refused_before_the_first_step(corpus, ranks, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    flags = [*SMALL, "--data-path", corpus, "--metrics-file", str(file)]
+    for result in ranks(2, train, flags, setup=SETUP, backend=None, timeout=60):
+        assert result["error"].startswith(f"DataError: {corpus}: document ")
+        assert "the model's vocabulary has 640 entries: give --tokenizer-type" in result["error"]
+    assert not file.exists() or not metrics(file)
+
+
+def test_a_wrong_id_is_named_with_its_document_where_it_is_read(ranks, tmp_path):
+    prefix, file = str(tmp_path / "one"), tmp_path / "metrics.jsonl"
+    ranks(1, write_one_wrong_id, prefix, setup=SETUP, backend=None, timeout=60)
+    flags = [*SMALL, "--data-path", prefix, "--no-shuffle", "--metrics-file", str(file)]
+    (result,) = ranks(1, train, flags, setup=SETUP, backend=None, timeout=60)
+    said = f"{prefix}: document 30 has the token id 900, the model's vocabulary has 640 entries"
+    assert said in result["error"]
+    assert len(metrics(file)) == 3  # steps of 8 samples of 64 tokens
+
+
 @pytest.mark.parametrize(
     "prefix, message",
     [

@@ -230,7 +230,8 @@ NOT_SEEN = {
         "explicit_groups"
     ),
     "which tokens a mask or a document has": (
-        "masks mtp_packed_roll packed_conversations sampler_epochs dataset_helpers dataset_tokens"
+        "masks mtp_packed_roll packed_conversations sampler_epochs dataset_helpers dataset_tokens "
+        "token_ids"
     ),
     "data parallelism is taken to sum gradients": "fsdp",
     "time: communication that nothing waits for": "overlap expert_overlap",
