@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
-import importlib
 import json
 import re
 import subprocess
@@ -14,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-
-from tests.support.lazy import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -154,42 +150,6 @@ def _parse_bash(block: str) -> None:
 )
 def test_every_example_is_well_formed(block: str, parse: Callable[[str], object]) -> None:
     parse(block)
-
-
-def _commands() -> list[str]:
-    """Every ``mindspeed ...`` (also behind torchrun) in the bash examples, one line each."""
-    lines = [
-        line.split(" # ")[0]
-        for _, block in _code("bash")
-        for line in re.sub(r"\\\n\s*", " ", block).splitlines()
-    ]
-    found = (re.search(r"(?:^|-m )mindspeed ([a-z].*)", line) for line in lines)
-    return sorted({match[1] for match in found if match})
-
-
-def _options_of(command: str) -> set[str]:
-    module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
-    if getattr(module, "PASS_THROUGH", False):
-        needs("megatron.core")
-        from mindspeed.training.arguments import build_parser
-
-        options = set(build_parser()._option_string_actions)
-        if not hasattr(module, "add_arguments"):
-            return options
-    else:
-        options = set()
-    parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
-    return options | set(parser._option_string_actions)
-
-
-@pytest.mark.parametrize("command", _commands())
-def test_every_flag_of_an_example_exists(command: str) -> None:
-    name, *words = command.rstrip("'").split()
-    if "--" in words:
-        words = words[: words.index("--")]
-    flags = {word.split("=")[0] for word in words if word.startswith("--")}
-    assert flags - _options_of(name) == set()
 
 
 TOOLS = [
