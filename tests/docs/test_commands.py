@@ -18,6 +18,7 @@ from tests.support.lazy import needs
 
 needs("megatron.core", "tokenizers", "transformers", "matplotlib")
 
+from tests.docs.test_every_command import named_commands
 from tests.support import commands_job
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -40,6 +41,9 @@ LEFT_BEHIND = (
     "scores/results.json",
 )
 
+CHINESE = sorted(page.relative_to(DOCS / "zh").as_posix() for page in (DOCS / "zh").rglob("*.md"))
+
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _RUN = re.compile(r"^<!-- run -->\n+```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _BASH = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -77,18 +81,36 @@ def test_every_tutorial_page_has_commands_that_are_run(page):
     assert list(executed((DOCS / f"{page}.md").read_text("utf-8")))
 
 
-@pytest.mark.parametrize("page", ["index", "quickstart", "recipes", "ascendspeed", *PAGES])
+@pytest.mark.parametrize("page", CHINESE)
 def test_the_chinese_page_has_the_same_commands_and_headings(page):
-    english = (DOCS / f"{page}.md").read_text("utf-8")
-    chinese = (DOCS / "zh" / f"{page}.md").read_text("utf-8")
+    """A Chinese page may be shorter, in the same order; its blocks are the same."""
+    english = (DOCS / page).read_text("utf-8")
+    chinese = (DOCS / "zh" / page).read_text("utf-8")
 
     def code(text: str) -> list[str]:
         return [re.sub(r"\s*#.*", "", block) for block in _BASH.findall(text)]
 
     assert code(chinese) == code(english)
     assert list(executed(chinese)) == list(executed(english))
-    headings = [re.findall(r"^#+ ", text, re.MULTILINE) for text in (english, chinese)]
+    headings = [
+        re.findall(r"^#+ ", _FENCE.sub("", text), re.MULTILINE) for text in (english, chinese)
+    ]
     assert headings[0] == headings[1]
+    assert set(named_commands(chinese)) <= set(named_commands(english))
+
+
+def test_chinese_pages_are_listed_in_the_order_of_the_english_ones():
+    listed = re.findall(r"([\w/-]+\.md)$", (DOCS.parent / "mkdocs.yml").read_text(), re.MULTILINE)
+    chinese = [page.removeprefix("zh/") for page in listed if page.startswith("zh/")]
+    assert chinese == [page for page in listed if page in CHINESE]
+
+
+def test_both_first_pages_lead_to_the_same_pages():
+    english, chinese = (
+        re.findall(r"\]\((?:\.\./)?((?:features/)?[\w-]+\.md)\)", path.read_text("utf-8"))
+        for path in (DOCS / "index.md", DOCS / "zh" / "index.md")
+    )
+    assert [page for page in chinese if page != "index.md"] == english
 
 
 @pytest.mark.slow
