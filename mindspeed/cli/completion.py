@@ -15,6 +15,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import ModuleType
 
 from mindspeed.ranges import Parser
 
@@ -54,13 +55,29 @@ def run(args: argparse.Namespace) -> int:
 
 def words_of_command(command: str) -> Words:
     """What completes a command: its own flags, and those of training where it takes them."""
-    module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     words = Words(("--debug", "--help"))
-    if hasattr(module, "add_arguments"):
-        parser = Parser(command, add_help=False)
-        module.add_arguments(parser)
+    if (parser := own_parser(command)) is not None:
         words |= words_of(parser)
-    return words | _training() if getattr(module, "PASS_THROUGH", False) else words
+    return words | _training() if takes_training_flags(command) else words
+
+
+def own_parser(command: str) -> Parser | None:
+    """The parser of a command's own flags; None where it has none but those of training."""
+    module = _module(command)
+    if not hasattr(module, "add_arguments"):
+        return None
+    parser = Parser(f"mindspeed {command}", description=module.__doc__, add_help=False)
+    module.add_arguments(parser)
+    return parser
+
+
+def takes_training_flags(command: str) -> bool:
+    """Whether a command takes the flags of ``mindspeed pretrain``."""
+    return getattr(_module(command), "PASS_THROUGH", False)
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
 
 
 @cache

@@ -221,19 +221,23 @@ def _show(args: argparse.Namespace, job: Job, found: list[Priced]) -> int:
         for name, one in simulations.items():
             print(f"\n{name}\n{text(one.lanes, width, _stage)}")
     if args.plot:
-        lines = {_caption(name, one): _visible(one.lanes) for name, one in simulations.items()}
-        colors = {label: color for label, (color, _) in _KINDS.items()}
-        labels = {name: label for label, (_, names) in _KINDS.items() for name in names}
-        style = Style(colors, label=lambda one: labels.get(_stage(one), ""))
-        draw(lines, style, args.plot, title(job))
+        lines = {_caption(name, one): visible(one.lanes) for name, one in simulations.items()}
+        draw(lines, style(), args.plot, title(job))
     return 0
+
+
+def style() -> Style:
+    """Colours say what is computed or sent."""
+    colors = {label: color for label, (color, _) in _KINDS.items()}
+    labels = {name: label for label, (_, names) in _KINDS.items() for name in names}
+    return Style(colors, label=lambda one: labels.get(_stage(one), ""))
 
 
 def _stage(one: Interval) -> str:
     return one.name.partition(".")[0]
 
 
-def _visible(line: Timeline) -> Timeline:
+def visible(line: Timeline) -> Timeline:
     """Drop lanes on which nothing is visible."""
     shortest = _VISIBLE * line.end
     found = {one.lane for one in line.intervals if one.seconds > shortest}
@@ -373,6 +377,24 @@ def title(job: Job) -> str:
     )
 
 
+COLUMNS = ("sent", "network", "calls", "exposed", "waiting", "layer", "kept")
+
+
+def cells(one: Priced) -> tuple[str, ...]:
+    """The figures of a program that exists, as :data:`COLUMNS` are called."""
+    line = one.simulation
+    assert line is not None
+    return (
+        _bytes(line.wire()),
+        _bytes(_between_nodes(line)),
+        f"{line.calls(FORWARD)}+{line.calls(BACKWARD)}",
+        f"{one.exposed(FORWARD)}+{one.exposed(BACKWARD)}",
+        f"{line.exposed() * 1e3:.4g}",
+        f"{line.total * 1e3:.4g}",
+        _bytes(one.kept),
+    )
+
+
 def print_table(job: Job, found: Sequence[Priced]) -> None:
     """Print a line for each program, then what their flags are."""
     caption = (
@@ -382,23 +404,12 @@ def print_table(job: Job, found: Sequence[Priced]) -> None:
         "of two micro-batches at once); kept: rows of experts that live until backward; *: the "
         "shortest"
     )
-    columns = ("sent", "network", "calls", "exposed", "waiting", "layer", "kept")
     priced = [(one, one.simulation) for one in found if one.simulation is not None]
     shortest = min((line.total for _, line in priced), default=0.0)
     rows = (
-        (
-            one.name + (" *" if line.total == shortest else ""),
-            _bytes(line.wire()),
-            _bytes(_between_nodes(line)),
-            f"{line.calls(FORWARD)}+{line.calls(BACKWARD)}",
-            f"{one.exposed(FORWARD)}+{one.exposed(BACKWARD)}",
-            f"{line.exposed() * 1e3:.4g}",
-            f"{line.total * 1e3:.4g}",
-            _bytes(one.kept),
-        )
-        for one, line in priced
+        (one.name + (" *" if line.total == shortest else ""), *cells(one)) for one, line in priced
     )
-    console = print_comparison(title(job), caption, "program", columns, rows)
+    console = print_comparison(title(job), caption, "program", COLUMNS, rows)
     for one in found:
         text = one.flags if one.simulation is not None else f"not here: {one.reason}"
         console.print(f"{one.name}: {text}", highlight=False, markup=False)

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         return _search(args)
     if args.action == "trace":
         return _trace(args)
-    job, names = _job(args), chosen("--schedule", args.schedule, ENTRIES, ".csv")
+    job, names = job_of(args), chosen("--schedule", args.schedule, ENTRIES, ".csv")
     _check_files(args, names)
     if args.front:
         _front(args, job, names)
@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{name}\n{drawn}")
     if args.plot:
         lines = {_caption(name, one): one.lanes for name, one in simulations.items()}
-        draw(lines, _style(simulations.values()), args.plot, _title(job))
+        draw(lines, style_of(simulations.values()), args.plot, _title(job))
     if args.trace:
         lines = {name: one.lanes for name, one in simulations.items()}
         write_trace(lines, args.trace, _title(job))
@@ -245,7 +245,7 @@ def _trace(args: argparse.Namespace) -> int:
             print(f"\n{name}\n{drawn}")
     if args.plot:
         planned = simulate(found.plan, found.costs())
-        style = replace(_style([planned]), scale=1e3, unit="ms")
+        style = replace(style_of([planned]), scale=1e3, unit="ms")
         draw(lines, style, args.plot, title)
     if args.trace:
         write_trace(lines, args.trace, title)
@@ -267,7 +267,12 @@ def _refuse_other_action(args: argparse.Namespace) -> None:
                 )
 
 
-def _job(args: argparse.Namespace) -> Job:
+def job_of(args: argparse.Namespace) -> Job:
+    """The job that the options of ``mindspeed pipeline plan`` describe.
+
+    Raises:
+        ConfigError: Sizes are missing, or do not suit each other.
+    """
     if args.pp is None:
         raise ConfigError("--pp is missing: pipeline ranks")
     sizes = _sizes(args.sizes)
@@ -368,7 +373,7 @@ def _name(one: Interval) -> str:
     return f"{one.kind}{one.detail('micro-batch')}" + ("'" * chunk if chunk < 3 else f"'{chunk}")
 
 
-def _style(simulations: Iterable[Simulation]) -> Style:
+def style_of(simulations: Iterable[Simulation]) -> Style:
     """Colours say what is computed, paler ones a later model chunk; numbers are micro-batches."""
     later = max(max(one.plan.placement.chunks for one in simulations) - 1, 1)
     return Style(
@@ -395,6 +400,25 @@ def _step(simulation: Simulation) -> float:
     return round(simulation.makespan + simulation.exposed_reduction, 6)
 
 
+COLUMNS = ("v", "step", "bubble", "memory", "exposed", "sent", "again", "split")
+
+
+def cells(one: Priced) -> tuple[str, ...]:
+    """The figures of a schedule that exists, as :data:`COLUMNS` are called."""
+    simulation = one.simulation
+    assert simulation is not None
+    return (
+        str(simulation.plan.placement.chunks),
+        f"{simulation.makespan:.6g}",
+        f"{100 * simulation.bubble:.1f} %",
+        f"{max(simulation.peak_memory):.4g}",
+        f"{simulation.exposed_reduction:.6g}",
+        f"{sum(simulation.messages.values())}",
+        f"{simulation.counts['R']}",
+        f"{simulation.counts['I']}",
+    )
+
+
 def _print(job: Job, found: Sequence[Priced]) -> None:
     caption = (
         "v: model chunks of a rank; bubble: part of the step in which the mean rank does "
@@ -403,24 +427,13 @@ def _print(job: Job, found: Sequence[Priced]) -> None:
         "again; split: backwards with weight gradients apart; *: the shortest step, reduction "
         "included"
     )
-    columns = ("v", "step", "bubble", "memory", "exposed", "sent", "again", "split")
-    priced = [(one.name, one.simulation) for one in found if one.simulation is not None]
+    priced = [(one, one.simulation) for one in found if one.simulation is not None]
     shortest = min((_step(simulation) for _, simulation in priced), default=0.0)
     rows = (
-        (
-            name + (" *" if _step(simulation) == shortest else ""),
-            str(simulation.plan.placement.chunks),
-            f"{simulation.makespan:.6g}",
-            f"{100 * simulation.bubble:.1f} %",
-            f"{max(simulation.peak_memory):.4g}",
-            f"{simulation.exposed_reduction:.6g}",
-            f"{sum(simulation.messages.values())}",
-            f"{simulation.counts['R']}",
-            f"{simulation.counts['I']}",
-        )
-        for name, simulation in priced
+        (one.name + (" *" if _step(simulation) == shortest else ""), *cells(one))
+        for one, simulation in priced
     )
-    console = print_comparison(_title(job), caption, "schedule", columns, rows)
+    console = print_comparison(_title(job), caption, "schedule", COLUMNS, rows)
     for one in found:
         if said := one.note if one.simulation is not None else one.reason:
             console.print(f"{one.name}: {said}", highlight=False, markup=False)
