@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
-from html import unescape
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from mindspeed.planner.interval import JobKind, interval_of
 from mindspeed.planner.layout import Layout, Recompute
@@ -19,8 +14,7 @@ from mindspeed.planner.search.page import html_of
 from mindspeed.planner.search.result import Candidate, Closest, SearchResult
 from mindspeed.planner.time.picture import Drawn, StepPicture
 from tests.cli.plan_search_job import GIB, Priced, Rank
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+from tests.support.browser import needs_browser, seen_in_browser
 
 
 def priced(layout: Layout, seconds: float, gib: int) -> tuple[Layout, Priced]:
@@ -105,8 +99,6 @@ def test_the_page_has_every_priced_layout_and_needs_no_network() -> None:
 
 
 ACTIONS = """
-<script>
-const seen = {};
 const row = () => document.querySelector("tr[aria-selected=true]");
 const text = (id) => document.getElementById(id).textContent;
 const change = (name, value) => {
@@ -142,17 +134,12 @@ document.querySelectorAll("#front circle")[0].dispatchEvent(new Event("click"));
 seen.afterPoint = [row().cells[0].textContent, text("time")];
 change("plan", "1");
 seen.nothing = [text("command"), document.querySelector("#front").closest("[data-found]").hidden];
-const out = document.createElement("p"); out.id = "seen"; out.textContent = JSON.stringify(seen);
-document.body.append(out);
-</script></body>
 """
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@needs_browser
 def test_tables_sort_questions_answer_and_keys_move(tmp_path: Path) -> None:
-    file = tmp_path / "plan.html"
-    file.write_text(page().replace("</body>", ACTIONS), encoding="utf-8")
-    seen = in_browser(file)
+    seen = seen_in_browser(page(), ACTIONS, tmp_path)
     fast, two, wide, small = (str(layout) for layout, _ in LAYOUTS)
     assert FOUND.interval is not None
     assert seen["first"] == [fast, two_digits(FOUND.interval), f"train {fast}"]
@@ -182,15 +169,3 @@ def test_tables_sort_questions_answer_and_keys_move(tmp_path: Path) -> None:
 
 def two_digits(interval: Any) -> str:
     return f"{interval.low:.3g} to {interval.high:.3g}"
-
-
-def in_browser(file: Path) -> dict[str, Any]:
-    """What the script at the end of a page has seen."""
-    assert BROWSER is not None
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={file.parent}/user")
-    done = subprocess.run(
-        [BROWSER, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=200
-    )
-    found = re.search(r'<p id="seen">(.*?)</p>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr[-2000:]
-    return json.loads(unescape(found[1]))

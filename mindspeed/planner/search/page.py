@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed.instruments.page import page_of
 from mindspeed.planner.cluster import GIB
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.search.result import SearchResult
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 MOST = 1000
 """Layouts of a page: so many of the fastest, besides the candidates and the front."""
-_TEMPLATE = Path(__file__).parent / "page.html"
+_TEMPLATE = Path(__file__).with_suffix(".html")
 _CHOICES = (
     *("tp", "cp", "cp_algorithm", "ep", "etp", "pp", "vpp", "stage_layers", "schedule", "mbs"),
     *("recompute", "optimizer", "precision", "expert_program", "memory"),
@@ -41,8 +42,7 @@ def html_of(plans: Sequence[tuple[str, SearchResult, Command]]) -> str:
     Args:
         plans: of each its title, its result, and what trains in one of its layouts.
     """
-    text = json.dumps([_data(*one) for one in plans]).replace("</", "<\\/")
-    return _TEMPLATE.read_text("utf-8").replace(">DATA<", f">{text}<")
+    return page_of(_TEMPLATE, json.dumps([_data(*one) for one in plans]))
 
 
 def _data(title: str, found: SearchResult, command: Command) -> dict[str, Any]:
