@@ -16,7 +16,6 @@ from typing import Any
 import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
 from mindspeed.cli.completion import own_parser, takes_training_flags
 from mindspeed.cli.main import COMMANDS, GROUPS
-from mindspeed.cli.pages import page_of_feature
 from mindspeed.features.registry import all_features, conflicts_of, origin_of
 from mindspeed.flags import flags_of
 from mindspeed.plugins import BUILT_IN
@@ -78,11 +77,7 @@ def page() -> str:
 def _training(parser: argparse.ArgumentParser) -> Iterator[str]:
     """The groups of the trainer's parser; those of features with their traits."""
     features = {one.name: one for one in all_features() if origin_of(one.name) == BUILT_IN}
-    pages = {
-        item.name: page_of_feature(feature.name)
-        for feature in features.values()
-        for item in flags_of(feature)
-    }
+    pages = {item.name: feature.page for feature in features.values() for item in flags_of(feature)}
     for group in parser._action_groups:
         if not (table := _table(group._group_actions, "training", pages)):
             continue
@@ -93,7 +88,7 @@ def _training(parser: argparse.ArgumentParser) -> Iterator[str]:
             traits = f"level {feature.level}"
             if excluded := conflicts_of(feature):
                 traits += f"; not with {', '.join(excluded)}"
-            yield f"[{feature.summary}]({page_of_feature(title)}) ({traits})\n"
+            yield f"[{feature.summary}]({feature.page}) ({traits})\n"
         yield table
 
 
