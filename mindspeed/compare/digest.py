@@ -7,27 +7,30 @@ A tensor is seen as ``[rows, columns]``, in :data:`BLOCKS` blocks of rows. Of ea
              estimates ``||a - b||^2``: the distance of two runs without the values
     others   sum, sum of squares, number of values that are not finite; largest magnitude
 
-The signs of columns are ``c_k(j) = h(j div 127) g_k(j mod 127)``: groups of 127 columns are added
-with the signs h first, in the time of reading them, and what is left is a product with 127 columns.
-So a sketch is four times cheaper than with 16 products for each value, and estimates as well as 14
-independent ones. 127, a prime: no two heads, shards or halves of a tensor lie a multiple of it
-apart, whose exchange half of the signs would not see.
+The signs of columns are ``c_k(j) = h(j div 127) g_k(j mod 127)``: on a CPU, groups of 127 columns
+are added with the signs h first, in the time of reading them, and what is left is a product with
+127 columns. So a sketch is four times cheaper than with 16 products for each value, and estimates
+as well as 14 independent ones. 127, a prime: no two heads, shards or halves of a tensor lie a
+multiple of it apart, whose exchange half of the signs would not see.
 
 The exact digest is a sum modulo 2^64 of the values' bits, as many as fit into words of 64, times
 odd numbers from hashes of the indices: a single changed bit always changes it. Both need numbers of
 rows and of columns only, which are computed once for each place and kept.
 
-A piece is read from memory once: all sums of some rows are made while these are in the caches.
+A piece is read from memory once: by functions in C, or where these are missing by operators, of
+some rows at a time while these are in the caches.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from mindspeed.compare import digest_rows
+from mindspeed.compare.digest_rows import GROUP
 
 SKETCHES = 16
 BLOCKS = 8
@@ -40,8 +43,7 @@ SMALL = 1 << 14
 """Elements of a piece whose sketch is computed in fp64."""
 SKETCH_ERROR = 4 * 2.0**-24
 """Of the sketch of a larger fp32 tensor, relative to its norm, for any number of columns."""
-_FOLD = 127
-_GROUPS = 64  # of columns added in fp32; more lose what rounding of fp32 values is compared with
+_TERMS = 254  # added in fp32; more lose what rounding of fp32 values is compared with
 _WORDS_AT_ONCE = 1 << 17
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -105,34 +107,20 @@ class Place:
     def _signs_on(self, device: torch.device) -> _Signs:
         wide = torch.float32 if device.type == "npu" else torch.float64
         blocks = (self.rows * BLOCKS).div(max(self.shape[0], 1), rounding_mode="floor")
-        columns = _signs(self.columns % _FOLD, 2) * _group_signs(self.columns // _FOLD)[:, None]
+        columns = _signs(self.columns % GROUP, 2) * _group_signs(self.columns // GROUP)[:, None]
         rows = torch.cat([_signs(self.rows, 1), torch.ones(len(self.rows), 2)], 1)
         members = torch.nn.functional.one_hot(blocks, BLOCKS).t().contiguous()
-        first, groups, edges = self._groups
         return _Signs(
-            columns.to(device),
-            rows.to(device, wide),
-            members.to(device, wide),
-            wide,
-            first,
-            _group_signs(groups).to(device),
-            edges,
-            _signs(torch.arange(_FOLD), 2).to(device),
+            columns.to(device), rows.to(device, wide), members.to(device, wide), wide, self._groups
         )
 
     @property
-    def _groups(self) -> tuple[int, torch.Tensor, tuple[float, float]]:
-        """The first column of whole groups, these, and the signs of the groups before and after.
-
-        None if the columns are few or scattered.
-        """
-        count, none = len(self.columns), torch.arange(0)
-        if count < 3 * _FOLD or not self._consecutive:
-            return 0, none, (0.0, 0.0)
-        start = int(self.columns[0])
-        groups = torch.arange(-(-start // _FOLD), (start + count) // _FOLD)
-        before, after = _group_signs(torch.stack([groups[0] - 1, groups[-1] + 1])).tolist()
-        return int(groups[0]) * _FOLD - start, groups, (before, after)
+    def _groups(self) -> torch.Tensor | None:
+        """The signs of the groups of columns; None if these are few or scattered."""
+        if len(self.columns) < 3 * GROUP or not self._consecutive:
+            return None
+        first, last = int(self.columns[0]), int(self.columns[-1])
+        return _group_signs(torch.arange(first // GROUP, last // GROUP + 1))
 
     @functools.cached_property
     def _consecutive(self) -> bool:
@@ -150,7 +138,7 @@ class Place:
             rows = mixed(self.rows, 3) | 1
             columns = (mixed(self.columns // each, 4) | 1) << (self.columns % each * 8 * size)
             if whole:
-                columns = columns[::each]
+                columns = columns[::each].contiguous()
             found = _Factors(rows.to(device), columns.to(device), whole)
             self._factors[device, size] = found
         return found
@@ -166,10 +154,7 @@ class _Signs:
     rows: torch.Tensor  # [rows, K + 2]; the last columns are ones, for sums and squares
     blocks: torch.Tensor  # [BLOCKS, rows]: 1 where a row is in a block
     wide: torch.dtype
-    first: int  # column where whole groups begin
-    groups: torch.Tensor  # [groups] fp32: their signs
-    edges: tuple[float, float]  # signs of the groups before and after, of which some columns are
-    folded: torch.Tensor  # [127, K] fp32: signs of the columns of a group
+    groups: torch.Tensor | None  # [groups] fp32, on the host: of consecutive columns
 
 
 @dataclass(frozen=True)
@@ -230,61 +215,58 @@ def _digests(
     found = torch.zeros((BLOCKS, WIDTH), dtype=signs.wide, device=x.device)
     if x.numel() == 0:
         return found, None if factors is None else x.new_zeros((), dtype=torch.int64)
-    each, words = [], []
-    for part in _by_rows(x):
-        each.append(_of_rows(part, signs))
+    on_host = x.device.type == "cpu"
+    exactly = x.dtype is torch.float64 or not x.is_floating_point() or x.numel() <= SMALL
+    in_c = on_host and not exactly and digest_rows.library() is not None
+    folds = in_c and signs.groups is not None
+    multiplied = in_c and factors is not None and factors.words and x.dtype is torch.float32
+    first, each, words = int(place.columns[0]) % GROUP, [], []
+    read_once = not on_host or (folds and x.dtype is torch.float32)
+    for part in (x,) if read_once else x.split(max(1, _AT_ONCE // x.shape[1])):
+        own = part.to(signs.wide if exactly else torch.float32)
+        each.append(_folded(own, first, signs) if folds else _of_rows(own, signs))
         if factors is not None:
-            words.append(_bits_of_rows(part, factors))
-    products, sums, norms, largest, least = zip(*each, strict=True)
-    columns = (torch.cat(one).to(signs.wide)[:, None] for one in (sums, norms))
-    of_rows = torch.cat([torch.cat(products).to(signs.wide), *columns], 1)
+            words.append((_words_of_rows if multiplied else _bits_of_rows)(part, factors))
+    products, sums, norms, largest = zip(*each, strict=True)
+    columns = (torch.cat(one).to(signs.wide) for one in (sums, norms))
+    of_rows = torch.cat([torch.cat(products).to(signs.wide), torch.stack(tuple(columns), 1)], 1)
     of_rows[:, -1].square_()
     found[:, : SQUARES + 1] = signs.blocks @ of_rows.mul_(signs.rows)
-    found[0, LARGEST] = torch.stack(
-        [torch.stack(largest).amax(), -torch.stack(least).amin()]
-    ).amax()
-    if x.device.type != "cpu" or not torch.isfinite(found[0, LARGEST]):
+    found[0, LARGEST] = torch.stack(largest).amax()
+    if not on_host or not torch.isfinite(found[0, LARGEST]):
         bad = (~torch.isfinite(x)).sum(1).to(signs.wide)
         found[:, NOT_FINITE] = signs.blocks @ bad
     return found, None if factors is None else (torch.cat(words) * factors.rows).sum()
 
 
 def _of_rows(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
-    """Products of each row with the signs of its columns, its sum and norm; both extrema."""
-    exactly = x.dtype is torch.float64 or not x.is_floating_point() or x.numel() <= SMALL
-    x = x.to(signs.wide) if exactly else x.float()
+    """Products of each row with the signs of its columns, its sum and norm; the largest of all."""
     sums = x.sum(1)  # the first to read the values: it does so in the order of memory
-    products = x @ signs.columns.to(signs.wide) if exactly else _folded(x, signs)
-    return products, sums, torch.linalg.vector_norm(x, dim=1), x.amax(), x.amin()
+    if x.dtype is torch.float64:
+        products = x @ signs.columns.to(x.dtype)
+    else:
+        parts = zip(x.split(_TERMS, 1), signs.columns.split(_TERMS), strict=True)
+        products = sum((part @ own).to(signs.wide) for part, own in parts)
+    norms = torch.linalg.vector_norm(x, dim=1)
+    return products, sums, norms, torch.maximum(x.amax(), -x.amin())
 
 
-def _folded(x: torch.Tensor, signs: _Signs) -> torch.Tensor:
-    """``[rows, K]``: each row times the signs of its columns, groups of columns added first."""
-    products, end = None, signs.first
-    for groups in signs.groups.split(_GROUPS) if len(signs.groups) else ():
-        start, end = end, end + len(groups) * _FOLD
-        own = torch.matmul(groups, x[:, start:end].unflatten(1, (len(groups), _FOLD)))
-        if start == signs.first and start:
-            own[:, _FOLD - start :].add_(x[:, :start], alpha=signs.edges[0])
-        if 0 < x.shape[1] - end < _FOLD:
-            own[:, : x.shape[1] - end].add_(x[:, end:], alpha=signs.edges[1])
-        own = own @ signs.folded
-        products = own if products is None else products.to(signs.wide) + own
-    if products is None:
-        for part, columns in zip(
-            x.split(2 * _FOLD, 1), signs.columns.split(2 * _FOLD), strict=True
-        ):
-            own = part @ columns
-            products = own if products is None else products.to(signs.wide) + own
-    assert products is not None
-    return products
+def _folded(x: torch.Tensor, first: int, signs: _Signs) -> tuple[torch.Tensor, ...]:
+    """As of :func:`_of_rows`, in one pass."""
+    assert signs.groups is not None
+    folded, sums, squares, largest = digest_rows.fold(x, first, signs.groups)
+    products = (folded.flatten(0, 1) @ _fold_signs()).view(*sums.shape, SKETCHES)
+    products = products.sum(1, dtype=signs.wide)
+    return products, sums.sum(1), squares.sum(1).sqrt(), largest.amax()
 
 
-def _by_rows(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Rows that fit into the caches of a CPU; all of them on other devices."""
-    if x.device.type != "cpu" or x.numel() <= _AT_ONCE:
-        return (x,)
-    return x.split(max(1, _AT_ONCE // x.shape[1]))
+@functools.cache
+def _fold_signs() -> torch.Tensor:
+    return _signs(torch.arange(GROUP), 2)
+
+
+def _words_of_rows(x: torch.Tensor, factors: _Factors) -> torch.Tensor:
+    return digest_rows.exact(x, factors.columns)
 
 
 def _bits_of_rows(x: torch.Tensor, factors: _Factors) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mindspeed.compare import digest_rows
 from mindspeed.compare.digest import (
     LARGEST,
     NOT_FINITE,
@@ -189,12 +192,60 @@ class Reads(TorchDispatchMode):
         return x.untyped_storage().data_ptr() == self._storage
 
 
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setattr(digest_rows, "library", lambda: None)
+
+
 @pytest.mark.parametrize(("exactly", "reads"), [(False, 5), (True, 6)])
-def test_a_tensor_is_read_from_memory_once(exactly, reads):
+def test_operators_read_a_tensor_from_memory_once(without_compiler, exactly, reads):
     """Five sums of each chunk, which is in the caches then; none makes a tensor of the whole."""
-    x, place = torch.randn(2048, 1016), whole_place(2048, 1016)
-    (digest_and_exact if exactly else digest)(x, place)  # signs are made once
-    with Reads(x) as counted:
-        (digest_and_exact if exactly else digest)(x, place)
-    assert counted.elements == reads * x.numel()
+    counted = reads_of(digest_and_exact if exactly else digest)
+    assert counted.elements == reads * 2048 * 1016
     assert counted.largest <= 2**19
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("function", [digest, digest_and_exact])
+def test_no_operator_reads_a_tensor_that_c_reads(function):
+    counted = reads_of(function)
+    assert counted.elements == 0
+    assert counted.largest <= 2048 * 127
+
+
+def reads_of(function) -> Reads:
+    x, place = torch.randn(2048, 1016), whole_place(2048, 1016)
+    function(x, place)  # signs are made once
+    with Reads(x) as counted:
+        function(x, place)
+    return counted
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 126, 300])
+@pytest.mark.parametrize("width", [381, 1000, 8130, 9000], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_c_and_operators_agree(monkeypatch, dtype, start, width, threads):
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(515, start + width + 2, generator=generator).to(dtype)[:, start : start + width]
+    x[3, 1], x[4, 2] = -0.0, -9.5  # strided rows; the largest magnitude is negative
+    place = Place((600, 10000), torch.arange(40, 555), torch.arange(start, start + width))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    got, bits = digest_and_exact(x, place)
+    monkeypatch.setattr(digest_rows, "library", lambda: None)
+    expected, expected_bits = digest_and_exact(x, place)
+    assert bits == expected_bits
+    assert got[0, LARGEST] == 9.5
+    norm = x.double().norm()
+    squares, expected_squares = got[:, SQUARES], expected[:, SQUARES]
+    torch.testing.assert_close(squares, expected_squares, rtol=3e-6, atol=0)
+    got[:, SQUARES] = expected[:, SQUARES]
+    torch.testing.assert_close(got / norm, expected / norm, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_of_many_that_is_not_finite_is_counted(value):
+    x, place = torch.randn(64, 1000), whole_place(64, 1000)
+    x[63, 999] = value
+    assert digest(x, place)[:, NOT_FINITE].tolist() == [*[0.0] * 7, 1.0]
