@@ -11,6 +11,7 @@ One message per line; ``q`` quits, ``clear`` starts a new conversation, ``/save 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed.cli.inference_flags import (
@@ -98,9 +99,13 @@ def run(args: argparse.Namespace) -> int:
 
         template = template_of(generator, name).with_variables(variables)
         calls = format_of(template.source, args.tool_call_parser)
+        answer = options
+        if args.max_new_tokens is None:
+            half = max(1, generator.context_length // 2)
+            answer = replace(options, max_new_tokens=min(options.max_new_tokens, half))
         conversation = Conversation(
             generator, template, args.system or "", args.history_turns, calls
         )
-        run_chat(generator, conversation, options, not args.hide_reasoning)
+        run_chat(generator, conversation, answer, not args.hide_reasoning)
 
     return run_model("chat", args, body)

@@ -59,8 +59,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-new-tokens",
         type=whole(1),
-        default=SamplingOptions.max_new_tokens,
-        help="maximum length of the generated text",
+        help="maximum length of the generated text (default: "
+        f"{SamplingOptions.max_new_tokens}, in a chat at most half of the context length)",
     )
     add("--greedy", action="store_true", help="take the most likely token instead of sampling")
     add("--temperature", type=number(NOT_NEGATIVE), default=0.8, help="divides the logits")
@@ -112,7 +112,8 @@ def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOption
     Raises:
         ConfigError: A value is invalid.
     """
-    values = {name: value for name, value in vars(args).items() if name in _SAMPLING}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    values = {name: value for name, value in given.items() if name in _SAMPLING}
     values["stop"] = tuple(values.get("stop") or ())
     return SamplingOptions(**{**values, **more})
 

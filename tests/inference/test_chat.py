@@ -92,9 +92,12 @@ def test_mistakes_are_answered_and_the_chat_goes_on(ranks, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_reads_a_pipe(folder):
+@pytest.mark.parametrize(
+    ("flags", "length"), [(["--max-new-tokens=6"], 6), ([], tiny_chat.CONTEXT // 2)]
+)
+def test_the_command_reads_a_pipe(folder, flags, length):
     env = {**os.environ, "MINDSPEED_DEVICE": "cpu", "PYTHONWARNINGS": "ignore"}
-    words = ["chat", f"--load=hf:{folder}", "--greedy", "--max-new-tokens=6"]
+    words = ["chat", f"--load=hf:{folder}", "--greedy", *flags]
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed", *words],
         env=env,
@@ -104,7 +107,7 @@ def test_the_command_reads_a_pipe(folder):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "max_new_tokens=6" in done.stdout
+    assert f"max_new_tokens={length}" in done.stdout
     assert ">>" not in done.stdout  # prompts are for people
 
 
