@@ -12,6 +12,7 @@ import torch
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
+from mindspeed.moe.row_exchange import EQUAL_BLOCKS, RowExchange
 from mindspeed.moe.save.policy import ALL, SavePolicy
 from mindspeed.moe.wire import PLAIN, Wire
 
@@ -26,11 +27,12 @@ class LayerRequest:
         exchange: how all-to-all sends tokens: "flat", once for each expert; "dedup", once to each
             rank; "hierarchical", once to each node and there once to each rank; "padded", the same
             number to every expert; "window", the same but a predicted one, and nothing is dropped;
-            "device", the same to every rank, of which only the device knows how many are tokens.
+            "device", only the device knows how many; "hybridep", the same by a kernel for all.
         capacity: that number, for a rank's number of tokens.
         dropped: tokens may have fewer or more copies than the router chooses experts.
         nodes: groups between and within nodes, for "hierarchical".
-        bound: of the rows that are sent, for "device".
+        bound: of the rows that are sent, for "device" and "hybridep".
+        row_exchange: how these rows travel.
         pipe_slices: experts are computed one by one, each in so many slices of the tokens; 0: not.
         pipe_chained: with them, collectives of the two expert groups wait for each other.
         expert_groups: groups of local experts whose expert tensor parallel collectives hide behind
@@ -54,6 +56,7 @@ class LayerRequest:
     dropped: bool = False
     nodes: NodeGroups | None = None
     bound: DeviceBound | None = None
+    row_exchange: RowExchange = EQUAL_BLOCKS
     pipe_slices: int = 0
     pipe_chained: bool = False
     expert_groups: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.moe import layer_ranks
+from mindspeed.moe.device_bound import DeviceBound
+from mindspeed.moe.row_exchange import EQUAL_BLOCKS, RowExchange
+from mindspeed.moe.symmetric_memory import SymmetricMemory
+from tests.moe import hybrid_ep_emulator, layer_ranks, symmetric_emulator
 from tests.moe.dispatch_ranks import Case, built
 from tests.support import trainer_job
 
@@ -57,10 +61,8 @@ class Compared:
     sent: tuple[list[int], list[int]]
 
 
-def compare(cases: Sequence[Case], factor: float) -> list[Compared]:
+def compare(cases: Sequence[Case], factor: float, **way: Any) -> list[Compared]:
     """All cases; the first variant of each is its program."""
-    from mindspeed.moe.device_bound import DeviceBound
-
     found = []
     for case in cases:
         layer, fields = built(case), case.variants[0]
@@ -68,7 +70,7 @@ def compare(cases: Sequence[Case], factor: float) -> list[Compared]:
         bound = DeviceBound(factor)
         with NoHost(), NoMethod():
             ours, own, own_sent = _run(
-                layer, fields | {"exchange": "device", "bound": bound}, case.options
+                layer, fields | {"exchange": "device", "bound": bound, **way}, case.options
             )
         assert ours.keys() == plain.keys()
         differences = [
@@ -84,6 +86,26 @@ def compare(cases: Sequence[Case], factor: float) -> list[Compared]:
         found.append(
             Compared(case.name, max(differences), bool(flag), collectives, (own_sent, sent))
         )
+    return found
+
+
+def compare_by_symmetric_memory(
+    cases: Sequence[Case], factor: float
+) -> tuple[list[Compared], list[int]]:
+    """The same with the operator for symmetric memory, and the rows of its calls."""
+    with symmetric_emulator.emulated():
+        found = compare(cases, factor, row_exchange=SymmetricMemory())
+    calls = symmetric_emulator.CALLS
+    assert all(not set(one) & set(other) for one, other in itertools.pairwise(calls))
+    return found, list(symmetric_emulator.ROWS)
+
+
+def compare_by_hybrid_ep(cases: Sequence[Case], factor: float) -> list[Compared]:
+    """The same with HybridEP, whose buffers are those of one group."""
+    found = []
+    for one in cases:
+        with hybrid_ep_emulator.emulated():
+            found += compare([one], factor, exchange="hybridep")
     return found
 
 
@@ -117,7 +139,6 @@ def reads_of_the_plain_program() -> str:
 def on_meta() -> tuple[int, ...]:
     """The shape of a layer's output on tensors without values, in bf16, with gradients."""
     from mindspeed.journal import Journal
-    from mindspeed.moe.device_bound import DeviceBound
     from mindspeed.moe.layer.megatron import change
 
     torch.is_autocast_enabled = lambda kind: False  # it knows no meta; this process ends soon
@@ -130,14 +151,21 @@ def on_meta() -> tuple[int, ...]:
     return tuple(output.shape)
 
 
-def truncated() -> tuple[bool, list[str]]:
+def truncated(symmetric: bool) -> tuple[bool, list[str]]:
     """Whether rows were left out at C = 1, and what differs from dropping the same rows before."""
-    from mindspeed.moe.device_bound import DeviceBound
+    if not symmetric:
+        return _truncated(EQUAL_BLOCKS)
+    with symmetric_emulator.emulated():
+        return _truncated(SymmetricMemory())
+
+
+def _truncated(row_exchange: RowExchange) -> tuple[bool, list[str]]:
 
     layer = built(Case("truncated", {"expert": 2}, {}, [], experts=6))
     route, capacity = layer.route, layer_ranks.TOKENS
     bound = DeviceBound(1.0)
-    ours, _, _ = _run(layer, {"exchange": "device", "bound": bound}, {})
+    way = {"exchange": "device", "bound": bound, "row_exchange": row_exchange}
+    ours, _, _ = _run(layer, way, {})
 
     def kept(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         probs, routing_map = route(*args)
@@ -176,7 +204,6 @@ def accumulated() -> str:
     """What a second pass says that was too small, after a first without an optimizer's step."""
     from mindspeed.errors import TrainingError
     from mindspeed.guard.bounded_steps import BoundedSteps
-    from mindspeed.moe.device_bound import DeviceBound
 
     bound = DeviceBound(1.0, most=8.0)
     steps = BoundedSteps(bound, True, "--moe-device-bound")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,63 @@ def test_nothing_is_read_and_nothing_differs(ranks, cases, size):
             assert ours == plain, found.name
 
 
+SYMMETRIC = [
+    *QUICK,
+    case("eight bits", OVERLAP | {"fp8": "both"}, hidden_size=128, params_dtype=torch.bfloat16),
+]
+MORE_SYMMETRIC = [one for one in MORE if one.name != "one rank"]
+
+
+@pytest.mark.parametrize(
+    ("cases", "size"),
+    [
+        pytest.param(SYMMETRIC, 2, id="quick"),
+        pytest.param(MORE_SYMMETRIC, 2, id="more", marks=pytest.mark.slow),
+        pytest.param(FOUR, 4, id="four", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_travel_by_symmetric_memory(ranks, cases, size):
+    """The same program, with an emulation of the operator that torch has for NVIDIA GPUs only."""
+    for results, rows in ranks(size, jobs.compare_by_symmetric_memory, cases, 100.0, setup=ADAPTOR):
+        for found in results:
+            assert found.difference == 0, found.name
+            assert not found.overflown
+        assert rows
+
+
+def test_symmetric_memory_sends_the_rows_and_no_others(ranks):
+    """Dispatch and combine, forward and backward: 24 of a rank, whatever the bound."""
+    cases = [case("overlap", OVERLAP)]
+    one, other = ranks(2, jobs.compare_by_symmetric_memory, cases, 1.5, setup=ADAPTOR)
+    assert [a + b for a, b in zip(one[1], other[1], strict=True)] == [48, 48, 48, 48]
+    assert one[1][0] == other[1][0] == 24
+
+
+HYBRID = [
+    case("overlap", OVERLAP, **SHARED),
+    case("serial, two micro-batches", {}, steps=2),
+    case("a rank without rows", OVERLAP, experts=4),
+    case("many", {}, moe_router_topk=6),
+    case("latent", OVERLAP, moe_latent_size=8),
+]
+
+
+@pytest.mark.parametrize(
+    ("cases", "size"),
+    [
+        pytest.param(HYBRID, 2, id="two"),
+        pytest.param(FOUR, 4, id="four", marks=pytest.mark.slow),
+    ],
+)
+def test_hybrid_ep_by_megatrons_binding(ranks, cases, size):
+    """Sums of a token's rows are in another order, and no collective of ours is left."""
+    for results in ranks(size, jobs.compare_by_hybrid_ep, cases, 100.0, setup=ADAPTOR):
+        for found in results:
+            assert found.difference < 2e-6, found.name
+            assert not found.overflown
+            assert found.collectives[0] == (0, 0)
+
+
 def test_eight_experts_of_a_token(ranks):
     """Sums of many rows are rounded once here, and once for each row there."""
     cases = [case("many", OVERLAP, moe_router_topk=6)]
@@ -83,9 +141,10 @@ def test_rows_beyond_the_bound_are_noted(ranks):
     assert all(skewed.overflown and skewed.difference > 0.01 for skewed, _ in results)
 
 
-def test_what_is_left_out_is_what_lies_beyond_the_bound(ranks):
+@pytest.mark.parametrize("symmetric", [False, True], ids=["blocks", "symmetric"])
+def test_what_is_left_out_is_what_lies_beyond_the_bound(ranks, symmetric):
     """By expert and token, for each rank: as if these rows had been dropped before."""
-    results = ranks(2, jobs.truncated, setup=ADAPTOR)
+    results = ranks(2, jobs.truncated, symmetric, setup=ADAPTOR)
     assert any(overflown for overflown, _ in results)
     assert [different for _, different in results] == [[], []]
 
@@ -242,6 +301,26 @@ REFUSED = {
         {"moe_device_bound": 0.0, "moe_device_bound_overflow": "error"},
         "has no effect without --moe-device-bound",
     ),
+    "no bound for symmetric memory": (
+        {"moe_device_bound": 0.0, "moe_device_bound_exchange": "symmetric-memory"},
+        "-exchange symmetric-memory: has no effect without --moe-device-bound",
+    ),
+    "symmetric memory on a CPU": (
+        {"moe_device_bound_exchange": "symmetric-memory"},
+        "symmetric-memory: needs NVIDIA GPUs, and this device is cpu",
+    ),
+    "HybridEP on a CPU": (
+        {"moe_device_bound_exchange": "hybridep"},
+        "hybridep: needs NVIDIA GPUs, and this device is cpu",
+    ),
+    "HybridEP with zero memory": (
+        {"moe_device_bound_exchange": "hybridep", "moe_zero_memory": "level0"},
+        "its kernels send no rows a second time",
+    ),
+    "HybridEP in eight bits": (
+        {"moe_device_bound_exchange": "hybridep", "moe_fp8_dispatch": "both", "hidden_size": 128},
+        "Megatron's binding sends 16 bits",
+    ),
     "all-gather": ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
     "slices": ({"expert_tensor_parallel_size": 2}, "they are cut in 2"),
     "one by one": ({"moe_grouped_gemm": False}, "add --moe-grouped-gemm"),
@@ -258,6 +337,47 @@ def test_refused(case):
     values, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         registry.resolve(FLAGS | values, "cpu")
+
+
+GPU = {
+    "another operator": ({"operator": "a, b"}, 8, {}, "has no all_to_all_vdev(input, out, in_"),
+    "no library": ({"nvshmem": False}, 8, {}, "torch finds no NVSHMEM"),
+    "too many ranks": ({}, 1024, {}, "the operator serves 512 ranks, not 1024"),
+    "blocks with a remainder": (
+        {}, 8, {"TORCH_SYMMMEM_NBLOCKS": "24"}, "TORCH_SYMMMEM_NBLOCKS=24 is not 1, 2, 4",
+    ),
+    "blocks without": ({}, 8, {"TORCH_SYMMMEM_NBLOCKS": "32"}, None),
+    "few blocks": ({}, 8, {"TORCH_SYMMMEM_NBLOCKS": "4"}, None),
+    "all there": ({}, 8, {}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GPU)
+def test_what_symmetric_memory_lacks_on_a_gpu(case, monkeypatch):
+    """Each reason has a fix; on the machine of this test all of it is pretended."""
+    from mindspeed import device
+    from mindspeed.moe import symmetric_memory
+
+    lacks, size, environment, message = GPU[case]
+    monkeypatch.setattr(device, "current", lambda: SimpleNamespace(name="cuda"))
+    here = lacks.get("nvshmem", True)
+    monkeypatch.setattr(symmetric_memory.symm_mem, "is_nvshmem_available", lambda: here)
+    monkeypatch.delenv("TORCH_SYMMMEM_NBLOCKS", raising=False)
+    if "operator" in lacks:
+        monkeypatch.setattr(symmetric_memory, "_arguments", lambda: ("a", "b"))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = [what for what, _ in symmetric_memory.problems(size)]
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 32), (3, 48), (8, 64), (32, 64), (64, 64)])
+def test_blocks_of_threads_divide_every_row(size, count):
+    """A power of two for each rank, 16 at most, and 64 in all if there are not more ranks."""
+    from mindspeed.moe.symmetric_memory import blocks
+
+    assert blocks(size) == count
 
 
 def test_accepted():

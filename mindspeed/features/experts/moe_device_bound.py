@@ -2,11 +2,13 @@
 
     C         a rank sends every other at most C times the mean number of rows
     repeat    a step with more is computed again with twice the bound (error: the training ends)
+    exchange  how rows travel: all-to-all, by symmetric memory, by HybridEP
 
 Without it every layer copies the numbers of rows to the host before it can send them. Here sizes
-stay on the device: equal blocks of a bound are exchanged, and grouped products read where experts
-begin (:mod:`mindspeed.moe.dispatch.device_sizes`). Nothing is dropped, and results are those with
-exact sizes. Costs memory and bytes of C times the mean load.
+stay on the device: buffers of a bound are exchanged (:mod:`mindspeed.moe.row_exchange`), and
+grouped products read where experts begin (:mod:`mindspeed.moe.dispatch.device_sizes`). Nothing is
+dropped, and results are those with exact sizes. Costs memory of C times the mean load, and as many
+bytes where blocks are equally long.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from mindspeed.features.experts.layer_programs import (
     sends_equally,
     whole_expert_problems,
 )
-from mindspeed.features.feature import Feature, Megatron, Problem
+from mindspeed.features.feature import Feature, Megatron, Problem, conflict
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
 
 NAME, OVERFLOW = "--moe-device-bound", "--moe-device-bound-overflow"
+EXCHANGE = "--moe-device-bound-exchange"
 _PARTS = "it computes experts in parts, whose sizes the host must know"
 _HOST = "it decides by numbers of rows on the host"
 _SCHEDULE = "a step whose bound was too small is computed again, which its schedule cannot"
@@ -76,11 +79,21 @@ class MoeDeviceBound(
     moe_device_bound_overflow: Literal["error", "repeat"] = flag(
         "repeat", "a step with more rows is computed again with twice the bound, or an error"
     )
+    moe_device_bound_exchange: Literal["all-to-all", "symmetric-memory", "hybridep"] = flag(
+        "all-to-all",
+        "how rows travel: equal blocks on every device; by torch's operator for symmetric memory, "
+        "or by HybridEP, on NVIDIA GPUs",
+    )
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
         if not self.moe_device_bound:
-            value = f"{OVERFLOW} {self.moe_device_bound_overflow}"
-            yield Problem(value, f"has no effect without {NAME}", f"add {NAME} 1.25, or remove it")
+            for name, value in (
+                (OVERFLOW, self.moe_device_bound_overflow),
+                (EXCHANGE, self.moe_device_bound_exchange),
+            ):
+                if value not in ("repeat", "all-to-all"):
+                    fix = f"add {NAME} 1.25, or remove it"
+                    yield Problem(f"{name} {value}", f"has no effect without {NAME}", fix)
             return
         yield from _torch_problems()
         yield from expert_problems(
@@ -92,6 +105,24 @@ class MoeDeviceBound(
             layer_problems,
             _host_problems,
         )
+        yield from self._exchange_problems(megatron)
+
+    def _exchange_problems(self, megatron: Megatron) -> Iterator[Problem]:
+        """Find what a way for rows to travel lacks here."""
+        name = f"{EXCHANGE} {self.moe_device_bound_exchange}"
+        if self.moe_device_bound_exchange == "symmetric-memory":
+            from mindspeed.moe import symmetric_memory
+
+            ranks = megatron.get("expert_model_parallel_size") or 1
+            yield from (Problem(name, *found) for found in symmetric_memory.problems(ranks))
+        if self.moe_device_bound_exchange == "hybridep":
+            from mindspeed.moe.dispatch import megatron_hybrid_ep
+
+            yield from (Problem(name, *found) for found in megatron_hybrid_ep.problems())
+            if megatron.get("moe_zero_memory") not in (None, "disable"):
+                yield conflict(name, "--moe-zero-memory", "its kernels send no rows a second time")
+            if megatron.get("moe_fp8_dispatch") not in (None, "disable"):
+                yield conflict(name, "--moe-fp8-dispatch", "Megatron's binding sends 16 bits")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed.guard.bounded_steps import BoundedSteps
@@ -114,7 +145,17 @@ class MoeDeviceBound(
         seams.schedule.add(steps.with_schedule, owner=self.name)
         if not _looked_at(megatron):
             seams.optimizer.add(steps.with_optimizer, owner=self.name)
-        change_layers(seams, self.name, exchange="device", bound=bound)
+        change_layers(seams, self.name, bound=bound, **self._exchange())
+
+    def _exchange(self) -> dict[str, Any]:
+        """How rows travel, as layers get it."""
+        if self.moe_device_bound_exchange == "hybridep":
+            return {"exchange": "hybridep"}
+        if self.moe_device_bound_exchange == "all-to-all":
+            return {"exchange": "device"}
+        from mindspeed.moe.symmetric_memory import SymmetricMemory
+
+        return {"exchange": "device", "row_exchange": SymmetricMemory()}
 
 
 def _host_problems(name: str, megatron: Megatron) -> Iterator[Problem]:

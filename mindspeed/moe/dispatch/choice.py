@@ -25,6 +25,7 @@ from mindspeed.moe.interpreter import Stages
 from mindspeed.moe.nodes import NodeGroups
 from mindspeed.moe.program import Program
 from mindspeed.moe.request import LayerRequest, program_of
+from mindspeed.moe.row_exchange import EQUAL_BLOCKS, RowExchange
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Routing:
         training: whether the layer is trained, and not evaluated.
         bound: of rows whose number stays on the device.
         packed: probabilities travel in the rows.
+        row_exchange: how such rows travel.
+        hybridep_sms: multiprocessors that HybridEP takes.
     """
 
     topk: int
@@ -50,6 +53,8 @@ class Routing:
     training: bool = True
     bound: DeviceBound | None = None
     packed: bool = True
+    row_exchange: RowExchange = EQUAL_BLOCKS
+    hybridep_sms: int = 16
 
     @classmethod
     def of(cls, config: Any, request: LayerRequest, training: bool = True) -> Routing:
@@ -58,7 +63,14 @@ class Routing:
         width = places(topk, experts, config.moe_pad_expert_input_to_capacity)
         copies = None if request.dropped else topk
         fixed = request.capacity, copies, request.nodes, training, request.bound
-        return cls(topk, width, *fixed, packed=not request.in_parts)
+        return cls(
+            topk,
+            width,
+            *fixed,
+            packed=not request.in_parts,
+            row_exchange=request.row_exchange,
+            hybridep_sms=getattr(config, "moe_hybridep_num_sms", 16),
+        )
 
 
 @dataclass(frozen=True)
@@ -97,10 +109,25 @@ def _window(groups: ExpertGroups, routing: Routing) -> Stages:
 
 
 def _device(groups: ExpertGroups, routing: Routing) -> Stages:
-    assert routing.bound is not None
-    return DeviceDispatcher(
-        groups, routing.width, capacity=lambda tokens: tokens, bound=routing.bound
+    return DeviceDispatcher(groups, routing.width, **_on_device(routing)).stages()
+
+
+def _hybrid_ep(groups: ExpertGroups, routing: Routing) -> Stages:
+    from mindspeed.moe.dispatch.megatron_hybrid_ep import HybridEpDispatcher
+
+    return HybridEpDispatcher(
+        groups, routing.width, **_on_device(routing), sms=routing.hybridep_sms
     ).stages()
+
+
+def _on_device(routing: Routing) -> dict[str, Any]:
+    assert routing.bound is not None
+    return {
+        "packed": routing.packed,
+        "capacity": lambda tokens: tokens,
+        "bound": routing.bound,
+        "exchange": routing.row_exchange,
+    }
 
 
 CHOICES: Mapping[tuple[str, str], Choice] = {
@@ -113,6 +140,7 @@ CHOICES: Mapping[tuple[str, str], Choice] = {
     ("alltoall", "hierarchical"): Choice(hierarchical.program, _hierarchical),
     ("alltoall", "window"): Choice(window.program, _window),
     ("alltoall", "device"): Choice(program_of, _device),
+    ("alltoall", "hybridep"): Choice(program_of, _hybrid_ep),
     ("allgather", "flat"): Choice(
         all_gather.program,
         lambda groups, routing: AllGatherDispatcher(groups, routing.width).stages(),

@@ -1,11 +1,11 @@
-"""All-to-all without a size on the host: equal blocks of a bound, whose fill stays on the device.
+"""All-to-all without a size on the host: buffers of a bound, whose fill stays on the device.
 
-    count      how many rows of a block are for each expert, to the rank of the experts
-    permute    [R, C, h]: a block for each rank, its rows sorted by expert and by token, then zeros
-    dispatch   all-to-all of equal blocks
+    count      how many rows are for each expert, to the rank of the experts
+    permute    the rows for each rank, sorted by expert and by token
+    dispatch   to the ranks of the experts, as :mod:`mindspeed.moe.row_exchange` says
     arrange    rows by local expert, those of nobody last
     disarrange the inverse
-    combine    all-to-all of equal blocks
+    combine    back
     unpermute  the sum of the rows of each token
 
 The program is that of the all-to-all dispatcher. Nothing depends on a value of the routing but
@@ -25,7 +25,8 @@ from mindspeed.moe.collectives import AllToAll
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch.padded import PaddedDispatcher, Slots, select_rows
 from mindspeed.moe.interpreter import Chunk
-from mindspeed.moe.save.refetch import Steps
+from mindspeed.moe.row_exchange import DeviceRows, RowExchange
+from mindspeed.moe.save.refetch import Local, Steps
 from mindspeed.moe.split_phase import Collective
 from mindspeed.te.device_groups import DeviceSizes
 
@@ -36,31 +37,62 @@ class DeviceDispatcher(PaddedDispatcher):
 
     Attributes:
         bound: of the rows.
+        exchange: how they travel.
     """
 
     bound: DeviceBound = field(kw_only=True)
+    exchange: RowExchange = field(kw_only=True)
 
     def __post_init__(self) -> None:
         if self.groups.tp.size() > 1:
             raise NotImplementedError("sizes stay on the device for whole experts only")
 
     def count(self, chunk: Chunk) -> Mapping[str, Collective]:
-        """Rows of this rank's blocks for each expert, int64 ``[E]``, to the experts' ranks."""
+        """Rows of this rank for each expert, int64 ``[E]``, to the experts' ranks."""
         groups, routing_map = self.groups, chunk.tensors["routing_map"]
         ranks, local, tokens = groups.ep.size(), groups.local, routing_map.shape[0]
-        capacity = self.bound.rows(tokens, self.width, ranks, local)
-        counts = routing_map.sum(0).view(ranks, local)
-        before = counts.cumsum(1) - counts  # in the block
-        place = routing_map.cumsum(0) - 1 + before.view(-1)
-        chunk.values["slots"] = Slots.in_blocks(routing_map, place, self.width, local, capacity)
-        self.bound.note(chunk.values.get("layer", 0), (counts.sum(1) > capacity).any())
-        kept = torch.minimum(counts, (capacity - before).clamp(min=0))
+        counts, bound = self.counted(chunk), chunk.values["bound"]
+        before = counts.cumsum(1) - counts  # among those for the rank
+        kept = torch.minimum(counts, (bound - before).clamp(min=0))
+        length = self.exchange.send_length(bound, ranks, tokens * self.width)
+        sizes = self._group_sizes(kept, bound)
+        first = (sizes.cumsum(0) - sizes).view(ranks, local + 1)[:, :local].reshape(-1)
+        place = routing_map.cumsum(0) - 1
+        place = torch.where(place < kept.view(-1), place + first, -1)
+        chunk.values["slots"] = Slots.in_blocks(
+            routing_map, place, self.width, groups.experts, length
+        )
+        chunk.values["sent"] = kept.sum(1)
         chunk.tensors["counts"] = kept.view(-1)
         equal = AllToAll(groups.ep, [local] * ranks, [local] * ranks)
         return {"counts": equal} if ranks > 1 else {}
 
+    def counted(self, chunk: Chunk) -> torch.Tensor:
+        """Rows of this rank for each expert, ``[R, experts of a rank]``; too many are noted."""
+        ranks, routing_map = self.groups.ep.size(), chunk.tensors["routing_map"]
+        counts = routing_map.sum(0).view(ranks, -1)
+        bound = self.bound.rows(routing_map.shape[0], self.width, ranks, self.groups.local)
+        self.bound.note(chunk.values.get("layer", 0), (counts.sum(1) > bound).any())
+        chunk.values["bound"] = bound
+        return counts
+
+    def dispatch(self, chunk: Chunk) -> Mapping[str, Collective]:
+        """Rows and probabilities to the ranks of their experts."""
+        ranks, bound = self.groups.ep.size(), chunk.values["bound"]
+        if ranks == 1:
+            return {}
+        chunk.values["moved"] = DeviceRows(
+            self.groups.ep,
+            bound,
+            sent=chunk.values["sent"],
+            received=chunk.tensors["counts"].view(ranks, -1).sum(1),
+            send_length=chunk.values["slots"].capacity,
+            receive_length=ranks * bound,
+        )
+        return self._carry(chunk, self.exchange.collective(chunk.values["moved"]))
+
     def arrange(self, chunk: Chunk) -> None:
-        """``[R, C, h]`` to ``rows [R C, h]`` by local expert; sizes are on the device."""
+        """``rows [R C, h]`` by local expert; sizes are on the device."""
         tensors, (order, inverse) = chunk.tensors, self._order(chunk)
         tensors["rows"] = select_rows(tensors["rows"], order, inverse)
         if (packing := chunk.values["packing"]) is None:
@@ -74,30 +106,43 @@ class DeviceDispatcher(PaddedDispatcher):
         order, inverse = chunk.values["order"]
         chunk.tensors["rows"] = select_rows(chunk.tensors["rows"], inverse, order)
 
+    def combine(self, chunk: Chunk) -> Mapping[str, Collective]:
+        """Results to the ranks of their tokens."""
+        if self.groups.ep.size() == 1:
+            return {}
+        back = self.exchange.collective(chunk.values["moved"].back())
+        return {"rows": self.groups.wire.results(back)}
+
     def repeat(self, chunk: Chunk) -> Steps:
         """Dispatch ``hidden [n, h]`` to experts' ``rows [m, h]`` again, without probabilities."""
         order, inverse = chunk.values["order"]
         arrange = lambda rows: select_rows(rows, order, inverse)  # noqa: E731
-        blocks = self.groups.wire.tokens(AllToAll(self.groups.ep, *self._splits(chunk)))
-        sent = [blocks] if self.groups.ep.size() > 1 else []
-        return [self._permute_again(chunk, 0), *sent, arrange]
+        steps: list[Local | Collective] = [self._permute_again(chunk, 0)]
+        if self.groups.ep.size() > 1:
+            again = self.exchange.collective(chunk.values["moved"])
+            steps.append(self.groups.wire.tokens(again))
+        return [*steps, arrange]
 
     def _order(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """The slot of each row by expert, and the row of each slot, int64 ``[R C, 1]`` each."""
-        ranks, capacity = self.groups.ep.size(), chunk.values["slots"].capacity
-        counts = chunk.tensors.pop("counts").view(ranks, -1)
-        slot = torch.arange(capacity, device=counts.device).expand(ranks, -1).contiguous()
-        # The expert of a slot; behind the last for those of nobody.
-        expert = torch.searchsorted(counts.cumsum(1), slot, right=True).view(-1)
+        ranks, local, bound = self.groups.ep.size(), self.groups.local, chunk.values["bound"]
+        counts = chunk.tensors.pop("counts").view(ranks, local)
+        ends = self._group_sizes(counts, bound).cumsum(0)
+        slot = torch.arange(ranks * bound, device=counts.device)
+        group = torch.searchsorted(ends, slot, right=True).clamp(max=ends.shape[0] - 1)
+        expert = group % (local + 1)  # the last of each rank is nobody
         order = torch.argsort(expert, stable=True)
-        row = torch.arange(order.shape[0], device=order.device)
-        inverse = torch.empty_like(order).scatter_(0, order, row)
+        inverse = torch.empty_like(order).scatter_(0, order, slot)
         chunk.values["order"] = found = order.unsqueeze(1), inverse.unsqueeze(1)
-        sizes = DeviceSizes.of(counts.sum(0), ranks * capacity)
-        chunk.values["tokens_per_expert"] = sizes
+        chunk.values["tokens_per_expert"] = DeviceSizes.of(counts.sum(0), ranks * bound)
         return found
 
-    def _splits(self, chunk: Chunk) -> tuple[list[int], list[int]]:
-        """Equal blocks."""
-        equal = [chunk.values["slots"].capacity] * self.groups.ep.size()
-        return equal, equal
+    def _group_sizes(self, rows: torch.Tensor, bound: int) -> torch.Tensor:
+        """Sizes of the groups in a buffer, int64 ``[R (experts of a rank + 1)]``.
+
+        Args:
+            rows: int64 ``[R, experts of a rank]``; those of nobody follow them for each rank.
+            bound: the most rows for a rank.
+        """
+        nobodys = self.exchange.padding(rows.sum(1), bound)
+        return torch.cat([rows, nobodys.unsqueeze(1)], 1).view(-1)
