@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import Split
 
 from mindspeed.errors import ConfigError
@@ -110,6 +110,17 @@ class InOrderDataset(_InOrder):
 
 class InOrderMockDataset(_InOrder, MockGPTDataset):
     """Mock documents, in order."""
+
+
+@dataclass
+class TextConfig(GPTDatasetConfig):
+    """Configuration of documents.
+
+    Attributes:
+        vocab_size: upper bound of the ids, exclusive; a repair checks them (``token_ids``).
+    """
+
+    vocab_size: int = 0
 
 
 class LastTokenDataset(GPTDataset):

@@ -47,6 +47,7 @@ from mindspeed.data.megatron import (
     InOrderDataset,
     InOrderMockDataset,
     LastTokenDataset,
+    TextConfig,
     WeightedSplit,
     WeightedSplitBuilder,
     weighted_splits,
@@ -217,19 +218,8 @@ def _sources(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-@dataclass
-class _TextConfig(GPTDatasetConfig):
-    """Configuration of texts.
-
-    Attributes:
-        vocab_size: upper bound of the ids, exclusive (adaptor.repairs.data.token_ids).
-    """
-
-    vocab_size: int = 0
-
-
 def _gpt_config(args: argparse.Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
-    return _TextConfig(
+    return TextConfig(
         **_sources(args),
         vocab_size=args.padded_vocab_size,
         tokenizer=tokenizer,
