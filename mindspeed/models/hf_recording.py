@@ -68,6 +68,7 @@ def record(a: Recording, folder: Path, directory: Path) -> None:
             cannot load the model.
     """
     step = a.steps[0]
+    _check(a)
     batches = _batches(a, step)
     recorder = Recorder(directory, 0, 1)
     write_job(directory, {**a.job, "load": str(folder), "transformers": _version()})
@@ -83,14 +84,18 @@ def record(a: Recording, folder: Path, directory: Path) -> None:
     recorder.end()
 
 
-def _batches(a: Recording, step: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens and labels ``[b, s]`` of each micro-batch that A has recorded."""
-    data, samples = data_of(a.directory, step), a.job.get("micro_batch_size", 1)
+def _check(a: Recording) -> None:
+    """Refuse a training that transformers cannot repeat."""
     for name, reason in _REFUSED.items():
         given = a.job.get(name)
         if any(given) if isinstance(given, list) else given:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"--against: transformers {reason}: record A without {flag}")
+
+
+def _batches(a: Recording, step: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and labels ``[b, s]`` of each micro-batch that A has recorded."""
+    data, samples = data_of(a.directory, step), a.job.get("micro_batch_size", 1)
     found = {}
     for number, own in sorted(data.items()):
         if not {"tokens", "labels"} <= own.keys():
