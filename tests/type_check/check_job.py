@@ -6,6 +6,7 @@ is a name in :mod:`tests.type_check.faults`; the repair is switched off.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import shlex
 import sys
@@ -23,6 +24,8 @@ WARM = (
     "--moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
 )
 """What the parent checks before it forks."""
+SECONDS = 300
+"""Of a case, after which its error says where it stands; one takes seconds on an idle machine."""
 
 
 def main() -> None:
@@ -59,6 +62,7 @@ def main() -> None:
     in_children = isolated.map
 
     def checked(flags: str, fault: str | None, without: str | None = None) -> dict[str, Any]:
+        faulthandler.dump_traceback_later(SECONDS - 20, file=sys.stderr)
         args = settings(flags)
         if without is not None:
             session.install().engine.remove(f"repair:{without}")
@@ -72,7 +76,8 @@ def main() -> None:
             "own": sorted(map(name_of, rules._own())),
         }
 
-    for found in in_children(checked, [tuple(case) for case in json.load(sys.stdin)], jobs=2):
+    cases = [tuple(case) for case in json.load(sys.stdin)]
+    for found in in_children(checked, cases, jobs=2, timeout=SECONDS):
         print(json.dumps(found if isinstance(found, dict) else {"error": str(found)}), flush=True)
 
 
