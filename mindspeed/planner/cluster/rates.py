@@ -181,10 +181,6 @@ class DeviceRates:
         """Seconds of ``batch`` products ``[m, k] @ [k, n]`` in one operator."""
         return self._launch + self._product((m, n, k, dtype), batch)
 
-    def moving_seconds(self, nbytes: float) -> float:
-        """Seconds of an operator that reads and writes ``nbytes`` and computes little."""
-        return self._launch + self._moving(nbytes)
-
     @property
     def _launch(self) -> float:
         return self._device.launch_us * 1e-6
