@@ -152,7 +152,7 @@ def test_missing_compiler_is_one_clear_message(helper_directory, monkeypatch):
 
 def test_dataset_helper_is_not_compiled_when_it_is_there(monkeypatch):
     monkeypatch.setattr(dataset_helpers, "_build", lambda directory: pytest.fail("compiled"))
-    dataset_helpers.build_for_this_python(lambda: None)()
+    assert dataset_helpers.build_for_this_python(lambda: None)() is None
 
 
 def test_kernels_that_import_triton_load_without_it_and_refuse_to_run(tmp_path, monkeypatch):

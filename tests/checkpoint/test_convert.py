@@ -58,7 +58,7 @@ def files(folder):
     return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
     """The same names, types and bytes."""
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
@@ -94,7 +94,7 @@ def test_round_trip_through_all_formats_and_layouts(directories, tmp_path, name)
         ),
         Target("hf", max_file_bytes=20_000),
     )
-    same(files(last), files(directories(name)))
+    assert_same(files(last), files(directories(name)))
 
 
 def test_megatron_to_megatron_keeps_trained_padding(directories, tmp_path):
@@ -107,7 +107,7 @@ def test_megatron_to_megatron_keeps_trained_padding(directories, tmp_path):
     path.with_name("digests.jsonl").unlink()  # changed on purpose
     two, one = Target("torch", ParallelSizes(tensor=2, pipeline=2)), Target("torch")
     last = chain(first, tmp_path / "b", two, one, Target("torch_dist"), Target("safetensors"))
-    same(files(last / "release"), tensors)
+    assert_same(files(last / "release"), tensors)
 
 
 LAYOUTS = {
@@ -161,7 +161,7 @@ def test_rank_files_are_megatrons_own_state_dicts(directories, ranks, tmp_path, 
         state = torch.load(path, weights_only=True)
         single = len(chunks) == 1
         for number, chunk in enumerate(chunks):
-            same(state["model" if single else f"model{number}"], chunk)
+            assert_same(state["model" if single else f"model{number}"], chunk)
 
 
 def test_training_starts_from_a_legacy_checkpoint_in_another_layout(directories, ranks, tmp_path):
@@ -195,7 +195,7 @@ def test_a_gpt_of_no_known_family_is_resharded(tmp_path):
         Target("torch"),
     )
     path = last / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    same(torch.load(path, weights_only=False)["model"], tensors)
+    assert_same(torch.load(path, weights_only=False)["model"], tensors)
     with pytest.raises(ConfigError, match="no counterpart in Hugging Face"):
         convert(open_weights(last), tmp_path / "hf", Target("hf"))
     assert not (tmp_path / "hf").exists()
@@ -211,13 +211,13 @@ def test_added_tokens_are_the_mean_of_the_others(directories, tmp_path):
         old, new = theirs.pop(name), ours.pop(name)
         assert torch.equal(new[:99], old)
         torch.testing.assert_close(new[99:], old.mean(0).expand(3, -1))
-    same(ours, theirs)
+    assert_same(ours, theirs)
 
 
 def test_weights_are_cast_during_conversion(directories, tmp_path):
     source = directories("qwen3")
     last = chain(source, tmp_path, Target("torch", dtype=torch.bfloat16), Target("hf"))
-    same(files(last), {name: t.bfloat16() for name, t in files(source).items()})
+    assert_same(files(last), {name: t.bfloat16() for name, t in files(source).items()})
     config = json.loads((last / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
 

@@ -87,7 +87,7 @@ def files(folder):
     return {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
     """The same names, types and bytes."""
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
@@ -111,7 +111,7 @@ def test_round_trip_is_byte_identical(directories, tmp_path, name, implementatio
         like=str(source),
         max_file_bytes=30_000,
     )
-    same(files(tmp_path / "hf"), files(source))
+    assert_same(files(tmp_path / "hf"), files(source))
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "hf", source))
     assert ours["model_type"] == theirs["model_type"]
@@ -266,7 +266,7 @@ def test_bin_files_are_read_too(directories, tmp_path):
     import_hf(str(tmp_path), str(tmp_path / "ck"))
     checkpoint = str(tmp_path / "ck")
     export_hf(latest(checkpoint), saved_args(checkpoint), str(tmp_path / "hf"))
-    same(files(tmp_path / "hf"), files(source))
+    assert_same(files(tmp_path / "hf"), files(source))
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_the_commands_convert_both_ways_and_list_models(directories, command, tm
     source, checkpoint, out = directories("mistral-window"), tmp_path / "ck", tmp_path / "hf"
     assert "release" in mindspeed("convert", "--input", source, "--output", checkpoint)
     assert "mistral" in command("convert", "--input", checkpoint, "--output", out)
-    same(files(out), files(source))
+    assert_same(files(out), files(source))
     assert '"rotary_base": 1000000' in command("models", "qwen3-8b", "--json")
 
 

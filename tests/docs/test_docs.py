@@ -153,6 +153,7 @@ def _parse_bash(block: str) -> None:
     ],
 )
 def test_every_example_is_well_formed(block: str, parse: Callable[[str], object]) -> None:
+    """The parser of its language raises where it is not."""
     parse(block)
 
 

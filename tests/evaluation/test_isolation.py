@@ -250,17 +250,17 @@ def test_limits_hold_for_all_processes_together(mode, program, said):
     limits = ResourceLimits(seconds=10, bytes=128 << 20)
     verdict = run_program(program, limits, around)
     assert not verdict.passed and verdict.reason.startswith(said)
-    _wait_until_gone(before)
+    _assert_gone_soon(before)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_process_that_leaves_the_session_dies_with_the_program(mode):
     before = set(psutil.pids())
     run_program(LEAVING, ResourceLimits(seconds=3), needed(mode))
-    _wait_until_gone(before)
+    _assert_gone_soon(before)
 
 
-def _wait_until_gone(before):
+def _assert_gone_soon(before):
     """No Python child of a program is left; other processes of the machine come and go."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

@@ -158,7 +158,7 @@ def test_steps_equal_those_of_peft(case, ranks, tmp_path):
     """Three of AdamW on two ranks; what is trained of the base model, too."""
     base, adapter, model = made(tmp_path, *KINDS[case])
     trained = [one for one in model.parameters() if one.requires_grad]
-    steps_equal(
+    assert_steps_equal(
         ranks, base, adapter, model, torch.optim.AdamW(trained, weight_decay=0, **RATES), tmp_path
     )
 
@@ -166,7 +166,7 @@ def test_steps_equal_those_of_peft(case, ranks, tmp_path):
 RATES = {"lr": 0.003, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
-def steps_equal(ranks, base, adapter, model, optimizer, folder, more=(), ratio=1):
+def assert_steps_equal(ranks, base, adapter, model, optimizer, folder, more=(), ratio=1):
     """Train peft's model and ours, and compare; B moves by ``ratio`` times the rate."""
     for _ in range(3):
         optimizer.zero_grad()
@@ -194,4 +194,4 @@ def test_lora_plus_steps_equal_those_of_pefts_optimizer(ranks, tmp_path):
         model, torch.optim.AdamW, loraplus_lr_ratio=16.0, **RATES
     )
     more = ["--lora-plus-lr-ratio=16"]
-    steps_equal(ranks, base, adapter, model, optimizer, tmp_path, more, ratio=16)
+    assert_steps_equal(ranks, base, adapter, model, optimizer, tmp_path, more, ratio=16)

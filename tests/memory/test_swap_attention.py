@@ -81,7 +81,7 @@ QUICK = ("sequence parallel, dropout",)
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )
 def test_parameters_after_training_are_those_without_swapping(ranks, case):
-    ours = swapped_and_plain(ranks, *CASES[case])
+    ours = assert_swapped_equals_plain(ranks, *CASES[case])
     if case == "virtual pipeline":
         swap = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "self_attention"), "offload")
         # Layers 0 and 2, and 1 and 3; the last layer of the model stays.
@@ -97,10 +97,10 @@ def test_adapters(ranks, tmp_path):
     save = f"{TP} --save {tmp_path} --train-iters 1"
     ranks(2, memory_ranks.trained, save.split(), **OPTIONS)
     lora = f"{TP} --load {tmp_path} --lora-target-modules {ADAPTED} --lora-r 4 --lora-alpha 8"
-    swapped_and_plain(ranks, 2, lora, "--recompute-num-layers 2")
+    assert_swapped_equals_plain(ranks, 2, lora, "--recompute-num-layers 2")
 
 
-def swapped_and_plain(ranks, world, layout, flags):
+def assert_swapped_equals_plain(ranks, world, layout, flags):
     """Train with and without swapping, and compare; returns what ranks say with it."""
     plain = ranks(world, memory_ranks.trained, layout.split(), **OPTIONS)
     ours = ranks(world, memory_ranks.swapped, f"{layout} {SWAP} {flags}".split(), **OPTIONS)

@@ -62,7 +62,7 @@ def run(q, k, v, dy, heads, layout, **options):
     return out, grads
 
 
-def close(got, expected):
+def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -72,8 +72,8 @@ def test_layouts(layout, groups):
     tensors = problem(groups=groups, dv=4)
     out, grads = oracle(*tensors)
     got, got_grads = run(*(to_layout(t, layout) for t in tensors), 4, layout)
-    close(got, to_layout(out, layout))
-    close(got_grads[:3], tuple(to_layout(g, layout) for g in grads))
+    assert_close(got, to_layout(out, layout))
+    assert_close(got_grads[:3], tuple(to_layout(g, layout) for g in grads))
 
 
 def test_statistics_are_those_of_the_softmax():
@@ -82,8 +82,8 @@ def test_statistics_are_those_of_the_softmax():
     maximum, total = FORWARD(q, k, v, 4, "BNSD", scale=SCALE)[1:3]
     assert maximum.shape == total.shape == (2, 4, 5, 8)
     for lane in range(8):
-        close(maximum[..., lane], logits.amax(-1))
-        close(maximum[..., lane] + total[..., lane].log(), logits.logsumexp(-1))
+        assert_close(maximum[..., lane], logits.amax(-1))
+        assert_close(maximum[..., lane] + total[..., lane].log(), logits.logsumexp(-1))
 
 
 def seen(rule, sq, skv):
@@ -118,24 +118,24 @@ def test_sparse_modes(options, rule):
     tensors = problem()
     out, grads = oracle(*tensors, allowed)
     got, got_grads = run(*tensors, 4, "BNSD", atten_mask=mask, **options)
-    close(got, out)
-    close(got_grads[:3], grads)
+    assert_close(got, out)
+    assert_close(got_grads[:3], grads)
 
 
 def test_the_band_of_mode_0_starts_at_the_top_left():
     tensors = problem()
     allowed = seen(lambda i, j: i - 2 <= j <= i + 1, 5, 7)
     options = {"pre_tockens": 2, "next_tockens": 1, "atten_mask": ~allowed[0]}
-    close(run(*tensors, 4, "BNSD", **options)[0], oracle(*tensors, allowed)[0])
+    assert_close(run(*tensors, 4, "BNSD", **options)[0], oracle(*tensors, allowed)[0])
     everything = {**options, "atten_mask": None}  # without a mask the band means nothing
-    close(run(*tensors, 4, "BNSD", **everything)[0], oracle(*tensors)[0])
+    assert_close(run(*tensors, 4, "BNSD", **everything)[0], oracle(*tensors)[0])
 
 
 def test_prefixes_differ_by_batch():
     tensors = problem()
     allowed = torch.cat([seen(lambda i, j, p=p: j <= i + 2 or j < p, 5, 7) for p in (3, 6)])
     options = {"sparse_mode": 6, "prefix": [3, 6], "atten_mask": PREFIX_MASK}
-    close(run(*tensors, 4, "BNSD", **options)[0], oracle(*tensors, allowed)[0])
+    assert_close(run(*tensors, 4, "BNSD", **options)[0], oracle(*tensors, allowed)[0])
 
 
 def packed(q_lengths, kv_lengths, groups=1):
@@ -167,7 +167,7 @@ def test_packed_sequences(groups, softmax_layout):
     options = {"actual_seq_qlen": q_ends, "actual_seq_kvlen": kv_ends, "sparse_mode": 3}
     options |= {"atten_mask": TRIANGLE, "softmax_layout": softmax_layout}
     out, grads = run(*tensors, 4, "TND", **options)
-    close([out, *grads[:3]], expected)
+    assert_close([out, *grads[:3]], expected)
     maximum = FORWARD(*tensors[:3], 4, "TND", scale=SCALE, **options)[1]
     assert maximum.shape == (8, 4, 8)
     q, k = (t.transpose(0, 1) for t in pieces[0][:2])  # the first sequence: 3 queries, 5 keys
@@ -175,7 +175,7 @@ def test_packed_sequences(groups, softmax_layout):
     logits = logits.masked_fill(~seen(lambda i, j: j <= i + 2, 3, 5)[0], -torch.inf)
     by_head = logits.amax(-1)
     first = by_head.t() if softmax_layout else by_head
-    close(maximum[..., 0].flatten()[:12], first.flatten())
+    assert_close(maximum[..., 0].flatten()[:12], first.flatten())
 
 
 def test_trailing_sequences_of_length_zero_are_not_computed():
@@ -183,7 +183,7 @@ def test_trailing_sequences_of_length_zero_are_not_computed():
     short = {"actual_seq_qlen": [q_ends[0], 0], "actual_seq_kvlen": [kv_ends[0], 0]}
     out, grads = run(*tensors, 4, "TND", **short)
     first = expected_tnd(pieces[:1], [lambda i, j, d: True])
-    close([t[:3] for t in (out, *grads[:3])], first)
+    assert_close([t[:3] for t in (out, *grads[:3])], first)
     assert not out[3:].any()
 
 
@@ -204,18 +204,18 @@ def test_attention_over_split_keys_merges_to_the_full_result(mode):
         q[part], k[kv], v[kv], dy[part], 4, "TND", atten_mask=TRIANGLE, sparse_mode=mode,
         actual_seq_qlen=ends[0], actual_seq_kvlen=ends[1], **band,
     )  # fmt: skip
-    close(out, whole[part])
+    assert_close(out, whole[part])
 
 
 def test_position_bias_is_scaled_with_the_product():
     tensors, pse = problem(), randn(1, 4, 5, 7, seed=9)
     out, grads = run(*tensors, 4, "BNSD", pse=pse)
     expected, expected_grads = oracle(*tensors, bias=pse * SCALE)
-    close(out, expected)
-    close(grads[:3], expected_grads)
+    assert_close(out, expected)
+    assert_close(grads[:3], expected_grads)
     wanted = pse.clone().requires_grad_()
     attention = F.scaled_dot_product_attention(*tensors[:3], wanted * SCALE, scale=SCALE)
-    close(grads[3], torch.autograd.grad(attention, wanted, tensors[3])[0])
+    assert_close(grads[3], torch.autograd.grad(attention, wanted, tensors[3])[0])
 
 
 @pytest.mark.parametrize("pse_type", [0, 2, 3])
@@ -238,8 +238,8 @@ def test_position_bias_of_version_2(pse_type):
         attention_in=out, **options,
     )  # fmt: skip
     expected, expected_grads = oracle(q, k, v, dy, bias=bias)
-    close(out, expected)
-    close(grads[:3], expected_grads)
+    assert_close(out, expected)
+    assert_close(grads[:3], expected_grads)
     assert (grads[3] is None) == (pse_type != 0)
 
 
@@ -252,8 +252,8 @@ def test_a_sink_is_one_more_logit():
     column = inputs[3].view(1, 4, 1, 1).expand(2, 4, 5, 1)
     expected = torch.cat((logits, column), -1).softmax(-1)[..., :-1] @ inputs[2]
     out, grads = run(q, k, v, dy, 4, "BNSD", sink=sink)
-    close(out, expected.detach())
-    close((*grads[:3], grads[4]), torch.autograd.grad(expected, inputs, dy))
+    assert_close(out, expected.detach())
+    assert_close((*grads[:3], grads[4]), torch.autograd.grad(expected, inputs, dy))
 
 
 def test_fully_masked_rows_are_nan():
@@ -271,8 +271,8 @@ def test_dropout_is_repeated_in_the_gradient(monkeypatch):
     inputs = [t.clone().requires_grad_() for t in (q, k, v)]
     p = (inputs[0] @ inputs[1].transpose(-1, -2) * SCALE).softmax(-1)
     expected = (p * kept / 0.7) @ inputs[2]
-    close(out, expected.detach())
-    close(grads[:3], torch.autograd.grad(expected, inputs, dy))
+    assert_close(out, expected.detach())
+    assert_close(grads[:3], torch.autograd.grad(expected, inputs, dy))
 
 
 def test_version_3_takes_and_returns_tensors():
@@ -286,7 +286,7 @@ def test_version_3_takes_and_returns_tensors():
         *tensors, 4, "TND", scale_value=SCALE, softmax_max=maximum, softmax_sum=total,
         attention_in=out, seed=seed, offset=offset, **options,
     )  # fmt: skip
-    close([out, *grads[:3]], expected_tnd(pieces, [lambda i, j, d: True] * 2))
+    assert_close([out, *grads[:3]], expected_tnd(pieces, [lambda i, j, d: True] * 2))
 
 
 def test_partial_attentions_add_up():
@@ -300,15 +300,15 @@ def test_partial_attentions_add_up():
     merged, maximum, total = npu_ring_attention_update(*first, *second)
     merged = merged.unflatten(-1, (4, -1)).permute(1, 2, 0, 3)
     out, (dq, dk, dv) = oracle(q, k, v, dy)
-    close(merged, out)
+    assert_close(merged, out)
     parts = [
         GRAD(q, *half, dy, 4, "BNSD", scale_value=SCALE, softmax_max=maximum, softmax_sum=total,
              attention_in=merged)
         for half in halves
     ]  # fmt: skip
-    close(parts[0][0] + parts[1][0], dq)
-    close(torch.cat([part[1] for part in parts], 2), dk)
-    close(torch.cat([part[2] for part in parts], 2), dv)
+    assert_close(parts[0][0] + parts[1][0], dq)
+    assert_close(torch.cat([part[1] for part in parts], 2), dk)
+    assert_close(torch.cat([part[2] for part in parts], 2), dv)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def autograd(function, inputs, grad):
     return torch.autograd.grad(function(*inputs), inputs, grad)
 
 
-def close(got, expected):
+def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -32,20 +32,22 @@ def test_rms_norm():
     x, gamma, dy = randn(3, 4, 8), randn(8, seed=1), randn(3, 4, 8, seed=2)
     expected = lambda x, gamma: F.rms_norm(x, (8,), gamma, 1e-5)  # noqa: E731
     y, rstd = norms.npu_rms_norm(x, gamma, 1e-5)
-    close(y, expected(x, gamma))
+    assert_close(y, expected(x, gamma))
     assert rstd.shape == (3, 4, 1)
-    close(norms.npu_rms_norm_backward(dy, x, gamma, rstd), autograd(expected, (x, gamma), dy))
+    assert_close(
+        norms.npu_rms_norm_backward(dy, x, gamma, rstd), autograd(expected, (x, gamma), dy)
+    )
 
 
 def test_norms_of_a_sum():
     a, b, gamma, beta = randn(5, 8), randn(5, 8, seed=1), randn(8, seed=2), randn(8, seed=3)
     y, rstd, total = norms.npu_add_rms_norm(a, b, gamma)
-    close(y, F.rms_norm(a + b, (8,), gamma, 1e-6))
-    close(rstd, (a + b).square().mean(-1, keepdim=True).add(1e-6).rsqrt())
-    close(total, a + b)
+    assert_close(y, F.rms_norm(a + b, (8,), gamma, 1e-6))
+    assert_close(rstd, (a + b).square().mean(-1, keepdim=True).add(1e-6).rsqrt())
+    assert_close(total, a + b)
     y, mean, rstd, total = norms.npu_add_layer_norm(a, b, gamma, beta, 1e-5, True)
     expected = torch.native_layer_norm(a + b, (8,), gamma, beta, 1e-5)
-    close((y, mean, rstd, total), (*expected, a + b))
+    assert_close((y, mean, rstd, total), (*expected, a + b))
     assert norms.npu_add_layer_norm(a, b, gamma, beta)[3].isnan().all()
 
 
@@ -53,8 +55,8 @@ def test_norms_of_a_sum():
 def test_swiglu(dim):
     x, dy = randn(6, 8), randn(6, 4, seed=1) if dim else randn(3, 8, seed=1)
     expected = lambda x: F.silu(x.chunk(2, dim)[0]) * x.chunk(2, dim)[1]  # noqa: E731
-    close(pointwise.npu_swiglu(x, dim), expected(x))
-    close(pointwise.npu_swiglu_backward(dy, x, dim), autograd(expected, (x,), dy)[0])
+    assert_close(pointwise.npu_swiglu(x, dim), expected(x))
+    assert_close(pointwise.npu_swiglu_backward(dy, x, dim), autograd(expected, (x,), dy)[0])
 
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
@@ -64,7 +66,7 @@ def test_rotary_mul_turns_pairs_of_numbers(mode):
     y = pointwise.npu_rotary_mul(x, spread(angle.cos()), spread(angle.sin()), mode)
     pairs = torch.stack(x.chunk(2, -1), -1) if mode == "half" else x.unflatten(-1, (-1, 2))
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angle))
-    close(y, turned.transpose(-1, -2).flatten(-2) if mode == "half" else turned.flatten(-2))
+    assert_close(y, turned.transpose(-1, -2).flatten(-2) if mode == "half" else turned.flatten(-2))
 
 
 @pytest.mark.parametrize("mode", ["half", "interleave"])
@@ -72,7 +74,7 @@ def test_rotary_mul_gradients_hold_for_any_factors(mode):
     x, r1, r2 = randn(5, 2, 3, 8), randn(5, 1, 1, 8, seed=1), randn(5, 1, 1, 8, seed=2)
     dy = randn(5, 2, 3, 8, seed=3)
     expected = autograd(lambda *t: pointwise.npu_rotary_mul(*t, mode), (x, r1, r2), dy)
-    close(pointwise.npu_rotary_mul_backward(dy, x, r1, r2, mode), expected)
+    assert_close(pointwise.npu_rotary_mul_backward(dy, x, r1, r2, mode), expected)
 
 
 @pytest.mark.parametrize("triangle", [False, True])
@@ -82,9 +84,9 @@ def test_scaled_masked_softmax(triangle):
     used = torch.ones(32, 64, dtype=torch.bool).triu(1) if triangle else mask
     expected = lambda x: (0.5 * x).masked_fill(used, -1e4).softmax(-1)  # noqa: E731
     y = pointwise.npu_scaled_masked_softmax(x, mask, 0.5, triangle)
-    close(y, expected(x))
+    assert_close(y, expected(x))
     dx = pointwise.npu_scaled_masked_softmax_backward(dy, y, mask, 0.5, triangle)
-    close(dx, autograd(expected, (x,), dy)[0])
+    assert_close(dx, autograd(expected, (x,), dy)[0])
 
 
 def test_documented_limits_are_errors():
@@ -115,9 +117,9 @@ def test_grouped_matmul_over_rows(groups, kind):
     expected = torch.cat([x[rows] @ w[g] for g, rows in enumerate(SLICES)])
     how = {"group_list": groups, "group_list_type": kind, "group_type": 0}
     (y,) = grouped.npu_grouped_matmul([x], [w], split_item=3, **how)
-    close(y, expected)
+    assert_close(y, expected)
     parts = grouped.npu_grouped_matmul([x], list(w), split_item=0, **how)
-    close(torch.cat(parts), expected)
+    assert_close(torch.cat(parts), expected)
     assert [len(part) for part in parts] == [3, 0, 4]
 
 
@@ -126,16 +128,16 @@ def test_grouped_matmul_over_columns():
     (dw,) = grouped.npu_grouped_matmul(
         [x.t()], [dy], group_list=SIZES, group_list_type=1, group_type=2, split_item=3
     )
-    close(dw, torch.stack([x[rows].t() @ dy[rows] for rows in SLICES]))
+    assert_close(dw, torch.stack([x[rows].t() @ dy[rows] for rows in SLICES]))
 
 
 def test_grouped_matmul_of_lists():
     xs, ws = [randn(2, 4), randn(3, 4, seed=1)], [randn(4, 5, seed=2), randn(4, 5, seed=3)]
     bias = [randn(5, seed=4), randn(5, seed=5)]
     expected = [x @ w + b for x, w, b in zip(xs, ws, bias, strict=True)]
-    close(grouped.npu_grouped_matmul(xs, ws, bias=bias, group_type=-1), expected)
+    assert_close(grouped.npu_grouped_matmul(xs, ws, bias=bias, group_type=-1), expected)
     (joined,) = grouped.npu_grouped_matmul(xs, ws, bias=bias, group_type=-1, split_item=2)
-    close(joined, torch.cat(expected))
+    assert_close(joined, torch.cat(expected))
 
 
 def test_rows_outside_every_group_are_nan():
@@ -157,10 +159,10 @@ def test_grouped_matmul_of_integers():
     (y,) = grouped.npu_grouped_matmul(
         [x], [w], scale=[scale], per_token_scale=[per_token], output_dtype=6, **how
     )
-    close(y, (exact * by_row * per_token[:, None]).float())
+    assert_close(y, (exact * by_row * per_token[:, None]).float())
     packed = grouped.npu_trans_quant_param(scale.flatten()).view(3, 5)
     (y,) = grouped.npu_grouped_matmul([x], [w], scale=[packed], output_dtype=6, **how)
-    close(y, (exact * by_row).float())
+    assert_close(y, (exact * by_row).float())
 
 
 def test_grouped_matmul_of_integer_weights():
@@ -172,7 +174,7 @@ def test_grouped_matmul_of_integer_weights():
         group_type=0, split_item=3, act_type=5,
     )  # fmt: skip
     real = (w.float() + offset[:, None]) * scale[:, None]
-    close(y, F.silu(torch.cat([x[rows] @ real[g] for g, rows in enumerate(SLICES)])))
+    assert_close(y, F.silu(torch.cat([x[rows] @ real[g] for g, rows in enumerate(SLICES)])))
 
 
 def test_grouped_accumulation():
@@ -185,10 +187,10 @@ def test_grouped_accumulation():
     result = grouped.npu_grouped_matmul_add_(total, x, dy, ENDS)
     assert result is total
     product = torch.cat([x[rows].float().t() @ dy[rows].float() for rows in SLICES])
-    close(total, before + product)
+    assert_close(total, before + product)
     total, single = torch.zeros(4, 5), torch.zeros(4, 5)
     grouped._npu_matmul_add_fp32(x, dy, single)
-    close(single, total + x.float().t() @ dy.float())
+    assert_close(single, total + x.float().t() @ dy.float())
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "swiglu"])
@@ -201,14 +203,14 @@ def test_feed_forward(activation):
         hidden = F.silu(hidden.chunk(2, -1)[0]) * hidden.chunk(2, -1)[1]
     else:
         hidden = getattr(F, activation)(hidden)
-    close(grouped.npu_ffn(x, w1, w2, activation, bias1=b1, bias2=b2), hidden @ w2 + b2)
+    assert_close(grouped.npu_ffn(x, w1, w2, activation, bias1=b1, bias2=b2), hidden @ w2 + b2)
 
 
 def test_feed_forward_by_expert():
     x, w1, w2 = randn(7, 4), randn(3, 4, 6, seed=1), randn(3, 6, 4, seed=2)
     expected = torch.cat([torch.relu(x[rows] @ w1[g]) @ w2[g] for g, rows in enumerate(SLICES)])
-    close(grouped.npu_ffn(x, w1, w2, "relu", expert_tokens=SIZES.tolist()), expected)
-    close(grouped.npu_ffn(x, w1, w2, "relu", expert_tokens_index=ENDS.tolist()), expected)
+    assert_close(grouped.npu_ffn(x, w1, w2, "relu", expert_tokens=SIZES.tolist()), expected)
+    assert_close(grouped.npu_ffn(x, w1, w2, "relu", expert_tokens_index=ENDS.tolist()), expected)
 
 
 INDICES = torch.tensor([[0, 4], [4, 3], [4, 2], [1, 1]])  # of torch_npu's documentation
@@ -232,19 +234,19 @@ def test_permute_and_unpermute_gradients(count):
     permuted, rows = experts.npu_moe_token_permute(tokens, INDICES, count)
     grad = randn(count, 3, seed=2)
     expected = autograd(permute, (tokens,), grad)[0]
-    close(experts.npu_moe_token_permute_grad_v2(grad, rows, 4, torch.float32, 2), expected)
-    close(experts.npu_moe_token_permute_grad(tokens, grad, INDICES, rows), expected)
+    assert_close(experts.npu_moe_token_permute_grad_v2(grad, rows, 4, torch.float32, 2), expected)
+    assert_close(experts.npu_moe_token_permute_grad(tokens, grad, INDICES, rows), expected)
 
     unpermute = lambda t, p: experts.npu_moe_token_unpermute(t, rows, p)  # noqa: E731
     present = (rows < count).view(4, 2)
-    close(unpermute(permuted, probs), tokens * (probs * present).sum(1, keepdim=True))
+    assert_close(unpermute(permuted, probs), tokens * (probs * present).sum(1, keepdim=True))
     dy = randn(4, 3, seed=3)
     expected = autograd(unpermute, (permuted, probs), dy)
-    close(experts.npu_moe_token_unpermute_grad(permuted, dy, rows, probs), expected)
+    assert_close(experts.npu_moe_token_unpermute_grad(permuted, dy, rows, probs), expected)
     v2 = experts.npu_moe_token_unpermute_grad_v2(
         dy, rows, count, torch.float32, probs, permuted_tokens=permuted
     )
-    close(v2, expected)
+    assert_close(v2, expected)
 
 
 def test_permute_by_routing_map():
@@ -272,19 +274,19 @@ def test_permute_by_routing_map():
     got = experts.npu_moe_token_permute_with_routing_map_grad(
         *grads, rows, routing_map, 5, 4, False
     )
-    close(got, expected)
+    assert_close(got, expected)
 
     back = lambda t, p: experts._npu_moe_token_unpermute_with_routing_map(  # noqa: E731
         t, rows, [4, 3], probs=p, routing_map=routing_map
     )
     out, index, of_token, by_row_again = back(permuted, probs)
-    close(out, tokens * (probs * routing_map).sum(1, keepdim=True))
+    assert_close(out, tokens * (probs * routing_map).sum(1, keepdim=True))
     assert by_row_again.equal(by_row)
     dy = randn(4, 3, seed=4)
     got = experts.npu_moe_token_unpermute_with_routing_map_grad(
         dy, index, of_token, routing_map, permuted, probs, False, [4, 3]
     )
-    close(got, autograd(lambda t, p: back(t, p)[0], (permuted, probs), dy))
+    assert_close(got, autograd(lambda t, p: back(t, p)[0], (permuted, probs), dy))
     with pytest.raises(ValueError, match="each row of routing_map has 2 ones"):
         routing_map[0, 1] = True
         forward(tokens, probs)
@@ -323,4 +325,4 @@ def test_ring_update_merges_two_softmaxes(layout):
         actual_seq_qlen=None if layout == "SBH" else torch.tensor([0, 3, 4]),
         input_layout=layout[:3], input_softmax_layout="TND" if "statistics" in layout else "",
     )  # fmt: skip
-    close(merged, whole)
+    assert_close(merged, whole)

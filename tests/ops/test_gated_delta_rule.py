@@ -72,17 +72,17 @@ def test_chunks_equal_the_recurrence(samples, ends, heads, value_heads, options)
     )
     normalised = options.get("use_qk_l2norm_in_kernel", False)
     truth, states_truth = expected(*inputs, ends, states, options.get("scale"), normalised)
-    close(out, truth)
-    close(last, states_truth)
+    assert_close(out, truth)
+    assert_close(last, states_truth)
     weight = torch.randn_like(truth)
     leaves = [*inputs, states]
     ours = torch.autograd.grad((out * weight).sum() + last.sin().sum(), leaves)
     theirs = torch.autograd.grad((truth * weight).sum() + states_truth.sin().sum(), leaves)
     for mine, true in zip(ours, theirs, strict=True):
-        close(mine, true)
+        assert_close(mine, true)
 
 
-def close(found, truth):
+def assert_close(found, truth):
     bound = 1e-9 * max(1.0, float(truth.abs().max()))
     torch.testing.assert_close(found, truth, rtol=0, atol=bound)
 
@@ -99,8 +99,8 @@ def test_the_state_carries_a_sequence_on():
                 *mine, initial_state=state, output_final_state=True, chunk_size=4
             )
             parts.append(out)
-        close(torch.cat(parts, 1), whole)
-        close(state, last)
+        assert_close(torch.cat(parts, 1), whole)
+        assert_close(state, last)
 
 
 def test_nothing_gives_nothing():

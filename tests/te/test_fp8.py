@@ -75,7 +75,7 @@ def expected(x, weight, dy, recipe: type, format_: Format):
     )
 
 
-def close(out: torch.Tensor, truth: torch.Tensor) -> None:
+def assert_close(out: torch.Tensor, truth: torch.Tensor) -> None:
     """fp32 sums of a few hundred terms, and fp32 factors."""
     torch.testing.assert_close(
         out.double(), truth, rtol=0, atol=2e-5 * float(truth.abs().max() + 1e-30)
@@ -102,7 +102,7 @@ def test_linear_multiplies_quantised_operands(recipe, format_):
     for one, other in zip(
         (out.flatten(0, 1), dx.flatten(0, 1), layer.weight.grad), truth, strict=True
     ):
-        close(one, other)
+        assert_close(one, other)
 
 
 def test_the_reference_distinguishes_recipes_and_formats():
@@ -131,7 +131,7 @@ def test_norm_and_bias_stay_outside(recipe):
     normed = torch.nn.functional.rms_norm(x, (96,), layer.layer_norm_weight, 1e-5).detach()
     format_ = recipe().fp8_format
     truth = expected(normed, layer.weight.detach(), dy, recipe, format_)[0]
-    close(out, truth + layer.bias.detach().double())
+    assert_close(out, truth + layer.bias.detach().double())
     torch.testing.assert_close(layer.bias.grad, dy.sum(0))
 
 
@@ -156,7 +156,7 @@ def test_experts_are_quantised_one_by_one(recipe, fused):
         truth = expected(x[rows], weights[i].detach(), dy[rows], recipe, format_)
         wgrad = weights[i].main_grad - 1 if fused else weights[i].grad
         for one, other in zip((out[rows], dx[rows]), truth[:2], strict=True):
-            close(one, other)
+            assert_close(one, other)
         torch.testing.assert_close(
             wgrad.double(), truth[2], rtol=1e-4, atol=1e-4 * float(truth[2].abs().max())
         )
@@ -182,7 +182,7 @@ def test_delayed_scaling_uses_the_maxima_of_earlier_steps(algo):
         results = (out, dx, layer.weight.grad)
         qx, qw, qdy = q(x, "x", E4M3), q(weight, "weight", E4M3), q(dy, "dy", E5M2)
         for one, truth in zip(results, (qx @ qw.t(), qdy @ qw, qdy.t() @ qx), strict=True):
-            close(one, truth)
+            assert_close(one, truth)
         for name, tensor, top in (("x", x, 448), ("weight", weight, 448), ("dy", dy, 57344)):
             seen = history[name] = [*history[name], float(tensor.abs().max())][-3:]
             amax = max(seen) if algo == "max" else seen[-1]

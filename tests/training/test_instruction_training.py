@@ -39,7 +39,7 @@ def run(rank_pool, prefix, tmp_path_factory):
     return runs(rank_pool, tmp_path_factory.mktemp("runs"), partial(flags_for, prefix))
 
 
-def same(ours: list[dict], theirs: list[dict]) -> None:
+def assert_same(ours: list[dict], theirs: list[dict]) -> None:
     assert len(ours) == len(theirs) == 3
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
@@ -70,7 +70,7 @@ def one_rank(run) -> list[dict]:
     ids=str,
 )
 def test_every_layout_and_length_gives_the_losses_of_one_rank(run, one_rank, world, flags):
-    same(run(world, flags), one_rank)
+    assert_same(run(world, flags), one_rank)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def one_rank_packed(run) -> list[dict]:
 def test_packed_rows_give_the_losses_of_one_rank_in_every_layout(
     run, one_rank_packed, world, flags
 ):
-    same(run(world, f"--pack-sequences {flags}"), one_rank_packed)
+    assert_same(run(world, f"--pack-sequences {flags}"), one_rank_packed)
 
 
 @pytest.mark.parametrize("implementation", ["transformer_engine", "local"])

@@ -137,7 +137,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path):
     job = torchrun(tmp_path, f"{note}; import threading; threading.Event().wait()")
     pids = wait_for(lambda: noted(tmp_path, 2))
     job.kill()
-    wait_for(lambda: not any(map(is_alive, pids)), 10)
+    assert wait_for(lambda: not any(map(is_alive, pids)), 10)
 
 
 @pytest.mark.slow  # the collective must time out

@@ -52,7 +52,7 @@ def train(rank_pool, files, tmp_path):
     return run
 
 
-def same(found: list[dict], expected: list[dict]) -> None:
+def assert_same(found: list[dict], expected: list[dict]) -> None:
     assert len(found) == len(expected) == job.STEPS
     for ours, theirs in zip(found, expected, strict=True):
         for name in NAMES:
@@ -119,7 +119,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_that_of_trl(train, truth, layout):
     world, flags = LAYOUTS[layout]
-    same(train(world, flags), truth)
+    assert_same(train(world, flags), truth)
 
 
 @pytest.mark.slow
@@ -134,9 +134,9 @@ def test_training_is_that_of_trl(train, truth, layout):
     ids=["alone", "packed dp", "packed pp"],
 )
 def test_a_reference_computed_before_is_that_of_each_step(train, truth, files, world, flags):
-    same(train(world, flags, "--precompute-reference"), truth)
+    assert_same(train(world, flags, "--precompute-reference"), truth)
     stored = {path: path.stat().st_mtime_ns for path in files.glob("cache/*/*_reference_*.npy")}
-    same(train(world, flags, "--precompute-reference"), truth)
+    assert_same(train(world, flags, "--precompute-reference"), truth)
     assert stored and {path: path.stat().st_mtime_ns for path in stored} == stored
 
 
@@ -158,9 +158,9 @@ def test_adapters_switched_off_are_a_frozen_copy(train, files):
     off = train(1, adapters)
     assert off[-1]["rewards/margins"] > 0.1
     for flags in (f"--reference-load hf:{files / 'model'}", "--precompute-reference"):
-        same(train(1, adapters, flags), off)
+        assert_same(train(1, adapters, flags), off)
     tp = "--tensor-model-parallel-size 2 --sequence-parallel"
-    same(train(2, adapters, tp), off)
+    assert_same(train(2, adapters, tp), off)
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_experts_train_as_those_of_trl(rank_pool, train, files, layout):
             "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
         ),
     }[layout]
-    same(train(world, flags, model="experts"), expected)
+    assert_same(train(world, flags, model="experts"), expected)
 
 
 @pytest.mark.slow
