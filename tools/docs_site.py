@@ -16,10 +16,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from site_links import broken_links
 
+from mindspeed.files import atomic_write_text
+
 ROOT = Path(__file__).parents[1]
 SCHEDULES_OF = ("mindspeed/cli", "mindspeed/instruments", "mindspeed/models", "mindspeed/moe")
-SCHEDULES_OF += ("mindspeed/pipeline", "tools/schedules_page.py", "tools/schedules_page.html")
-"""What the page of schedules is made from."""
+SCHEDULES_OF += ("mindspeed/pipeline", "tools/schedules_page.py")
+"""What the figures on the page of schedules come from."""
 _log = logging.getLogger("mkdocs.hooks.docs_site")
 
 
@@ -31,16 +33,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _schedules() -> str:
-    """The page of schedules, which takes minutes: kept in ``build`` until its code changes."""
+    """The page of schedules; its figures, which take minutes, are kept until their code changes."""
     digest = hashlib.sha256()
     for path in sorted(file for name in SCHEDULES_OF for file in _files(ROOT / name)):
         digest.update(path.read_bytes())
-    kept = ROOT / "build" / f"schedules-{digest.hexdigest()[:16]}.html"
+    kept = ROOT / "build" / f"schedules-{digest.hexdigest()[:16]}.txt"
     if not kept.exists():
-        _log.info("computing schedules and programs of experts: a minute or two")
+        _log.info("computing schedules and programs of experts: a few minutes")
         kept.parent.mkdir(exist_ok=True)
-        schedules_page.main([str(kept)])
-    return kept.read_text("utf-8")
+        atomic_write_text(kept, schedules_page.packed())
+    return schedules_page.page(kept.read_text("utf-8"))
 
 
 def _files(path: Path) -> list[Path]:

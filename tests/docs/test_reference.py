@@ -95,6 +95,28 @@ def test_every_command_and_every_feature_has_its_flags_defaults_and_page(flags: 
         assert path.exists() or not name, link
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row", "cells"),
+    [
+        ("pipeline--pp", ("P whole number, from 2 to 256", "", "pipeline ranks")),
+        ("pipeline--exchange", ("T number, from 0 to 1000000000000", "0.0", "one of four")),
+        ("training--nproc", ("whole number, at least 1", "TP x PP x CP", "processes on")),
+        ("training--norm-placement", ("pre | pre_and_post | post", "pre", "norms in front")),
+        ("training--geglu", ("", "", "gated linear unit")),
+        ("training--beta-fast", ("number, greater than 0", "32", "Beta fast for YaRN")),
+        ("training--noop-layers", ("text ...", "", "")),
+    ],
+)
+def test_a_row_has_values_with_unit_and_range_default_and_text(
+    flags: str, row: str, cells: tuple[str, ...]
+) -> None:
+    line = re.search(rf'<tr id="{row}">(.*)</tr>', flags)
+    assert line is not None
+    found = [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", line[1])]
+    assert found[1:3] == list(cells[:2]) and found[3].startswith(cells[2])
+
+
 FILTER = """
 const box = document.getElementById("flags-filter");
 const shown = (rows) => [...document.querySelectorAll(rows)].filter((one) => one.checkVisibility());

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from mindspeed.cli import moe
+from mindspeed.errors import ConfigError
 from mindspeed.moe import comparison as programs
 from mindspeed.pipeline.schedule import comparison as schedules
 from mindspeed.pipeline.schedule.costs import Costs
 from tests.support.browser import needs_browser, seen_in_browser
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
-import schedules_page
-from schedules_page import EXPERTS, PIPELINE, Part, page
+from schedules_page import EXPERTS, PIPELINE, Part, packed, page
 
 AT = {
     "pipeline": ((0, 0, 0, 0, 0), (1, 1, 1, 1, 2), (0, 1, 1, 0, 1)),
@@ -59,7 +59,8 @@ const look = (part) => {
   const figures = {};
   for (const one of section.querySelectorAll("figure")) figures[one.dataset.figure] = figure(one);
   const command = section.querySelector("pre").textContent;
-  return { command, rows: Object.fromEntries(rows), figures };
+  const shortest = [...section.querySelectorAll("tr.shortest")].map((row) => row.dataset.entry);
+  return { command, shortest, rows: Object.fromEntries(rows), figures };
 };
 for (const [part, positions] of Object.entries(AT)) {
   for (const box of document.querySelectorAll(`#${part} input[type=checkbox]`)) {
@@ -82,7 +83,7 @@ seen.inputs = [...document.querySelectorAll("input")].map((one) =>
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    return page(PARTS)
+    return page(packed(PARTS))
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +102,9 @@ def test_the_page_needs_no_network(text: str) -> None:
     assert not re.search(r"src\s*=|https?://(?!www\.w3\.org)|@import|fetch\(|url\(", text)
 
 
-def test_a_page_that_is_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(schedules_page, "page", lambda: "x" * 2_000_001)
-    assert schedules_page.main([str(tmp_path / "page.html")]) == 1
-    assert "2,000,001 bytes" in capsys.readouterr().err and not list(tmp_path.iterdir())
+def test_a_page_that_is_too_large_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 2,000,000"):
+        page("x" * 2_000_000)
 
 
 def test_every_entry_of_both_commands_is_on_the_page() -> None:
@@ -133,7 +131,7 @@ def test_schedules_are_those_of_the_clock(seen: Mapping[str, Any], place: int) -
     shown = seen["pipeline"][place]
     command = " ".join(["mindspeed pipeline plan", *filter(None, words(PARTS[0], at))])
     assert shown["command"] == command
-    existing = 0
+    existing, steps = 0, {}
     for one in schedules.compare(job):
         cells, found = shown["rows"][one.name], one.simulation
         assert cells[-1] == one.flags
@@ -141,6 +139,7 @@ def test_schedules_are_those_of_the_clock(seen: Mapping[str, Any], place: int) -
             assert cells[0] == one.reason and one.name not in shown["figures"]
             continue
         existing += 1
+        steps[one.name] = round(found.makespan, 6)
         assert cells[:4] == [
             str(found.plan.placement.chunks), f"{found.makespan:.6g}",
             f"{100 * found.bubble:.1f} %", f"{max(found.peak_memory):.4g}",
@@ -160,6 +159,7 @@ def test_schedules_are_those_of_the_clock(seen: Mapping[str, Any], place: int) -
         ]
         assert_same(drawn, expected, found.makespan)
     assert existing == len(shown["figures"]) >= 5
+    assert shown["shortest"] == [name for name in steps if steps[name] == min(steps.values())]
 
 
 LOOKS = {
