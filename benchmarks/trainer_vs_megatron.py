@@ -7,6 +7,10 @@ Both train the same small LLaMA on the same invented tokens with the same flags,
 busy machine slows both. The figure is the ratio of the medians of the time per iteration, after the
 first intervals; at most 1.00 is the target. Losses are compared too: equal digits or no figure.
 
+With ``--parts`` the figures are processor time of rank 0, minimum of all steps: of an iteration,
+and of the schedule in it, which runs the same layers forward and backward in both. What a loop can
+save is the rest, and what it does around them: reading batches, the loss.
+
 With ``--accelerator`` the model has the size of LLaMA 3.2 1B in bf16, tokens/s and the share of the
 cluster's bf16 peak are reported too, and losses may differ by a thousandth: sums of a device have
 no fixed order.
@@ -52,6 +56,28 @@ LAYOUTS = {
     "data 2, distributed optimizer": (2, ["--use-distributed-optimizer"]),
 }
 WARM_UP_INTERVALS = 2
+WATCH = """
+import atexit, os, time
+import mindspeed.megatron_adaptor
+import megatron.core.pipeline_parallel as pipeline
+begins, seconds = [], []
+chosen = pipeline.get_forward_backward_func
+def watched(*args, **kwargs):
+    schedule = chosen(*args, **kwargs)
+    def run(*args, **kwargs):
+        begins.append(time.process_time())
+        result = schedule(*args, **kwargs)
+        seconds.append(time.process_time() - begins[-1])
+        return result
+    return run
+pipeline.get_forward_backward_func = watched
+def tell():
+    whole = min(last - first for first, last in zip(begins, begins[1:]))
+    print(f"processor ms: {1000 * whole} {1000 * min(seconds)}", flush=True)
+if os.environ.get("RANK", "0") == "0":
+    atexit.register(tell)
+"""
+"""What a loop runs before it, for ``--parts``."""
 
 
 def main() -> None:
@@ -65,6 +91,7 @@ def main() -> None:
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--accelerator", action="store_true", help="1B parameters, on the device")
     parser.add_argument("--cluster", default="generic", help="preset whose bf16 peak is 100%%")
+    parser.add_argument("--parts", action="store_true", help="the share of the schedule")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     here = device.current()
@@ -80,6 +107,9 @@ def main() -> None:
             *("--train-iters", str(options.iterations), "--log-interval", str(options.interval)),
             *("--transformer-impl", options.transformer_impl),
         ]
+        if options.parts:
+            print_parts(name, options.megatron, ranks, flags)
+            continue
         theirs: list[float] = []
         ours: list[float] = []
         for _ in range(options.rounds):
@@ -103,6 +133,22 @@ def main() -> None:
             options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
+def print_parts(name: str, root: Path, ranks: int, flags: list[str]) -> None:
+    """Processor milliseconds of an iteration, and of the schedule in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours = Path(folder) / "ours.py"
+        end = "import sys\nfrom mindspeed.cli.main import main\nsys.exit(main())\n"
+        ours.write_text(f"{WATCH}\n{end}")
+        outputs = {
+            "Megatron-LM": megatron_output(root, ranks, flags, WATCH),
+            "mindspeed": launch(ranks, [str(ours), "pretrain", *flags, "--eval-iters", "0"], {}),
+        }
+    for loop, output in outputs.items():
+        ((whole, schedule),) = re.findall(r"processor ms: ([\d.]+) ([\d.]+)", output)
+        share = f"{float(schedule):.1f} of {float(whole):.1f} ms in the schedule"
+        print(f"{name:<32}{loop:<14}{share}", flush=True)
+
+
 def rates(milliseconds: float, flags: list[str], flops: float, peak: float) -> dict[str, float]:
     """Tokens/s of all ranks; model FLOPs of a rank over its peak."""
 
@@ -116,17 +162,23 @@ def rates(milliseconds: float, flags: list[str], flops: float, peak: float) -> d
 
 def run_megatron(root: Path, ranks: int, flags: list[str]) -> tuple[list[float], str]:
     """Milliseconds per iteration of each interval, and the last loss, of pretrain_gpt.py."""
+    output = megatron_output(root, ranks, flags, "")
+    times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    losses = re.findall(r"lm loss: (\S+)", output)
+    return [float(time) for time in times], losses[-1]
+
+
+def megatron_output(root: Path, ranks: int, flags: list[str], before: str) -> str:
+    """What pretrain_gpt.py prints, with the import and further lines at its beginning."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "pretrain_gpt.py"
         text = (root / "pretrain_gpt.py").read_text()
         line = "import torch\n"
-        script.write_text(text.replace(line, f"{line}import mindspeed.megatron_adaptor\n", 1))
+        added = f"{line}import mindspeed.megatron_adaptor\n{before}"
+        script.write_text(text.replace(line, added, 1))
         path = os.pathsep.join([str(root), *sys.path])
         extra = ["--eval-iters", "0", "--distributed-backend", device.current().backend]
-        output = launch(ranks, [str(script), *flags, *extra], {"PYTHONPATH": path})
-    times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
-    losses = re.findall(r"lm loss: (\S+)", output)
-    return [float(time) for time in times], losses[-1]
+        return launch(ranks, [str(script), *flags, *extra], {"PYTHONPATH": path})
 
 
 def run_ours(ranks: int, flags: list[str]) -> tuple[list[float], str, float]:
