@@ -163,6 +163,26 @@ class _Loader(yaml.SafeLoader):
             self._refuse_duplicates(node)
         return super().construct_mapping(node, deep)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put what ``<<`` merges before the own keys, which win; of a list the first mapping wins.
+
+        So says YAML, and so read all releases of PyYAML but 6.0.4, where the last one wins.
+        """
+        own: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
+        merged: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:merge":
+                own[_same(key)] = key, value
+                continue
+            for part in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
+                if not isinstance(part, yaml.MappingNode):
+                    problem = f"<< merges mappings, and this is a {part.id}"
+                    raise yaml.constructor.ConstructorError(None, None, problem, part.start_mark)
+                self.flatten_mapping(part)
+                merged |= {_same(pair[0]): pair for pair in part.value}
+        node.value = list((merged | own).values())
+        super().flatten_mapping(node)
+
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -183,6 +203,11 @@ class _Loader(yaml.SafeLoader):
         if node.tag.endswith("int"):
             return self.construct_yaml_int(node)
         return self.construct_yaml_float(node)
+
+
+def _same(key: yaml.Node) -> Hashable:
+    """Equal for keys that are the same key of a mapping."""
+    return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
 for _kind in ("int", "float"):

@@ -14,10 +14,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from mindspeed import plugins
 from mindspeed.errors import ConfigError
+from mindspeed.parsing import parse_yaml
 
 SAME_FILE = "same"
 FROM_OPTIONS = "from_options"
@@ -138,7 +137,7 @@ def names() -> str:
 def builtin() -> dict[str, Task]:
     """All tasks of ``tasks.yaml``, in its order."""
     text = files(__package__).joinpath("tasks.yaml").read_text("utf-8")
-    return {name: _task(name, entry) for name, entry in yaml.safe_load(text).items()}
+    return {name: _task(name, entry) for name, entry in parse_yaml(text, "tasks.yaml").items()}
 
 
 def function_named(name: str, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mindspeed.errors import ConfigError
 from mindspeed.models.families import families, family_of_config, origin_of
 from mindspeed.models.hf_files import CONFIG, read_config
+from mindspeed.parsing import parse_yaml
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def presets() -> Mapping[str, Preset]:
     """
     text = (Path(__file__).parent / "presets.yaml").read_text("utf-8")
     result = {}
-    for name, config in yaml.safe_load(text).items():
+    for name, config in parse_yaml(text, "presets.yaml").items():
         if not name.startswith("_"):  # a shared part
             result[name] = Preset(name, family_of_config(config).name, config)
     for family in families().values():

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mindspeed.errors import ConfigError
+from mindspeed.parsing import read_yaml
 
 _HERE = Path(__file__).parent
 _TABLE = "table"
@@ -25,7 +24,7 @@ _TABLE = "table"
 @functools.cache
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Recipes of the table: name -> flags by their names in a recipe, not in sections."""
-    entries = yaml.safe_load((_HERE / f"{_TABLE}.yaml").read_text("utf-8"))
+    entries = read_yaml(_HERE / f"{_TABLE}.yaml", f"{_TABLE}.yaml")
     return {name: flags for name, flags in entries.items() if not name.startswith("_")}
 
 

@@ -27,6 +27,7 @@ BAD_YAML = {
     "null byte": ("a: \0", "is no valid YAML"),
     "deep": ("[" * 5000, "is nested too deep"),
     "bomb": (BOMB, "more than 200000 values"),
+    "merged into itself": ("a: &a {<<: *a}", "is nested too deep"),
     "endless": ("a: &a [*a]", "is nested too deep"),
     "no date": ("a: 2024-13-45", "is no valid YAML"),
     "long number": ("a: " + "9" * 5000, "is no valid YAML"),
@@ -87,6 +88,37 @@ def test_good_values_are_what_they_say():
         "n": -7,
     }
     assert parse_json(r'{"a": ["\ud83d\ude00", 1e3]}', "") == {"a": ["😀", 1000.0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{<<: [*tied, *other]}", {"tied": True, "size": 1}),
+        ("{<<: [*other, *tied]}", {"tied": False, "size": 1}),
+        ("{<<: [*other, *tied], tied: 3}", {"tied": 3, "size": 1}),
+        ("{tied: 3, <<: *other}", {"tied": 3, "size": 1}),
+        ("{<<: [{<<: [*tied, *other], size: 2}, *other]}", {"tied": True, "size": 2}),
+        ("{<<: {a: 1}, =: 2}", {"a": 1, "=": 2}),
+    ],
+)
+def test_of_what_is_merged_the_first_wins_with_every_release_of_pyyaml(text, expected):
+    before = "tied: &tied {tied: true}\nother: &other {tied: false, size: 1}\n"
+    found = parse_yaml(f"{before}found: {text}", "")
+    assert found["found"] == expected
+    assert (found["tied"], found["other"]) == ({"tied": True}, {"tied": False, "size": 1})
+
+
+def test_only_mappings_are_merged():
+    for text in ("{<<: 3}", "{<<: [{a: 1}, 3]}"):
+        with pytest.raises(ConfigError, match="<< merges mappings, and this is a scalar"):
+            parse_yaml(text, "")
+
+
+def test_yaml_is_read_through_this_module():
+    found = {
+        str(path.relative_to(PACKAGE)) for path in sources() if "yaml.safe_load" in path.read_text()
+    }
+    assert found == set()
 
 
 def test_files_that_cannot_be_read_say_why(tmp_path):
