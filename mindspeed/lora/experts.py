@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from mindspeed.lora.config import LoraConfig
 from mindspeed.lora.linear import (
     AdaptedLinear,
     AdaptedWeight,
@@ -102,27 +101,19 @@ class AdaptedExperts(AdaptedLinear):
 
 def give_expert_adapters(
     module: Any,
-    config: LoraConfig,
-    shard: TPShard,
-    targets: set[str],
-    parts: dict[str, int],
-    name: str,
+    options: Options,
 ) -> None:
     """Turn a grouped layer into one with adapters, empty ones.
 
     Args:
         module: The layer.
-        config: Rank and scale.
-        shard: How it is sharded.
-        targets: Parts that get their own A and B, or ``all``.
-        parts: This rank's rows of each part of one expert.
-        name: Of one of its experts in the whole model; the others have the same rank.
+        options: Of each of its experts, under the name of one of them.
     """
     weights = [getattr(module, f"weight{i}") for i in range(module.num_gemms)]
-    module._lora = Options.of(config, shard, parts, None, type(module), targets, name)
-    for kind in ("lora_", "lora_initial_")[: 1 + config.from_base]:
+    module._lora = options
+    for kind in ("lora_", "lora_initial_")[: 1 + options.config.from_base]:
         trained = kind == "lora_"
-        pairs = [new_matrices(weight, module._lora, trained=trained) for weight in weights]
+        pairs = [new_matrices(weight, options, trained=trained) for weight in weights]
         setattr(module, f"{kind}A", torch.nn.ModuleList(a for a, _ in pairs))
         setattr(module, f"{kind}B", torch.nn.ModuleList(b for _, b in pairs))
     module.__class__ = adapted_class(type(module), AdaptedExperts)  # type: ignore[arg-type]

@@ -205,6 +205,7 @@ class Options(NamedTuple):
         parts: This rank's rows of each part.
         order: As for :func:`as_one`.
         original: The class of the layer without adapter.
+        name: Of the layer in the whole model.
         ranks: Rank of each adapted part, or of ``all``.
         scale: What the correction is multiplied by.
         ratios: What the B of a part is multiplied by before, if that is another number.
@@ -217,6 +218,7 @@ class Options(NamedTuple):
     parts: dict[str, int]
     order: torch.Tensor | None
     original: type
+    name: str
     ranks: dict[str, int]
     scale: float
     ratios: dict[str, float]
@@ -231,19 +233,14 @@ class Options(NamedTuple):
         parts: dict[str, int],
         order: torch.Tensor | None,
         original: type,
-        targets: set[str],
         name: str,
+        targets: set[str],
     ) -> Options:
         """The options of a layer.
 
         Args:
-            config: Of all adapters.
-            shard: How the layer is sharded.
-            parts: This rank's rows of each part.
-            order: As for :func:`as_one`.
-            original: The class of the layer.
+            config: The attributes, like all up to ``name``.
             targets: Parts that get their own A and B, or ``all``.
-            name: Of the layer in the whole model.
         """
         named = [WHOLE] if WHOLE in targets else [part for part in parts if part in targets]
         sizes = {part: config.of_module(f"{name}.{part}") for part in named}
@@ -251,7 +248,7 @@ class Options(NamedTuple):
         scale = next(iter(scales.values()), config.scale)
         ratios = {part: own / scale for part, own in scales.items() if own != scale}
         ranks = {part: r for part, (r, _) in sizes.items()}
-        return cls(config, shard, parts, order, original, ranks, scale, ratios)
+        return cls(config, shard, parts, order, original, name, ranks, scale, ratios)
 
     def as_one(
         self, a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]
@@ -373,42 +370,26 @@ def module_sequence_parallel(module: Any) -> bool:
     return bool(getattr(config, "sequence_parallel", module.sequence_parallel))
 
 
-def give_adapter(
-    module: Any,
-    config: LoraConfig,
-    shard: TPShard,
-    targets: set[str],
-    parts: dict[str, int],
-    order: torch.Tensor | None,
-    name: str = "",
-    tied: torch.Tensor | None = None,
-) -> None:
+def give_adapter(module: Any, options: Options) -> None:
     """Turn a linear layer into one with an adapter; A and B are empty.
 
-    Args:
-        module: The layer.
-        config: Rank, scale, dropout.
-        shard: How it is sharded.
-        targets: Parts that get their own A and B, or ``all``.
-        parts: This rank's rows of each part.
-        order: ``[out]``, int64, or None; as for :func:`as_one`.
-        name: Of the layer in the whole model.
-        tied: The weight of a layer that has none of its own, ``[out, in]``.
+    Raises:
+        ConfigError: It is of a class that cannot have one.
     """
-    options = Options.of(config, shard, parts, order, type(module), targets, name)
-    module._lora = options._replace(tied=tied)
-    weight = module.weight if tied is None else tied
-    module.lora_A, module.lora_B = new_matrices(weight, module._lora)
+    module._lora, config = options, options.config
+    weight = module.weight if options.tied is None else options.tied
+    module.lora_A, module.lora_B = new_matrices(weight, options)
     if config.from_base:
-        pair = new_matrices(weight, module._lora, trained=False)
+        pair = new_matrices(weight, options, trained=False)
         module.lora_initial_A, module.lora_initial_B = pair
     if config.use_dora:
-        module.lora_magnitude = _new_vectors(weight, module._lora)
+        module.lora_magnitude = _new_vectors(weight, options)
     if config.use_bias:
-        module.lora_bias = _new_vectors(weight, module._lora)
+        module.lora_bias = _new_vectors(weight, options)
     local_linears.convert(module)
     if not hasattr(module, "_multiply"):
-        raise ConfigError(f"{name} is a {type(module).__name__}, which cannot have an adapter")
+        kind = type(module).__name__
+        raise ConfigError(f"{options.name} is a {kind}, which cannot have an adapter")
     module.__class__ = adapted_class(type(module), AdaptedLinear)  # type: ignore[arg-type]
 
 

@@ -67,22 +67,10 @@ def embedding_shard_of(module: Any) -> TPShard:
     return TPShard("column", module.tp_group, module.reduce_scatter_embeddings)
 
 
-def give_embedding_adapter(
-    module: Any, config: LoraConfig, shard: TPShard, targets: set[str], rows: int, name: str
-) -> None:
-    """Turn an embedding into one with an adapter; A and B are empty.
-
-    Args:
-        module: The embedding.
-        config: Rank and scale.
-        shard: How it is sharded.
-        targets: ``all``.
-        rows: Of this rank.
-        name: Of the embedding in the whole model.
-    """
-    parts = dict.fromkeys(targets, rows)
-    module._lora = Options.of(config, shard, parts, None, type(module), targets, name)
-    module.lora_A, module.lora_B = new_matrices(module.weight, module._lora)
+def give_embedding_adapter(module: Any, options: Options) -> None:
+    """Turn an embedding into one with an adapter; A and B are empty."""
+    module._lora = options
+    module.lora_A, module.lora_B = new_matrices(module.weight, options)
     module.__class__ = adapted_class(type(module), AdaptedEmbedding)  # type: ignore[arg-type]
 
 
