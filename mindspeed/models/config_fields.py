@@ -155,12 +155,12 @@ _GATED: Fields = {
     "hidden_act": fixed("silu", "swish"),
 }
 _DROPOUT: Fields = {"attention_dropout": used(Real(0, 1))}
+_HEADS: Fields = dict.fromkeys(("num_key_value_heads", "head_dim"), used(_COUNT))
 _LLAMA_LIKE: Fields = {
     **_GATED,
     **_ROTARY,
     **_DROPOUT,
-    "num_key_value_heads": used(_COUNT),
-    "head_dim": used(_COUNT),
+    **_HEADS,
 }
 _WINDOW: Fields = {
     "sliding_window": used(Whole(1)),
@@ -178,6 +178,11 @@ _EXPERTS: Fields = {
     "num_local_experts": used(_COUNT),
     "num_experts_per_tok": used(_COUNT),
     "router_aux_loss_coef": used(Real(0, 1e6)),
+}
+_SPARSE: Fields = {
+    "norm_topk_prob": used(BOOL),
+    "decoder_sparse_step": used(_COUNT),
+    "mlp_only_layers": used(ListOf(Whole())),
 }
 _LATENT: Fields = {
     "num_key_value_heads": used(_COUNT),
@@ -206,8 +211,7 @@ _PREDICTION: Fields = {
     "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
 }
 _HYBRID: Fields = {
-    "num_key_value_heads": used(_COUNT),
-    "head_dim": used(_COUNT),
+    **_HEADS,
     "attention_bias": fixed(False),
     "layer_types": used(ListOf(TEXT)),
     "full_attention_interval": used(_COUNT),
@@ -259,9 +263,7 @@ FIELDS: Mapping[str, Fields] = {
         **_BIAS,
         **_EXPERTS,
         "moe_intermediate_size": used(_SIZE),
-        "norm_topk_prob": used(BOOL),
-        "decoder_sparse_step": used(_COUNT),
-        "mlp_only_layers": used(ListOf(Whole())),
+        **_SPARSE,
     },
     "deepseek_v3": {
         **_GATED,
@@ -299,8 +301,7 @@ FIELDS: Mapping[str, Fields] = {
         **_DROPOUT,
         **_ROUTED,
         **_PREDICTION,
-        "num_key_value_heads": used(_COUNT),
-        "head_dim": used(_COUNT),
+        **_HEADS,
         "attention_bias": used(BOOL),
         "use_qk_norm": used(BOOL),
         "norm_topk_prob": fixed(True),
@@ -321,17 +322,14 @@ FIELDS: Mapping[str, Fields] = {
         "qkv_bias": used(BOOL),
         "moe_intermediate_size": used(_SIZE),
         "shared_expert_intermediate_size": used(_SIZE),
-        "norm_topk_prob": used(BOOL),
-        "decoder_sparse_step": used(_COUNT),
-        "mlp_only_layers": used(ListOf(Whole())),
+        **_SPARSE,
     },
     "phi3": {
         **_GATED,
         **_PARTLY_ROTARY,
         **_DROPOUT,
         **_WINDOW,
-        "num_key_value_heads": used(_COUNT),
-        "head_dim": used(_COUNT),
+        **_HEADS,
         "original_max_position_embeddings": used(Whole(1, 2**24)),
         "resid_pdrop": fixed(0.0),
         "embd_pdrop": fixed(0.0),
@@ -339,8 +337,7 @@ FIELDS: Mapping[str, Fields] = {
     "ernie4_5": {
         **_GATED,
         **_ROTARY,
-        "num_key_value_heads": used(_COUNT),
-        "head_dim": used(_COUNT),
+        **_HEADS,
         "use_bias": fixed(False),
     },
     "smollm3": {
@@ -364,8 +361,7 @@ FIELDS: Mapping[str, Fields] = {
         **_PARTLY_ROTARY,
         **_DROPOUT,
         **_BIAS,
-        "num_key_value_heads": used(_COUNT),
-        "head_dim": used(_COUNT),
+        **_HEADS,
     },
     "gemma2": {
         **_GEMMA,
@@ -430,8 +426,7 @@ FIELDS: Mapping[str, Fields] = {
         **_GATED,
         **_PARTLY_ROTARY,
         **_DROPOUT,
-        "num_key_value_heads": used(_COUNT),
-        "head_dim": used(_COUNT),
+        **_HEADS,
         "rotary_dim": used(_COUNT),
         "num_experts": used(_COUNT),
         "num_local_experts": used(_COUNT),
@@ -455,9 +450,7 @@ FIELDS: Mapping[str, Fields] = {
         **_HYBRID,
         "moe_intermediate_size": used(_SIZE),
         "shared_expert_intermediate_size": used(_SIZE),
-        "norm_topk_prob": used(BOOL),
-        "decoder_sparse_step": used(_COUNT),
-        "mlp_only_layers": used(ListOf(Whole())),
+        **_SPARSE,
     },
     "qwen3_5_moe_text": {
         **{key: field for key, field in _GATED.items() if key != "intermediate_size"},

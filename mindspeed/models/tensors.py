@@ -29,19 +29,19 @@ _ATTENTION, _HF_ATTENTION = _LAYER + "self_attention.", _HF + "self_attn."
 _EXPERT = _LAYER + "mlp.experts.local_experts.{expert}."
 _DEPTH = "mtp.layers.{depth}."
 
-_OUTSIDE = (
-    Rule(
-        "embedding.word_embeddings.weight",
-        padded_vocabulary("model.embed_tokens.weight"),
-        "hidden",
-        "rows",
-        tied=("lm_head.weight",),
-    ),
-    Rule("decoder.final_layernorm.weight", whole("model.norm.weight", "hidden")),
-    Rule(
-        "output_layer.weight", padded_vocabulary("lm_head.weight"), "hidden", "rows", needs="untied"
-    ),
-)
+
+def _words(embedding: str, head: str) -> tuple[Rule, Rule]:
+    """Embedding and output layer under Hugging Face's names."""
+    words, scores = padded_vocabulary(embedding), padded_vocabulary(head)
+    return (
+        Rule("embedding.word_embeddings.weight", words, "hidden", "rows", tied=(head,)),
+        Rule("output_layer.weight", scores, "hidden", "rows", needs="untied"),
+    )
+
+
+_FINAL_NORM = Rule("decoder.final_layernorm.weight", whole("model.norm.weight", "hidden"))
+_EMBEDDING, _OUTPUT = _words("model.embed_tokens.weight", "lm_head.weight")
+_OUTSIDE = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
 
 
 def _norms(**names: str) -> tuple[Rule, ...]:
@@ -224,18 +224,12 @@ def _internlm2() -> tuple[Rule, ...]:
     def rule(ours: str, theirs: str, rows: str, *more: Any) -> Rule:
         return Rule(f"{_LAYER}{ours}.weight", whole(f"{_HF}{theirs}.weight", rows), *more)
 
-    words, head = "model.tok_embeddings.weight", "output.weight"
+    embedding, output = _words("model.tok_embeddings.weight", "output.weight")
     gate, up, down = (f"{_HF}feed_forward.{part}.weight" for part in ("w1", "w3", "w2"))
     return (
-        Rule(
-            "embedding.word_embeddings.weight",
-            padded_vocabulary(words),
-            "hidden",
-            "rows",
-            tied=(head,),
-        ),
-        Rule("decoder.final_layernorm.weight", whole("model.norm.weight", "hidden")),
-        Rule("output_layer.weight", padded_vocabulary(head), "hidden", "rows", needs="untied"),
+        embedding,
+        _FINAL_NORM,
+        output,
         rule("input_layernorm", "attention_norm", "hidden"),
         rule("pre_mlp_layernorm", "ffn_norm", "hidden"),
         rule("self_attention.linear_qkv", "attention.wqkv", "qkv", "hidden", "rows"),
@@ -258,13 +252,7 @@ def _bloom() -> tuple[Rule, ...]:
         "embedding.word_embeddings_layernorm": "transformer.word_embeddings_layernorm",
         "decoder.final_layernorm": "transformer.ln_f",
     }
-    words = padded_vocabulary("transformer.word_embeddings.weight")
-    head = padded_vocabulary("lm_head.weight")
-    tied = ("lm_head.weight",)
-    rules = [
-        Rule("embedding.word_embeddings.weight", words, "hidden", "rows", tied=tied),
-        Rule("output_layer.weight", head, "hidden", "rows", needs="untied"),
-    ]
+    rules = list(_words("transformer.word_embeddings.weight", "lm_head.weight"))
     for kind in ("weight", "bias"):
         rules += [Rule(f"{a}.{kind}", whole(f"{b}.{kind}", "hidden")) for a, b in norms.items()]
         for ours, theirs, rows, columns, split in pairs:
