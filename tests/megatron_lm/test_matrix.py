@@ -25,7 +25,7 @@ MODEL = (
     "--group-query-attention --num-query-groups 4 --swiglu --normalization RMSNorm "
     "--disable-bias-linear --untie-embeddings-and-output-weights "
     "--position-embedding-type rope --seq-length 64 --max-position-embeddings 64 "
-    "--attention-dropout 0 --hidden-dropout 0"
+    "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1"  # so that positions count
 )
 MOE = (
     f"{MODEL} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
