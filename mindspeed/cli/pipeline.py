@@ -99,6 +99,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"all, or some of {', '.join(ENTRIES)} and files FILE.csv, separated by commas",
     )
+    _add_cost_arguments(parser)
+    add(
+        "--pipeline-memory-limit",
+        type=number(Range(0, 1e6, above=True)),
+        metavar="FACTOR",
+        help="most activations, relative to the fullest rank of Megatron's own schedule",
+    )
+    add(
+        "--front",
+        action="store_true",
+        help="search the schedules on a V-shape that no other beats in both memory and time",
+    )
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the timelines, or bubble over memory with --front: .png, .svg or .pdf",
+    )
+    add("--trace", type=Path, metavar="FILE", help="timelines for chrome://tracing, .json")
+    add("--text", action="store_true", help="draw the timelines in the terminal")
+    add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
+    add("--json", action="store_true", help="print JSON, with the figures of every rank")
+    plan_only = {action.dest: action for action in parser._actions if action.option_strings}
+    _add_search_arguments(parser)
+    both = {action.dest: action for action in parser._actions if action.option_strings}
+    search_only = {name: action for name, action in both.items() if name not in plan_only}
+    shown = {name: plan_only.pop(name) for name in ("plot", "trace", "text", "json")}
+    parser.set_defaults(of_action={"plan": plan_only, "search": search_only}, drawing=shown)
+
+
+def _add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long the actions of a rank take, and how stages and micro-batches differ."""
+    add = parser.add_argument
     time = number(Range(0, 1e12))
     positive = number(Range(0, 1e12, above=True))
     for flag, default, what in (
@@ -138,33 +171,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="cost of each of the P x V stages, in order; 1 is a stage of 1/V of a rank's layers",
     )
     add("--sizes", metavar="B,B,...", help="samples of each micro-batch, where they differ")
-    add(
-        "--pipeline-memory-limit",
-        type=number(Range(0, 1e6, above=True)),
-        metavar="FACTOR",
-        help="most activations, relative to the fullest rank of Megatron's own schedule",
-    )
-    add(
-        "--front",
-        action="store_true",
-        help="search the schedules on a V-shape that no other beats in both memory and time",
-    )
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw the timelines, or bubble over memory with --front: .png, .svg or .pdf",
-    )
-    add("--trace", type=Path, metavar="FILE", help="timelines for chrome://tracing, .json")
-    add("--text", action="store_true", help="draw the timelines in the terminal")
-    add("--dump", type=Path, metavar="FILE", help="write the schedule (one --schedule) as csv")
-    add("--json", action="store_true", help="print JSON, with the figures of every rank")
-    plan_only = {action.dest: action for action in parser._actions if action.option_strings}
-    _add_search_arguments(parser)
-    both = {action.dest: action for action in parser._actions if action.option_strings}
-    search_only = {name: action for name, action in both.items() if name not in plan_only}
-    shown = {name: plan_only.pop(name) for name in ("plot", "trace", "text", "json")}
-    parser.set_defaults(of_action={"plan": plan_only, "search": search_only}, drawing=shown)
 
 
 def run(args: argparse.Namespace) -> int:
