@@ -85,18 +85,9 @@ def plan(
     from mindspeed.planner.search.evaluator import JobEvaluator
 
     start = time.monotonic()
-    if not isinstance(argv, Job):
-        from mindspeed.planner.scripts import job_of
-
-        argv = job_of(argv)
-    argv = argv.with_loads(loads)
-    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    argv = _job(argv).with_loads(loads)
+    machine, devices = _machine(cluster, devices, memory_limit)
     limit = machine.memory_limit if memory_limit is None else memory_limit
-    if isinstance(machine, MixedCluster):
-        machine = machine if memory_limit is None else machine.limited(memory_limit)
-        if devices not in (None, machine.devices):
-            raise ConfigError(f"--devices {devices}: {machine.name} has {machine.devices} devices")
-        devices = machine.devices
     names = SEARCHED if search is None else tuple(search)
     _check_names([*names, *(fix or {})])
     args, own = _own(argv, devices)
@@ -108,10 +99,11 @@ def plan(
     evaluator = JobEvaluator(argv, args, machine, runs, jobs)
     removed: Counter[str] = Counter()
     with _interruptible():
-        if "recompute" in {*names} - {*(fix or {})}:
+        free = {*names} - {*(fix or {})}
+        if "recompute" in free:
             space = _with_modules(space, sizes, evaluator, modules_of(vars(args)))
         layouts, total = list(space.layouts(sizes, removed)), space.total
-        if "expert_program" in {*names} - {*(fix or {})}:
+        if "expert_program" in free:
             layouts = _with_programs(layouts, ExpertPrograms(args, machine), removed)
         if isinstance(machine, MixedCluster):
             dtype, head = Precision.of(args).products, evaluator.head_layers
@@ -145,6 +137,27 @@ def plan(
         assumed=assumed(args),
         priced=tuple(sorted(outcome.priced, key=lambda one: one[1].seconds)),
     )
+
+
+def _job(argv: Sequence[str] | Job) -> Job:
+    if isinstance(argv, Job):
+        return argv
+    from mindspeed.planner.scripts import job_of
+
+    return job_of(argv)
+
+
+def _machine(
+    cluster: Cluster | str | Path, devices: int | None, memory_limit: float | None
+) -> tuple[Cluster, int | None]:
+    """The cluster, within the limit where kinds have their own; the devices, if it fixes them."""
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    if not isinstance(machine, MixedCluster):
+        return machine, devices
+    if devices not in (None, machine.devices):
+        raise ConfigError(f"--devices {devices}: {machine.name} has {machine.devices} devices")
+    limited = machine if memory_limit is None else machine.limited(memory_limit)
+    return limited, machine.devices
 
 
 def _with_programs(
