@@ -252,7 +252,7 @@ def _of_rows(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
 
 
 def _folded(x: torch.Tensor, first: int, signs: _Signs) -> tuple[torch.Tensor, ...]:
-    """As of :func:`_of_rows`, in one pass."""
+    """Compute what :func:`_of_rows` does, in one pass."""
     assert signs.groups is not None
     folded, sums, squares, largest = digest_rows.fold(x, first, signs.groups)
     products = (folded.flatten(0, 1) @ _fold_signs()).view(*sums.shape, SKETCHES)
