@@ -229,3 +229,29 @@ def _forward_whole(layer: Any, tokens: int, saved: Any) -> int:
     output.sum().backward()
     delayed(layer, routed_experts=True, shared_experts=True)
     return nbytes
+
+
+def compare_exchanges(
+    cases: Sequence[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]],
+) -> list[tuple[Result, Result]]:
+    """A layer as a whole and a pair in parts.
+
+    Args:
+        cases: Fields of ``LayerRequest`` of the whole, and of the parts; of the transformer config.
+    """
+    from mindspeed.journal import Journal
+    from mindspeed.moe.layer.megatron import change
+    from mindspeed.moe.layer.megatron_parts import change_parts
+
+    results = []
+    for whole, parts, overrides in cases:
+        layer_ranks.start(expert=2)
+        parallel = layer_ranks.parallel_of({"expert": 2})
+        layer = layer_ranks.layer_of("te", **parallel, **DELAYED, **overrides)
+        journal = Journal()
+        change(layer, journal, **whole)
+        expected = run_whole(layer)
+        journal.undo()
+        change_parts(layer, Journal(), **parts)
+        results.append((expected, run_pair(layer)))
+    return results

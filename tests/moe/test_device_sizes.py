@@ -218,7 +218,12 @@ MODEL = shlex.split("""
 
 BF16 = ("--bf16", "--moe-alltoall-overlap-comm")
 DIVIDED = ("--use-distributed-optimizer", *BF16, "--overlap-grad-reduce", "--overlap-param-gather")
+PAIRS = ("--bf16", "--moe-fb-overlap")
+CHUNKS = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
 AGAIN = {
+    "pairs": (2, (*PAIRS, "--moe-zero-memory", "level0")),
+    "pairs, eight bits": (2, (*PAIRS, "--moe-fp8-dispatch", "both", "--hidden-size", "128")),
+    "pairs in a pipeline": (4, (*PAIRS, *CHUNKS, "--num-layers", "4", "--global-batch-size", "16")),
     "the norm of the experts reaches all ranks": (2, ()),
     "16 bits": (2, BF16),
     "the distributed optimizer": (2, DIVIDED),
@@ -317,6 +322,10 @@ REFUSED = {
     "HybridEP with zero memory": (
         {"moe_device_bound_exchange": "hybridep", "moe_zero_memory": "level0"},
         "its kernels send no rows a second time",
+    ),
+    "HybridEP in pairs": (
+        {"moe_device_bound_exchange": "hybridep", "moe_fb_overlap": True, "bf16": True},
+        "its kernels are one for several parts",
     ),
     "HybridEP in eight bits": (
         {"moe_device_bound_exchange": "hybridep", "moe_fp8_dispatch": "both", "hidden_size": 128},

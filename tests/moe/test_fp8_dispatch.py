@@ -185,7 +185,6 @@ REFUSED = {
     "no experts": ({"num_experts": None}, "the model has no experts"),
     "half": ({"fp16": True}, "fp16 cannot hold its range; use --bf16"),
     "flex": ({"moe_token_dispatcher_type": "flex"}, "is for the dispatcher alltoall or allgather"),
-    "micro-batches": ({"moe_fb_overlap": True, "bf16": True}, "the parts of Megatron's own layer"),
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mindspeed.moe.device_bound import DeviceBound
+from mindspeed.moe.save.policy import LEVEL0
 from tests.moe import parts_ranks as jobs
 from tests.support.lazy import needs
 
@@ -51,6 +53,23 @@ def close(found, expected, tolerance, name):
 
 def test_a_pair_under_level0_has_the_outputs_and_gradients_of_megatrons_layer(ranks):
     check(ranks(2, jobs.compare, [*TWO_RANKS.values()], setup=ADAPTOR), TWO_RANKS)
+
+
+DEVICE = {"exchange": "device", "bound": DeviceBound(100.0)}
+BITS = {"hidden_size": 128}
+EXCHANGES = {
+    "eight bits": ({"fp8": "tokens"}, {"fp8": "tokens"}, BITS),
+    "eight bits both ways": ({"fp8": "both"}, {"fp8": "both"}, {**BITS, **SHARED}),
+    "eight bits, level0": ({"fp8": "both"}, {"fp8": "both", "save": LEVEL0}, BITS),
+    "sizes on the device": ({}, DEVICE, SHARED),
+    "sizes on the device, level0": ({}, {**DEVICE, "save": LEVEL0}, {}),
+    "sizes on the device, eight bits": ({"fp8": "both"}, {**DEVICE, "fp8": "both"}, BITS),
+}
+
+
+def test_a_pair_sends_rows_as_the_whole_layer_does(ranks):
+    """In eight bits: quantised alike, so equal but for rounding of sums; sizes on the device."""
+    check(ranks(2, jobs.compare_exchanges, [*EXCHANGES.values()], setup=ADAPTOR), EXCHANGES)
 
 
 @pytest.mark.slow

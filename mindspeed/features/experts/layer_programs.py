@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mindspeed.features.feature import Megatron, Problem, conflict
+from mindspeed.features.pipeline.plans import has_pairs
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
@@ -47,6 +48,20 @@ def change_layers(seams: Seams, owner: str, **changes: Any) -> None:
     from mindspeed.moe.layer.megatron import change
 
     on_layers(seams, owner, lambda layer: change(layer, seams.journal, **changes))
+
+
+def change_paired_layers(seams: Seams, owner: str, megatron: Megatron, **changes: Any) -> None:
+    """The same, also where pairs of a forward and a backward run layers part by part.
+
+    Args:
+        owner: The feature.
+        **changes: As for :func:`mindspeed.moe.layer.megatron.change`.
+    """
+    from mindspeed.moe.layer.megatron import change
+    from mindspeed.moe.layer.megatron_parts import change_parts
+
+    chosen = change_parts if has_pairs(megatron) else change
+    on_layers(seams, owner, lambda layer: chosen(layer, seams.journal, **changes))
 
 
 def expert_slices(megatron: Megatron) -> int:

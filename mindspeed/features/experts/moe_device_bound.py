@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mindspeed.errors import ConfigError
 from mindspeed.features.experts.layer_programs import (
     all_to_all_problems,
-    change_layers,
+    change_paired_layers,
     expert_problems,
     layer_problems,
     rank_problems,
@@ -27,6 +27,7 @@ from mindspeed.features.experts.layer_programs import (
     whole_expert_problems,
 )
 from mindspeed.features.feature import Feature, Megatron, Problem, conflict
+from mindspeed.features.pipeline.plans import has_pairs
 from mindspeed.flags import flag
 from mindspeed.ranges import Range
 
@@ -51,7 +52,6 @@ class MoeDeviceBound(
         "experts-pipeline": _PARTS,
         "moe-adaptive-recompute": _HOST,
         "moe-alltoall-exchange": "tokens sent once are counted by rank, on the host",
-        "moe-fb-overlap": "it runs the parts of Megatron's own layer",
         "pipe-experts": _PARTS,
         "variable-lengths": "blocks are equally long, so ranks must have equally many tokens",
     },
@@ -121,6 +121,8 @@ class MoeDeviceBound(
             yield from (Problem(name, *found) for found in megatron_hybrid_ep.problems())
             if megatron.get("moe_zero_memory") not in (None, "disable"):
                 yield conflict(name, "--moe-zero-memory", "its kernels send no rows a second time")
+            if has_pairs(megatron):
+                yield conflict(name, "--moe-fb-overlap", "its kernels are one for several parts")
             if megatron.get("moe_fp8_dispatch") not in (None, "disable"):
                 yield conflict(name, "--moe-fp8-dispatch", "Megatron's binding sends 16 bits")
 
@@ -145,7 +147,7 @@ class MoeDeviceBound(
         seams.schedule.add(steps.with_schedule, owner=self.name)
         if not _looked_at(megatron):
             seams.optimizer.add(steps.with_optimizer, owner=self.name)
-        change_layers(seams, self.name, bound=bound, **self._exchange())
+        change_paired_layers(seams, self.name, megatron, bound=bound, **self._exchange())
 
     def _exchange(self) -> dict[str, Any]:
         """How rows travel, as layers get it."""

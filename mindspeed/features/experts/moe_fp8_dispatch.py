@@ -6,7 +6,7 @@
 A row takes .504 of its bytes in bf16; with ``both`` a step of a layer .752 of all four exchanges.
 The experts compute with what arrives (:mod:`mindspeed.moe.wire`); results, probabilities and counts
 stay as they are. For every program: all-to-all in all its exchanges, all-gather, pieces, groups,
-hot experts, Ampipe.
+hot experts, Ampipe, pairs of a forward and a backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.experts.layer_programs import (
-    change_layers,
+    change_paired_layers,
     dispatcher_problems,
     expert_problems,
     layer_problems,
@@ -36,7 +36,6 @@ class MoeFp8Dispatch(
     level=2,
     megatron_versions=">=0.16",
     seams=("model_arguments", "chunk"),
-    conflicts={"moe-fb-overlap": "it runs the parts of Megatron's own layer"},
 ):
     """Tokens travel to experts in eight bits."""
 
@@ -68,7 +67,7 @@ class MoeFp8Dispatch(
             return arguments
 
         seams.model_arguments.add(check, owner=self.name)
-        change_layers(seams, self.name, fp8=self.moe_fp8_dispatch)
+        change_paired_layers(seams, self.name, megatron, fp8=self.moe_fp8_dispatch)
 
 
 def _row_problems(name: str, megatron: Megatron) -> Iterator[Problem]:
