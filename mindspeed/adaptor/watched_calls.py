@@ -12,6 +12,25 @@ def schedule_steps() -> Any:
     return schedules
 
 
+def parts_of_layers() -> tuple[Any, Any]:
+    """Classes of the parts that run one by one beside those of another micro-batch.
+
+    Returns:
+        Of all parts, which have ``_forward`` and ``_backward``; and of those of a layer, which have
+        ``backward_dw``, too.
+    """
+    from megatron.core.models.gpt.fine_grained_callables import TransformerLayerNode
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    return ScheduleNode, TransformerLayerNode
+
+
+def model_of_part(part: Any) -> Any:
+    """The chunk of a part; None for that of the loss."""
+    state = getattr(part, "chunk_state", None)
+    return None if state is None else state.model
+
+
 def routing() -> tuple[Any, Any]:
     """The class of routers, and the module in which they collect losses and figures of layers."""
     from megatron.core.transformer.moe import moe_utils

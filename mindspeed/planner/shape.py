@@ -97,6 +97,7 @@ class Shape:
         predictions: layers of multi-token prediction.
         bucket: parameters of a bucket of gradients, where they are reduced while backward runs; 0:
             all are one.
+        rows_again: experts of pairs get their rows a second time in backward.
         uneven: part of its tokens of experts that the busiest rank may get beyond what is assumed.
     """
 
@@ -126,6 +127,7 @@ class Shape:
     recomputes_some: bool = False
     predictions: int = 0
     bucket: int = 0
+    rows_again: bool = False
     uneven: float = 0.0
 
     @property
@@ -218,6 +220,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
         recomputes_some=full and args.recompute_method == "block",
         predictions=args.mtp_num_layers or 0,
         bucket=_bucket(args, parallel.data) if args.overlap_grad_reduce else 0,
+        rows_again=vars(args).get("moe_zero_memory") == "level0",
         uneven=loads_of(args).more(args),
     )
 

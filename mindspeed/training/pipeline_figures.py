@@ -95,7 +95,11 @@ def request_of(args: argparse.Namespace) -> ScheduleRequest:
         return pipeline.request  # type: ignore[no-any-return]
     if Parallel.of(args).chunks is None:
         return ScheduleRequest()
-    return ScheduleRequest("interleaved", group_size=args.microbatch_group_size_per_vp_stage)
+    return ScheduleRequest(
+        "interleaved",
+        group_size=args.microbatch_group_size_per_vp_stage,
+        pairs=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
+    )
 
 
 def scheduled_pipeline(args: argparse.Namespace) -> Any:

@@ -86,6 +86,11 @@ class Costs:
         again = max(0.0, self.exchange - self.input_gradient / 2) if self.rows_again else 0.0
         return self.input_gradient + 2 * self.exchange + again
 
+    @property
+    def work(self) -> float:
+        """Time of a micro-batch on a rank, without collectives that may be hidden."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
     def _rank_time(self, op: str) -> float:
         again = self.forward if self.recompute is None else self.recompute
         return {

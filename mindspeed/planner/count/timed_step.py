@@ -16,7 +16,8 @@ While :func:`scopes_set` is active, ``clock.scope`` is the part of the step that
 before the first chunk runs, a layer in forward, recomputation or backward, the rest of a chunk,
 ``GRADIENTS`` for reductions after the last backward, ``OPTIMIZER`` for its step and the gather of
 parameters that follows. Backward of a layer begins when the gradient of its output is complete and
-ends when that of its input is.
+ends when that of its input is. Where the parts of layers run one by one, beside those of another
+micro-batch, scopes are the parts of a chunk (:data:`PARTS`), all layers together.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def scopes_set(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
             for scope, module in layers_of(chunk, index):
                 handles += _layer_hooks(clock, module, scope, rest)
         config = model.chunks[0].config
+        if config.overlap_moe_expert_parallel_comm:
+            _watch_parts(clock, model, journal)
         for holder, name, scope in (
             (config, "finalize_model_grads_func", GRADIENTS),
             (model.optimizer, "step", OPTIMIZER),
@@ -77,6 +80,37 @@ def scopes_set(clock: VirtualClock, model: TrainedModel) -> Iterator[None]:
         journal.undo()
         for handle in handles:
             handle.remove()
+
+
+EXCHANGES = ("moe_dispatch", "moe_combine")
+"""Parts of a layer that communicate with experts, by Megatron's names."""
+PARTS = ("attn", "mlp", *EXCHANGES)
+WEIGHTS = "weight gradients"
+"""Those that the parts delay."""
+
+
+def _watch_parts(clock: VirtualClock, model: TrainedModel, journal: Journal) -> None:
+    from mindspeed.adaptor.watched_calls import model_of_part, parts_of_layers
+
+    chunks = {id(one): index for index, chunk in enumerate(model.chunks) for one in chunk.modules()}
+    every, of_layers = parts_of_layers()
+
+    def watched(method: Callable[..., Any], weights: bool) -> Callable[..., Any]:
+        def run(part: Any, *args: Any) -> Any:
+            own = model_of_part(part)
+            chunk = clock.scope.chunk if own is None else chunks[id(own)]
+            what = part.name if part.name in PARTS else "chunk"
+            clock.scope = Scope(WEIGHTS if weights else what, chunk)
+            try:
+                return method(part, *args)
+            finally:
+                clock.scope = Scope("chunk", chunk)
+
+        return run
+
+    for owner, name in ((every, "_forward"), (every, "_backward"), (of_layers, "backward_dw")):
+        method = watched(getattr(owner, name), name == "backward_dw")
+        journal.set(owner, name, method, owner="scopes")
 
 
 def _within(clock: VirtualClock, run: Callable[..., Any], scope: Scope) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from mindspeed.planner.job import Job
 from mindspeed.planner.layout import Layout, Recompute
 from mindspeed.planner.search.bounds import Bound, Bounds
 from mindspeed.planner.search.selective import Saving
-from mindspeed.planner.shape import RECOMPUTED, Shape, shape_of, spread
+from mindspeed.planner.shape import PAIRS, RECOMPUTED, Shape, shape_of, spread
 from mindspeed.planner.time.prediction import Prediction
 from mindspeed.planner.time.price import predict
 from mindspeed.planner.time.whole_ranks import predict_whole
@@ -177,7 +177,7 @@ class JobEvaluator:
             MindSpeedError: it cannot be counted.
         """
         shape = isolated.call(shape_of_layout, self._job, layout)
-        if shape.unspliceable and (shape.ranks > 1 or shape.unspliceable != shape.whole_only):
+        if shape.unspliceable and not counted_whole(shape, layout):
             raise NotSpliceable(
                 f"{shape.unspliceable}: not composed of small runs; count the whole job with "
                 "mindspeed plan --check --whole"
@@ -227,6 +227,17 @@ class JobEvaluator:
 def _layer_run(job: Job, point: Point, cluster: Cluster) -> tuple[LayerRun, list[Any]]:
     """A run of layers, and what the next process need not find again."""
     return layer_run(job, point, cluster), planned_tensors.learned()
+
+
+def counted_whole(shape: Shape, layout: Layout) -> bool:
+    """Whether a search counts a job that is not composed, rank by rank.
+
+    In a pipeline that takes too long for one of many candidates: only pairs that the job itself has
+    are counted there.
+    """
+    if shape.unspliceable != shape.whole_only:
+        return False
+    return shape.ranks == 1 or (shape.whole_only == PAIRS and layout.expert_program is None)
 
 
 def _changes_layers(args: argparse.Namespace) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed.planner.cluster import Cluster
-from mindspeed.planner.shape import Shape
+from mindspeed.planner.shape import EXPERT, Shape
 from mindspeed.planner.time.picture import StepPicture
-from mindspeed.planner.time.step_plan import DataParallel, StageCosts, StepPlan
+from mindspeed.planner.time.step_plan import EXCHANGE, DataParallel, StageCosts, StepPlan
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,19 @@ def stage_costs(
         elif "B" not in seconds:
             seconds["B"] = seconds["I"] + seconds.get("W", 0.0)
         stages.append(seconds)
-    mean = [sum(one.get(op, 0.0) for one in stages) / shape.ranks for op in ("F", "I", "W")]
+    ops = "F", "I", "W", EXCHANGE
+    mean = [sum(one.get(op, 0.0) for one in stages) / shape.ranks for op in ops]
     return StageCosts(
         forward=mean[0],
         input_gradient=mean[1],
         weight_gradient=mean[2],
+        exchange=mean[3],
         latency=max(messages, default=0.0) if shape.overlap_messages else 0.0,
+        rows_again=shape.rows_again,
         of_stages=tuple(stages),
+        layers_of_stages=tuple(
+            sum(kind.startswith(EXPERT) for kind in stage) for stage in shape.stages
+        ),
     )
 
 

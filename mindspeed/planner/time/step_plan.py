@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
+from mindspeed.pipeline.schedule.pairs import pair_seconds
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import build_plan
 from mindspeed.pipeline.schedule.simulate import Simulation, simulate
@@ -15,6 +16,9 @@ from mindspeed.planner.shape import Shape
 
 Actions = Mapping[tuple[str, int], float]
 """Number of actions by op and stage."""
+
+EXCHANGE = "exchange"
+"""The name of an all-to-all among the ops of a stage."""
 
 MOST_ACTIONS = 6_000
 """Longer steps repeat the middle of a shorter one."""
@@ -25,20 +29,33 @@ class StageCosts(Costs):
     """Costs of actions whose stages differ in more than size.
 
     Attributes:
-        of_stages: seconds of each op, by stage.
+        of_stages: seconds of each op, by stage; of :data:`EXCHANGE` those of one of the four
+            all-to-alls, which come on top where they are not hidden, if ``exchange`` is not 0.
+        layers_of_stages: layers with such all-to-alls.
     """
 
     of_stages: tuple[Mapping[str, float], ...] = ()
+    layers_of_stages: tuple[int, ...] = ()
 
     def seconds(self, plan: Plan, action: Action) -> float:
         """Seconds that ``action`` occupies its rank."""
         if action.microbatch is None:
             return 0.0
-        return self.of_stages[action.stage].get(action.op, 0.0) * plan.size(action.microbatch)
+        known = self.of_stages[action.stage]
+        found = known.get(action.op, 0.0)
+        if self.exchange and action.op != "W":
+            found += 2 * known.get(EXCHANGE, 0.0)
+        return found * plan.size(action.microbatch)
 
     def pair_seconds(self, plan: Plan, forward: Action, backward: Action) -> float:
-        """One after the other: recordings of parts do not say what hides what."""
-        return self.seconds(plan, forward) + self.seconds(plan, backward)
+        """By the clock of pairs; of two stages the longer all-to-all and more layers decide."""
+        ahead, behind = (self.of_stages[one.stage] for one in (forward, backward))
+        weight = behind["W"] if backward.op == "B" else 0.0
+        exchange = max(one.get(EXCHANGE, 0.0) for one in (ahead, behind))
+        layers = max(1, *(self.layers_of_stages[one.stage] for one in (forward, backward)))
+        times = ahead["F"], behind["I"], weight, exchange
+        size = max(plan.size(one.microbatch or 0) for one in (forward, backward))
+        return pair_seconds(*(time * size for time in times), layers, self.rows_again)
 
 
 @dataclass(frozen=True)
@@ -72,9 +89,12 @@ def step_plan(shape: Shape, costs: Costs) -> StepPlan:
     if ranks == 1:
         rows = tuple(Action(op, 0, i) for i in range(min(count, 2)) for op in "FB")
         plan = Plan(shape.placement, (rows,), min(count, 2))
-        one = sum(costs.seconds(plan, Action(op, 0, 0)) for op in "FB")
+        both = Action("F", 0, 0), Action("B", 0, 0)
+        alone = sum(costs.seconds(plan, one) for one in both)
+        further = costs.pair_seconds(plan, *both) if costs.exchange else alone
         each = {(op, 0): float(count) for op in "FB"}
-        return StepPlan(plan, count * one, 0.0, (each,), (0.0,), (0.0,))
+        seconds = alone + (count - 1) * further
+        return StepPlan(plan, seconds, 0.0, (each,), (0.0,), (0.0,))
     request = shape.request  # the row that runs: a schedule is not planned with these costs
     group = (request.group_size or ranks) if chunks > 1 else ranks  # messages have a latency
     enough = 2 * ranks + 2 * group

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mindspeed.errors import MindSpeedError, PlanError
 from mindspeed.pipeline.schedule.plan import Plan
@@ -24,13 +25,17 @@ from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.count.check import Check, Progress
 from mindspeed.planner.count.timed_step import (
+    EXCHANGES,
     GRADIENTS,
     OPTIMIZER,
+    WEIGHTS,
+    ChunkSeconds,
+    TimedStep,
     between_chunks,
     exposed_by_group,
     time_step,
 )
-from mindspeed.planner.shape import PAIRS, Shape, shape_of
+from mindspeed.planner.shape import Shape, shape_of
 from mindspeed.planner.time.prediction import (
     Prediction,
     RankFigures,
@@ -38,7 +43,7 @@ from mindspeed.planner.time.prediction import (
     more_when_uneven,
     stage_costs,
 )
-from mindspeed.planner.time.step_plan import DataParallel, step_plan
+from mindspeed.planner.time.step_plan import EXCHANGE, DataParallel, StageCosts, step_plan
 from mindspeed.training.fake_job import rank_in_stage
 
 
@@ -106,8 +111,6 @@ def predict_whole(
     shape = shape_of(args)
     if shape.unspliceable != shape.whole_only:
         raise PlanError(shape.unspliceable)
-    if shape.whole_only == PAIRS and shape.ranks > 1:
-        raise PlanError(f"{PAIRS}: no action of its pipeline runs alone")
     if runs_in_steps(args):
         raise PlanError("the reference model runs before the schedule: its pass has no time yet")
     ranks = range(shape.ranks)
@@ -128,10 +131,16 @@ def predict_whole(
         figures = [_continued(*figures)]
     seconds = [dict[str, float]()] * len(shape.stages)
     for rank, stages in enumerate(shape.placement.stages):
-        for stage, (forward, backward) in zip(stages, figures[rank].chunks, strict=True):
-            seconds[stage] = {"F": forward, "B": backward}
-    plans = step_plan(shape, stage_costs(seconds, shape, cluster))
+        for stage, known in zip(stages, figures[rank].chunks, strict=True):
+            seconds[stage] = known
+    costs = stage_costs(seconds, shape, cluster)
+    plans = step_plan(shape, costs)
     waits = [{n: t * shape.micro_batches for n, t in one.waits.items()} for one in figures]
+    if costs.exchange:
+        waits = [
+            _exposed(one, _hidden(rank, plans.short, shape, costs))
+            for rank, one in enumerate(waits)
+        ]
     flops = sum(one.flops * len(one.pipeline_ranks) for one in found.ranks) / shape.ranks
     ends = [one.end for one in figures]
     more = more_when_uneven([(one.busy, one.routed) for one in figures], shape)
@@ -153,7 +162,7 @@ class _Figures:
     """Seconds of a pipeline rank.
 
     Attributes:
-        chunks: forward and backward of a micro-batch, recomputation included.
+        chunks: seconds of the ops of a micro-batch; recomputation is part of a backward.
         waits: waits of a micro-batch within its chunks, by process group.
         end: end of the step, with waits for data-parallel groups anywhere in it.
         step: the whole step.
@@ -161,7 +170,7 @@ class _Figures:
         routed: seconds of a micro-batch in products and exchanges of experts.
     """
 
-    chunks: tuple[tuple[float, float], ...]
+    chunks: tuple[dict[str, float], ...]
     waits: dict[str, float]
     end: DataParallel
     step: float
@@ -171,7 +180,8 @@ class _Figures:
     @property
     def busy(self) -> float:
         """Seconds of a micro-batch."""
-        return sum(map(sum, self.chunks))
+        times = {"F": 1, "B": 1, EXCHANGE: 4}
+        return sum(n * one.get(op, 0.0) for one in self.chunks for op, n in times.items())
 
 
 _SHARED = "DATA_PARALLEL"
@@ -193,14 +203,67 @@ def _figures(args: argparse.Namespace, cluster: Cluster, rank: int, micro_batche
         elif not between_chunks(one):
             waits[group] += one.seconds / found.micro_batches  # type: ignore[assignment]
     end = found.gradient_seconds + found.optimizer_seconds
+    apart = args.overlap_moe_expert_parallel_comm
     return _Figures(
-        tuple((chunk.forward, chunk.backward + chunk.recompute) for chunk in found.chunks),
+        tuple(
+            _of_parts(found, chunk) if apart else _whole(seconds)
+            for chunk, seconds in enumerate(found.chunks)
+        ),
         dict(waits),
         DataParallel(closing + earlier, end - closing),
         found.seconds,
         exposed_by_group(found.intervals),
         found.routed / found.micro_batches,
     )
+
+
+def _whole(chunk: ChunkSeconds) -> dict[str, float]:
+    return {"F": chunk.forward, "B": chunk.backward + chunk.recompute}
+
+
+def _of_parts(found: TimedStep, chunk: int) -> dict[str, float]:
+    """Seconds of a chunk whose layers run in parts, without their all-to-alls, and one of these.
+
+    Rows that come a second time are waited for in the weight gradients here, where nothing else
+    runs beside them; the clock of pairs knows this collective.
+    """
+    times = Counter[str]()
+    for one in found.intervals:
+        if one.scope.chunk != chunk or one.kind == "communication" or between_chunks(one):
+            continue
+        waits, what = one.kind == "wait", one.scope.what
+        if waits and what in EXCHANGES:
+            name = EXCHANGE
+        elif what == WEIGHTS:
+            name = "again" if waits else "W"
+        else:
+            name = "F" if one.phase == "forward" else "I"
+        times[name] += one.seconds / found.micro_batches  # type: ignore[assignment]
+    if not times["W"]:  # computed with the gradients of inputs
+        times["I"] = times["W"] = times["I"] / 2  # type: ignore[assignment]
+    backward = times["I"] + times["W"]
+    return {op: times[op] for op in "FIW"} | {"B": backward, EXCHANGE: times[EXCHANGE] / 4}
+
+
+def _hidden(rank: int, plan: Plan, shape: Shape, costs: StageCosts) -> float:
+    """Seconds of all-to-alls that the pairs of a rank hide in a step."""
+    row, found, pairs = plan.rows[rank], 0.0, 0
+    for first, second in pairwise(row):
+        if first in plan.paired or (shape.ranks == 1 and first.op == "F"):
+            alone = costs.seconds(plan, first) + costs.seconds(plan, second)
+            found += alone - costs.pair_seconds(plan, first, second)
+            pairs += 1
+    more = (shape.micro_batches - plan.num_microbatches) * shape.chunks
+    return found * (pairs + more) / pairs if pairs else 0.0
+
+
+def _exposed(waits: Mapping[str, float], hidden: float) -> dict[str, float]:
+    """What is left of the waits for the all-to-alls of experts."""
+    found = dict(waits)
+    for name in found:
+        if name.startswith("EXPERT_MODEL_PARALLEL"):
+            found[name] = max(0.0, found[name] - hidden)
+    return found
 
 
 def _continued(two: _Figures, three: _Figures) -> _Figures:
@@ -211,4 +274,5 @@ def _continued(two: _Figures, three: _Figures) -> _Figures:
     shared = [name for name in two.exposed if _SHARED in name]
     exposed = sum(two.exposed[name] - 2 * waits.get(name, 0.0) for name in shared)
     end = DataParallel(exposed, two.step - 2 * more - exposed)
-    return _Figures(((more, 0.0),), waits, end, two.step, two.exposed, two.routed)
+    chunks = three.chunks if EXCHANGE in three.chunks[0] else ({"F": more, "B": 0.0},)
+    return _Figures(chunks, waits, end, two.step, two.exposed, two.routed)
