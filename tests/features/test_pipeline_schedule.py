@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.pipeline.pipeline_schedule import PipelineSchedule
 from mindspeed.features.pipeline.plans import limit_of
 from mindspeed.features.registry import derived, resolve
+from mindspeed.pipeline.schedule import auto
 from mindspeed.pipeline.schedule.csv_file import write_plan
+from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 
 JOB = {
@@ -205,6 +208,41 @@ def test_pairs_without_collectives_are_taken_and_their_price_is_said(tmp_path, c
 
 
 FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+def test_a_start_searches_a_v_and_a_loop_once(monkeypatch):
+    """Checks of flags and the first step ask for the same schedule."""
+    searched, begin = [], auto._Search.__init__
+
+    def counted(self, placement, job, limit):
+        searched.append((placement, job.num_microbatches))
+        begin(self, placement, job, limit)
+
+    monkeypatch.setattr(auto._Search, "__init__", counted)
+    for cached in (auto._searched, auto.v_is_faster):
+        cached.cache_clear()
+    values = {**JOB, **AUTO, "num_layers": 8, "pipeline_memory_limit": 0.6}
+    values |= derived(values)
+    resolve(values, "cpu")
+    pipeline = schedule_of(values)
+    plan = build_plan(pipeline.request, 4, 2, 8)
+    assert plan.name == "auto" and not plan.placement.loops
+    assert searched == [(Placement.v_shape(4), 8), (Placement.loop(4), 8)]
+
+
+def schedule_of(values):
+    """The pipeline that the feature hands to the seam."""
+    feature, found = PipelineSchedule(**{name: values[name] for name in AUTO}), []
+    feature.attach(SimpleNamespace(schedule=Seam(found), chunk=Seam([])), values)
+    return found[0](None)
+
+
+class Seam:
+    def __init__(self, found):
+        self.found = found
+
+    def add(self, function, owner):
+        self.found.append(function)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,11 @@ def fastest(
         ConfigError: no candidate fits; names the least memory of all.
     """
     job = WeavingJob(num_microbatches, costs, sizes, whole=not split)
+    return _searched(placement, job, memory_limit)
+
+
+@lru_cache(maxsize=8)  # checks of flags and the first step ask for the same
+def _searched(placement: Placement, job: WeavingJob, memory_limit: float | None) -> Plan:
     search = _Search(placement, job, memory_limit)
     if placement.loops:
         search.loops()

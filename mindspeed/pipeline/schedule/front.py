@@ -12,7 +12,7 @@ for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -95,12 +95,15 @@ def front(ranks: int, job: WeavingJob) -> tuple[Candidate, ...]:
 @lru_cache(maxsize=8)
 def within(ranks: int, job: WeavingJob, cap: float) -> Candidate | None:
     """The fastest schedule of a building block on a V that keeps at most ``cap``."""
-    trials = [
-        _Trial(_estimate(block, job, cap), block)
-        for block, least in _blocks(ranks, job)
-        if least <= cap + _ROUNDING
-    ]
-    found = [_woven(trial.block, job, cap) for trial in _best(trials)]
+    blocks = [block for block, least in _blocks(ranks, job) if least <= cap + _ROUNDING]
+    bounds = [_least_time(block, job, cap) for block in blocks]
+    trials: dict[int, _Trial] = {}
+    for number in sorted(range(len(blocks)), key=bounds.__getitem__):
+        if len(trials) >= _BEST and bounds[number] > _best(trials.values())[-1].time + _ROUNDING:
+            break
+        trials[number] = _Trial(_estimate(blocks[number], job, cap), blocks[number])
+    tried = [trials[number] for number in sorted(trials)]
+    found = [_woven(trial.block, job, cap) for trial in _best(tried)]
     return min(found, key=Candidate.rank, default=None)
 
 
@@ -120,18 +123,26 @@ class _Trial(NamedTuple):
     block: Block
 
 
-def _best(trials: list[_Trial]) -> list[_Trial]:
+def _best(trials: Iterable[_Trial]) -> list[_Trial]:
     return sorted(trials, key=lambda trial: trial.time)[:_BEST]
 
 
-def _blocks(ranks: int, job: WeavingJob) -> Iterator[tuple[Block, float]]:
+@lru_cache(maxsize=8)
+def _blocks(ranks: int, job: WeavingJob) -> list[tuple[Block, float]]:
     """Every block of which each rank can run all actions, and the memory that its order needs."""
     placement = Placement.snake(ranks, 2)
     short = job if job.sizes is not None else job.shortened(4 * ranks)
-    for walk in candidates():
-        block = Block(placement, walk)
-        if not block.collides:
-            yield block, least_memory(block, short)
+    blocks = [Block(placement, walk) for walk in candidates()]
+    return [(block, least_memory(block, short)) for block in blocks if not block.collides]
+
+
+def _least_time(block: Block, job: WeavingJob, cap: float) -> float:
+    """What a step takes at least: a short one, and the work of further micro-batches but one."""
+    m, short = job.num_microbatches, 2 * block.placement.ranks
+    if m <= short or job.sizes is not None:
+        return 0.0
+    first = woven(block, job.shortened(short), cap, ways=FEW_WAYS).makespan
+    return first + (m - short - 1) * job.costs.work
 
 
 def _estimate(block: Block, job: WeavingJob, cap: float) -> float:

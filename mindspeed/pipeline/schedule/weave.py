@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from mindspeed.errors import ConfigError
@@ -80,7 +80,7 @@ class Woven(NamedTuple):
 
 def least_memory(block: Block, job: WeavingJob) -> float:
     """Activations that the order of a block needs on the fullest rank, in A."""
-    return max(order.least for order in _orders(block, job))
+    return max(max(_levels(entries)) for entries in _entries(block, job))
 
 
 def woven(
@@ -99,8 +99,9 @@ def woven(
         ConfigError: the order of the block needs more memory than ``cap``.
     """
     best: Woven | None = None
+    entries = _entries(block, job)
     for way in ways:
-        loom = _Loom(block, job, cap, way)
+        loom = _Loom(block, job, cap, way, entries)
         loom.run()
         rows = tuple(map(tuple, loom.rows))
         plan = Plan(block.placement, rows, job.num_microbatches, job.sizes, name)
@@ -121,6 +122,11 @@ class _Entry(NamedTuple):
     change: float
 
 
+def _levels(entries: list[_Entry]) -> Iterator[float]:
+    """Memory after each of them, in A."""
+    return accumulate(entry.change for entry in entries)
+
+
 class _Order:
     """The forwards and backwards of one rank in the order of a block."""
 
@@ -132,13 +138,10 @@ class _Order:
         for place, entry in enumerate(entries):
             self.kinds.setdefault((entry.forward, entry.stage), deque()).append(place)
         self.forwards = sum(entry.forward for entry in entries)
-        level = self.least = 0.0
-        for entry in entries:
-            level += entry.change
-            self.least = max(self.least, level)
+        self.least = max(_levels(entries))
 
-    def next_of_each_kind(self) -> Iterator[int]:
-        return iter(sorted(places[0] for places in self.kinds.values() if places))
+    def next_of_each_kind(self) -> list[int]:
+        return sorted(places[0] for places in self.kinds.values() if places)
 
     def take(self, place: int) -> _Entry:
         entry = self.entries[place]
@@ -162,9 +165,10 @@ class _Order:
         return True
 
 
-def _orders(block: Block, job: WeavingJob) -> list[_Order]:
+def _entries(block: Block, job: WeavingJob) -> list[list[_Entry]]:
+    """Forwards and backwards of each rank, in order."""
     shares, sizes = _shares(block, job), _sizes(job)
-    orders = []
+    found = []
     for stages in block.placement.stages:
         entries = []
         for stage in stages:
@@ -172,8 +176,8 @@ def _orders(block: Block, job: WeavingJob) -> list[_Order]:
                 later, share = i * block.walk.period, shares[stage] * size
                 entries.append(_Entry(block.forward[stage] + later, True, stage, i, share))
                 entries.append(_Entry(block.backward[stage] + later, False, stage, i, -share))
-        orders.append(_Order(sorted(entries)))
-    return orders
+        found.append(sorted(entries))
+    return found
 
 
 def _shares(block: Block, job: WeavingJob) -> list[float]:
@@ -188,13 +192,15 @@ def _sizes(job: WeavingJob) -> tuple[float, ...]:
 class _Loom:
     """The simulation of all ranks in the order of time."""
 
-    def __init__(self, block: Block, job: WeavingJob, cap: float, way: Way) -> None:
+    def __init__(
+        self, block: Block, job: WeavingJob, cap: float, way: Way, entries: list[list[_Entry]]
+    ) -> None:
         placement = block.placement
         p, self.last = placement.ranks, placement.num_stages - 1
         self.job, self.costs, self.way = job, job.costs, way
         self.rank_of = [placement.rank(stage) for stage in range(placement.num_stages)]
         self.shares, self.sizes = _shares(block, job), _sizes(job)
-        self.orders = _orders(block, job)
+        self.orders = list(map(_Order, entries))
         needed = max(order.least for order in self.orders)
         if needed > cap + _ROUNDING:
             raise ConfigError(
@@ -220,19 +226,27 @@ class _Loom:
     def _step(self, rank: int, now: float) -> None:
         """What ``rank`` does at ``now``: an action, a weight gradient, or it waits."""
         order, soon = self.orders[rank], None
-        for number, place in enumerate(order.next_of_each_kind()):
-            entry = order.entries[place]
-            arrival = self._arrival(entry)
-            if arrival is not None and arrival <= now + _ROUNDING:
-                if not entry.forward or order.fits(place, self.floor[rank], self.cap):
+        if order.first < len(order.entries):
+            soon = self._arrival(order.entries[order.first])
+            if self._runs(rank, order.first, soon, now):
+                self._main(rank, order.first, now)
+                return
+            for place in order.next_of_each_kind()[1:] if self.way.reorder else ():
+                if self._runs(rank, place, self._arrival(order.entries[place]), now):
                     self._main(rank, place, now)
                     return
-            elif number == 0:
-                soon = arrival
-            if not self.way.reorder:
-                break
+            if soon is not None and soon <= now + _ROUNDING:
+                soon = None  # it waits for memory
         if self.pending[rank] and self._long_enough(rank, now, soon):
             self._weight_gradient(rank, now)
+
+    def _runs(self, rank: int, place: int, arrival: float | None, now: float) -> bool:
+        """Whether an action of a rank can run now."""
+        if arrival is None or arrival > now + _ROUNDING:
+            return False
+        order = self.orders[rank]
+        forward = order.entries[place].forward
+        return not forward or order.fits(place, self.floor[rank], self.cap)
 
     def _arrival(self, entry: _Entry) -> float | None:
         """Time at which the inputs are there, if that is known."""
