@@ -2,6 +2,7 @@
 
     python benchmarks/pipeline.py                # 4 and 8 ranks, some ten minutes
     python benchmarks/pipeline.py --quick
+    python benchmarks/pipeline.py --virtual      # no seconds: the same on every machine
 
 A stage sleeps instead of computing, so that 8 ranks overlap truly on two cores: forward, input
 gradient and weight gradient of a micro-batch take ``--unit`` seconds each on a rank. The executor,
@@ -11,6 +12,10 @@ simulation has no latency and no cost of starting an action, both of which are i
 
 The last column is torch.distributed.pipelining with the same sleeping stages: its own schedule of
 this kind or, where it has none, our plan read from a csv file (*).
+
+With ``--virtual`` nobody sleeps: the executor and its messages are the same, and every message
+carries the clock of its sender, so how busy the machine is does not matter. Pairs of a forward and
+a backward have rows there, with an all-to-all of half a forward.
 
 Below it: processor time of what follows from a plan alone, once and at the start of every step.
 
@@ -41,8 +46,9 @@ from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import write_plan
 from mindspeed.pipeline.schedule.executor import Tensors, execute
 from mindspeed.pipeline.schedule.plan import Plan
-from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
+from mindspeed.pipeline.schedule.schedules import PAIRED, ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.pipeline.schedule.virtual_time import VirtualTime
 from mindspeed.processes import free_port
 
 SCHEDULES = (
@@ -75,6 +81,25 @@ class Row:
     measured: float
     torch: float
     torch_schedule: str
+
+
+@dataclass(frozen=True)
+class VirtualRow:
+    """A schedule executed in virtual time; bubbles are fractions of a step.
+
+    Attributes:
+        exchange: one all-to-all, in forwards; pairs hide it.
+        memory: activations of the fullest rank, in A.
+    """
+
+    ranks: int
+    schedule: str
+    chunks: int
+    microbatches: int
+    exchange: float
+    memory: float
+    simulated: float
+    executed: float
 
 
 @dataclass(frozen=True)
@@ -150,6 +175,7 @@ def main() -> None:
     parser.add_argument("--unit", type=float, default=0.07, help="seconds of F, I and W each")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--schedule", nargs="+", help="kinds (default: all)")
+    parser.add_argument("--virtual", action="store_true", help="in virtual time: nobody sleeps")
     parser.add_argument("--quick", action="store_true", help="two ranks, four micro-batches")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--out", type=Path, default=Path("pipeline.json"))
@@ -163,6 +189,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, (ranks, args, folder), nprocs=ranks)
             rows += json.loads(Path(folder, "rows.json").read_text())
+    if args.virtual:
+        args.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        print("\n".join("  ".join(f"{value!s:>12}" for value in row.values()) for row in rows))
+        return
     starts = [asdict(start(*shape)) for shape in STARTS]
     found = {"unit": args.unit, "rows": rows, "starts": starts}
     args.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -201,7 +231,7 @@ def table(rows: list[Row]) -> str:
 def _rank(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    rows = list(_measured(ranks, args, Path(folder)))
+    rows = list(_virtual(ranks, args) if args.virtual else _measured(ranks, args, Path(folder)))
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
@@ -227,6 +257,35 @@ def _measured(ranks: int, args: argparse.Namespace, folder: Path) -> Iterator[Ro
             1 - price.useful / theirs,
             name or "our plan",
         )
+
+
+def _virtual(ranks: int, args: argparse.Namespace) -> Iterator[VirtualRow]:
+    m, paired = args.microbatches, Costs(exchange=0.5, layers=8)
+    cases = [(kind, chunks, Costs()) for kind, chunks, _ in SCHEDULES]
+    cases += [(kind, 1 if kind == "1f1b" else 2, paired) for kind in PAIRED]
+    for kind, chunks, costs in cases:
+        if args.schedule and kind not in args.schedule:
+            continue
+        request = ScheduleRequest(kind=kind, costs=costs, pairs=costs is paired)
+        plan = build_plan(request, ranks, chunks, m)
+        price = simulate(plan, costs)
+        end = _virtual_end(plan, costs)
+        memory = max(price.peak_memory)
+        executed = 1 - price.useful / end
+        yield VirtualRow(ranks, kind, chunks, m, costs.exchange, memory, price.bubble, executed)
+
+
+def _virtual_end(plan: Plan, costs: Costs) -> float:
+    """The last clock of all ranks."""
+    rank, directions = dist.get_rank(), directions_of(dist.group.WORLD)
+    directions.connect(rank, plan.channels)
+    clock = VirtualTime(plan, costs)
+    buffers = clock.buffers(lambda transfer: [torch.zeros(WIDTH)])
+    channels = clock.channels(PeerToPeer(plan, rank, directions, buffers))
+    execute(plan, rank, SleepingWork(plan, Costs(0, 0, 0)), channels, done=clock.done)
+    end = torch.tensor(clock.now, dtype=torch.float64)
+    dist.all_reduce(end, dist.ReduceOp.MAX)
+    return float(end)
 
 
 def _fastest(step: Callable[[], None], repeats: int) -> float:

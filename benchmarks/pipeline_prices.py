@@ -4,8 +4,8 @@
 
 Nothing is measured: every table runs on the simulator, so the figures are the same anywhere. Tables
 of torch.distributed.pipelining are made by its own code and read from its csv files; Megatron's
-orders are those that its schedules run (tests compare them action by action), and its combined
-1F1B is interleaved with one more forward before the first backward. Torch runs the members of
+orders are those that its schedules run (tests compare them action by action), and the table of its
+combined 1F1B is made by its own functions. Torch runs the members of
 DualPipeV's pairs one after the other; its table is priced as if they overlapped, too.
 
 Times are relative to the forward of a micro-batch on a rank, memory to its activations there.
@@ -23,9 +23,11 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.csv_file import read_plan
 from mindspeed.pipeline.schedule.front import within
+from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
 from mindspeed.pipeline.schedule.schedules import ScheduleRequest, build_plan
 from mindspeed.pipeline.schedule.simulate import simulate
@@ -80,6 +82,27 @@ def of_torch(name: str, p: int, v: int, m: int) -> Make:
     return lambda costs: plan
 
 
+def of_megatron(p: int, v: int, m: int) -> Make:
+    """The table of Megatron's combined 1F1B: all forwards and backwards in between are pairs."""
+    from megatron.core.pipeline_parallel import schedules as megatrons
+
+    order, rows, pairs = megatrons.get_schedule_table(m, v, p), [], set()
+    for rank in range(p):
+        group = SimpleNamespace(size=lambda: p, rank=lambda rank=rank: rank)
+        where = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=v)
+        options = {"overlap_moe_expert_parallel_comm": True, "p2p_communicator": where}
+        total, _, warmup, _ = megatrons.get_pp_rank_microbatches(m, v, p, **options)
+        forwards = [Action("F", chunk * p + rank, i) for i, chunk in order]
+        backwards = [Action("B", (v - 1 - chunk) * p + rank, i) for i, chunk in order]
+        between = zip(forwards[warmup:], backwards, strict=False)
+        row = [*forwards[:warmup], *(one for pair in between for one in pair)]
+        rows.append((*row, *backwards[total - warmup :]))
+        pairs |= set(forwards[warmup:])
+    placement = Placement.loop(p, v)
+    plan = Plan(placement, tuple(rows), m, name="combined 1F1B", paired=frozenset(pairs))
+    return lambda costs: plan
+
+
 def schedules(p: int, m: int) -> Iterator[tuple[str, str, int, Make]]:
     """Name, whose it is, chunks, and what makes it."""
     yield "1F1B", "Megatron, torch", 1, ours("1f1b", p, 1, m)
@@ -101,10 +124,9 @@ def _flat(make: Make) -> Make:
 
 def pairs(p: int, m: int) -> Iterator[tuple[str, str, int, Make]]:
     """The same of tables with pairs."""
-    combined = ours("interleaved", p, 2, m, pairs=True)
-    yield "interleaved, combined 1F1B", "Megatron, ours", 2, combined
+    yield "combined 1F1B", "Megatron", 2, of_megatron(p, 2, m)
     yield "DualPipeV", "torch, as if they overlapped", 2, of_torch("DualPipeV", p, 2, m)
-    for kind in ("dualpipev", "zb-v", "nanopipe"):
+    for kind in ("interleaved", "dualpipev", "zb-v", "nanopipe"):
         yield kind, "ours", 2, ours(kind, p, 2, m, pairs=True)
 
 
@@ -116,6 +138,11 @@ def priced(p: int, m: int) -> dict[str, Any]:
         bubbles = {of: round(one.makespan - 3 * m, 3) for of, one in found.items()}
         memory = round(max(found["equal"].peak_memory), 3)
         rows.append({"schedule": name, "of": whose, "chunks": chunks, "memory": memory, **bubbles})
+    return {"ranks": p, "microbatches": m, "schedules": rows, "pairs": priced_pairs(p, m)}
+
+
+def priced_pairs(p: int, m: int) -> list[dict[str, Any]]:
+    """Steps of tables with pairs."""
     together = []
     for name, whose, chunks, make in pairs(p, m):
         row: dict[str, Any] = {"schedule": name, "of": whose, "chunks": chunks}
@@ -125,7 +152,7 @@ def priced(p: int, m: int) -> dict[str, Any]:
             row |= {f"{x:g}": round(found_one.makespan, 3)}
             row["memory"] = round(max(found_one.peak_memory), 3)
         together.append(row)
-    return {"ranks": p, "microbatches": m, "schedules": rows, "pairs": together}
+    return together
 
 
 def main() -> None:

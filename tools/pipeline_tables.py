@@ -20,6 +20,7 @@ from mindspeed.pipeline.schedule.simulate import simulate
 OVERVIEW = ROOT / "docs" / "pipeline.md"
 REFERENCE = ROOT / "docs" / "features" / "pipeline-schedule.md"
 MEASURED = ROOT / "benchmarks" / "results" / "cpu-pipeline.json"
+EXECUTED = ROOT / "benchmarks" / "results" / "pipeline-virtual.json"
 PRICED = ROOT / "benchmarks" / "results" / "pipeline-prices.json"
 RANKS, MICROBATCHES = 8, 32
 TIMES = ((1, 1, 1), (31, 33, 28), (1, 1.2, 0.8), (1, 1.5, 0.5), (1, 0.7, 1.3), (1, 1.5, 1.5))
@@ -89,6 +90,22 @@ def pairs_table() -> str:
     return "\n".join(lines)
 
 
+def executed_table() -> str:
+    """What ``benchmarks/pipeline.py --virtual`` executed: bubbles by ranks and schedule."""
+    found: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in json.loads(EXECUTED.read_text(encoding="utf-8"))["rows"]:
+        key = row["schedule"], row["chunks"], row["exchange"]
+        found.setdefault(key, {})[row["ranks"]] = row
+    sizes = sorted({ranks for rows in found.values() for ranks in rows})
+    heads = "".join(f" {ranks} ranks | memory, A |" for ranks in sizes)
+    lines = ["| schedule | chunks |" + heads, "|---" * (2 + 2 * len(sizes)) + "|"]
+    for (kind, chunks, exchange), rows in found.items():
+        name = f"{kind}, pairs" if exchange else kind
+        figures = [f"{100 * rows[n]['executed']:.1f} | {rows[n]['memory']:g}" for n in sizes]
+        lines.append(f"| {name} | {chunks} | " + " | ".join(figures) + " |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -100,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
             "prices": prices_table(),
             "pairs": pairs_table(),
             "measured": measured_table(),
+            "executed": executed_table(),
         },
         REFERENCE: {"measured": measured_table()},
     }

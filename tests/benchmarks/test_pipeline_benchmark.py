@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.benchmark import BENCHMARKS, quick_run
+from tests.support.benchmark import BENCHMARKS, quick_run, run
 
 
 @pytest.mark.weekly
@@ -38,4 +38,27 @@ def test_no_schedule_of_torch_is_faster_within_the_same_memory(monkeypatch) -> N
     pairs = {row["schedule"]: row for row in found["pairs"]}
     for x in ("0.5", "0.75"):
         assert pairs["dualpipev"][x] <= pairs["DualPipeV"][x]
-        assert pairs["nanopipe"][x] <= pairs["interleaved, combined 1F1B"][x]
+        assert pairs["nanopipe"][x] <= pairs["combined 1F1B"][x]
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 16), (8, 2, 32)])
+def test_megatrons_combined_order_is_ours(monkeypatch, p: int, v: int, m: int) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    prices = importlib.import_module("pipeline_prices")
+    theirs = prices.of_megatron(p, v, m)(None)
+    ours = prices.ours("interleaved", p, v, m, pairs=True)(prices.Costs())
+    without_reductions = tuple(tuple(one for one in row if one.op != "G") for row in ours.rows)
+    assert theirs.rows == without_reductions
+    assert theirs.paired == ours.paired
+
+
+@pytest.mark.slow
+def test_executed_in_virtual_time(tmp_path: Path) -> None:
+    file = tmp_path / "virtual.json"
+    done = run("pipeline", "--virtual", "--ranks", 2, "--microbatches", 4, "--out", file)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["schedule"] for row in rows} >= {"1f1b", "v-half", "v-min", "wave", "zb-wave"}
+    assert {row["exchange"] for row in rows} == {0.0, 0.5}
+    for row in rows:
+        assert row["executed"] == pytest.approx(row["simulated"], abs=1e-12)
