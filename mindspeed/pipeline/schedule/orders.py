@@ -45,18 +45,25 @@ def flush(
         more: further forwards before the first backward; with k = 2 and one of them, forwards and
             backwards can be pairs (:mod:`.pairs`).
     """
-    k = k if k is not None else (1.0 if v == 1 else 2.0)
     groups = groups_of(m, p if g is None else g, p)
     forwards = [(chunk, i) for group in groups for chunk in range(v) for i in group]
     backwards = [(chunk, i) for group in groups for chunk in reversed(range(v)) for i in group]
-    total, widest = v * m, max(map(len, groups))
     rows = []
-    for rank in range(p):
-        warmup = min(round(k * (p - 1 - rank)) + (v - 1) * widest + more, total)
+    for rank, warmup in enumerate(warmups(p, v, m, g, k, more)):
         forward = [Action(FORWARD, chunk * p + rank, i) for chunk, i in forwards]
         backward = [Action(BACKWARD, chunk * p + rank, i) for chunk, i in backwards]
         rows.append(_alternate(forward, backward, warmup))
     return tuple(rows)
+
+
+def warmups(
+    p: int, v: int, m: int, g: int | None = None, k: float | None = None, more: int = 0
+) -> tuple[int, ...]:
+    """Forwards of each rank before the first backward of :func:`flush`; ``v m``: all of them."""
+    k = k if k is not None else (1.0 if v == 1 else 2.0)
+    widest = max(map(len, groups_of(m, p if g is None else g, p)))
+    first = (v - 1) * widest + more
+    return tuple(min(round(k * (p - 1 - rank)) + first, v * m) for rank in range(p))
 
 
 def breadth(p: int, v: int, m: int) -> Rows:

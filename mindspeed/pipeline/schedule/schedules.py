@@ -333,8 +333,14 @@ def _flush(
     k = request.warmup if request.warmup is not None else warmup
     if request.pairs:  # less warm-up would let a pair wait for itself, or for the one before
         k = 2.0
-    rows = orders.flush(p, v, m, request.group_size, k, int(request.pairs))
-    return _plan(request, placement, m, rows)
+    sizes = p, v, m, request.group_size, k, int(request.pairs)
+    plan = _plan(request, placement, m, orders.flush(*sizes))
+    if not request.pairs:
+        return plan
+    beside = [warmup < v * m for warmup in orders.warmups(*sizes)]
+    # Where all forwards come first, none runs beside a backward.
+    rest = {one for one in plan.paired if beside[placement.rank(one.stage)]}
+    return replace(plan, paired=frozenset(rest))
 
 
 def _plan(request: ScheduleRequest, placement: Placement, m: int, rows: orders.Rows) -> Plan:

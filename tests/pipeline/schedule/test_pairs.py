@@ -164,3 +164,12 @@ def test_schedules_without_pairs_say_so(kind):
 def test_without_collectives_pairs_cost_something():
     assert step("dualpipev", 4, 16, 0) - step("dualpipev", 4, 16, 0, pairs=False) == 1.5
     assert step("dualpipev", 8, 32, 0) - step("dualpipev", 8, 32, 0, pairs=False) == 3.5
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "nanopipe"])
+@pytest.mark.parametrize("m", [4, 8])
+def test_a_rank_whose_forwards_all_come_first_has_no_pairs(kind, m):
+    """With few micro-batches; its last forward would wait for its first backward for ever."""
+    plan = build(kind, 4, m)
+    pairs = [sum(one in plan.paired for one in row) for row in plan.rows]
+    assert pairs == [max(0, 2 * m - (2 * (3 - rank) + 4 + 1)) for rank in range(4)]
