@@ -48,7 +48,7 @@ class StageCosts(Costs):
         return found * plan.size(action.microbatch)
 
     def pair_seconds(self, plan: Plan, forward: Action, backward: Action) -> float:
-        """By the clock of pairs; of two stages the longer all-to-all and more layers decide."""
+        """Seconds of a pair by its clock; of two stages the longer all-to-all decides."""
         ahead, behind = (self.of_stages[one.stage] for one in (forward, backward))
         weight = behind["W"] if backward.op == "B" else 0.0
         exchange = max(one.get(EXCHANGE, 0.0) for one in (ahead, behind))
