@@ -89,6 +89,7 @@ TRIED = {
     "groups of experts": _EP + _SLICED + "--expert-tensor-parallel-size 2 "
     "--moe-experts-pipeline-degree 2",
     "device bound": _EP + _HIDDEN + "--moe-device-bound 2 --moe-device-bound-overflow error",
+    "symmetric memory": _EP + "--moe-device-bound 2 --moe-device-bound-exchange symmetric-memory",
     "some layers without memory": _EP + _HIDDEN + "--moe-zero-memory level1 "
     "--moe-zero-memory-num-layers 1",
     "hot experts of nodes": _EP4 + _HIDDEN + "--balanced-moe-experts "
@@ -114,6 +115,7 @@ NOT_COUNTED: dict[str, str] = {
     "several tensors": "--use-multiparameter-pipeline-model-parallel cannot be planned",
     "divided experts": "--zero-stage 2 and 3 (--use-megatron-fsdp) cannot be planned with --num-ex",
     "masks of the user": "--adaptive-cp-manually-set-mask-list: generate_adaptive_cp_grid_mask",
+    "symmetric memory": "--moe-device-bound-exchange symmetric-memory: needs NVIDIA GPUs",
     "pools of memory": "hccl-group-buffer: does not run on cpu",
 }
 """Name in :data:`TRIED` -> beginning of what is said."""
