@@ -131,7 +131,7 @@ class Feature:
     The methods are called in the order of their definition. Each has a default, so a feature
     defines only what differs.
 
-    Class attributes:
+    Attributes:
         name: Unique name with dashes; default: that of the module.
         summary: One line for ``mindspeed features``.
         page: File below ``docs/`` that explains it; default: ``features/NAME.md``.
