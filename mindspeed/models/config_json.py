@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from mindspeed.errors import ConfigError
 from mindspeed.models.rope_parameters import RopeParameters
+from mindspeed.models.transformers_versions import advice, gathers_spellings
 from mindspeed.profiling.model_flops import linear_pattern
 
 Config = Mapping[str, Any]
@@ -256,7 +257,8 @@ class LocalRope:
         kinds = config.get("rope_parameters", {})
         names = ("full_attention", "sliding_attention")
         if missing := [name for name in names if not kinds.get(name)]:
-            raise ConfigError(f"config.json: rope_parameters has no {missing[0]}")
+            older = "" if gathers_spellings() else f"; {advice()}"
+            raise ConfigError(f"config.json: rope_parameters has no {missing[0]}{older}")
         plain = {key: value for key, value in config.items() if not key.startswith("rope_")}
         flags, local = (
             Rope().read(normalized({**plain, "rope_parameters": kinds[name]})) for name in names

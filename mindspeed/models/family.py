@@ -86,9 +86,10 @@ class Family:
         try:
             module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
         except ImportError as error:
+            absent = error.name in ("transformers", None)
+            fix = "pip install 'mindspeed[suite]'" if absent else transformers_versions.advice()
             raise ConfigError(
-                f"a config.json of {self.model_types[0]} is read with transformers: "
-                f"pip install 'mindspeed[suite]' ({error})"
+                f"a config.json of {self.model_types[0]} is read with transformers: {fix} ({error})"
             ) from error
         return getattr(module, name)
 

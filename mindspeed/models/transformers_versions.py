@@ -36,6 +36,13 @@ def gathers_spellings() -> bool:
     return at_least("5")
 
 
+def advice() -> str:
+    """What to do about a model that the installed transformers does not know."""
+    if gathers_spellings():
+        return "install a newer transformers"
+    return f"transformers is {version('transformers')}: install transformers 5"
+
+
 def check_spelling(config: Mapping[str, Any], where: str) -> None:
     """See that the installed transformers computes what a ``config.json`` says.
 
@@ -73,7 +80,7 @@ def rope_parameters(given: Mapping[str, Any], made: Any) -> dict[str, Any]:
     if nested := [key for key, value in rope.items() if isinstance(value, Mapping)]:
         raise ConfigError(
             f"config.json: rope_parameters has settings of their own for {', '.join(nested)}; "
-            "allowed is one set for all layers"
+            f"allowed is one set for all layers; {advice()}"
         )
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", made.rope_theta)

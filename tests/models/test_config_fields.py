@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from tests.support.lazy import Lazy, needs
+from tests.support.lazy import Lazy, needs, needs_transformers
 
 needs("megatron.core", "transformers")
 
@@ -24,6 +24,7 @@ from mindspeed.models.presets import model_flags, presets
 from tests.support.tiny import CASES, SIZES, batch
 
 transformers = Lazy("transformers")
+pytestmark = needs_transformers("5")
 
 
 CLASSES = {name: family for name, family in FAMILIES.items() if family.in_transformers}

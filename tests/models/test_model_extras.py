@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.lazy import needs
+from tests.support.lazy import needs, needs_transformers
 
 needs("megatron.core", "transformers")
 
@@ -166,6 +166,7 @@ def test_local_angles_are_those_of_the_same_positions(interleaved, first):
     ],
     ids=lambda settings: "-".join(map(str, settings)),
 )
+@needs_transformers("5")
 @pytest.mark.parametrize("length", [16, 100])
 def test_frequencies_equal_those_of_transformers(settings, length):
     from transformers import LlamaConfig

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.lazy import Lazy, needs
+from tests.support.lazy import Lazy, needs, needs_transformers
 
 needs("megatron.core", "transformers")
 
@@ -74,6 +74,7 @@ def fp8(tmp_path_factory):
     return quantized, plain
 
 
+@needs_transformers("5")
 def test_blocks_of_eight_bits_are_read_as_what_they_mean(fp8):
     ours, truth = (HFWeights(folder) for folder in fp8)
     assert ours.unused == []
@@ -82,6 +83,7 @@ def test_blocks_of_eight_bits_are_read_as_what_they_mean(fp8):
         assert torch.equal(ours.read(parameter), expected), parameter.name
 
 
+@needs_transformers("5")
 def test_a_part_of_a_tensor_equals_the_part_of_the_whole(fp8):
     files = StoredTensors(fp8[0], quantization=Quantization("fp8", (BLOCK, BLOCK)))
     name = "model.layers.0.mlp.gate_proj.weight"
@@ -93,6 +95,7 @@ def test_a_part_of_a_tensor_equals_the_part_of_the_whole(fp8):
             assert torch.equal(part[rows, columns], whole[rows, columns])
 
 
+@needs_transformers("5")
 def test_blocks_of_eight_bits_equal_transformers(fp8):
     if not transformers_versions.at_least("5"):
         pytest.skip("dequantized in transformers 5")

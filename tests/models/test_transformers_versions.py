@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ needs("transformers")
 
 from mindspeed.errors import ConfigError
 from mindspeed.models import transformers_versions as versions
+from mindspeed.models.families import FAMILIES
 
 transformers = Lazy("transformers")
 
@@ -60,3 +62,16 @@ def test_the_oldest_release_is_that_of_the_package():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     suite = tomllib.loads(text)["project"]["optional-dependencies"]["suite"]
     assert f"transformers>={versions.OLDEST}" in suite
+
+
+def test_a_release_without_a_family_is_named_with_what_to_install(monkeypatch):
+    absent = replace(FAMILIES["llama"], config_path="no_such.LlamaConfig")
+    for installed, fix in (
+        ("4.57.6", "transformers is 4.57.6: install transformers 5"),
+        ("5.1", "install a newer transformers"),
+    ):
+        monkeypatch.setattr(versions, "version", lambda name, installed=installed: installed)
+        with pytest.raises(ConfigError, match=f"of llama is read with transformers: {fix} "):
+            _ = absent.config_class
+        with pytest.raises(ConfigError, match=f"one set for all layers; {fix}"):
+            versions.rope_parameters({"rope_parameters": {"full_attention": {"a": 1}}}, OLDER)

@@ -33,6 +33,14 @@ def needs(*packages: str) -> None:
             pytest.skip(f"{package} is not installed", allow_module_level=True)
 
 
+def needs_transformers(release: str) -> pytest.MarkDecorator:
+    """A mark that skips a test whose reference is a class of a newer transformers."""
+    from mindspeed.models.transformers_versions import at_least
+
+    older = importlib.util.find_spec("transformers") is not None and not at_least(release)
+    return pytest.mark.skipif(older, reason=f"compares with classes of transformers {release}")
+
+
 class Lazy:
     """A module, or a function or class of it, imported when it is first used.
 
