@@ -6,6 +6,7 @@
 #   make test-avx2    the tests that notice the processor, as on one without AVX-512
 #   make fresh        install what the README says into an empty environment and train there
 #   make corners      a few trainings with the oldest and the newest Megatron of the table
+#   make dependencies tests with the lowest and the newest packages that pyproject.toml allows
 #   make frameworks   train inside frameworks, in environments of their own (build/frameworks)
 #   make release      build a release, try its wheel in an empty environment, upload nothing
 #   make mutants      break the code at more than 500 places and see that tests notice (weekly)
@@ -38,8 +39,8 @@ OTHER_PROCESSOR := tests/ops/test_quant_gmm.py tests/training/test_parity.py \
 	tests/moe/test_deepspeed_figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-weekly test-avx2 test-cuda fresh corners frameworks mutants \
-	lint docs release clean
+.PHONY: help install quickstart test test-fast test-weekly test-avx2 test-cuda fresh corners dependencies \
+	frameworks mutants lint docs release clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -74,6 +75,9 @@ corners: $(VENV)/.test
 	$(BIN)/python tools/megatron_versions.py --check --measure 0.12.1 0.19.0 \
 		--only tensor-pipeline optimizer-pipeline experts-alltoall mla-context resume-optimizer
 
+dependencies: $(VENV)/.test
+	$(BIN)/python tools/dependency_versions.py --measure lowest newest
+
 frameworks: $(VENV)/.test
 	$(BIN)/python tools/frameworks.py --torch-index "$(TORCH_INDEX)" --measure $(or $(ONLY),ms-swift verl mbridge mcore-bridge megatron-bridge)
 
@@ -94,6 +98,7 @@ lint: $(VENV)/.lint
 	$(BIN)/python tools/type_versions.py --check
 	$(BIN)/python tools/torch_versions.py --check
 	$(BIN)/python tools/megatron_versions.py --check
+	$(BIN)/python tools/dependency_versions.py --check
 	$(BIN)/python tools/frameworks.py --check
 	$(BIN)/python tools/hardware_table.py --check
 	$(BIN)/python tools/structure.py

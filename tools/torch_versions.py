@@ -82,7 +82,7 @@ def measure(names: Sequence[str]) -> tuple[str, dict[str, str]]:
         verdict = verdicts(f"torch {torch}", jobs, Path(scratch)) if jobs else {}
     stack["torch_npu"], can = _emulated()
     for name in NPU.keys() & set(names):
-        verdict[name] = _tests(name) if can else stack["torch_npu"]
+        verdict[name] = pytest_verdict(NPU[name][1:]) if can else stack["torch_npu"]
         print(f"torch {torch} {name}: {verdict[name]}", flush=True)
     others = [f", {_STACK[name]} {stack[name]}" for name in PINNED if stack[name] != _pin(name)]
     return "".join([torch, *others]), stack | verdict
@@ -96,10 +96,18 @@ def _emulated() -> tuple[str, bool]:
         return str(reason), False
 
 
-def _tests(name: str) -> str:
-    """What the tests on the emulated NPU say."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
-    done = subprocess.run([*pytest, *NPU[name][1:]], cwd=ROOT, capture_output=True, text=True)
+def pytest_verdict(
+    arguments: Sequence[str], python: Path = Path(sys.executable), workers: int = 0
+) -> str:
+    """What tests say: :data:`PASSES`, or which failed.
+
+    Args:
+        arguments: of pytest.
+        python: interpreter of an environment.
+        workers: processes beside pytest's own.
+    """
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers)]
+    done = subprocess.run([*pytest, *arguments], cwd=ROOT, capture_output=True, text=True)
     failed = re.findall(r"^(?:FAILED|ERROR) \S*?(\w+\.py::\S+)", done.stdout, re.M)
     if done.returncode or failed:
         return f"failed: {', '.join(failed) or done.stdout[-200:]}"

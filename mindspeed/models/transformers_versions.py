@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from mindspeed.errors import ConfigError
 
-OLDEST = "4.57"
+OLDEST = "4.57.1"
 """The oldest release that is tested; also the lower bound in pyproject.toml."""
 
 _ROPE = ("rope_parameters", "rope_scaling")

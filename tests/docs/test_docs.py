@@ -158,6 +158,7 @@ def test_every_example_is_well_formed(block: str, parse: Callable[[str], object]
 
 
 TOOLS = [
+    "dependency_versions",
     *("operator_table", "pipeline_tables", "moe_tables", "upstream_page", "type_versions"),
     "frameworks",
     "megatron_versions",

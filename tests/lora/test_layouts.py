@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.lazy import needs
+from tests.support.lazy import needs, needs_transformers
 
 needs("megatron.core", "peft")
 
@@ -137,6 +137,7 @@ HYBRID = {
 }
 
 
+@needs_transformers("5")
 @pytest.mark.parametrize("size, flags", [(1, ()), pytest.param(2, (TP2,), marks=pytest.mark.slow)])
 def test_gated_attention_and_delta_nets_have_adapters(size, flags, ranks, tmp_path):
     """Rows of ``q_proj`` hold the gates of the heads, too."""
