@@ -43,6 +43,7 @@ SMALL = 1 << 14
 """Elements of a piece whose sketch is computed in fp64."""
 SKETCH_ERROR = 4 * 2.0**-24
 """Of the sketch of a larger fp32 tensor, relative to its norm, for any number of columns."""
+_IN_C = 1 << 17  # elements that are worth building a library
 _TERMS = 254  # added in fp32; more lose what rounding of fp32 values is compared with
 _WORDS_AT_ONCE = 1 << 17
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
@@ -217,7 +218,8 @@ def _digests(
         return found, None if factors is None else x.new_zeros((), dtype=torch.int64)
     on_host = x.device.type == "cpu"
     exactly = x.dtype is torch.float64 or not x.is_floating_point() or x.numel() <= SMALL
-    in_c = on_host and not exactly and digest_rows.library() is not None
+    large = not exactly and x.numel() >= _IN_C
+    in_c = on_host and large and digest_rows.library() is not None
     folds = in_c and signs.groups is not None
     multiplied = in_c and factors is not None and factors.words and x.dtype is torch.float32
     first, each, words = int(place.columns[0]) % GROUP, [], []
