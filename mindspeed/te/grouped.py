@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mindspeed.memory.saved import Held
 from mindspeed.spmd import Arguments, Communication, Product, typed
 from mindspeed.te import device_groups, fp8
 from mindspeed.te.base import GetTracker, Init, TransformerEngineBaseModule
@@ -37,12 +36,21 @@ from mindspeed.te.weight_gradient import (
 )
 from mindspeed.tensor_parallel import regions
 
+if TYPE_CHECKING:
+    from mindspeed.memory.saved import Held
+
 
 def _experts(given: Arguments) -> list[tuple[Tensor, Tensor | None]]:
     """Weight and bias of each expert of a call of the function below."""
     hidden, count = given["hidden"], given["count"]
     parameters = (*(hidden.weights if hidden else ()), *given["parameters"])
     return list(zip_longest(parameters[:count], parameters[count:]))
+
+
+def _held(x: Tensor) -> Held:
+    from mindspeed.memory.saved import Held  # with the adaptor no algorithm is imported
+
+    return Held(x)
 
 
 @typed(Product(lambda given: Communication(), experts=_experts))
@@ -72,7 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
         # Saved-tensor hooks hand back tensors without the attributes of the parameters.
         ctx.parameters = parameters
         late = keep and not casts and wgrad.delayed is not None and wgrad.anchor is None
-        ctx.late = Held(x) if late else None
+        ctx.late = _held(x) if late else None
         ctx.save_for_backward(x if keep and not late else None, *parameters)
         if unread:
             return x.new_zeros(()).expand(len(x), weights[0].shape[0]).data

@@ -576,8 +576,7 @@ def attached_prediction_loss(group, x, loss):
 _HELD = "returns an empty tensor, whose backward is never asked for"
 NOT_MEASURED = {
     "compare.forced.Replace": "it has no rule: values of another run take the place of this one's",
-    "memory.segment._SaveInputs": _HELD,
-    "moe.save.experts._Hold": _HELD,
+    "memory.saved._Hold": _HELD,
     "planner.count.bare._Passed": "it has no rule: it stands for a layer in a plan",
 } | dict.fromkeys(
     (
