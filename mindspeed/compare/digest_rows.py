@@ -15,19 +15,19 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-GROUP = 127
-_GROUPS_AT_ONCE = 64
+GROUP, _GROUPS_AT_ONCE = 127, 64  # as in the library
 _PER_THREAD = 1 << 18  # elements
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The functions of ``digest_rows.c``; None on a machine without a C compiler."""
+    """The functions of ``digest_rows.c``; None on a machine that cannot build or load them."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         return None
@@ -37,7 +37,8 @@ def library() -> ctypes.CDLL | None:
             command = [compiler, "-O3", *tuned, "-shared", "-fPIC", str(_SOURCE), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, check=False)
             if done.returncode == 0:
-                return ctypes.CDLL(str(built))
+                with suppress(OSError):  # temporary files may not be executed here
+                    return ctypes.CDLL(str(built))
     return None
 
 

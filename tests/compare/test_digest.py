@@ -205,6 +205,13 @@ def test_operators_read_a_tensor_from_memory_once(without_compiler, exactly, rea
     assert counted.largest <= 2**19
 
 
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "true"])
+def test_a_library_that_cannot_be_built_or_loaded_is_none(monkeypatch, compiler):
+    """``true`` ends well and writes nothing to load, as where files may not be executed."""
+    monkeypatch.setenv("CC", compiler)
+    assert digest_rows.library.__wrapped__() is None
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("function", [digest, digest_and_exact])
 def test_no_operator_reads_a_tensor_that_c_reads(function):
