@@ -32,6 +32,8 @@ from mindspeed.spmd import V
 
 BLOCKS = "TORCH_SYMMMEM_NBLOCKS"
 """Torch reads the number of blocks of threads of the operator here, once."""
+_PER_RANK = (1, 2, 4, 8, 16)
+"""Numbers of blocks of a rank that the operator's kernel serves."""
 _PITCH = 16
 _ARGUMENTS = ("input", "out", "in_splits", "out_splits_offsets", "group_name")
 _MOST_RANKS, _MOST_BLOCKS = 512, 64
@@ -55,7 +57,8 @@ def problems(ranks: int) -> Iterator[tuple[str, str]]:
     if ranks > _MOST_RANKS:
         yield (f"the operator serves {_MOST_RANKS} ranks, not {ranks}", "use all-to-all")
     given = os.environ.get(BLOCKS)
-    if given is not None and int(given) // ranks not in (0, *_per_rank()):
+    served = (0, *_PER_RANK)
+    if given is not None and not (given.isdigit() and int(given) // ranks in served):
         yield (
             f"{BLOCKS}={given} is not 1, 2, 4, 8 or 16 times {ranks} ranks, so the kernel of "
             "torch would end with an assertion",
@@ -71,11 +74,7 @@ def _arguments() -> tuple[str, ...]:
 
 def blocks(ranks: int) -> int:
     """Blocks of threads: a power of two for each rank, which divides the bytes of every row."""
-    return ranks * max(one for one in _per_rank() if one == 1 or one * ranks <= _MOST_BLOCKS)
-
-
-def _per_rank() -> tuple[int, ...]:
-    return (1, 2, 4, 8, 16)
+    return ranks * max(one for one in _PER_RANK if one == 1 or one * ranks <= _MOST_BLOCKS)
 
 
 @dataclass(eq=False)
