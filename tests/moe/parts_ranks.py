@@ -102,45 +102,47 @@ class MicroBatch:
 
 def run_pair(layer: Any, tokens: int | Sequence[int] = TOKENS, seed: int = 5) -> Result:
     """The second micro-batch's forward beside the first one's backward, part by part."""
-    import torch.distributed as dist
-
-    own = tokens if isinstance(tokens, int) else tokens[dist.get_rank()]
-    generator = torch.Generator().manual_seed(seed + dist.get_rank())
-    for parameter in layer.parameters():
-        parameter.grad = None
-    batches, weights = [], []
-    for _ in range(2):
-        width, dtype = layer.config.hidden_size, layer.config.params_dtype
-        x = torch.randn(own, 1, width, generator=generator).to(dtype).requires_grad_()
-        weights.append(torch.randn(own, 1, width, generator=generator).to(dtype))
-        batches.append(MicroBatch(layer, x))
+    drawn = drawn_for(layer, tokens, seed)
+    batches, weights = [MicroBatch(layer, x) for x, _ in drawn], [weight for _, weight in drawn]
     for step in batches[0].forwards():
         step()
     ahead, behind = batches[1].forwards(), batches[0].backwards(weights[0])
     order = [behind[0], ahead[0], behind[1], ahead[1], behind[2], *ahead[2:], behind[3]]
     for step in (*order, *batches[1].backwards(weights[1])):
         step()
-    gradients = {f"input {i}": batch.x.grad for i, batch in enumerate(batches)}
-    gradients |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return Result(torch.cat([batch.output.detach() for batch in batches]), gradients)
+    return result_of(layer, [x for x, _ in drawn], [batch.output for batch in batches])
 
 
 def run_whole(layer: Any, tokens: int | Sequence[int] = TOKENS, seed: int = 5) -> Result:
     """The same by Megatron's own forward, one micro-batch after the other."""
+    drawn, outputs = drawn_for(layer, tokens, seed), []
+    for x, weight in drawn:
+        outputs.append(layer(x)[0])
+        outputs[-1].backward(weight)
+        delayed(layer, routed_experts=True, shared_experts=True)
+    return result_of(layer, [x for x, _ in drawn], outputs)
+
+
+def drawn_for(
+    layer: Any, tokens: int | Sequence[int], seed: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Input and gradient of the output of two micro-batches; the layer's gradients are none."""
     import torch.distributed as dist
 
     own = tokens if isinstance(tokens, int) else tokens[dist.get_rank()]
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     for parameter in layer.parameters():
         parameter.grad = None
-    inputs, outputs = [], []
-    for _ in range(2):
-        width, dtype = layer.config.hidden_size, layer.config.params_dtype
-        inputs.append(torch.randn(own, 1, width, generator=generator).to(dtype).requires_grad_())
-        weight = torch.randn(own, 1, width, generator=generator).to(dtype)
-        outputs.append(layer(inputs[-1])[0])
-        outputs[-1].backward(weight)
-        delayed(layer, routed_experts=True, shared_experts=True)
+    width, dtype = layer.config.hidden_size, layer.config.params_dtype
+
+    def draw() -> torch.Tensor:
+        return torch.randn(own, 1, width, generator=generator).to(dtype)
+
+    return [(draw().requires_grad_(), draw()) for _ in range(2)]
+
+
+def result_of(layer: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Result:
+    """Outputs, and gradients of inputs and parameters."""
     gradients = {f"input {i}": x.grad for i, x in enumerate(inputs)}
     gradients |= {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return Result(torch.cat(outputs).detach(), gradients)

@@ -54,14 +54,19 @@ MORE = [
 FOUR = [case("four", OVERLAP, {"expert": 4}), case("tensor", {}, {"expert": 4, "tensor": 2})]
 
 
-@pytest.mark.parametrize(
-    ("cases", "size"),
-    [
-        pytest.param(QUICK, 2, id="quick"),
-        pytest.param(MORE, 2, id="more", marks=pytest.mark.slow),
-        pytest.param(FOUR, 4, id="four", marks=pytest.mark.slow),
-    ],
-)
+def on_two_and_four(quick, more):
+    """Cases on two ranks, quick and slow ones, and those of four ranks."""
+    return pytest.mark.parametrize(
+        ("cases", "size"),
+        [
+            pytest.param(quick, 2, id="quick"),
+            pytest.param(more, 2, id="more", marks=pytest.mark.slow),
+            pytest.param(FOUR, 4, id="four", marks=pytest.mark.slow),
+        ],
+    )
+
+
+@on_two_and_four(QUICK, MORE)
 def test_nothing_is_read_and_nothing_differs(ranks, cases, size):
     """Outputs and all gradients are those with sizes on the host, to the bit."""
     for results in ranks(size, jobs.compare, cases, 100.0, setup=ADAPTOR):
@@ -79,14 +84,7 @@ SYMMETRIC = [
 MORE_SYMMETRIC = [one for one in MORE if one.name != "one rank"]
 
 
-@pytest.mark.parametrize(
-    ("cases", "size"),
-    [
-        pytest.param(SYMMETRIC, 2, id="quick"),
-        pytest.param(MORE_SYMMETRIC, 2, id="more", marks=pytest.mark.slow),
-        pytest.param(FOUR, 4, id="four", marks=pytest.mark.slow),
-    ],
-)
+@on_two_and_four(SYMMETRIC, MORE_SYMMETRIC)
 def test_rows_travel_by_symmetric_memory(ranks, cases, size):
     """The same program, with an emulation of the operator that torch has for NVIDIA GPUs only."""
     for results, rows in ranks(size, jobs.compare_by_symmetric_memory, cases, 100.0, setup=ADAPTOR):
