@@ -112,8 +112,8 @@ def sampling_options(args: argparse.Namespace, **more: object) -> SamplingOption
     Raises:
         ConfigError: A value is invalid.
     """
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    values = {name: value for name, value in given.items() if name in _SAMPLING}
+    given = vars(args)
+    values = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
     values["stop"] = tuple(values.get("stop") or ())
     return SamplingOptions(**{**values, **more})
 

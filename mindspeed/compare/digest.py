@@ -112,7 +112,12 @@ class Place:
         rows = torch.cat([_signs(self.rows, 1), torch.ones(len(self.rows), 2)], 1)
         members = torch.nn.functional.one_hot(blocks, BLOCKS).t().contiguous()
         return _Signs(
-            columns.to(device), rows.to(device, wide), members.to(device, wide), wide, self._groups
+            columns.to(device),
+            rows.to(device, wide),
+            members.to(device, wide),
+            wide,
+            int(self.columns[0]) % GROUP if len(self.columns) else 0,
+            self._groups,
         )
 
     @property
@@ -155,6 +160,7 @@ class _Signs:
     rows: torch.Tensor  # [rows, K + 2]; the last columns are ones, for sums and squares
     blocks: torch.Tensor  # [BLOCKS, rows]: 1 where a row is in a block
     wide: torch.dtype
+    first: int  # place of the first column in its group
     groups: torch.Tensor | None  # [groups] fp32, on the host: of consecutive columns
 
 
@@ -220,18 +226,19 @@ def _digests(
     exactly = x.dtype is torch.float64 or not x.is_floating_point() or x.numel() <= SMALL
     large = not exactly and x.numel() >= _IN_C
     in_c = on_host and large and digest_rows.library() is not None
-    folds = in_c and signs.groups is not None
-    multiplied = in_c and factors is not None and factors.words and x.dtype is torch.float32
-    first, each, words = int(place.columns[0]) % GROUP, [], []
-    read_once = not on_host or (folds and x.dtype is torch.float32)
-    for part in (x,) if read_once else x.split(max(1, _AT_ONCE // x.shape[1])):
-        own = part.to(signs.wide if exactly else torch.float32)
-        each.append(_folded(own, first, signs) if folds else _of_rows(own, signs))
-        if factors is not None:
-            words.append((_words_of_rows if multiplied else _bits_of_rows)(part, factors))
+    single = in_c and x.dtype is torch.float32
+    sums_of_rows = _folded if in_c and signs.groups is not None else _of_rows
+    whole = not on_host or (single and sums_of_rows is _folded)
+    each, words = [], []
+    for part in (x,) if whole else x.split(max(1, _AT_ONCE // x.shape[1])):
+        each.append(sums_of_rows(part.to(signs.wide if exactly else torch.float32), signs))
+        if factors is not None and single and factors.words:
+            words.append(digest_rows.exact(part, factors.columns))
+        elif factors is not None:
+            words.append(_bits_of_rows(part, factors))
     products, sums, norms, largest = zip(*each, strict=True)
-    columns = (torch.cat(one).to(signs.wide) for one in (sums, norms))
-    of_rows = torch.cat([torch.cat(products).to(signs.wide), torch.stack(tuple(columns), 1)], 1)
+    others = torch.stack([torch.cat(sums), torch.cat(norms)], 1)
+    of_rows = torch.cat([torch.cat(products), others], 1).to(signs.wide)
     of_rows[:, -1].square_()
     found[:, : SQUARES + 1] = signs.blocks @ of_rows.mul_(signs.rows)
     found[0, LARGEST] = torch.stack(largest).amax()
@@ -253,10 +260,10 @@ def _of_rows(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
     return products, sums, norms, torch.maximum(x.amax(), -x.amin())
 
 
-def _folded(x: torch.Tensor, first: int, signs: _Signs) -> tuple[torch.Tensor, ...]:
+def _folded(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
     """Compute what :func:`_of_rows` does, in one pass."""
     assert signs.groups is not None
-    folded, sums, squares, largest = digest_rows.fold(x, first, signs.groups)
+    folded, sums, squares, largest = digest_rows.fold(x, signs.first, signs.groups)
     products = (folded.flatten(0, 1) @ _fold_signs()).view(*sums.shape, SKETCHES)
     products = products.sum(1, dtype=signs.wide)
     return products, sums.sum(1), squares.sum(1).sqrt(), largest.amax()
@@ -265,10 +272,6 @@ def _folded(x: torch.Tensor, first: int, signs: _Signs) -> tuple[torch.Tensor, .
 @functools.cache
 def _fold_signs() -> torch.Tensor:
     return _signs(torch.arange(GROUP), 2)
-
-
-def _words_of_rows(x: torch.Tensor, factors: _Factors) -> torch.Tensor:
-    return digest_rows.exact(x, factors.columns)
 
 
 def _bits_of_rows(x: torch.Tensor, factors: _Factors) -> torch.Tensor:
