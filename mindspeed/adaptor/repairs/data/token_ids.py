@@ -39,16 +39,20 @@ def check_first(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def check_each(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_query_document_sample_shuffle_indices``: tokens and documents of a sample."""
+    """Wrap ``_query_document_sample_shuffle_indices``.
 
-    def query(self: Any, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        text, documents = original(self, idx)
+    It returns tokens and documents of a sample, newer releases also the documents' lengths.
+    """
+
+    def query(self: Any, idx: int) -> tuple[Any, ...]:
+        sample: tuple[Any, ...] = original(self, idx)
+        text, documents = sample[:2]
         entries = getattr(self.config, "vocab_size", None)
         if entries is not None and not _within(text, entries):
             padding = text == self._pad_token_id  # becomes token 0
             if not _within(text[~padding], entries):
                 raise DataError(_problem(self, documents, entries))
-        return text, documents
+        return sample
 
     return query
 
