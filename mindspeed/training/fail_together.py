@@ -30,12 +30,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from mindspeed.errors import DEBUG, MindSpeedError, NoAnswer, describe
 from mindspeed.files import atomic_write_text
+from mindspeed.job_store import connect, of_this_attempt
 from mindspeed.processes import die_with_parent
 
 _KEY = "mindspeed/first_failure"
@@ -98,7 +98,7 @@ class _Watch:
         """Report a failure of this rank; returns the rank that failed first."""
         self._over.set()
         try:
-            return int(_connect(seconds=2).compare_set(_KEY, "", str(self._rank)).decode())
+            return int(connect(seconds=2).compare_set(_KEY, "", str(self._rank)).decode())
         except (dist.DistError, RuntimeError):
             return self._rank
 
@@ -109,7 +109,7 @@ class _Watch:
 
     def _run(self) -> None:
         try:
-            store = _connect(seconds=600)  # rank 0 may open the store only when it joins
+            store = connect(seconds=600)  # rank 0 may open the store only when it joins
             polls = 0
             while not self._over.wait(_POLL_SECONDS):
                 if self._launcher is not None and is_gone(self._launcher):
@@ -132,7 +132,7 @@ def report_failure(store: dist.Store, rank: int) -> None:
         store: The job's store, in the process of the launcher.
         rank: The one that failed first.
     """
-    _of_this_attempt(store).compare_set(_KEY, "", str(rank))
+    of_this_attempt(store).compare_set(_KEY, "", str(rank))
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _look(rank: int, error: BaseException) -> _Others:
     """Look at the others for some seconds, in which waits of more ranks time out."""
     ranks = range(int(os.environ["WORLD_SIZE"]))
     try:
-        store = _connect(seconds=5)
+        store = connect(seconds=5)
         if isinstance(error, NoAnswer):
             store.set(_WAIT.format(rank), json.dumps([str(error), error.rank, error.awaited]))
         before = [store.add(_HEARTBEAT.format(other), 0) for other in ranks]
@@ -166,21 +166,6 @@ def _look(rank: int, error: BaseException) -> _Others:
     except (dist.DistError, RuntimeError):
         return _NOT_LOOKED
     return _Others([r for r in ranks if after[r] == before[r] and r != rank], waits)
-
-
-def _connect(seconds: float) -> dist.Store:
-    """A separate connection: the process group's may be busy in a blocking call."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=seconds),
-    )
-    return _of_this_attempt(store)
-
-
-def _of_this_attempt(store: dist.Store) -> dist.Store:
-    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -9,7 +9,6 @@ building block (:mod:`front`). An order of another kind may be faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from mindspeed.errors import ConfigError
@@ -19,6 +18,7 @@ from mindspeed.pipeline.schedule.costs import Costs
 from mindspeed.pipeline.schedule.front import Candidate, filled, least, priced, v_orders, within
 from mindspeed.pipeline.schedule.placement import Placement
 from mindspeed.pipeline.schedule.plan import Plan
+from mindspeed.pipeline.schedule.shared_search import shared
 from mindspeed.pipeline.schedule.weave import WeavingJob
 
 WARMUPS = (1.0, 1.25, 1.5, 1.75, 2.0)
@@ -52,14 +52,18 @@ def fastest(
 
 @lru_cache(maxsize=8)  # checks of flags and the first step ask for the same
 def _searched(placement: Placement, job: WeavingJob, memory_limit: float | None) -> Plan:
-    search = _Search(placement, job, memory_limit)
-    if placement.loops:
-        search.loops()
-    else:
-        search.vees()
-    if not search.found:
-        raise ConfigError(search.nothing(placement.loops))
-    return replace(min(search.found, key=Candidate.rank).plan, name="auto")
+    def search() -> orders.Rows:
+        found = _Search(placement, job, memory_limit)
+        if placement.loops:
+            found.loops()
+        else:
+            found.vees()
+        if not found.found:
+            raise ConfigError(found.nothing(placement.loops))
+        return min(found.found, key=Candidate.rank).plan.rows
+
+    rows = shared((placement, job, memory_limit), search)
+    return Plan(placement, rows, job.num_microbatches, job.sizes, "auto")
 
 
 @lru_cache(maxsize=8)
