@@ -406,10 +406,10 @@ def _counted_line(row: dict[str, Any]) -> str:
 
 
 def _is_of_one_layer(name: str) -> bool:
-    """Others need attention, a second micro-batch, the load of earlier steps or another gate."""
+    """Others need attention, a second micro-batch, the last step's load, a gate or a GPU."""
     entry = ENTRIES[name]
     elsewhere = {"hot_experts", "hot_messages"} & set(entry.request) or name == "padded"
-    return entry.order is None and not entry.pair and not elsewhere
+    return not (entry.order or entry.pair or entry.carrier or elsewhere)
 
 
 def _step(name: str, sizes: Sizes) -> Callable[[], None]:

@@ -47,11 +47,11 @@ def exposed_table() -> str:
     return "\n".join(lines)
 
 
-def priced_table() -> str:
-    """What the first command of the page prints."""
+def priced_table(number: int = 0) -> str:
+    """What a command of the page prints; the first one by default."""
     lines = ["| program | flags | sent | exposed collectives | waiting | layer | kept |"]
     lines.append("|---" * 7 + "|")
-    for one in compare(*job_of_page()):
+    for one in compare(*job_of_page(number)):
         assert one.simulation is not None, one.reason
         between = sum(m.between for found in one.simulation.messages.values() for m in found)
         total = one.simulation.wire()
@@ -68,13 +68,14 @@ def priced_table() -> str:
     return "\n".join(lines)
 
 
-def job_of_page() -> tuple[Job, list[str]]:
-    """The job and the programs of the first ``mindspeed moe plan`` of the page."""
-    found = re.search(r"^mindspeed moe (plan (?:.*\\\n)*.*)$", REFERENCE.read_text("utf-8"), re.M)
-    assert found is not None
+def job_of_page(number: int) -> tuple[Job, list[str]]:
+    """The job and the programs of one ``mindspeed moe plan`` of the page."""
+    commands = re.findall(
+        r"^mindspeed moe (plan (?:.*\\\n)*.*)$", REFERENCE.read_text("utf-8"), re.M
+    )
     parser = argparse.ArgumentParser()
     moe.add_arguments(parser)
-    args = parser.parse_args(shlex.split(found[1].replace("\\\n", " ")))
+    args = parser.parse_args(shlex.split(commands[number].replace("\\\n", " ")))
     return moe.job_of(args), args.programs.split(",")
 
 
@@ -147,7 +148,11 @@ def main(arguments: list[str] | None = None) -> int:
     check = parser.parse_args(arguments).check
     tables = {
         OVERVIEW: {"exposed": exposed_table(), "counted": counted_table()},
-        REFERENCE: {"priced": priced_table(), "measured": measured_table()},
+        REFERENCE: {
+            "priced": priced_table(),
+            "bounded": priced_table(1),
+            "measured": measured_table(),
+        },
         RECORDED: {"placements": placement_table()},
     }
     return update(tables, "moe_tables", check=check)

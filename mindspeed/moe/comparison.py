@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Literal, Protocol
 
+from mindspeed.moe import bounded_costs, parted_costs
 from mindspeed.moe import costs as formulas
-from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE, TENSOR_OVERLAP
 from mindspeed.moe.costs import Message, StageCosts
 from mindspeed.moe.deepspeed.gate import Capacity
@@ -55,6 +55,7 @@ class Entry:
         chunks: of the sequence, attention included, in which ``order`` runs.
         pair: two micro-batches run at once; "delayed": their weight gradients are apart.
         exact: the numbers of a training stay those of Megatron's own layer.
+        carrier: what moves rows of a bound on NVIDIA GPUs, and on no other device; "": blocks do.
     """
 
     dispatcher: str
@@ -67,6 +68,7 @@ class Entry:
     chunks: int = 1
     pair: Literal["", "plain", "delayed"] = ""
     exact: bool = True
+    carrier: Literal["", "symmetric-memory", "hybridep"] = ""
 
 
 SHARED_OVERLAP = Program.parse(
@@ -109,6 +111,18 @@ ENTRIES: dict[str, Entry] = {
         "alltoall",
         f"--moe-device-bound 1.25 {_TO}",
         {**_OVERLAP, "exchange": "device", "bound": DeviceBound(1.25)},
+    ),
+    "device-symmetric": Entry(
+        "alltoall",
+        f"--moe-device-bound 1.25 --moe-device-bound-exchange symmetric-memory {_TO}",
+        {**_OVERLAP, "exchange": "device", "bound": DeviceBound(1.25)},
+        carrier="symmetric-memory",
+    ),
+    "device-hybridep": Entry(
+        "alltoall",
+        "--moe-device-bound 1.25 --moe-device-bound-exchange hybridep",
+        {"exchange": "hybridep", "bound": DeviceBound(1.25)},
+        carrier="hybridep",
     ),
     "dedup": Entry(
         "alltoall", f"--moe-alltoall-exchange dedup {_TO}", {**_OVERLAP, "exchange": "dedup"}
@@ -175,6 +189,9 @@ def _costs(
         return parted_costs.two_level(sizes, load, anchored=anchored), {}
     price = formulas.all_to_all if entry.dispatcher == "alltoall" else formulas.all_gather
     costs = price(sizes, load, anchored=anchored, packed=entry.packed)
+    if request.bound is not None:
+        bound = request.bound.rows(sizes.tokens, sizes.topk, sizes.ep, sizes.local)
+        return bounded_costs.bounded(costs, sizes, load, bound, entry.carrier), {}
     return formulas.in_eight_bits(costs, sizes, request.fp8) if request.fp8 else costs, {}
 
 
@@ -255,10 +272,11 @@ def rates_of(
     """Rates over two links, of a node and between nodes, which carry their parts at once."""
 
     def seconds(message: Message) -> float:
+        copied = message.copied / bytes_per_second if bytes_per_second else 0.0
         within = inside.seconds((message.wire - message.between) * message.busiest)
         if not message.between:
-            return within
-        return max(within, between.seconds(message.between * message.busiest))
+            return copied + within
+        return copied + max(within, between.seconds(message.between * message.busiest))
 
     return Rates(flops_per_second, seconds, bytes_per_second)
 
@@ -283,7 +301,7 @@ def _price(job: Job, name: str) -> Priced:
     rows = load.rows
     if request.bound is not None:
         blocks = request.bound.rows(sizes.tokens, sizes.topk, sizes.ep, sizes.local)
-        load, rows = load.in_blocks(blocks), float(blocks * sizes.ep)
+        rows = float(blocks * sizes.ep)
     kept = formulas.saved_bytes(sizes, rows, entry.policy)
     kept += request.hot_experts * parted_costs.expert_bytes(sizes)
     return Priced(name, entry.flags, _simulation(job, entry, request, sizes, load), kept=kept)
@@ -343,7 +361,7 @@ def _reason(job: Job, entry: Entry) -> str:
         return f"{slices} slices of {sizes.tokens} tokens"
     if entry.request.get("pipe_slices") and sizes.ranks == 1:
         return "with one expert rank there is nothing to overlap"
-    if entry.request.get("overlap") and sizes.ranks == 1:
+    if (entry.request.get("overlap") or entry.request.get("bound")) and sizes.ranks == 1:
         return "with one expert rank there is nothing to overlap"
     return ""
 

@@ -45,6 +45,7 @@ class Message:
         between: those of them that leave the node.
         busiest: bytes that the busiest rank sends or gets, for which all wait, in multiples of
             ``wire``.
+        copied: bytes that this rank reads and writes before and after, on the message's stream.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Message:
     wire: float
     between: float = 0.0
     busiest: float = 1.0
+    copied: float = 0.0
 
 
 def exchange(

@@ -47,10 +47,11 @@ def _program(text: str, dispatcher: str) -> Flags:
 EXPERT_PROGRAMS: dict[str, Flags] = {
     name: _program(entry.flags, entry.dispatcher)
     for name, entry in ENTRIES.items()
-    if not entry.extended
+    if not entry.extended and not entry.carrier
 }
 """Flags by expert program of :mod:`mindspeed.moe.comparison`; an extended one is sizes of a layout:
-``etp`` 1, and an ``ep`` that ``tp`` divides."""
+``etp`` 1, and an ``ep`` that ``tp`` divides. A search
+counts on any device, where a carrier of some devices is refused."""
 
 
 def memory_flags(names: Collection[str]) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def programs_of(sizes: Sizes, tp: int) -> list[str]:
     job = Job(sizes, rates_of(1.0, _Nothing(), _Nothing()), tp)
     names = [name for name, entry in ENTRIES.items() if entry.order is None and not entry.pair]
     names = [name for name in names if not ENTRIES[name].extended and ENTRIES[name].exact]
+    names = [name for name in names if not ENTRIES[name].carrier]
     return [
         one.name for one in compare(job, names) if one.simulation and one.name != "hierarchical"
     ]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed.instruments.clock import Link
-from mindspeed.moe.comparison import Job, compare
+from mindspeed.moe.comparison import Job, compare, rates_of
 from mindspeed.moe.parted_costs import Attention
 from mindspeed.moe.simulate import Rates
 from mindspeed.moe.sizes import Sizes
@@ -153,6 +153,43 @@ def test_weights_of_hot_experts_beside_the_permutation_and_shared_experts(times)
     assert shown(line) == ((1, 6), (0, 5))
 
 
+BOUND = 1.25 * N * K / 2  # rows that a rank sends another at most
+
+
+@pytest.mark.parametrize("carrier", ["blocks", "symmetric", "hybridep"])
+def test_rows_of_a_bound(times, carrier):
+    """Blocks are sent whole; symmetric memory sends the rows, HybridEP a token once to a rank."""
+    name = "device" if carrier == "blocks" else f"device-{carrier}"
+    line, t = timeline(times, name), times
+    if carrier == "hybridep":
+        once = N * (1 - 6 / 28)  # tokens with one of two experts of eight on the other rank
+        there, back = t.send(once * (H * 4 + 4 * E / 2)), t.send(once * H * 4)
+        assert line.exposed("forward") == pytest.approx(there + back)
+        assert line.exposed("backward") == pytest.approx(there + back)
+        assert shown(line) == ((2, 2), (2, 2))
+        return
+    rows = BOUND if carrier == "blocks" else t.rows
+    there, back = t.send(rows * (H * 4 + 16)), t.send(rows * H * 4)
+    counted = t.send(8 * E / 2) + t.attention + t.route  # to the rank of the experts only
+    forward = max(counted + there, counted + t.shared1) + t.experts + max(back, t.shared2)
+    assert line.ends["forward"] == pytest.approx(forward)
+    assert line.exposed("backward") == pytest.approx(
+        over(back, 2 * t.shared2) + over(there, 2 * t.shared1 + t.experts)
+    )
+    assert shown(line) == ((0, 3), (0, 2))  # the permutation is beside the counts
+
+
+def test_symmetric_memory_copies_what_it_sends_and_what_arrives():
+    """In and out of buffers: read and written, at the rate of the memory, before a link helps."""
+    rate, sizes = 1e9, Sizes(**(vars(SIZES) | {"shared": 0}))
+    link = SimpleNamespace(seconds=lambda nbytes: 0.0)
+    job = Job(sizes, rates_of(1e30, link, link, rate))
+    blocks, symmetric = (one.simulation for one in compare(job, ["device", "device-symmetric"]))
+    assert blocks.exposed() == 0
+    rows = 2 * BOUND + N * K  # a buffer as long as the bound, and one as long as what is sent
+    assert symmetric.exposed() == pytest.approx(2 * 2 * rows * (2 * H * 4 + 16) / rate)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
@@ -162,6 +199,7 @@ def test_weights_of_hot_experts_beside_the_permutation_and_shared_experts(times)
         ("ampipe", {"ep": 1}, "no all-to-all to hide"),
         ("ampipe", {"tokens": 63}, "2 chunks do not divide"),
         ("ampipe-slices", {}, "--etp 1"),
+        ("device-hybridep", {"ep": 1}, "nothing to overlap"),
         ("balanced", {"etp": 2}, "not sliced"),
         ("balanced", {"ep": 1}, "no other ranks"),
         ("balanced", {"ep": 4}, "3 hot experts are more than the 2"),

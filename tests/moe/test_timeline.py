@@ -14,8 +14,11 @@ from mindspeed.instruments.clock import Link
 from mindspeed.moe import costs as formulas
 from mindspeed.moe import parted_costs
 from mindspeed.moe.ampipe import AMPIPE
+from mindspeed.moe.bounded_costs import bounded
 from mindspeed.moe.comparison import SHARED_OVERLAP
+from mindspeed.moe.costs import packed_row
 from mindspeed.moe.deepspeed.gate import Capacity
+from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch.choice import choice_of
 from mindspeed.moe.hot_experts import choose
 from mindspeed.moe.parted_costs import Attention
@@ -104,6 +107,41 @@ def test_experts_in_groups(ranks, layout):
     """Only the first gather and the last sum are exposed."""
     world = layout["expert"] * layout["tensor"]
     compare(ranks, world, "alltoall", layout, 0, variants=GROUPED)
+
+
+BOUNDED = [{"exchange": "device", "bound": DeviceBound(100.0), "overlap": o} for o in (False, True)]
+
+
+@pytest.mark.parametrize("carrier", ["", "symmetric-memory"])
+def test_sizes_on_the_device(ranks, carrier):
+    """Events and bytes; products of the emulated kernels take whole buffers."""
+    sizes = Sizes(layer_ranks.TOKENS, layer_ranks.HIDDEN, layer_ranks.EXPERTS, 2, layer_ranks.FFN,
+                  ep=2, itemsize=4)  # fmt: skip
+    found = ranks(2, timeline_ranks.watch_bounded, BOUNDED, bool(carrier), setup=ADAPTOR)
+    rows = [one[1] for one in found]
+    for results, _ in found:
+        for changes, watched in zip(BOUNDED, results, strict=True):
+            request = LayerRequest(**changes)
+            load = load_of(sizes, watched.choices, watched.rank)
+            costs = formulas.all_to_all(sizes, load, anchored=request.overlap)
+            bound = request.bound.rows(sizes.tokens, sizes.topk, sizes.ep, sizes.local)
+            costs = bounded(costs, sizes, load, bound, carrier)
+            line = simulate(choice_of("alltoall", request).program(request), costs, RATES)
+            for phase in PHASES:
+                events = line.log.of(phase), watched.log.of(phase)
+                assert [*map(str, events[0])] == [*map(str, events[1])]
+                starts = [one.communications(phase) for one in (line.log, watched.log)]
+                assert [e.bytes for e in starts[0]] == [e.bytes for e in starts[1]]
+                sent = [
+                    one.communication.wire
+                    for one in of_phase(watched.intervals, "communication", phase)
+                ]
+                if not carrier:
+                    assert [message.wire for message in line.messages[phase]] == sent
+            if carrier:  # its kernel counts the rows for itself, those that stay, too
+                row, own = packed_row(sizes), load.sent[load.rank]
+                wire = [load.wire for load in line.messages[formulas.FORWARD]][1]
+                assert (rows[watched.rank][0] - own) * row == wire
 
 
 @pytest.mark.weekly_cases("layout1-*", "layout2-allgather", "layout3-alltoall", "layout3-alltoall")
