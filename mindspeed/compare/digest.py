@@ -227,51 +227,44 @@ def _digests(
     large = not exactly and x.numel() >= _IN_C
     in_c = on_host and large and digest_rows.library() is not None
     single = in_c and x.dtype is torch.float32
-    sums_of_rows = _folded if in_c and signs.groups is not None else _of_rows
-    whole = not on_host or (single and sums_of_rows is _folded)
+    groups = signs.groups if in_c else None
+    whole = not on_host or (single and groups is not None)
     each, words = [], []
     for part in (x,) if whole else x.split(max(1, _AT_ONCE // x.shape[1])):
-        each.append(sums_of_rows(part.to(signs.wide if exactly else torch.float32), signs))
+        of_part = part.to(signs.wide if exactly else torch.float32)
+        if groups is None:
+            each.append(_of_rows(of_part, signs))
+        else:
+            each.append(digest_rows.sums(of_part, signs.first, groups, _place_signs()))
         if factors is not None and single and factors.words:
             words.append(digest_rows.exact(part, factors.columns))
         elif factors is not None:
             words.append(_bits_of_rows(part, factors))
-    products, sums, norms, largest = zip(*each, strict=True)
-    others = torch.stack([torch.cat(sums), torch.cat(norms)], 1)
-    of_rows = torch.cat([torch.cat(products), others], 1).to(signs.wide)
-    of_rows[:, -1].square_()
-    found[:, : SQUARES + 1] = signs.blocks @ of_rows.mul_(signs.rows)
-    found[0, LARGEST] = torch.stack(largest).amax()
+    sums, largest = each[0] if whole else map(torch.cat, zip(*each, strict=True))
+    found[:, : SQUARES + 1] = signs.blocks @ sums.mul_(signs.rows)
+    found[0, LARGEST] = largest.amax()
     if not on_host or not torch.isfinite(found[0, LARGEST]):
         bad = (~torch.isfinite(x)).sum(1).to(signs.wide)
         found[:, NOT_FINITE] = signs.blocks @ bad
     return found, None if factors is None else (torch.cat(words) * factors.rows).sum()
 
 
-def _of_rows(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
-    """Products of each row with the signs of its columns, its sum and norm; the largest of all."""
-    sums = x.sum(1)  # the first to read the values: it does so in the order of memory
+def _of_rows(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of each row, of products with signs, of values and of squares; largest magnitudes."""
+    total = x.sum(1)  # the first to read the values: it does so in the order of memory
     if x.dtype is torch.float64:
         products = x @ signs.columns.to(x.dtype)
     else:
         parts = zip(x.split(_TERMS, 1), signs.columns.split(_TERMS), strict=True)
         products = sum((part @ own).to(signs.wide) for part, own in parts)
-    norms = torch.linalg.vector_norm(x, dim=1)
-    return products, sums, norms, torch.maximum(x.amax(), -x.amin())
-
-
-def _folded(x: torch.Tensor, signs: _Signs) -> tuple[torch.Tensor, ...]:
-    """Compute what :func:`_of_rows` does, in one pass."""
-    assert signs.groups is not None
-    folded, sums, squares, largest = digest_rows.fold(x, signs.first, signs.groups)
-    products = (folded.flatten(0, 1) @ _fold_signs()).view(*sums.shape, SKETCHES)
-    products = products.sum(1, dtype=signs.wide)
-    return products, sums.sum(1), squares.sum(1).sqrt(), largest.amax()
+    squares = torch.linalg.vector_norm(x, dim=1).to(signs.wide).square()
+    sums = torch.cat([products.to(signs.wide), torch.stack([total, squares], 1)], 1)
+    return sums, torch.maximum(x.amax(), -x.amin())[None]
 
 
 @functools.cache
-def _fold_signs() -> torch.Tensor:
-    return _signs(torch.arange(GROUP), 2)
+def _place_signs() -> torch.Tensor:
+    return _signs(torch.arange(GROUP + 1), 2)
 
 
 def _bits_of_rows(x: torch.Tensor, factors: _Factors) -> torch.Tensor:

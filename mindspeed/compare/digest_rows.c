@@ -1,78 +1,114 @@
 /* All sums of rows of fp32 values in one pass over the memory; see digest.py, which defines them.
 
-Inner loops have no order of additions to keep, so that any compiler makes vectors of them. */
+Vectors are an extension of GCC and Clang, for any processor: they keep sums in registers. */
 
 #include <stdint.h>
 #include <string.h>
 
-enum { GROUP = 127, GROUPS_AT_ONCE = 64, LANES = 16, PLACES = 128 };
+#ifdef __AVX__
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+enum { GROUP = 127, PLACES = 128, VECTORS = PLACES / LANES };
+enum { GROUPS_AT_ONCE = 16, AT_ONCE = GROUPS_AT_ONCE * GROUP };
+enum { SKETCHES = 16, PARTS = SKETCHES / LANES, SUM = SKETCHES, SQUARES, SUMS };
 
-typedef struct { /* of each place in a group, over its columns */
-    float sum[PLACES], squares[PLACES];
-    int32_t largest[PLACES]; /* bits of magnitudes, in the order of magnitudes; NaN is above */
-} Row;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
 
-static void add_group(Row *to, float *restrict folded, int64_t place, const float *restrict x,
-                      int64_t count, float sign)
+static inline Bits larger(Bits a, Bits b)
 {
-    float *restrict sum = to->sum + place, *restrict squares = to->squares + place;
-    int32_t *restrict largest = to->largest + place;
-    folded += place;
-    for (int64_t j = 0; j < count; j++) {
-        int32_t magnitude;
-        memcpy(&magnitude, x + j, sizeof magnitude);
-        magnitude &= 0x7fffffff;
-        folded[j] += sign * x[j];
-        sum[j] += x[j];
-        squares[j] += x[j] * x[j];
-        largest[j] = magnitude > largest[j] ? magnitude : largest[j];
-    }
+    const Bits above = a > b;
+    return (a & above) | (b & ~above);
 }
 
-static void finish(const Row *from, float *sum, float *squares, float *largest)
+static inline float total(Floats of)
 {
-    float sums[LANES] = {0}, square[LANES] = {0};
-    int32_t most[LANES] = {0};
-    for (int j = 0; j < PLACES; j += LANES)
-        for (int k = 0; k < LANES; k++) {
-            sums[k] += from->sum[j + k];
-            square[k] += from->squares[j + k];
-            most[k] = from->largest[j + k] > most[k] ? from->largest[j + k] : most[k];
-        }
-    for (int k = 1; k < LANES; k++) {
-        sums[0] += sums[k];
-        square[0] += square[k];
-        most[0] = most[k] > most[0] ? most[k] : most[0];
-    }
-    *sum = sums[0];
-    *squares = square[0];
-    memcpy(largest, most, sizeof *largest);
+    float part[LANES];
+    memcpy(part, &of, sizeof part);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int k = 0; k < half; k++)
+            part[k] += part[k + half];
+    return part[0];
 }
 
-/* Adds groups of 127 columns, each with its sign; of each row and part of 64 groups.
+/* Adds groups of columns to the sums of their row, at most GROUPS_AT_ONCE; returns the bits of the
+largest magnitude, which are in the order of magnitudes, NaN above all. */
+static int32_t add_groups(const float *x, int64_t groups, const float *signs, const Floats *places,
+                          double *sums)
+{
+    const Bits magnitude = (Bits){0} + 0x7fffffff;
+    Floats folded[VECTORS], sum[2] = {{0}}, squares[2] = {{0}};
+    Bits largest[2] = {{0}};
+    for (int vector = 0; vector < VECTORS; vector += 2) {
+        Floats own[2] = {{0}};
+        Bits mask = (Bits){0} - 1;
+        if (vector == VECTORS - 2)
+            mask[LANES - 1] = 0; /* of the next group */
+        for (int64_t group = 0; group < groups; group++)
+            for (int k = 0; k < 2; k++) { /* one does not wait for the other */
+                Bits bits;
+                memcpy(&bits, x + group * GROUP + (vector + k) * LANES, sizeof bits);
+                if (k)
+                    bits &= mask;
+                const Floats value = (Floats)bits;
+                own[k] += signs[group] * value;
+                sum[k] += value;
+                squares[k] += value * value;
+                largest[k] = larger(bits & magnitude, largest[k]);
+            }
+        folded[vector] = own[0], folded[vector + 1] = own[1];
+    }
+    for (int part = 0; part < PARTS; part++) {
+        Floats sketch[4] = {{0}};
+        for (int place = 0; place < PLACES; place += 4)
+            for (int k = 0; k < 4; k++)
+                sketch[k] += ((const float *)folded)[place + k] * places[(place + k) * PARTS + part];
+        sketch[0] = (sketch[0] + sketch[1]) + (sketch[2] + sketch[3]);
+        for (int k = 0; k < LANES; k++)
+            sums[part * LANES + k] += sketch[0][k];
+    }
+    sums[SUM] += total(sum[0] + sum[1]);
+    sums[SQUARES] += total(squares[0] + squares[1]);
+    int32_t most = 0;
+    largest[0] = larger(largest[0], largest[1]);
+    for (int k = 0; k < LANES; k++)
+        most = largest[0][k] > most ? largest[0][k] : most;
+    return most;
+}
+
+/* Sums of each row: of products with the signs of its columns, of values, of squares.
 
 x        [rows, columns], stride: from a row to the next
 first    place of the first column in its group
 signs    of the groups that the columns are of
-folded   [rows, parts, 127], zeros
-sum, squares, largest: [rows, parts] */
-void fold_rows(const float *x, int64_t rows, int64_t columns, int64_t stride, int64_t first,
-               const float *signs, float *folded, float *sum, float *squares, float *largest)
+places   [128, 16] signs of the places in a group, whose last is of no column
+sums     [rows, 18]
+largest  [rows] magnitude; NaN if there is one */
+void sum_rows(const float *x, int64_t rows, int64_t columns, int64_t stride, int64_t first,
+              const float *signs, const float *places, double *sums, float *largest)
 {
-    for (int64_t i = 0; i < rows; i++, x += stride) {
-        int64_t begin = 0, place = first, group = 0;
-        while (begin < columns) {
-            Row row = {0};
-            const int64_t end = group + GROUPS_AT_ONCE;
-            for (; begin < columns && group < end; group++, place = 0) {
-                const int64_t room = GROUP - place, left = columns - begin;
-                const int64_t count = room < left ? room : left;
-                add_group(&row, folded, place, x + begin, count, signs[group]);
-                begin += count;
-            }
-            finish(&row, sum++, squares++, largest++);
-            folded += GROUP;
+    Floats of_places[PLACES * PARTS];
+    memcpy(of_places, places, sizeof of_places);
+    for (int64_t i = 0; i < rows; i++, x += stride, sums += SUMS, largest++) {
+        const float *group = signs;
+        int64_t place = first;
+        int32_t most = 0;
+        memset(sums, 0, SUMS * sizeof *sums);
+        for (int64_t begin = 0; begin < columns; place = 0) {
+            float cached[AT_ONCE + 1]; /* read in the order of memory, whole groups */
+            const int64_t left = columns - begin, room = AT_ONCE - place;
+            const int64_t count = left < room ? left : room;
+            const int64_t groups = (place + count + GROUP - 1) / GROUP;
+            memset(cached, 0, place * sizeof *x);
+            memcpy(cached + place, x + begin, count * sizeof *x);
+            memset(cached + place + count, 0, (groups * GROUP + 1 - place - count) * sizeof *x);
+            const int32_t own = add_groups(cached, groups, group, of_places, sums);
+            most = own > most ? own : most;
+            begin += count, group += groups;
         }
+        memcpy(largest, &most, sizeof most);
     }
 }
 

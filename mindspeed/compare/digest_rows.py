@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-GROUP, _GROUPS_AT_ONCE = 127, 64  # as in the library
+GROUP = 127  # as in the library
 _PER_THREAD = 1 << 18  # elements
 _SOURCE = Path(__file__).with_suffix(".c")
 
@@ -42,31 +42,29 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def fold(
-    x: torch.Tensor, first: int, groups: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add the groups of columns of each row, each with its sign.
+def sums(
+    x: torch.Tensor, first: int, groups: torch.Tensor, places: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of each row: of products with the signs of its columns, of values, of squares.
 
     Args:
         x: fp32 ``[rows, columns]`` on the host.
         first: Place of the first column in its group of :data:`GROUP`.
         groups: fp32, signs of the groups that the columns are of.
+        places: fp32 ``[GROUP + 1, 16]``, signs of the places in a group.
 
     Returns:
-        Folded rows ``[rows, parts, 127]``, a part for each 64 groups; sums, sums of squares and
-        largest magnitudes (NaN if there is one), ``[rows, parts]``.
+        fp64 ``[rows, 18]``, and the largest magnitude (NaN if there is one), fp32 ``[rows]``.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
-    parts = -(-len(groups) // _GROUPS_AT_ONCE)
-    folded = torch.zeros(len(x), parts, GROUP)
-    sums, squares, largest = (torch.empty(len(x), parts) for _ in range(3))
+    found = torch.empty(len(x), places.shape[1] + 2, dtype=torch.float64)
+    largest = torch.empty(len(x))
 
     def rows(of: slice) -> None:
-        to = (one[of] for one in (folded, sums, squares, largest))
-        _call("fold_rows", x[of], first, groups, *to)
+        _call("sum_rows", x[of], first, groups, places, found[of], largest[of])
 
     _in_threads(rows, x)
-    return folded, sums, squares, largest
+    return found, largest
 
 
 def exact(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def _stacked(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torc
 
 
 def _line(piece: Piece) -> dict[str, Any]:
-    return {**asdict(piece), "name": piece.name[1:]}
+    return {**vars(piece), "name": piece.name[1:]}
 
 
 def write_job(directory: Path, job: Mapping[str, Any]) -> None:

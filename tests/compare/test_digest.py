@@ -217,7 +217,7 @@ def test_a_library_that_cannot_be_built_or_loaded_is_none(monkeypatch, compiler)
 def test_no_operator_reads_a_tensor_that_c_reads(function):
     counted = reads_of(function)
     assert counted.elements == 0
-    assert counted.largest <= 2048 * 127
+    assert counted.largest <= 2048 * 18  # sums of rows
 
 
 def reads_of(function) -> Reads:
