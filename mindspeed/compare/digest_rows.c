@@ -16,6 +16,7 @@ enum { SKETCHES = 16, PARTS = SKETCHES / LANES, SUM = SKETCHES, SQUARES, SUMS };
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint64_t Words __attribute__((vector_size(4 * LANES)));
 
 static inline Bits larger(Bits a, Bits b)
 {
@@ -112,20 +113,31 @@ void sum_rows(const float *x, int64_t rows, int64_t columns, int64_t stride, int
     }
 }
 
-static inline uint64_t without_sign_of_zero(uint32_t bits)
+static inline Words products(const float *x, const uint64_t *factors)
 {
-    return bits == 0x80000000u ? 0 : bits;
+    const Bits negative_zero = (Bits){0} + INT32_MIN;
+    Bits bits;
+    Words own;
+    memcpy(&bits, x, sizeof bits);
+    memcpy(&own, factors, sizeof own);
+    return (Words)(bits & ~(bits == negative_zero)) * own; /* -0 counts as +0 */
 }
 
 /* Of each row: the sum of pairs of values, as words of 64 bits, times factors [columns / 2]. */
-void exact_rows(const uint32_t *x, int64_t rows, int64_t columns, int64_t stride,
+void exact_rows(const float *x, int64_t rows, int64_t columns, int64_t stride,
                 const uint64_t *factors, uint64_t *sums)
 {
+    const int64_t whole = columns / LANES * LANES, rest = (columns - whole) * sizeof *x;
+    uint64_t last_factors[LANES / 2] = {0};
+    memcpy(last_factors, factors + whole / 2, rest);
     for (int64_t i = 0; i < rows; i++, x += stride) {
-        uint64_t sum = 0;
-        for (int64_t j = 0; j < columns; j += 2)
-            sum += (without_sign_of_zero(x[j]) | without_sign_of_zero(x[j + 1]) << 32)
-                   * factors[j / 2];
-        sums[i] = sum;
+        float last[LANES] = {0};
+        memcpy(last, x + whole, rest);
+        Words sum = products(last, last_factors);
+        for (int64_t j = 0; j < whole; j += LANES)
+            sum += products(x + j, factors + j / 2);
+        sums[i] = 0;
+        for (int k = 0; k < LANES / 2; k++)
+            sums[i] += sum[k];
     }
 }
