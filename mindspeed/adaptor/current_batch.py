@@ -7,7 +7,7 @@
 In the original every layer calls these functions in its forward pass, so a layer recomputed during
 another micro-batch reads the wrong documents. Here they only hold the micro-batch until
 ``GPTModel.forward`` begins, which passes it to the layers as an argument
-(:mod:`mindspeed.adaptor.packed_seq_params`). :mod:`mindspeed.session.batches` completes them with
+(:mod:`mindspeed.adaptor.packed_documents`). :mod:`mindspeed.session.batches` completes them with
 ``get_batch_on_this_cp_rank``, which has to know whether a feature handles documents.
 """
 

@@ -3,7 +3,7 @@
 Tensor-parallel rank 0 finds the documents in the tokens that it reads; inner pipeline stages read
 the data, too, for that. Each rank takes its shard of the micro-batch and puts documents, sharding
 and positions into ``PlanPackedSeqParams`` (:mod:`mindspeed.attention.megatron`), which Megatron
-passes to every layer (:mod:`mindspeed.adaptor.packed_seq_params`).
+passes to every layer (:mod:`mindspeed.adaptor.packed_documents`).
 
 The broadcast is one collective: every tensor is sent as int64, where fp32 keeps its bits. Bytes per
 micro-batch and rank: ``8 * b * s`` for each tensor, and 16 for the shape where it varies.

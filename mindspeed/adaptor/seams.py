@@ -24,7 +24,7 @@ when the first function arrives, and calls all functions in the order in which t
 | balance_losses  | losses about to be summed over ranks    | context manager around the sum  |
 
 ``model_arguments``, ``layer_spec`` and ``chunk`` are called in this order around the constructor of
-every model chunk (:mod:`mindspeed.adaptor.model_construction`). A feature that changes the
+every model chunk (:mod:`mindspeed.adaptor.construction`). A feature that changes the
 transformer config, the process groups, ``pre_process``, ``post_process`` or the spec of multi-token
 prediction does so in ``model_arguments``; one that changes built layers, those of multi-token
 prediction included, does so on the instances it gets from ``chunk``.
@@ -48,7 +48,7 @@ last two are ``megatron.core``'s again (:mod:`mindspeed.adaptor.expert_counts`).
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
 With ``--optimizer muon`` the two optimizer seams get the whole optimizer in our trainer; with
-Megatron-LM features that use them are refused (:mod:`mindspeed.adaptor.optimizer_construction`).
+Megatron-LM features that use them are refused (:mod:`mindspeed.adaptor.construction`).
 
 A feature that replaces a computation inside Megatron's modules, a decision of attention, or the
 update rule and state storage of Adam, hands it to ``seams.use_kernels``
@@ -68,14 +68,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
-from mindspeed.adaptor import (
-    expert_counts,
-    fused_functions,
-    model_construction,
-    packed_documents,
-)
+from mindspeed.adaptor import construction, expert_counts, fused_functions, packed_documents
 from mindspeed.adaptor.arguments import script_arguments
-from mindspeed.adaptor.optimizer_construction import OptimizerConstruction
+from mindspeed.adaptor.construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
 from mindspeed.adaptor.pipeline_ends import readers_patches
 from mindspeed.adaptor.printing import print_rank_last
@@ -89,7 +84,7 @@ class Seams(SeamTable):
     """All seams of one session, each an attribute (see the table above)."""
 
     def __init__(self, engine: PatchEngine) -> None:
-        self.model_construction = model_construction.build_patch(self)  # shared by three seams
+        self.model_construction = construction.build_patch(self)  # shared by three seams
         self.optimizer_construction = OptimizerConstruction(self)  # shared by two
         super().__init__(
             {name: Seam(name, engine, patches(self)) for name, patches in _PATCHES.items()}
@@ -384,7 +379,7 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "model_arguments": lambda seams: (seams.model_construction,),
     "layer_spec": lambda seams: (
         seams.model_construction,
-        model_construction.checkpoint_patch(),
+        construction.checkpoint_patch(),
     ),
     "chunk": lambda seams: (seams.model_construction,),
     "computing_layers": _computing_layers,

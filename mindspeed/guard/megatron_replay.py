@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mindspeed import device
-from mindspeed.adaptor.versions.logged import collected_for_log
+from mindspeed.adaptor.versions.trainer import collected_for_log
 from mindspeed.compare.megatron_modules import unwrapped
 
 

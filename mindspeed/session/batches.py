@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed.adaptor.current_batch import get_actual_seq_len, shard_current_batch
-from mindspeed.adaptor.versions.batches import zigzag_chunks
+from mindspeed.adaptor.versions.batch_functions import zigzag_chunks
 from mindspeed.errors import ConfigError
 from mindspeed.session.session import install
 

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
-from mindspeed.adaptor.holders import Place, replace_in_modules
-from mindspeed.adaptor.patch import Patch
+from mindspeed.adaptor.patch import Patch, Place, replace_in_modules
 from mindspeed.errors import PatchConflict, PatchTargetMissing
 from mindspeed.session.session import Session, current, install
 

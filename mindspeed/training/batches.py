@@ -33,7 +33,7 @@ import torch
 
 from mindspeed import session
 from mindspeed.adaptor.micro_batch import FullBatch, plan_batch, read_batch, shard_batch
-from mindspeed.adaptor.versions.batches import zigzag_chunks
+from mindspeed.adaptor.versions.batch_functions import zigzag_chunks
 from mindspeed.attention.packed_batch import CuSeqlens, cu_seqlens_of_starts
 from mindspeed.errors import DataError
 

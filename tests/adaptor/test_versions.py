@@ -17,7 +17,7 @@ from mindspeed.adaptor.repairs.data import dataset_tokens
 from mindspeed.adaptor.repairs.experts import router_loss_scale
 from mindspeed.adaptor.repairs.parallel import losses
 from mindspeed.adaptor.versions import TESTED, checkpoints, fields, is_tested, safe_globals, trainer
-from mindspeed.adaptor.versions.later_parameters import with_parameters
+from mindspeed.adaptor.versions.defined import with_parameters
 from mindspeed.adaptor.versions.tokenizers import NumberTokenizer
 from mindspeed.adaptor.versions.trainer import known_options, learning_rate
 from mindspeed.errors import ConfigError, TrainingError

@@ -2,7 +2,8 @@
 
 The script builds ``packed_seq_params`` itself from the borders that come back. Those of documents
 do not come back: the model takes them from :mod:`mindspeed.adaptor.current_batch`, as with a script
-that shards its batches by the original's functions.
+that shards its batches by the original's functions. Its function for zigzag chunks needs the group,
+and is told about hybrid context parallelism, which this library does not use.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mindspeed.adaptor.patch import Patch
 from mindspeed.adaptor.pipeline_ends import pipeline_ends
 from mindspeed.adaptor.seam import SeamTable
 from mindspeed.adaptor.signatures import bind
+from mindspeed.adaptor.versions import at_least
 
 VERSIONS = ">=0.18"
 _TENSORS = ("tokens", "labels", "loss_mask")
@@ -127,3 +129,14 @@ def _shard(original: Callable[..., Any]) -> Callable[..., Any]:
         return dict.fromkeys(_KEYS) | part
 
     return get_batch_on_this_cp_rank
+
+
+def zigzag_chunks(batch: dict[str, Any]) -> dict[str, Any]:
+    """The context-parallel rank's two chunks of tensors ``[b, s]`` and masks ``[b, 1, s, s]``."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    options: dict[str, Any] = {}
+    if at_least("0.18"):
+        options = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+    return get_batch_on_this_cp_rank(batch, **options)  # type: ignore[no-any-return]

@@ -5,6 +5,7 @@ A function of the newest name is taken where it exists; what stands here for old
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -244,3 +245,26 @@ def learning_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
         if group.get("default_config", not group.get("is_decoupled_lr", True)):
             return group.get("lr")
     return None
+
+
+def collected_for_log() -> dict[str, torch.Tensor]:
+    """Sums over the micro-batches of a step, by name: losses of routers, of tokens ahead."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    found = {f"experts {name}": values for name, values in _of_experts().items()}
+    if (values := MTPLossLoggingHelper.tracker.get("values")) is not None:
+        found["tokens ahead"] = values
+    return found
+
+
+def _of_experts() -> dict[str, Any]:
+    if importlib.util.find_spec("megatron.core.transformer.moe.moe_logging"):  # since 0.18
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    name = "get_moe_layer_wise_logging_tracker"  # in parallel_state until 0.12
+    tracker = getattr(moe_utils, name, None) or getattr(parallel_state, name)
+    return {name: entry["values"] for name, entry in tracker().items()}

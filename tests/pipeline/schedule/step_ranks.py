@@ -207,7 +207,7 @@ def batches(count: int) -> list[torch.Tensor]:
 
 def forward_step(reader: Any, model: Any) -> tuple[torch.Tensor, Any]:
     """Megatron's ``forward_step_func``."""
-    from mindspeed.adaptor.versions.batches import zigzag_chunks
+    from mindspeed.adaptor.versions.batch_functions import zigzag_chunks
 
     tokens = next(reader)
     batch = zigzag_chunks(
