@@ -9,10 +9,17 @@
 
 Queries with equal intervals, or with intervals that shift along the diagonal, become one region, so
 a causal mask, a window or documents are recognised as a few regions.
+
+    set_attention_mask(lambda q, k: (k <= q) & ((q // 4096 == k // 4096) | (k < 64)))
+
+is one mask for all layers and micro-batches of the process, converted once. Set it before training,
+the same on all ranks. It must not change between micro-batches, because a recomputed layer would
+then use a later mask than its forward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -22,6 +29,7 @@ import torch.nn.functional as F
 from mindspeed.attention.mask import INF, Mask, Region
 from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
+from mindspeed.ops.visibility import causal_mask
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 UserMask = Mask | Sequence[Region] | torch.Tensor | Rule
@@ -210,3 +218,50 @@ def _covers(band: Region, part: Region) -> bool:
     rows = band._replace(q0=part.q0, q1=part.q1)
     both = rows._replace(lo=max(band.lo, part.lo), hi=min(band.hi, part.hi)).crop(*part[:4])
     return both is not None and both.area() == part.area() == rows.area()
+
+
+_given: UserMask | None = None
+_of_samples: tuple[UserMask, ...] = ()  # one, or one for each sample
+
+
+def set_attention_mask(mask: UserMask | None) -> None:
+    """Set the mask of all layers; None removes it.
+
+    Needs ``--attention-mask-type general``.
+
+    Args:
+        mask: Any form of :func:`~mindspeed.attention.user_mask.as_mask`, or a bool tensor
+            ``[b, 1, s, s]`` (True is masked), a mask for each sample of a micro-batch.
+
+    Raises:
+        ConfigError: A tensor is not a mask, or a query sees no key.
+    """
+    global _given, _of_samples
+    samples: list[UserMask] = [] if mask is None else [mask]
+    if isinstance(mask, torch.Tensor):
+        each = mask.flatten(0, 1) if mask.dim() == 4 and mask.shape[1] == 1 else [mask]
+        samples = [as_mask(one, len(one), number) for number, one in enumerate(each)]
+    _given, _of_samples = mask, tuple(samples)
+    mask_of_batch.cache_clear()
+
+
+def get_attention_mask(device: torch.device | str = "cpu") -> UserMask:
+    """The mask that was set, else the compressed causal mask on ``device``."""
+    return causal_mask(device) if _given is None else _given
+
+
+@functools.lru_cache(maxsize=8)
+def mask_of_batch(length: int, samples: int) -> Mask | None:
+    """The mask that was set, for the concatenated samples of a micro-batch; None if none was.
+
+    Raises:
+        ConfigError: It has another length or another number of samples.
+    """
+    if not _of_samples:
+        return None
+    if len(_of_samples) not in (1, samples):
+        raise ConfigError(
+            f"attention mask is of {len(_of_samples)} samples, the micro-batch has {samples}"
+        )
+    masks = [as_mask(one, length, number) for number, one in enumerate(_of_samples)]
+    return Mask.batch(masks * samples if len(masks) == 1 else masks)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from mindspeed.attention import Mask
-from mindspeed.attention.shared_mask import (
+from mindspeed.attention.user_mask import (
+    LONG,
+    as_mask,
     get_attention_mask,
     mask_of_batch,
     set_attention_mask,
 )
-from mindspeed.attention.user_mask import LONG, as_mask
 from mindspeed.errors import ConfigError
 
 REGULAR = {

@@ -9,8 +9,8 @@ import torch
 
 from mindspeed.attention import Mask, cost_metrics
 from mindspeed.attention.packed_batch import pack
-from mindspeed.attention.shared_mask import set_attention_mask
 from mindspeed.attention.strategy import Strategy
+from mindspeed.attention.user_mask import set_attention_mask
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import add_arguments, resolve
 from mindspeed.te import attention_policy, kernels

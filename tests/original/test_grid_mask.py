@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed.attention import Mask
-from mindspeed.attention.shared_mask import mask_of_batch
+from mindspeed.attention.user_mask import mask_of_batch
 from mindspeed.core.context_parallel import utils
 from mindspeed.errors import ConfigError
 from mindspeed.features.attention.context_parallel import ContextParallel

@@ -55,7 +55,7 @@ class AttentionMask(Feature, level=1, seams=("kernels",), after=("sliding-window
         return {_LOADER: False} if unread else {}
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.attention.shared_mask import mask_of_batch
+        from mindspeed.attention.user_mask import mask_of_batch
         from mindspeed.errors import ConfigError
         from mindspeed.te import attention_policy
 

@@ -226,7 +226,7 @@ class ContextParallel(
             seams.journal.call_on_undo(overlap.destroy)
         if self.adaptive_cp_manually_set_mask_list:
             from mindspeed.attention.grid_mask import mask_by_user
-            from mindspeed.attention.shared_mask import set_attention_mask
+            from mindspeed.attention.user_mask import set_attention_mask
 
             set_attention_mask(mask_by_user(megatron["seq_length"], _ranks(megatron)))
             seams.journal.call_on_undo(lambda: set_attention_mask(None))
