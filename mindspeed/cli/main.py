@@ -5,8 +5,8 @@ A sub-command module has ``HELP`` and either ``add_arguments(parser)`` with ``ru
 is used, so that ``mindspeed --help`` is fast. Words after ``--`` are in ``args.flags``.
 
 Every error is reported here (in a rank of a job: in :mod:`mindspeed.training.fail_together`) as one
-message, with the page about it (:mod:`mindspeed.cli.pages`); ``--debug``, after any command, adds
-the traceback.
+message, with the page of the documentation that explains what it complains about; ``--debug``,
+after any command, adds the traceback.
 """
 
 from __future__ import annotations
@@ -18,13 +18,23 @@ import gc
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 
 from mindspeed import __version__
-from mindspeed.cli.pages import page_of
-from mindspeed.errors import DEBUG, describe
+from mindspeed.errors import (
+    DEBUG,
+    CheckpointError,
+    DataError,
+    MindSpeedError,
+    PatchError,
+    PlanError,
+    SecurityError,
+    VersionError,
+    describe,
+)
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
 from mindspeed.processes import no_collection
 from mindspeed.ranges import HelpFormatter, Parser
@@ -212,3 +222,42 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+OF_ERRORS: dict[type[MindSpeedError], str] = {
+    VersionError: "installation.md#versions",
+    PatchError: "adaptor.md",
+    CheckpointError: "training.md#checkpoints",
+    DataError: "data.md#what-it-reads",
+    PlanError: "planner.md",
+    SecurityError: "security.md",
+}
+"""Kind of error -> page."""
+
+
+def page_of(error: BaseException) -> str | None:
+    """The page about the first flag of a feature in a message, else about that kind of error."""
+    if not isinstance(error, MindSpeedError):
+        return None
+    flags = re.findall(r"--[a-z0-9][\w-]*", str(error))
+    if flags:
+        pages = _pages_of_flags()
+        if found := next((pages[flag] for flag in flags if flag in pages), None):
+            return found
+    return next((page for kind, page in OF_ERRORS.items() if isinstance(error, kind)), None)
+
+
+def _pages_of_flags() -> dict[str, str]:
+    """Flags of this package's features, those of Megatron's left out -> page."""
+    from mindspeed.features.registry import all_features, origin_of
+    from mindspeed.flags import flags_of
+    from mindspeed.plugins import BUILT_IN
+
+    return {
+        option: feature.page
+        for feature in all_features()
+        if origin_of(feature.name) == BUILT_IN
+        for item in flags_of(feature)
+        if not item.megatron
+        for option in (item.option, *item.aliases)
+    }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -25,13 +26,13 @@ from typing import Any
 from rich.console import Console
 from rich.padding import Padding
 from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from mindspeed.cli.main import dispatch
-from mindspeed.cli.metrics import LOSS, VALIDATION_LOSS, read_run
+from mindspeed.cli.plot import LOSS, VALIDATION_LOSS, read_run
 from mindspeed.cli.quickstart_plan import QUESTIONS, Quickstart, Step, typed
-from mindspeed.cli.watch import follow
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open, tighten_umask
 from mindspeed.parsing import decode_json
@@ -287,3 +288,75 @@ def _text(path: Path, characters: int = 400) -> str:
     lines = (line.rstrip() for line in path.read_text("utf-8").splitlines())
     text = "\n".join(filter(None, lines))
     return text if len(text) <= characters else text[:characters].rsplit(" ", 1)[0] + " ..."
+
+
+POLL_SECONDS = 0.25
+LINES_PER_RUN = 20
+
+
+def follow(
+    process: subprocess.Popen[bytes], metrics: Path, done: int, total: int, console: Console
+) -> None:
+    """Show new records of ``metrics`` until ``process`` ends.
+
+    Args:
+        process: The training.
+        metrics: Its metrics file, which need not exist yet; records already in it are not shown.
+        done: Iterations done before.
+        total: Total number of iterations.
+        console: Where to draw.
+    """
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    position = metrics.stat().st_size if metrics.exists() else 0
+    next_line = done
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting processes", total=total, completed=done)
+        ended = False
+        while not ended:
+            time.sleep(POLL_SECONDS)
+            ended = process.poll() is not None
+            records, position = new_records(metrics, position)
+            for record in records:
+                iteration = record["iteration"]
+                if record.get("validation_loss") is not None:
+                    _say(console, iteration, f"validation loss {record['validation_loss']:.3f}")
+                if record.get("lm_loss") is not None:
+                    text = _describe(record)
+                    bar.update(task, completed=iteration, description=text)
+                    if iteration >= next_line:
+                        next_line = iteration + max(total // LINES_PER_RUN, 1)
+                        _say(console, iteration, text)
+
+
+def new_records(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
+    """Complete lines of a metrics file after ``position``; a resumed run may truncate the file."""
+    if not path.exists():
+        return [], 0
+    with open(path, "rb") as file:
+        position = min(position, path.stat().st_size)
+        file.seek(position)
+        text = file.read()
+    complete = text[: text.rfind(b"\n") + 1]
+    records = []
+    for line in complete.splitlines():
+        try:
+            records.append(decode_json(line))
+        except json.JSONDecodeError:  # the file was truncated in the meantime
+            continue
+    return records, position + len(complete)
+
+
+def _say(console: Console, iteration: int, text: str) -> None:
+    console.print(f"      {iteration:5d}  {text}", highlight=False, markup=False)
+
+
+def _describe(record: dict[str, Any]) -> str:
+    minutes, seconds = divmod(int(record.get("eta_seconds") or 0), 60)
+    speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+    return f"loss {record['lm_loss']:.3f}   {speed}   {minutes}:{seconds:02d} left"

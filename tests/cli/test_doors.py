@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed.adaptor.health import Check
-from mindspeed.cli import doctor, doors
+from mindspeed.cli import doctor
 from mindspeed.cli.main import COMMANDS
 from tests.docs.test_docs import anchors
 
@@ -43,18 +43,18 @@ def machine(monkeypatch):
 
 def test_an_extra_lacks_what_is_missing_or_too_old(machine):
     machine(transformers="4.50.0", matplotlib="3.0")
-    assert doors.lacks("suite") == ["zstandard", "transformers>=4.57 (there is 4.50.0)"]
-    assert doors.lacks("plot") == []
+    assert doctor.lacks("suite") == ["zstandard", "transformers>=4.57 (there is 4.50.0)"]
+    assert doctor.lacks("plot") == []
     machine(transformers="5.0.0rc1", zstandard="1")
-    assert doors.lacks("suite") == []
+    assert doctor.lacks("suite") == []
 
 
 def test_every_door_says_how_to_get_what_it_lacks(machine, monkeypatch):
     machine()
-    monkeypatch.setattr(doors, "EXTRAS", {"pretrain": "suite", "plot": "plot"})
-    monkeypatch.setattr(doors, "has_megatron_training", lambda: False)
+    monkeypatch.setattr(doctor, "EXTRAS", {"pretrain": "suite", "plot": "plot"})
+    monkeypatch.setattr(doctor, "has_megatron_training", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    found = {check.what: check for check in doors.examine()}
+    found = {check.what: check for check in doctor.examine_doors()}
     assert {check.status for check in found.values()} == {"note"}
     assert found["pretrain"].advice == "pip install 'mindspeed[suite]'"
     assert "-b core_v0.16.1 " in found["scripts of Megatron-LM"].advice
@@ -76,12 +76,12 @@ def test_a_package_that_is_not_installed_is_no_error(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", missing)
-    (check,) = [check for check in doors.examine() if check.what == "packages"]
+    (check,) = [check for check in doctor.examine_doors() if check.what == "packages"]
     assert check.advice.startswith("pip install -e .")
 
 
 def test_doors_are_commands_extras_and_headings_that_exist():
     extras = importlib.metadata.metadata("mindspeed").get_all("Provides-Extra")
-    assert set(doors.EXTRAS.values()) <= set(extras)
-    assert {re.match(r"\w+", door)[0] for door in doors.EXTRAS} <= set(COMMANDS)
-    assert set(doors.FRAMEWORKS.values()) <= anchors(ROOT / "docs/frameworks.md")
+    assert set(doctor.EXTRAS.values()) <= set(extras)
+    assert {re.match(r"\w+", door)[0] for door in doctor.EXTRAS} <= set(COMMANDS)
+    assert set(doctor.FRAMEWORKS.values()) <= anchors(ROOT / "docs/frameworks.md")

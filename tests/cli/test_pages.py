@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed import errors
 from mindspeed.cli import main as cli
-from mindspeed.cli.pages import OF_ERRORS, _pages_of_flags, page_of
+from mindspeed.cli.main import OF_ERRORS, _pages_of_flags, page_of
 from mindspeed.errors import ConfigError, DamagedCheckpoint, DataError, PatchTooLate, TrainingError
 from tests.docs.test_docs import anchors
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from mindspeed.cli import metrics, plot
+from mindspeed.cli import plot
 from mindspeed.errors import ConfigError, DataError
 
 
@@ -72,7 +72,7 @@ def drawn_figure(monkeypatch, runs, tmp_path):
 
 def test_two_runs_are_named_in_the_legend_with_their_last_losses(monkeypatch, tmp_path):
     files = [write_run(tmp_path / "a"), write_run(tmp_path / "b", offset=1.0)]
-    runs = metrics.read_runs([file / "metrics.jsonl" for file in files])
+    runs = plot.read_runs([file / "metrics.jsonl" for file in files])
     figure = drawn_figure(monkeypatch, runs, tmp_path)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels[1::2] == ["a: validation 5.50", "b: validation 6.50"]
@@ -97,7 +97,7 @@ def test_the_relative_error_to_the_first_run_is_drawn_and_printed(monkeypatch, t
     assert "b: loss 7.535 -> 6.587 at iteration 20, 1 unreadable lines were skipped" in printed
     assert f"relative error of the loss {mean:.3%} on average over 20 iterations" in printed
     assert "at most 1.000% at iteration 7" in printed
-    runs = metrics.read_runs([a / "metrics.jsonl", b / "metrics.jsonl"])
+    runs = plot.read_runs([a / "metrics.jsonl", b / "metrics.jsonl"])
     figure = drawn_figure(monkeypatch, runs, tmp_path)
     thin = figure.axes[1].get_lines()[1]
     assert list(thin.get_xdata()) == list(range(1, 21))
@@ -121,16 +121,16 @@ def test_nan_losses_are_gaps(tmp_path):
         '{"iteration": 1, "lm_loss": NaN}\n{"iteration": 2, "lm_loss": null}\n'
         '{"iteration": 3, "lm_loss": 2.0, "grad_norm": Infinity}\n\x00\x00\x00'
     )
-    run = metrics.read_run(file, "a")
+    run = plot.read_run(file, "a")
     assert run.curves == {"iteration": {1: 1, 2: 2, 3: 3}, "lm_loss": {3: 2.0}}
     file.write_text('{"iteration": 1, "lm_loss": NaN}\n')
     with pytest.raises(DataError, match="no line with 'iteration' and a finite 'lm_loss'"):
-        metrics.read_run(file, "a")
+        plot.read_run(file, "a")
 
 
 def test_panels_without_data_are_left_out(monkeypatch, tmp_path):
     curves = {"lm_loss": {1: 2.0, 2: 1.0}, "learning_rate": {1: 0.1, 2: 0.2}}
-    figure = drawn_figure(monkeypatch, [metrics.Run("a", curves)], tmp_path)
+    figure = drawn_figure(monkeypatch, [plot.Run("a", curves)], tmp_path)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "learning rate"]
 
 
@@ -140,7 +140,7 @@ def test_after_a_resume_the_later_line_of_an_iteration_counts(tmp_path):
         '{"iteration": 1, "lm_loss": 3.0}\n{"iteration": 2, "lm_loss": 9.0}\n{"iteration": 3, "lo\n'
         '{"iteration": 2, "lm_loss": 2.0}\n[]\n'
     )
-    run = metrics.read_run(file, "a")
+    run = plot.read_run(file, "a")
     assert run.curve("lm_loss") == {1: 3.0, 2: 2.0}
     assert run.unreadable_lines == 2
 
@@ -156,27 +156,27 @@ def test_the_moving_average_keeps_a_straight_line_and_skips_gaps():
 
 def test_runs_in_directories_of_equal_name_get_distinct_labels(tmp_path):
     files = [write_run(tmp_path / p / "run") / "metrics.jsonl" for p in ("x", "y")]
-    names = [run.name for run in metrics.read_runs(files)]
+    names = [run.name for run in plot.read_runs(files)]
     assert names == [str(tmp_path / "x" / "run"), str(tmp_path / "y" / "run")]
 
 
 def test_a_path_without_metrics_is_named_with_a_hint(tmp_path):
     write_run(tmp_path / "below")
     with pytest.raises(DataError, match=r"has no metrics\.jsonl; there is .*below"):
-        metrics.metrics_file(tmp_path)
+        plot.metrics_file(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match="no line with 'iteration' and a finite 'lm_loss'"):
-        metrics.read_run(tmp_path / "metrics.jsonl", "a")
+        plot.read_run(tmp_path / "metrics.jsonl", "a")
 
 
 def test_an_unknown_ending_is_refused(tmp_path):
-    runs = metrics.read_runs([write_run(tmp_path / "a") / "metrics.jsonl"])
+    runs = plot.read_runs([write_run(tmp_path / "a") / "metrics.jsonl"])
     with pytest.raises(ConfigError, match=r"must end in \.png, \.svg, \.pdf"):
         plot.draw(runs, tmp_path / "x.gif")
 
 
 def test_without_matplotlib_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    runs = metrics.read_runs([write_run(tmp_path / "a") / "metrics.jsonl"])
+    runs = plot.read_runs([write_run(tmp_path / "a") / "metrics.jsonl"])
     with pytest.raises(ConfigError, match=r"pip install 'mindspeed\[plot\]'"):
         plot.draw(runs, tmp_path / "x.png")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mindspeed.cli import quickstart, watch
+from mindspeed.cli import quickstart
 from mindspeed.cli.main import COMMANDS
 from mindspeed.cli.quickstart_plan import QUESTIONS, TRACKER, Step, typed, words
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
@@ -176,14 +176,14 @@ class TestRunning:
 
 def test_metrics_are_followed_by_whole_lines_also_when_a_resume_cuts_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert watch.new_records(path, 0) == ([], 0)
+    assert quickstart.new_records(path, 0) == ([], 0)
     path.write_text('{"iteration": 1}\n{"iterat')
-    records, position = watch.new_records(path, 0)
+    records, position = quickstart.new_records(path, 0)
     assert records == [{"iteration": 1}]
     path.write_text('{"iteration": 1}\n{"iteration": 2}\n')
-    assert watch.new_records(path, position)[0] == [{"iteration": 2}]
+    assert quickstart.new_records(path, position)[0] == [{"iteration": 2}]
     path.write_text("")
-    assert watch.new_records(path, 500) == ([], 0)
+    assert quickstart.new_records(path, 500) == ([], 0)
 
 
 def test_a_training_is_shown_with_losses_and_speed(tmp_path):
@@ -198,7 +198,7 @@ def test_a_training_is_shown_with_losses_and_speed(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     process = subprocess.Popen([sys.executable, "-c", script, str(metrics)])
     output = io.StringIO()
-    watch.follow(process, metrics, 0, 3, Console(file=output, width=100))
+    quickstart.follow(process, metrics, 0, 3, Console(file=output, width=100))
     text = output.getvalue()
     assert "    3  loss 4.500   9,000 tokens/s   1:15 left" in text
     assert "    3  validation loss 4.750" in text
