@@ -66,7 +66,7 @@ def main() -> None:
 
 def write_corpus(folder: Path, megabytes: int) -> Path:
     """Python's documentation, several times, and a tokenizer trained on it."""
-    from mindspeed.data.python_docs import write_python_docs
+    from mindspeed.data.quickstart_corpus import write_python_docs
     from mindspeed.data.tokenizer import save_tokenizer, train_bpe
 
     once = write_python_docs(folder / "once.jsonl").path.read_text("utf-8")

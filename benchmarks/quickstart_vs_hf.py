@@ -73,7 +73,7 @@ def _prepare(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, Any]:
 
     from mindspeed import recipes, session
     from mindspeed.data.preprocess import PreprocessOptions, preprocess
-    from mindspeed.data.python_docs import write_python_docs
+    from mindspeed.data.quickstart_corpus import write_python_docs
     from mindspeed.data.tokenizer import save_tokenizer, train_bpe
     from mindspeed.data.tokenizer_types import TokenizerOptions
     from mindspeed.training import data, setup

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     import mindspeed.megatron_adaptor  # noqa: F401  (before anything of Megatron)
     from mindspeed.data.instruction_dataset import InstructionFiles, part_prefixes
     from mindspeed.data.preference_dataset import PARTS, values_prefix
-    from mindspeed.data.sample_view import print_samples
+    from mindspeed.data.preprocess_report import print_samples
     from mindspeed.data.tokenizer import build_tokenizer
     from mindspeed.data.tokenizer_types import TokenizerOptions
     from mindspeed.training.raw_data import tokenize_file

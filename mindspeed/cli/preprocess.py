@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mindspeed.data import preprocess as data
-from mindspeed.data import python_docs
+from mindspeed.data import quickstart_corpus
 from mindspeed.data.file_formats import COMPRESSIONS, FORMATS
 from mindspeed.data.handlers import HANDLERS
 from mindspeed.data.preprocess_report import (
@@ -217,6 +217,6 @@ def _inputs(name: str, output_prefix: Path) -> list[Path]:
     path = Path(name)
     if path.exists():
         return [path]
-    if name == python_docs.SOURCE_NAME:
-        return [python_docs.write_python_docs(output_prefix.with_name(f"{name}.jsonl")).path]
+    if name == quickstart_corpus.SOURCE_NAME:
+        return [quickstart_corpus.write_python_docs(output_prefix.with_name(f"{name}.jsonl")).path]
     return sorted(map(Path, glob.glob(name))) or [path]  # a missing file is refused later, by name

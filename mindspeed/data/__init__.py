@@ -12,5 +12,5 @@ instruction_dataset   tokenized conversations as training samples (packing)
 megatron              in order, with last tokens, or by weighted fractions
 templates             chat templates as data; hf_template: those of Hugging Face tokenizers
 tokenizer             tokenizers from Megatron's flags
-quickstart_corpus     training data from the documentation of this Python (python_docs)
+quickstart_corpus     training data from the documentation of this Python
 """

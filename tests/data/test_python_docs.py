@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.data import python_docs
+from mindspeed.data import quickstart_corpus
 from mindspeed.errors import DataError
 
 
@@ -31,14 +31,14 @@ def small_python(tmp_path, monkeypatch):
 
 
 def test_modules_come_sorted_without_tests_short_docstrings_and_unparsable_files(small_python):
-    modules = [d for d in python_docs.python_docs() if "/topics/" not in d.source]
+    modules = [d for d in quickstart_corpus.python_docs() if "/topics/" not in d.source]
     assert [d.source for d in modules] == ["python-docs/alpha", "python-docs/zeta"]
     assert modules[0].text == "alpha\n\nFunction f of alpha, described at some length."
 
 
 def test_the_same_python_gives_the_same_file(small_python, tmp_path):
-    first = python_docs.write_python_docs(tmp_path / "a.jsonl")
-    second = python_docs.write_python_docs(tmp_path / "b.jsonl")
+    first = quickstart_corpus.write_python_docs(tmp_path / "a.jsonl")
+    second = quickstart_corpus.write_python_docs(tmp_path / "b.jsonl")
     assert first.path.read_bytes() == second.path.read_bytes()
     records = [json.loads(line) for line in first.path.open(encoding="utf-8")]
     assert len(records) == first.documents
@@ -46,27 +46,27 @@ def test_the_same_python_gives_the_same_file(small_python, tmp_path):
 
 
 def test_a_licence_notice_is_written_next_to_the_corpus(small_python, tmp_path):
-    python_docs.write_python_docs(tmp_path / "c.jsonl")
+    quickstart_corpus.write_python_docs(tmp_path / "c.jsonl")
     notice = (tmp_path / "c.jsonl.LICENSE").read_text()
     assert "PSF License Agreement" in notice and "c.jsonl" in notice
 
 
 def test_documents_are_shuffled_so_that_any_slice_is_a_fair_sample(small_python, tmp_path):
-    summary = python_docs.write_python_docs(tmp_path / "d.jsonl")
+    summary = quickstart_corpus.write_python_docs(tmp_path / "d.jsonl")
     sources = [json.loads(line)["source"] for line in summary.path.open(encoding="utf-8")]
-    assert sorted(sources) == sorted(d.source for d in python_docs.python_docs())
-    assert sources != [d.source for d in python_docs.python_docs()]
+    assert sorted(sources) == sorted(d.source for d in quickstart_corpus.python_docs())
+    assert sources != [d.source for d in quickstart_corpus.python_docs()]
 
 
 def test_a_python_without_documentation_is_refused_with_advice(monkeypatch, tmp_path):
-    monkeypatch.setattr(python_docs, "_topics", lambda: iter(()))
+    monkeypatch.setattr(quickstart_corpus, "_topics", lambda: iter(()))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "empty")})
     with pytest.raises(DataError, match=r"--input FILE\.jsonl"):
-        python_docs.write_python_docs(tmp_path / "e.jsonl")
+        quickstart_corpus.write_python_docs(tmp_path / "e.jsonl")
     assert not (tmp_path / "e.jsonl").exists()
 
 
 def test_the_running_python_has_enough_prose():
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    found = [*python_docs._topics(), *python_docs._modules(stdlib / "asyncio")]
-    assert sum(len(d.text) for d in found) > python_docs.MIN_CORPUS_CHARS
+    found = [*quickstart_corpus._topics(), *quickstart_corpus._modules(stdlib / "asyncio")]
+    assert sum(len(d.text) for d in found) > quickstart_corpus.MIN_CORPUS_CHARS

@@ -16,7 +16,7 @@ from mindspeed.errors import ConfigError, DataError
 @pytest.fixture(autouse=True)
 def topics_only(monkeypatch):
     """Without the docstrings of six hundred modules; tests/data/test_python_docs.py reads those."""
-    monkeypatch.setattr("mindspeed.data.python_docs._modules", lambda stdlib: iter(()))
+    monkeypatch.setattr("mindspeed.data.quickstart_corpus._modules", lambda stdlib: iter(()))
 
 
 @pytest.fixture

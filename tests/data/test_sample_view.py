@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from mindspeed.data.loss_mask import IGNORED, Sample
-from mindspeed.data.sample_view import MOST_CHARACTERS, TRAINED, decoded, print_samples
+from mindspeed.data.preprocess_report import MOST_CHARACTERS, TRAINED, decoded, print_samples
 
 
 class Letters:
