@@ -1,20 +1,28 @@
-"""A device with its own memory and streams, through a module that mirrors ``torch.cuda``.
+"""Devices with their own memory and streams, GPU and NPU: a module that mirrors ``torch.cuda``.
 
 torch has one such module per kind of device (``torch.cuda``, ``torch.xpu``; torch_npu brings
 ``torch.npu``), with the same names in each. A device of another kind is a short subclass: its
 name, its torch.distributed backend, what it can do, and :meth:`~Device.install`.
+
+On an NVIDIA GPU nothing of ``torch.cuda`` is replaced. For an Ascend NPU the torch_npu module is a
+parameter, so that tests can pass a mock; the names used are those of ``torch_npu.npu``.
+:mod:`mindspeed.device.detect` imports torch_npu and explains why that fails without CANN.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from mindspeed.device.base import Device, MemoryStats, Properties
+from mindspeed.errors import ConfigError
+from mindspeed.journal import Journal
 
 
 class Accelerator(Device):
@@ -107,3 +115,98 @@ class Accelerator(Device):
         are freed.
         """
         return functools.partial(self.module.use_mem_pool, self.module.MemPool())
+
+
+class CudaDevice(Accelerator):
+    """The current CUDA device of this process."""
+
+    name = "cuda"
+    backend = "nccl"
+    _capabilities = frozenset(
+        {
+            "streams",
+            "pinned_memory",
+            "host_mapped_memory",
+            "graphs",
+            "triton",
+            "fp64_collectives",
+            "compile",
+        }
+    )
+
+    def __init__(self) -> None:
+        if not getattr(torch._C, "_cuda_getDeviceCount", int)():
+            raise ConfigError(
+                "MINDSPEED_DEVICE=cuda, but torch finds no CUDA device; "
+                "install a CUDA build of torch and check nvidia-smi, or set MINDSPEED_DEVICE=cpu"
+            )
+        super().__init__(torch.cuda)
+
+    def has(self, capability: str) -> bool:
+        """See the base class; fp8 needs compute capability 8.9."""
+        if capability == "fp8":
+            return torch.cuda.get_device_capability() >= (8, 9)
+        return super().has(capability)
+
+    def allocator_setter(self) -> Callable[[str], None] | None:
+        """See the base class; newer torch has one function for all devices."""
+        setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        return setter or super().allocator_setter()
+
+    def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pinned host memory as a tensor ``[*shape]`` on the device.
+
+        Pinned memory has the same address on host and device (unified virtual addressing).
+        """
+        size = math.prod(shape) * dtype.itemsize
+        memory = _PinnedMemory(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return torch.as_tensor(memory, device=self.torch_device()).view(dtype).view(*shape)
+
+
+class _PinnedMemory:
+    """Bytes of host memory, uint8 ``[n]``, described as memory of the device."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self.host = host
+        self.__cuda_array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 2,
+        }
+
+
+class NpuDevice(Accelerator):
+    """The current NPU of this process."""
+
+    name = "npu"
+    backend = "hccl"
+    _capabilities = frozenset({"streams", "pinned_memory", "host_mapped_memory"})
+    _core_counts = ("cube_core_num", "multi_processor_count")
+
+    def __init__(self, torch_npu: ModuleType) -> None:
+        super().__init__(torch_npu.npu)
+        self.torch_npu = torch_npu
+
+    def empty_host_mapped(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Swapped memory: kernels may use it, copies may not."""
+        empty = torch.ops.npu.empty_with_swapped_memory
+        return empty(list(shape), dtype=dtype, device=self.torch_device())
+
+    def install(self, journal: Journal) -> None:
+        """Install torch_npu's transfer layer and :mod:`mindspeed.device.npu_shim`."""
+        from mindspeed.device import npu_shim
+
+        npu_shim.install(journal, self.torch_npu)
+
+    excluded_by_expandable_segments = ("max_split_size_mb", "garbage_collection_threshold")
+
+    def allocator_setter(self) -> Callable[[str], None]:
+        """See the base class; torch_npu takes ``expandable_segments`` alone."""
+
+        def set_option(text: str) -> None:
+            options = dict(part.split(":", 1) for part in text.split(","))
+            value = options["expandable_segments"]
+            self.module.memory._set_allocator_settings(f"expandable_segments:{value}")
+
+        return set_option

@@ -38,11 +38,11 @@ def named(name: str) -> Device:
 
         return CpuDevice()
     if name == "cuda":
-        from mindspeed.device.cuda import CudaDevice
+        from mindspeed.device.accelerator import CudaDevice
 
         return CudaDevice()
     if name == "npu":
-        from mindspeed.device.npu import NpuDevice
+        from mindspeed.device.accelerator import NpuDevice
 
         return NpuDevice(import_torch_npu())
     if name not in plugins.entry_points(plugins.DEVICES):

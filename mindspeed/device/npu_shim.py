@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mindspeed.device import gloo_groups, hccl_buffers
+from mindspeed.device import hccl_buffers, torch_versions
 from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.device.torch_cuda_shim.compilation import compile_eagerly
 from mindspeed.device.torch_cuda_shim.namespace import CAPABILITY
@@ -43,7 +43,7 @@ def install(journal: Journal, torch_npu: ModuleType) -> None:
     """Install torch_npu's transfer layer and complete it."""
     importlib.import_module(f"{torch_npu.__name__}.contrib.transfer_to_npu")
 
-    gloo_groups.install(journal)
+    torch_versions.let_groups_end(journal)
 
     def put(holder: Any, name: str, value: Any) -> None:
         journal.set(holder, name, value, owner="device")

@@ -6,9 +6,17 @@ it. Here is what an attribute does not tell. ``tools/torch_versions.py`` measure
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed import distributed_c10d
+
+from mindspeed.journal import Journal
 
 OLDEST = "2.7"
 """The oldest release that trains; also the lower bound in pyproject.toml."""
@@ -86,3 +94,31 @@ def groups_in_a_name() -> int:
     """
     world = distributed_c10d._world
     return world.group_count if at_least("2.14") else len(world.pg_names)
+
+
+def let_groups_end(journal: Journal) -> None:
+    """Let destroyed groups of gloo end before their backends; torch 2.7 may lock up otherwise.
+
+    The last reference to a group joins gloo's threads. torch 2.7 holds the interpreter meanwhile,
+    and a thread that still has the tensor of the last collective waits for the interpreter to drop
+    it. The class of gloo's backend itself lets the interpreter go, so its last reference is made
+    the last one.
+    """
+    if gloo_groups_end_alone():
+        return
+    value = _destroy(distributed_c10d.destroy_process_group)
+    for holder in (distributed_c10d, dist):
+        journal.set(holder, "destroy_process_group", value, owner="device")
+
+
+def _destroy(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        known = distributed_c10d._world.pg_map
+        for ending in [*known] if group in (None, dist.group.WORLD) else [group]:
+            if ending in known:
+                backends = [ending._get_backend(device) for device in ending._device_types]
+                weakref.finalize(ending, backends.clear).atexit = False
+        original(group)
+
+    return destroy_process_group

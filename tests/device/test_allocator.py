@@ -8,8 +8,7 @@ import pytest
 from packaging.version import Version
 
 from mindspeed.device import allocator, torch_versions
-from mindspeed.device.accelerator import Accelerator
-from mindspeed.device.npu import NpuDevice
+from mindspeed.device.accelerator import Accelerator, NpuDevice
 from mindspeed.errors import ConfigError
 
 EXPANDABLE = "expandable_segments:True"

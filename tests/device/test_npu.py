@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mindspeed import device
 from mindspeed.device import detect, npu_shim
-from mindspeed.device.npu import NpuDevice
+from mindspeed.device.accelerator import NpuDevice
 from mindspeed.errors import ConfigError
 from mindspeed.journal import Journal
 

@@ -1,11 +1,13 @@
 """The functions of ``torch.cuda`` that Megatron calls, implemented for the CPU.
 
-Three kinds:
+Four kinds:
 
 * predicates that other libraries branch on (``is_available``, ``device_count``, ``is_initialized``,
   ``is_bf16_supported``) are true for Megatron only;
 * everything that raises or is empty without a GPU (streams, events, memory statistics, random
   states, nvtx, properties) works for all callers;
+* memory statistics come from host memory: resident set and its peak of the whole process, or inside
+  :func:`mindspeed.device.track_memory` exact bytes of live tensor storages;
 * what a CPU cannot do (capturing graphs, memory pools) raises an error that names the flag to
   remove.
 """
@@ -15,16 +17,141 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from mindspeed.device import host_memory
-from mindspeed.device.torch_cuda_shim import memory, rng, streams
+from mindspeed.device import host_memory, tracker
+from mindspeed.device.torch_cuda_shim import rng, streams
 from mindspeed.device.torch_cuda_shim.callers import called_by_megatron
 from mindspeed.journal import Journal
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes in use now."""
+    active = tracker.active()
+    return active.current if active else host_memory.resident()
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """Most bytes in use since the last reset."""
+    active = tracker.active()
+    return active.peak if active else host_memory.peak_resident()
+
+
+def memory_reserved(device: Any = None) -> int:
+    """Bytes taken from the operating system now."""
+    return max(memory_allocated(), host_memory.resident())
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    """Most bytes taken from the operating system since the last reset."""
+    return max(max_memory_allocated(), host_memory.peak_resident())
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Start new peaks."""
+    active = tracker.active()
+    if active:
+        active.reset_peak()
+    host_memory.reset_peak()
+
+
+def reset_accumulated_memory_stats(device: Any = None) -> None:
+    """Totals are not kept: nothing to reset."""
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(available, total) bytes."""
+    return host_memory.available(), host_memory.total()
+
+
+def memory_stats(device: Any = None) -> OrderedDict[str, int]:
+    """The caching allocator's keys; counters that a CPU has not are 0."""
+    allocated, peak = memory_allocated(), max_memory_allocated()
+    reserved, reserved_peak = memory_reserved(), max_memory_reserved()
+    active = tracker.active()
+    blocks, blocks_peak = (active.storages, active.peak_storages) if active else (0, 0)
+    values = {
+        "allocated_bytes": (allocated, peak),
+        "active_bytes": (allocated, peak),
+        "requested_bytes": (allocated, peak),
+        "reserved_bytes": (reserved, reserved_peak),
+        "inactive_split_bytes": (0, 0),
+        "allocation": (blocks, blocks_peak),
+        "active": (blocks, blocks_peak),
+        "segment": (0, 0),
+        "inactive_split": (0, 0),
+    }
+    stats: OrderedDict[str, int] = OrderedDict()
+    for name, (current, most) in values.items():
+        for pool in ("all", "small_pool", "large_pool"):
+            stats[f"{name}.{pool}.current"] = 0 if pool == "small_pool" else current
+            stats[f"{name}.{pool}.peak"] = 0 if pool == "small_pool" else most
+            stats[f"{name}.{pool}.allocated"] = 0
+            stats[f"{name}.{pool}.freed"] = 0
+    for name in ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc"):
+        stats[name] = 0
+    stats["num_device_free"] = 0
+    stats["max_split_size"] = -1
+    return stats
+
+
+def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+    """:func:`memory_stats` with one level of dictionaries per dot."""
+    tree: dict[str, Any] = {}
+    for key, value in memory_stats().items():
+        *path, leaf = key.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    return tree
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """Three lines for people."""
+    mib = 1 << 20
+    return (
+        f"memory of this process on the CPU: {memory_allocated() / mib:.1f} MiB allocated\n"
+        f"peak: {max_memory_allocated() / mib:.1f} MiB\n"
+        f"resident: {host_memory.resident() / mib:.1f} MiB of {host_memory.total() / mib:.1f} MiB"
+    )
+
+
+def _snapshot(*_: Any, **__: Any) -> dict[str, Any]:
+    return {"segments": [], "device_traces": []}
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """There is no cache to empty and no history to record."""
+
+
+_MEMORY_STATISTICS = {
+    "memory_allocated": memory_allocated,
+    "max_memory_allocated": max_memory_allocated,
+    "memory_reserved": memory_reserved,
+    "max_memory_reserved": max_memory_reserved,
+    "memory_cached": memory_reserved,
+    "max_memory_cached": max_memory_reserved,
+    "reset_peak_memory_stats": reset_peak_memory_stats,
+    "reset_max_memory_allocated": reset_peak_memory_stats,
+    "reset_max_memory_cached": reset_peak_memory_stats,
+    "reset_accumulated_memory_stats": reset_accumulated_memory_stats,
+    "mem_get_info": mem_get_info,
+    "memory_stats": memory_stats,
+    "memory_stats_as_nested_dict": memory_stats_as_nested_dict,
+    "memory_summary": memory_summary,
+    "empty_cache": _nothing,
+    "memory_snapshot": _snapshot,
+    "_snapshot": _snapshot,
+    "_record_memory_history": _nothing,
+    "_dump_snapshot": _nothing,
+}
+
 
 CAPABILITY = (8, 0)
 """Compute capability told to callers: bf16 exists, fp8 and Hopper-only kernels do not."""
@@ -101,7 +228,7 @@ def _cudart() -> SimpleNamespace:
         cudaProfilerStop=success,
         cudaHostRegister=success,
         cudaHostUnregister=success,
-        cudaMemGetInfo=memory.mem_get_info,
+        cudaMemGetInfo=mem_get_info,
     )
 
 
@@ -136,7 +263,7 @@ FUNCTIONS: dict[str, Any] = {
     "temperature": _constant(0),
     "power_draw": _constant(0),
     "clock_rate": _constant(0),
-    "device_memory_used": memory.memory_allocated,
+    "device_memory_used": memory_allocated,
     "default_generators": rng.DefaultGenerators(),
     "is_current_stream_capturing": _constant(False),
     "current_stream": streams.current_stream,
@@ -157,7 +284,7 @@ FUNCTIONS: dict[str, Any] = {
     "caching_allocator_alloc": _unavailable("caching_allocator_alloc", _NO_POOL),
     "caching_allocator_delete": _unavailable("caching_allocator_delete", _NO_POOL),
     **rng.FUNCTIONS,
-    **memory.FUNCTIONS,
+    **_MEMORY_STATISTICS,
 }
 
 _SAME_NAME_IN = ("random", "memory", "streams", "graphs")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from mindspeed.device import gloo_groups
+from mindspeed.device import torch_versions
 from mindspeed.device.torch_cuda_shim.factories import on_host
 from mindspeed.journal import Journal
 
@@ -167,7 +167,7 @@ def _mesh_device(device: Any) -> str:
 
 def install(journal: Journal) -> None:
     """Route process groups and device meshes to gloo."""
-    gloo_groups.install(journal)
+    torch_versions.let_groups_end(journal)
     if not hasattr(dist, "ProcessGroupNCCL"):
         journal.set(dist, "ProcessGroupNCCL", ProcessGroupNCCL, owner="device")
     for name, wrapper in (
