@@ -16,9 +16,8 @@
 lm-evaluation-harness with the same models, data and sandbox:
 
     lm_eval_adapter.py      a model as the harness' ``LM`` class; the evaluation
-    response_cache.py       its responses on disk, so that an interrupted run can continue
-    lm_eval_tasks.py        its tasks on local data
-    lm_eval_datasets.py     local files -> the splits that a task uses
+    samples.py              its responses on disk, so that an interrupted run can continue
+    lm_eval_tasks.py        its tasks on local data: files -> the splits that a task uses
 
 Nothing is downloaded, and all inputs are checked before a model is loaded.
 """

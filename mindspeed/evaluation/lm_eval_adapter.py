@@ -38,7 +38,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.evaluation import code_execution
 from mindspeed.evaluation.lm_eval_tasks import LocalTasks
 from mindspeed.evaluation.model_adapter import last_tokens
-from mindspeed.evaluation.response_cache import ResponseCache, request_key
+from mindspeed.evaluation.samples import ResponseCache, request_key
 from mindspeed.files import atomic_write_text
 from mindspeed.inference.loglikelihood import Pair, Score, loglikelihood
 from mindspeed.inference.sampling import SamplingOptions

@@ -118,7 +118,7 @@ def killed_while_adding(folder: str) -> None:
     import signal
     from pathlib import Path
 
-    from mindspeed.evaluation.response_cache import ResponseCache
+    from mindspeed.evaluation.samples import ResponseCache
 
     cache = ResponseCache(Path(folder), {"model": "a"})
     cache.add({"one": [1.5, True], "two": "text"})
@@ -128,7 +128,7 @@ def killed_while_adding(folder: str) -> None:
 def test_answers_survive_a_killed_process(tmp_path):
     import multiprocessing
 
-    from mindspeed.evaluation.response_cache import ResponseCache
+    from mindspeed.evaluation.samples import ResponseCache
 
     folder = tmp_path / "answers"
     child = multiprocessing.get_context("fork").Process(

@@ -14,10 +14,10 @@ needs("lm_eval")
 
 
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.evaluation.lm_eval_datasets import read_splits
 from tests.support.fabricated import WRITERS, write_json_lines
 
 LocalTasks = Lazy("mindspeed.evaluation.lm_eval_tasks", "LocalTasks")
+read_splits = Lazy("mindspeed.evaluation.lm_eval_tasks", "read_splits")
 
 PUBLISHED = {  # what a task of the harness says, and how many rows each split has
     "boolq": ("aps/super_glue", "boolq", {"validation": 10, "train": 10}),
@@ -184,7 +184,7 @@ def test_human_eval_runs_in_our_limited_children(tmp_path):
     "row", [{"choices": ["only"]}, {"endings": []}, {"choices": {"text": ["a", " "]}}, [1]]
 )
 def test_a_question_without_choices_is_refused(row, tmp_path):
-    from mindspeed.evaluation.lm_eval_datasets import read_splits
+    from mindspeed.evaluation.lm_eval_tasks import read_splits
 
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "test.jsonl").write_text(json.dumps({"choices": ["a", "b"]}) + "\n")

@@ -282,7 +282,7 @@ def over_http(model: str) -> dict[str, list[Any]]:
     from mindspeed.inference.sampling import SamplingOptions
     from mindspeed.inference.server.app import Service, create_app
     from mindspeed.inference.server.engine import Engine
-    from mindspeed.inference.server.middleware import RequestLimits
+    from mindspeed.inference.server.limits import RequestLimits
     from mindspeed.inference.text_generator import TextGenerator
 
     generator = TextGenerator.of(load_model(Source(f"hf:{model}"), 1))
@@ -316,7 +316,7 @@ def interrupted(model: str, data: str, answers: str) -> dict[str, Any]:
 
     from mindspeed.errors import ConfigError
     from mindspeed.evaluation import lm_eval_adapter
-    from mindspeed.evaluation.response_cache import request_key
+    from mindspeed.evaluation.samples import request_key
     from mindspeed.inference.load import Source, load_model
     from mindspeed.inference.text_generator import TextGenerator
 
