@@ -13,7 +13,7 @@ from mindspeed.compare.digest import bits
 from mindspeed.guard import checkpoints, job
 from mindspeed.guard.megatron_copies import _odd
 from mindspeed.guard.megatron_replay import KeptReader, ReplayedStep
-from mindspeed.guard.origins import FirstNotFinite
+from mindspeed.guard.not_finite import FirstNotFinite
 from mindspeed.guard.spikes import LEAST, Spikes
 from mindspeed.storage import directory
 
