@@ -95,7 +95,7 @@ def _answer(args: argparse.Namespace, options: SamplingOptions) -> int:
     """Answer the conversations of ``--messages``."""
     if args.prompt or args.prompt_file:
         raise ConfigError("give either --messages or prompts")
-    from mindspeed.inference.messages import read_conversations
+    from mindspeed.inference.conversation import read_conversations
 
     conversations, name = read_conversations(args.messages), template_name(args)
     variables = parse_object(args.chat_template_kwargs, "--chat-template-kwargs")
@@ -104,8 +104,7 @@ def _answer(args: argparse.Namespace, options: SamplingOptions) -> int:
         import torch.distributed as dist
 
         from mindspeed.inference.answers.call_formats import format_of
-        from mindspeed.inference.conversation import template_of
-        from mindspeed.inference.messages import answer_all, remarks_of
+        from mindspeed.inference.conversation import answer_all, remarks_of, template_of
 
         template = template_of(generator, name).with_variables(variables)
         calls = format_of(template.source, args.tool_call_parser)

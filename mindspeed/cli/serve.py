@@ -88,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
     def body(generator: TextGenerator) -> None:
         from mindspeed.inference.answers.call_formats import format_of
         from mindspeed.inference.load import sampling_defaults
-        from mindspeed.inference.server.connections import ConnectionLimits
-        from mindspeed.inference.server.middleware import RequestLimits
+        from mindspeed.inference.server.limits import ConnectionLimits, RequestLimits
         from mindspeed.inference.server.run import Address, ServeOptions, serve
 
         served = args.model_name or Path(args.load.removeprefix("hf:")).name

@@ -36,7 +36,7 @@ def _client(service: Any, limits: Any = None) -> Any:
     from starlette.testclient import TestClient
 
     from mindspeed.inference.server.app import create_app
-    from mindspeed.inference.server.middleware import RequestLimits
+    from mindspeed.inference.server.limits import RequestLimits
 
     app = create_app(service, limits or RequestLimits(None, 4000))
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
@@ -56,7 +56,7 @@ def _content(answer: Any) -> Any:
 
 def with_key(folder: str, headers: list[dict[str, str]]) -> list[int]:
     """The statuses of a request with these headers, where a key is needed."""
-    from mindspeed.inference.server.middleware import RequestLimits
+    from mindspeed.inference.server.limits import RequestLimits
 
     with _client(_service(folder), RequestLimits(KEY)) as client:
         return [client.get("/v1/models", headers=each).status_code for each in headers] + [

@@ -17,8 +17,12 @@ needs("fastapi")
 
 import uvicorn
 
-from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
-from mindspeed.inference.server.middleware import AccessMiddleware, RequestLimits
+from mindspeed.inference.server.limits import (
+    AccessMiddleware,
+    ConnectionLimits,
+    RequestLimits,
+    uvicorn_config,
+)
 
 HEAD = "HTTP/1.1\r\nHost: localhost\r\n"
 GET = f"GET /hello {HEAD}\r\n".encode()

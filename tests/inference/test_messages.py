@@ -13,7 +13,7 @@ needs("megatron.core")
 from mindspeed.errors import DataError
 
 main = Lazy("mindspeed.cli.main")
-messages = Lazy("mindspeed.inference.messages")
+messages = Lazy("mindspeed.inference.conversation")
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"function": {"name": "f", "arguments": '{"a": 1}'}, "id": "1"}

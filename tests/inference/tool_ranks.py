@@ -68,7 +68,7 @@ def chat(folder: str, template: str, answers: list[str], reasoning: bool, tty: b
 def answers_of(folder: str, template: str, file: str, answer: str) -> Any:
     """What is answered to the conversations of a file, and their prompts."""
     from mindspeed.inference.answers.call_formats import format_of
-    from mindspeed.inference.messages import answer_all, read_conversations
+    from mindspeed.inference.conversation import answer_all, read_conversations
     from mindspeed.inference.sampling import SamplingOptions
 
     generator, found = opened(folder, template)
@@ -102,7 +102,7 @@ def talk(
     from mindspeed.inference.parallel_groups import Rank0Broadcast
     from mindspeed.inference.server.app import Service, create_app
     from mindspeed.inference.server.engine import Engine
-    from mindspeed.inference.server.middleware import RequestLimits
+    from mindspeed.inference.server.limits import RequestLimits
 
     generator, found = opened(folder, template)
     engine = Engine(generator, Rank0Broadcast())

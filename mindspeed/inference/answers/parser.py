@@ -16,9 +16,8 @@ from mindspeed.inference.answers.call_formats import (
     JsonFormat,
     TaggedFormat,
 )
-from mindspeed.inference.answers.json_calls import JsonCalls
+from mindspeed.inference.answers.call_readers import JsonCalls, TaggedCalls
 from mindspeed.inference.answers.parts import CallReader, Part
-from mindspeed.inference.answers.tagged_calls import TaggedCalls
 from mindspeed.inference.text_stream import partial_stop_length
 
 

@@ -4,7 +4,7 @@
     app  --- queue --->  engine: continuous batching     ======>  follow()
          <-- chunks --                                  broadcasts of batch updates and tokens
 
-``connections`` limits open connections, ``middleware`` authenticates and limits requests,
-``protocol`` knows the JSON of requests and responses, ``app`` routes them to the ``engine``, the
-only module that runs the model, and ``run`` is the server process.
+``limits`` authenticates, and limits requests and open connections, ``protocol`` knows the JSON of
+requests and responses, ``app`` routes them to the ``engine``, the only module that runs the model,
+and ``run`` is the server process.
 """

@@ -31,7 +31,7 @@ from mindspeed.inference.server.engine import (
     QueueFull,
     RequestTimeout,
 )
-from mindspeed.inference.server.middleware import AccessMiddleware, ApiError, RequestLimits
+from mindspeed.inference.server.limits import AccessMiddleware, ApiError, RequestLimits
 from mindspeed.inference.server.protocol import ChatRequest, CompletionRequest
 from mindspeed.inference.server.protocol import Request as ModelRequest
 from mindspeed.inference.server.responses import Choice, Usage, Writer

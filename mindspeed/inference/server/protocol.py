@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mindspeed.data.tools import check_result, definitions
 from mindspeed.errors import ConfigError
 from mindspeed.inference.sampling import Constraint, SamplingOptions
-from mindspeed.inference.server.middleware import ApiError
+from mindspeed.inference.server.limits import ApiError
 from mindspeed.parsing import decode_json
 
 _UNSUPPORTED = {

@@ -16,9 +16,8 @@ from mindspeed.inference.answers.call_formats import CallFormat
 from mindspeed.inference.parallel_groups import Rank0Broadcast
 from mindspeed.inference.prefix_cache import why_not_shared
 from mindspeed.inference.server.app import Service, create_app
-from mindspeed.inference.server.connections import ConnectionLimits, uvicorn_config
 from mindspeed.inference.server.engine import Engine, follow
-from mindspeed.inference.server.middleware import RequestLimits
+from mindspeed.inference.server.limits import ConnectionLimits, RequestLimits, uvicorn_config
 from mindspeed.inference.text_generator import TextGenerator
 
 
