@@ -23,8 +23,7 @@ from mindspeed import device
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.adaptive.profile import Kind
-from mindspeed.memory.candidates import KEEP_ALL
-from mindspeed.memory.estimate import Clock, device_clock
+from mindspeed.memory.estimate import KEEP_ALL, Clock, device_clock
 from mindspeed.memory.plan import LAYER, ChunkPlan, LayerPlan, SiteAction
 from mindspeed.pipeline.automated.profile import MODULES, Layer, Part, Profile, Recompute
 from mindspeed.pipeline.automated.task import Task, report

@@ -57,7 +57,7 @@ def predicted_and_executed(name, spec, count):
 def few_plans():
     """Four candidate plans of a layer instead of up to 66."""
     from mindspeed.memory.adaptive import megatron
-    from mindspeed.memory.candidates import KEEP_ALL, LEAST
+    from mindspeed.memory.estimate import KEEP_ALL, LEAST
     from mindspeed.memory.plan import SiteAction
 
     again = [{site: SiteAction.RECOMPUTE} for site in ("mlp", "self_attention")]
@@ -264,7 +264,7 @@ def costs(name, spec, fake):
     from mindspeed.instruments.flops import FlopCounter
     from mindspeed.journal import Journal, replace_method
     from mindspeed.memory.adaptive.profile import Kind
-    from mindspeed.memory.candidates import LEAST, name_of, plans_for
+    from mindspeed.memory.estimate import LEAST, name_of, plans_for
     from mindspeed.memory.megatron import install, layers_of, sites_of, wrap
     from mindspeed.memory.plan import ChunkPlan
 

@@ -11,7 +11,7 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.memory.adaptive import Adaptation
-from mindspeed.memory.adaptive.sections import Replay
+from mindspeed.memory.adaptive.profile import Replay
 from mindspeed.memory.solver import Budget, Candidate, LayerCosts, NothingFits, peak
 from tests.memory import adaptive_ranks as jobs
 from tests.support import gpt_ranks

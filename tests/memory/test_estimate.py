@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mindspeed.memory.candidates import KEEP_ALL, LEAST, name_of, plans_for
-from mindspeed.memory.estimate import like_activations
+from mindspeed.memory.estimate import KEEP_ALL, LEAST, like_activations, name_of, plans_for
 from mindspeed.memory.plan import SiteAction
 from tests.memory import adaptive_ranks as jobs
 from tests.support import gpt_ranks

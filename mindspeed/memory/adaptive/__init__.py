@@ -5,7 +5,7 @@
     next three steps    compare the peak with the prediction, solve for 90, 95 and 100 %
 
 The peak of a step is predicted from what was measured of its sections
-(:mod:`mindspeed.memory.adaptive.sections`), and every measured peak corrects the static bytes. The
+(:mod:`mindspeed.memory.adaptive.profile`), and every measured peak corrects the static bytes. The
 smallest static bytes are a bound, and so is the least that a backward needs which was not measured:
 a budget is refused if even with them the smallest peak is larger, or if the plan that has it was in
 force and needed more. Otherwise that plan is tried.

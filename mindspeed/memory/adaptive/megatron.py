@@ -25,10 +25,25 @@ from mindspeed.errors import TrainingError
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
 from mindspeed.memory.adaptive import Adaptation, Settings
-from mindspeed.memory.adaptive.profile import Kind, agree
-from mindspeed.memory.adaptive.sections import FORWARD, FRONT, HEAD, Replay, Sections, on_gradient
-from mindspeed.memory.candidates import ALL_ON_HOST, KEEP_ALL, LEAST, name_of, plans_for
-from mindspeed.memory.estimate import Clock, device_clock
+from mindspeed.memory.adaptive.profile import (
+    FORWARD,
+    FRONT,
+    HEAD,
+    Kind,
+    Replay,
+    Sections,
+    agree,
+    on_gradient,
+)
+from mindspeed.memory.estimate import (
+    ALL_ON_HOST,
+    KEEP_ALL,
+    LEAST,
+    Clock,
+    device_clock,
+    name_of,
+    plans_for,
+)
 from mindspeed.memory.in_flight import most_held
 from mindspeed.memory.in_flight.megatron import held_by_stage
 from mindspeed.memory.megatron import (
