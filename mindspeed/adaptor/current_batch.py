@@ -7,8 +7,8 @@
 In the original every layer calls these functions in its forward pass, so a layer recomputed during
 another micro-batch reads the wrong documents. Here they only hold the micro-batch until
 ``GPTModel.forward`` begins, which passes it to the layers as an argument
-(:mod:`mindspeed.adaptor.packed_documents`). :mod:`mindspeed.session.batches` completes them with
-``get_batch_on_this_cp_rank``, which has to know whether a feature handles documents.
+(:mod:`mindspeed.adaptor.packed_documents`). :mod:`mindspeed.session.original_features` completes
+them with ``get_batch_on_this_cp_rank``, which has to know whether a feature handles documents.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from mindspeed.files import atomic_write_text
 from mindspeed.job import Batch, Parallel
 from mindspeed.planner.cluster.measured_device import NAMES
 from mindspeed.te import kernels
-from mindspeed.tensor_parallel.coc_settings import MeasuredOn
 from mindspeed.tensor_parallel.products import OverlappedProducts, why_not_fused
 from mindspeed.tensor_parallel.strategy import (
     OPERATIONS,
+    MeasuredOn,
     Operation,
     Overlap,
     Product,

@@ -13,6 +13,8 @@
 ``mindspeed.megatron_adaptor.repatch`` applies what is in ``FEATURES_LIST`` besides our own
 features; other doors call :class:`MindSpeedFeaturesManager`. New code writes a plug-in
 (docs/extending.md).
+
+``get_batch_on_this_cp_rank`` is for scripts that shard their batches themselves.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed.adaptor.arguments import script_arguments
+from mindspeed.adaptor.current_batch import get_actual_seq_len, shard_current_batch
+from mindspeed.adaptor.versions.batch_functions import zigzag_chunks
 from mindspeed.errors import ConfigError
 from mindspeed.features.feature import Feature, option_of
 from mindspeed.features.registry import LevelOptions, all_features
 from mindspeed.flags import add_flags
 from mindspeed.session.registered_patches import MindSpeedPatchesManager
-from mindspeed.session.session import current, read_config_file
+from mindspeed.session.session import current, install, read_config_file
 
 
 class MindSpeedFeature:
@@ -240,3 +244,24 @@ def get_mindspeed_args(get_defaults: bool = False) -> argparse.Namespace:
 def get_full_args() -> argparse.Namespace:
     """Megatron-LM's global arguments; in a framework without them those of the features."""
     return script_arguments() or get_mindspeed_args()
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """This context-parallel rank's part of a micro-batch. No communication.
+
+    Args:
+        batch: ``[b, s]`` tensors by name, None for tensors this pipeline stage does not need.
+            ``position_ids`` are kept; where they are None, positions restart at each document.
+
+    Returns:
+        ``[b, tokens of this rank]`` tensors, and no attention mask where documents are known
+        (``--reset-attention-mask`` or an adaptive ``--context-parallel-algo``).
+
+    Raises:
+        ConfigError: Documents do not fit the batch, or the model would not look at them.
+    """
+    if install().seams.documents.functions:
+        return shard_current_batch(batch)
+    if get_actual_seq_len() is not None:
+        raise ConfigError("set_actual_seq_len needs --reset-attention-mask")
+    return zigzag_chunks(batch)

@@ -15,8 +15,7 @@ from mindspeed.planner.measured_products import (
     settings_of,
     write,
 )
-from mindspeed.tensor_parallel.coc_settings import MeasuredOn
-from mindspeed.tensor_parallel.strategy import Overlap, Product, choose
+from mindspeed.tensor_parallel.strategy import MeasuredOn, Overlap, Product, choose
 from tests.planner import measured_products_job
 from tests.support.lazy import needs
 

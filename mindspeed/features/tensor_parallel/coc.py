@@ -22,7 +22,7 @@ from mindspeed.flags import flag, given_names
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.tensor_parallel.coc_settings import CocSettings
+    from mindspeed.tensor_parallel.strategy import CocSettings
 
 NAME = "--coc-parallel-num (COC_PARALLEL_NUM)"
 FUSED = "--coc-fused-kernel (USE_COC_FUSED_KERNEL)"
@@ -87,7 +87,7 @@ class Coc(
             ConfigError: one of them is wrong.
         """
         from mindspeed import parsing
-        from mindspeed.tensor_parallel.coc_settings import coc_cfgs, read_settings
+        from mindspeed.tensor_parallel.strategy import coc_cfgs, read_settings
 
         read_settings(coc_cfgs, "coc_cfgs")
         if self.coc_cfgs is None:
@@ -100,7 +100,7 @@ class Coc(
         return read_settings({**coc_cfgs, **given}, where)
 
     def problems(self, megatron: Megatron) -> Iterator[Problem]:
-        from mindspeed.tensor_parallel.coc_settings import CocSettings
+        from mindspeed.tensor_parallel.strategy import CocSettings
 
         try:
             chosen = self.settings()

@@ -26,7 +26,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from mindspeed.device.host_tensors import with_values
 from mindspeed.errors import ConfigError
-from mindspeed.tensor_parallel.megatron_specs import class_of, submodules_of, with_submodules
+from mindspeed.tensor_parallel.megatron import class_of, submodules_of, with_submodules
 from mindspeed.tensor_parallel.two_dimensional import grid as ranks_of_grid
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid, from_grid, to_grid, token_order
 from mindspeed.tensor_parallel.two_dimensional.megatron_modules import (

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 
-from mindspeed.tensor_parallel.megatron_specs import class_of, submodules_of, with_submodules
+from mindspeed.tensor_parallel.megatron import class_of, submodules_of, with_submodules
 from mindspeed.tensor_parallel.unaligned.rows import padded_index
 from mindspeed.tensor_parallel.unaligned.sizes import ModelSizes, Share, part, parts
 
