@@ -16,8 +16,7 @@ from typing import Any
 from mindspeed.checkpoint.contents import contents_of, refuse_adapter
 from mindspeed.errors import CheckpointError, MindSpeedError
 from mindspeed.storage import directory
-from mindspeed.storage.checked_file import FileSlice
-from mindspeed.storage.digests import Digests
+from mindspeed.storage.digests import Digests, FileSlice
 
 
 @dataclass(frozen=True)

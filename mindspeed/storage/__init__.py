@@ -2,8 +2,8 @@
 
 =================  ===============================================================================
 ``directory``      names, which checkpoints are complete, which one is the latest, retention
-``digests``        a hash for every block of every file, computed while it is written
-``checked_file``   the same hashes verified while it is read; read-only views of files
+``digests``        a hash for every block of every file, computed while it is written, verified
+                   while it is read
 ``safe_metadata``  the index of a ``torch_dist`` checkpoint, unpickled through an allow-list
 ``common_state``   its common part: the run's arguments, iteration
 ``global_tensors`` its tensors one at a time, without a model or process group

@@ -26,7 +26,7 @@ from mindspeed.files import (
 from mindspeed.guard.checkpoints import is_kept
 from mindspeed.parsing import decode_json
 from mindspeed.storage import digests
-from mindspeed.storage.checked_file import first_damage
+from mindspeed.storage.digests import first_damage
 from mindspeed.unpickle import check_relative
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -42,8 +42,7 @@ from torch.futures import Future
 from mindspeed.device.torch_versions import saving_keeps_tensors
 from mindspeed.errors import CheckpointError, DamagedCheckpoint
 from mindspeed.storage import directory
-from mindspeed.storage.checked_file import CheckedFile, FileSlice
-from mindspeed.storage.digests import Digests
+from mindspeed.storage.digests import CheckedFile, Digests, FileSlice
 from mindspeed.storage.safe_metadata import read_index
 from mindspeed.unpickle import read_object
 

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from mindspeed import unpickle
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, SecurityError
 from mindspeed.security import safe_torch_load
-from mindspeed.storage.checked_file import CheckedFile, FileSlice
-from mindspeed.storage.digests import Digests
+from mindspeed.storage.digests import CheckedFile, Digests, FileSlice
 from mindspeed.storage.directory import COMMON_STATE
 
 

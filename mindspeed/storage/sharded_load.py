@@ -1,7 +1,7 @@
 """Reading the sharded part of a checkpoint: every block is checked, and errors say what is wrong.
 
 Megatron plans the reading and torch's checkpoint library opens the files. Here that library opens
-them through :class:`~mindspeed.storage.checked_file.CheckedFile`, and what it wraps into one report
+them through :class:`~mindspeed.storage.digests.CheckedFile`, and what it wraps into one report
 of all ranks becomes one of our errors, on all ranks alike.
 """
 
@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mindspeed import device
 from mindspeed.errors import CheckpointError, DamagedCheckpoint, MindSpeedError
-from mindspeed.storage.checked_file import CheckedFile
-from mindspeed.storage.digests import Digests
+from mindspeed.storage.digests import CheckedFile, Digests
 from mindspeed.storage.megatron import files_read_by
 from mindspeed.unpickle import refusal
 

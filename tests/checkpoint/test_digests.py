@@ -16,8 +16,7 @@ needs("megatron.core")
 from mindspeed.cli.main import main
 from mindspeed.errors import DamagedCheckpoint
 from mindspeed.storage import digests, directory
-from mindspeed.storage.checked_file import CheckedFile
-from mindspeed.storage.digests import BLOCK_BYTES, DigestingFile, Digests, digest_of
+from mindspeed.storage.digests import BLOCK_BYTES, CheckedFile, DigestingFile, Digests, digest_of
 from tests.support.forked import run_all
 from tests.support.trainer_job import SETUP, TINY
 
