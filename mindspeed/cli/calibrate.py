@@ -235,7 +235,7 @@ def measure_products(job: argparse.Namespace, args: argparse.Namespace, watch: W
     from mindspeed import device
     from mindspeed.job import Parallel, Precision
     from mindspeed.planner import measured_products as products
-    from mindspeed.tensor_parallel.coc_settings import MeasuredOn
+    from mindspeed.tensor_parallel.strategy import MeasuredOn
 
     found = products.products_of(job)
     ranks, world = Parallel.of(job).tensor, dist.get_world_size()

@@ -79,9 +79,9 @@ def figures(args: argparse.Namespace) -> str:
     Args:
         args: final values; the process is not part of a job.
     """
-    from mindspeed.training.flops import training_flops
     from mindspeed.training.parameter_counts import count, entries_of_model
     from mindspeed.training.pipeline_figures import figures, micro_batches
+    from mindspeed.training.token_counts import training_flops
 
     stages, pipeline = count(args), figures(args)
     fullest = max(stage.entries() for stage in stages)

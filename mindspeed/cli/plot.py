@@ -5,9 +5,11 @@
     mindspeed plot runs/a runs/b -o ab.svg     .png, .svg and .pdf work
 
 A run is a directory with ``metrics.jsonl``, or such a file: it may end with an incomplete line if
-the run was killed, and may contain an iteration twice after a resume; the later line counts. Values are drawn as thin lines, their
-moving average as a thick line, validation losses as points. With several runs the first is the
-reference: the relative errors of the other losses are plotted and printed.
+the run was killed, and may contain an iteration twice after a resume; the later line counts.
+
+Values are drawn as thin lines, their moving average as a thick line, validation losses as points.
+With several runs the first is the reference: the relative errors of the other losses are plotted
+and printed.
 Loss is on top, panels of other metrics below; panels without data are omitted. Drawn without
 pyplot: no display, no global state.
 """

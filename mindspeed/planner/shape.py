@@ -181,8 +181,8 @@ class Shape:
 def shape_of(args: argparse.Namespace) -> Shape:
     """The shape of a job whose features are attached in this process."""
     from mindspeed.pipeline.placed_stages import layers_of_stages
-    from mindspeed.training.flops import training_flops
     from mindspeed.training.pipeline_figures import micro_batches, request_of
+    from mindspeed.training.token_counts import training_flops
 
     parallel, batch, precision = Parallel.of(args), Batch.of(args), Precision.of(args)
     pp = parallel.pipeline

@@ -67,8 +67,7 @@ from mindspeed.training.batches import (
     SequentialSampler,
     SizedSampler,
 )
-from mindspeed.training.flops import keys_of_a_query
-from mindspeed.training.token_counts import TokenCounter, sample_counts
+from mindspeed.training.token_counts import TokenCounter, keys_of_a_query, sample_counts
 
 Reader = Iterator[MicroBatch]
 _SPLITS = ("train", "valid", "test")
@@ -426,7 +425,7 @@ class Collate:
         pad: token id of padding.
         seq_length: longest sequence.
         multiple: lengths are rounded up to a multiple of this; None: always ``seq_length``.
-        keys: :func:`mindspeed.training.flops.keys_of_a_query`.
+        keys: :func:`mindspeed.training.token_counts.keys_of_a_query`.
         apart: documents of a sample are sequences of their own.
     """
 

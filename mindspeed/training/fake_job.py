@@ -89,8 +89,7 @@ def build_chunks(args: argparse.Namespace, config: Any) -> list[Any]:
     from mindspeed import session
     from mindspeed.adaptor.pipeline_ends import pipeline_ends
     from mindspeed.lora.load import attach_by_flags
-    from mindspeed.training.base_weights import left_out, store_weights
-    from mindspeed.training.model import gpt_model
+    from mindspeed.training.model import gpt_model, left_out, store_weights
 
     def build(vp_stage: int | None) -> Any:
         ends = pipeline_ends(session.install().seams, vp_stage)

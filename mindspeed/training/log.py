@@ -30,11 +30,10 @@ from mindspeed.built_model import TrainedModel
 from mindspeed.job import Parallel, Precision, Schedule, TrainState
 from mindspeed.profiling.model_flops import flops_of_tokens
 from mindspeed.te.parameter_marks import counted
-from mindspeed.training.flops import model_shape
 from mindspeed.training.forward_step import Reports, sum_reports
 from mindspeed.training.sinks import open_sinks
 from mindspeed.training.step import StepResult
-from mindspeed.training.token_counts import TokenCounter, TokenCounts
+from mindspeed.training.token_counts import TokenCounter, TokenCounts, model_shape
 
 GIGA = 10**9
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,8 +55,8 @@ from mindspeed.lora.names import is_adapter_weight
 from mindspeed.models import model_extras
 from mindspeed.preference.megatron_head import ScoreHead
 from mindspeed.storage.directory import root_and_iteration
+from mindspeed.te.quantized_weight import QuantizedFormat, quantized_weights, store
 from mindspeed.training import sharded_init, zero
-from mindspeed.training.base_weights import left_out, store_weights
 from mindspeed.training.configs import ddp_config, optimizer_config, transformer_config
 
 ModelProvider = Callable[[argparse.Namespace, TransformerConfig, bool, bool, int | None], Any]
@@ -342,3 +342,14 @@ def resume_adapters(args: argparse.Namespace, model: TrainedModel) -> Loaded | N
     for module in model.modules:
         initial.take_out(module)
     return loaded
+
+
+def left_out(args: argparse.Namespace) -> AbstractContextManager[Any]:
+    """A region that builds linear layers without weights, if they get fewer bits."""
+    return quantized_weights() if args.base_weights else nullcontext()
+
+
+def store_weights(args: argparse.Namespace, module: torch.nn.Module, place: torch.device) -> None:
+    """Give the linear layers of a stage their weights, in the form of the flags."""
+    if args.base_weights:
+        store(module, QuantizedFormat(args.base_weights, args.double_quantization), place)

@@ -25,11 +25,10 @@ from mindspeed.lora import flags as lora_flags
 from mindspeed.pipeline.schedule.size_search import sizes_of_arguments
 from mindspeed.storage import directory
 from mindspeed.training import data, loop, preference, reference, setup
-from mindspeed.training.flops import training_flops
 from mindspeed.training.forward_step import ForwardStep, forward_step
 from mindspeed.training.model import ModelProvider, build, gpt_model, resume_adapters
 from mindspeed.training.resolve import Settings
-from mindspeed.training.token_counts import FixedLengthCounter, SampleCounter
+from mindspeed.training.token_counts import FixedLengthCounter, SampleCounter, training_flops
 
 
 def pretrain(

@@ -38,10 +38,10 @@ from mindspeed.data.preprocess_report import (
     preprocess_with_bar,
     print_remarks,
     print_report,
+    print_samples,
     say,
 )
 from mindspeed.data.record_encoders import first_record
-from mindspeed.data.sample_view import print_samples
 from mindspeed.data.sources import find_files
 from mindspeed.data.tokenizer import build_tokenizer
 from mindspeed.data.tokenizer_types import HUGGINGFACE_TYPES, TokenizerOptions

@@ -1,4 +1,4 @@
-"""Counts of the tokens that are trained, where sequences have padding or different lengths.
+"""Model FLOPs of a step, and counts of trained tokens where sequences have padding or differ.
 
     positions   what is computed: sequences x their length, padding included
     tokens      of samples, without padding
@@ -7,6 +7,10 @@
 
 Only tensor-parallel rank 0 reads sequences, so each such rank counts its own, and all ranks sum
 their counts once per log interval (24 bytes).
+
+FLOPs of a training step follow from them by :mod:`mindspeed.profiling.model_flops`. These are model
+FLOPs, the numerator of MFU, without recomputation; executed FLOPs are counted by
+``--op-cal-tflops``.
 """
 
 from __future__ import annotations
@@ -15,13 +19,21 @@ import argparse
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mindspeed import device
-from mindspeed.training.flops import keys_of_a_query
+from mindspeed import device, session
+from mindspeed.profiling.model_flops import (
+    Computing,
+    ModelShape,
+    causal_keys,
+    flops_of_tokens,
+    window_of,
+    window_pattern,
+)
 
 
 @dataclass(frozen=True)
@@ -104,3 +116,29 @@ def sample_counts(
     ]
     every = torch.cat(lengths).tolist()
     return torch.tensor([sum(every), sum(round(2 * n * keys(n)) for n in every)])
+
+
+def training_flops(args: argparse.Namespace, samples: int) -> float:
+    """Floating-point operations to train on ``samples`` sequences of full length."""
+    tokens = args.seq_length * samples
+    pairs = tokens * keys_of_a_query(args)(args.seq_length)
+    return flops_of_tokens(model_shape(args), tokens, pairs)
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """The sizes of a model from its final values."""
+    shape = ModelShape.from_megatron(vars(args), _computing())
+    assert shape is not None  # final values have no model but GPT
+    return shape
+
+
+def keys_of_a_query(args: argparse.Namespace) -> Callable[[int], float]:
+    """Length of a sequence -> keys that a query sees, mean over its queries and the layers."""
+    values = vars(args)
+    return partial(causal_keys, window_of(values), window_pattern(values, _computing()))
+
+
+def _computing() -> Computing:
+    """Features may have layers that do not compute."""
+    active = session.current()
+    return list if active is None else active.seams.computing_layers.pipe

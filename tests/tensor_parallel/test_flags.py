@@ -11,7 +11,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features import registry
 from mindspeed.features.tensor_parallel import coc
 from mindspeed.features.tensor_parallel.coc import Coc
-from mindspeed.tensor_parallel.coc_settings import coc_cfgs, read_settings
+from mindspeed.tensor_parallel.strategy import coc_cfgs, read_settings
 
 TP = {"tensor_model_parallel_size": 4, "seq_length": 96, "micro_batch_size": 1}
 SP = TP | {"sequence_parallel": True}

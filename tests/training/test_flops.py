@@ -11,8 +11,14 @@ import torch
 
 from mindspeed import session
 from mindspeed.profiling.model_flops import flops_of_tokens
-from mindspeed.training.flops import keys_of_a_query, model_shape, training_flops
-from mindspeed.training.token_counts import FixedLengthCounter, TokenCounts, sample_counts
+from mindspeed.training.token_counts import (
+    FixedLengthCounter,
+    TokenCounts,
+    keys_of_a_query,
+    model_shape,
+    sample_counts,
+    training_flops,
+)
 
 
 def shape(**changes: Any) -> argparse.Namespace:

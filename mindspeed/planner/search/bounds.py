@@ -27,7 +27,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import Layout, memory_flags
 from mindspeed.planner.shape import DENSE, EXPERT
 from mindspeed.profiling.model_flops import attention_products, mlp_weights
-from mindspeed.training.flops import model_shape
+from mindspeed.training.token_counts import model_shape
 
 if TYPE_CHECKING:
     from mindspeed.planner.count.layer_run import LayerRun

@@ -22,7 +22,7 @@ from mindspeed.planner.cluster import Cluster
 from mindspeed.planner.layout import Layout
 from mindspeed.planner.search.space import EXPERT_SEARCHED
 from mindspeed.profiling.model_flops import attention_products
-from mindspeed.training.flops import model_shape
+from mindspeed.training.token_counts import model_shape
 
 WORSE = "another expert program is faster and keeps less"
 
