@@ -37,7 +37,7 @@ from mindspeed.te import comm, kernels
 from mindspeed.te.linear import Linear
 from mindspeed.tensor_parallel.exchange import at_row_input
 from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, SEQUENCE_PARALLEL
-from mindspeed.tensor_parallel.halves.stream import Stream
+from mindspeed.tensor_parallel.halves.stream import HalvesStream
 
 FLOPS_PER_SECOND, RANKS = 300e12, 8
 LINKS = ((400, 5), (200, 10), (50, 10), (25, 20))  # GB/s, us of a call
@@ -130,7 +130,7 @@ def _run(halves: bool, sequence_parallel: bool, chain: list[Any]) -> None:
     if halves:
         order = SEQUENCE_PARALLEL if sequence_parallel else ALL_REDUCE
         gather = partial(comm.all_gather_first_dim, group=dist.group.WORLD, async_op=True)
-        stream = Stream(hidden, order, gather if sequence_parallel else None)
+        stream = HalvesStream(hidden, order, gather if sequence_parallel else None)
         for layer, following in zip(chain, [*chain[1:], None], strict=True):
             hidden = stream.run(hidden, layer, following and following[0])
     else:

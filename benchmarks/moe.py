@@ -376,9 +376,9 @@ def _again(layer: Any, *, closed: bool) -> Callable[..., Any]:
     """The layer as a segment whose second run ends where it closes a region, or as a whole."""
     from mindspeed.memory.segment import Segment
     from mindspeed.tensor_parallel.megatron import closing_experts
-    from mindspeed.tensor_parallel.regions import Closing, Region
+    from mindspeed.tensor_parallel.regions import Closing, RecomputedRegion
 
-    region = Region(closing_experts(layer) if closed else Closing())
+    region = RecomputedRegion(closing_experts(layer) if closed else Closing())
 
     def forward(x: torch.Tensor) -> Any:
         segment = Segment("layer", layer, (x,), {}, lambda: region.second_run, lambda: None)

@@ -34,7 +34,7 @@ _DATA = {".bin", ".idx", ".npy", ".parquet", ".arrow", ".jsonl", ".json", ".csv"
 _WEIGHTS = {".pt", ".pth", ".distcp", ".safetensors", ".metadata"}
 
 
-class Finding(NamedTuple):
+class AuditLine(NamedTuple):
     """One line of the audit: ``bad`` can be used against you, ``note`` is wider than it should."""
 
     status: Status
@@ -71,7 +71,7 @@ _KINDS = (
 )
 
 
-def audit(directory: PathLike) -> list[Finding]:
+def audit(directory: PathLike) -> list[AuditLine]:
     """Compare this process and everything below ``directory`` with the recommended settings.
 
     Raises:
@@ -165,39 +165,39 @@ def _walk(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield path, status
 
 
-def _user() -> Finding:
+def _user() -> AuditLine:
     uid = os.geteuid()
     if uid == 0:
-        return Finding("note", "user", "root", "train with an ordinary account")
-    return Finding("ok", "user", f"uid {uid}")
+        return AuditLine("note", "user", "root", "train with an ordinary account")
+    return AuditLine("ok", "user", f"uid {uid}")
 
 
-def _umask() -> Finding:
+def _umask() -> AuditLine:
     umask = os.umask(PRIVATE_UMASK)
     os.umask(umask)
     if umask & PRIVATE_UMASK == PRIVATE_UMASK:
-        return Finding("ok", "umask", f"{umask:03o}")
-    return Finding("note", "umask", f"{umask:03o}", "umask 027 (our own files are safe without)")
+        return AuditLine("ok", "umask", f"{umask:03o}")
+    return AuditLine("note", "umask", f"{umask:03o}", "umask 027 (our own files are safe without)")
 
 
-def _address_space() -> Finding:
+def _address_space() -> AuditLine:
     try:
         level = Path("/proc/sys/kernel/randomize_va_space").read_text().strip()
     except OSError as error:
-        return Finding("note", "address space randomisation", f"unknown: {error.strerror}")
+        return AuditLine("note", "address space randomisation", f"unknown: {error.strerror}")
     if level == "2":
-        return Finding("ok", "address space randomisation", "2 (full)")
+        return AuditLine("ok", "address space randomisation", "2 (full)")
     advice = "sysctl kernel.randomize_va_space=2"
-    return Finding("note", "address space randomisation", level, advice)
+    return AuditLine("note", "address space randomisation", level, advice)
 
 
-def _modes(kind: _Kind, root: Path, entries: list[tuple[Path, os.stat_result]]) -> Finding:
+def _modes(kind: _Kind, root: Path, entries: list[tuple[Path, os.stat_result]]) -> AuditLine:
     # Set-group-ID and sticky bits restrict or organise, they open nothing.
     modes = [(stat.S_IMODE(status.st_mode) & 0o777, path) for path, status in entries]
     wide = [(mode, path) for mode, path in modes if mode & ~kind.limit]
     what = f"{kind.name}, at most {kind.limit:03o}"
     if not wide:
-        return Finding("ok", what, f"{len(modes)}, all within")
+        return AuditLine("ok", what, f"{len(modes)}, all within")
     mode, path = max(wide, key=lambda entry: (entry[0] & 0o022, entry[0]))
     found = f"{len(wide)} of {len(modes)} wider, for example {mode:03o} {path}"
     excess = 0
@@ -205,7 +205,7 @@ def _modes(kind: _Kind, root: Path, entries: list[tuple[Path, os.stat_result]]) 
         excess |= mode & ~kind.limit
     status: Status = "bad" if any(mode & stat.S_IWOTH for mode, _ in wide) else "note"
     command = f"find {shlex.quote(str(root))} {kind.find} -perm /{excess:03o}"
-    return Finding(status, what, found, f"{command} -exec chmod {_symbolic(excess)} {{}} +")
+    return AuditLine(status, what, found, f"{command} -exec chmod {_symbolic(excess)} {{}} +")
 
 
 def _symbolic(excess: int) -> str:
@@ -219,12 +219,12 @@ def _symbolic(excess: int) -> str:
     return ",".join(parts)
 
 
-def _owners(entries: list[tuple[Path, os.stat_result]]) -> Finding:
+def _owners(entries: list[tuple[Path, os.stat_result]]) -> AuditLine:
     foreign = [
         (path, status.st_uid) for path, status in entries if status.st_uid not in (0, os.geteuid())
     ]
     if not foreign:
-        return Finding("ok", "owners", "you or root")
+        return AuditLine("ok", "owners", "you or root")
     path, uid = foreign[0]
     found = f"{len(foreign)} of other users, for example uid {uid}: {path}"
-    return Finding("note", "owners", found, "trust them, or copy the files")
+    return AuditLine("note", "owners", found, "trust them, or copy the files")

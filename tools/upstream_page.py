@@ -15,7 +15,7 @@ from pathlib import Path
 
 from feature_table import ROOT, insert, node_exists
 
-from mindspeed.adaptor.upstream import NEEDED, Report, load_reports
+from mindspeed.adaptor.upstream import NEEDED, UpstreamReport, load_reports
 
 PAGE = ROOT / "docs" / "upstream.md"
 ADDRESSES = {
@@ -32,7 +32,7 @@ ADDRESSES = {
 }
 
 
-def table(reports: Sequence[Report]) -> str:
+def table(reports: Sequence[UpstreamReport]) -> str:
     """A count, and one table a state."""
     counts = Counter(one.state for one in reports)
     lines = [", ".join(f"{counts[state]} {state}" for state in NEEDED if counts[state]) + ".", ""]
@@ -46,7 +46,7 @@ def table(reports: Sequence[Report]) -> str:
     return "\n".join(lines)
 
 
-def _row(one: Report) -> str:
+def _row(one: UpstreamReport) -> str:
     done = f"`{one.by}`, `{one.test.removeprefix('tests/')}`" if one.test else one.why
     merged = f" (merged {one.merged})" if one.merged else ""
     cells = (text.replace("|", r"\|") for text in (f"{link(one.report)}{merged}", one.wrong, done))
@@ -60,7 +60,7 @@ def link(report: str) -> str:
     return f"[{report}](https://github.com/{ADDRESSES[project]}/{path}/{number})"
 
 
-def problems(reports: Sequence[Report]) -> list[str]:
+def problems(reports: Sequence[UpstreamReport]) -> list[str]:
     """Rows whose repair or test does not exist."""
     found = []
     for one in reports:

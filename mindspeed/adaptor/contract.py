@@ -22,7 +22,7 @@ from mindspeed.adaptor.versions import read_version
 
 
 @dataclass(frozen=True)
-class Finding:
+class ContractFinding:
     """Result of the check of one patch: ``problem`` is empty when the contract holds."""
 
     patch: Patch
@@ -30,7 +30,7 @@ class Finding:
     problem: str = ""
 
 
-def check_contracts(patches: Iterable[Patch], root: Path) -> list[Finding]:
+def check_contracts(patches: Iterable[Patch], root: Path) -> list[ContractFinding]:
     """Compare ``patches`` with the Megatron source tree below ``root``.
 
     A target in a module that the tree does not have at all (``megatron.training`` in a wheel) is
@@ -40,42 +40,48 @@ def check_contracts(patches: Iterable[Patch], root: Path) -> list[Finding]:
     return [_check(patch, root, version) for patch in patches]
 
 
-def _check(patch: Patch, root: Path, version: Version) -> Finding:
+def _check(patch: Patch, root: Path, version: Version) -> ContractFinding:
     if not patch.applies_to(version):
-        return Finding(patch, "not needed")
+        return ContractFinding(patch, "not needed")
     source = _source_of(root, patch.module)
     if source is None:
         problem = f"module {patch.module} is absent" if _is_core(patch) else ""
-        return Finding(patch, "no such module", problem)
+        return ContractFinding(patch, "no such module", problem)
     if patch.kind == "define":
         return _check_new_name(patch, source, version)
     node = _find(_parse(source), patch.qualname)
     undefined = _is_of_dataclass, _is_imported
     if node is None and any(has(_parse(source), patch.qualname) for has in undefined):
-        return Finding(patch, "ok")
+        return ContractFinding(patch, "ok")
     if node is None:
-        return Finding(patch, "missing", f"{patch.target} is absent in megatron-core {version}")
+        return ContractFinding(
+            patch, "missing", f"{patch.target} is absent in megatron-core {version}"
+        )
     signature = patch.expected_signature(version)
     if signature is None:
-        return Finding(patch, "ok")
+        return ContractFinding(patch, "ok")
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return Finding(patch, "changed", f"{patch.target} is not a function in {version}")
+        return ContractFinding(patch, "changed", f"{patch.target} is not a function in {version}")
     actual = _parameters(node)
     if not fits(signature, actual):
         given = f"({', '.join(actual)})"
-        return Finding(patch, "changed", f"{patch.target}: expected {signature}, found {given}")
-    return Finding(patch, "ok")
+        return ContractFinding(
+            patch, "changed", f"{patch.target}: expected {signature}, found {given}"
+        )
+    return ContractFinding(patch, "ok")
 
 
-def _check_new_name(patch: Patch, source: Path, version: Version) -> Finding:
+def _check_new_name(patch: Patch, source: Path, version: Version) -> ContractFinding:
     """A name that Megatron must not have, in a class that it must have."""
     holder, _, _ = patch.qualname.rpartition(".")
     if holder and _find(_parse(source), holder) is None:
         problem = f"{patch.module}:{holder} is absent in megatron-core {version}"
-        return Finding(patch, "missing", problem)
+        return ContractFinding(patch, "missing", problem)
     if _find(_parse(source), patch.qualname) is not None:
-        return Finding(patch, "changed", f"{patch.target} exists in megatron-core {version}")
-    return Finding(patch, "ok")
+        return ContractFinding(
+            patch, "changed", f"{patch.target} exists in megatron-core {version}"
+        )
+    return ContractFinding(patch, "ok")
 
 
 def _is_core(patch: Patch) -> bool:

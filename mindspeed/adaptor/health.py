@@ -26,7 +26,7 @@ SCRIPT_PACKAGES = ("pydantic", "regex", "six")
 
 
 @dataclass(frozen=True)
-class Check:
+class HealthCheck:
     """One line of the report; ``bad`` means that training will not work."""
 
     status: Literal["ok", "note", "bad"]
@@ -35,10 +35,10 @@ class Check:
     advice: str = ""
 
 
-def examine() -> list[Check]:
+def examine() -> list[HealthCheck]:
     """All checks, without importing Megatron."""
     return [
-        Check("ok", "mindspeed", f"{__version__}, Python {platform.python_version()}"),
+        HealthCheck("ok", "mindspeed", f"{__version__}, Python {platform.python_version()}"),
         _torch(),
         _megatron(),
         _script_packages(),
@@ -48,32 +48,32 @@ def examine() -> list[Check]:
     ]
 
 
-def _torch() -> Check:
+def _torch() -> HealthCheck:
     import torch
 
     version = torch.__version__
     if torch_versions.at_least(torch_versions.OLDEST):
-        return Check("ok", "torch", version)
+        return HealthCheck("ok", "torch", version)
     advice = f"install torch {torch_versions.OLDEST} or newer (tested: {torch_versions.TESTED})"
-    return Check("bad", "torch", version, advice)
+    return HealthCheck("bad", "torch", version, advice)
 
 
-def _megatron() -> Check:
+def _megatron() -> HealthCheck:
     version = megatron_version()
     if version is None:
         advice = "pip install 'mindspeed[megatron]', or put a Megatron-LM checkout on PYTHONPATH"
-        return Check("bad", "megatron-core", "not installed", advice)
+        return HealthCheck("bad", "megatron-core", "not installed", advice)
     found = f"{version} in {megatron_root()}"
     if is_tested(version):
-        return Check("ok", "megatron-core", found)
-    return Check("bad", "megatron-core", found, f"install one of {', '.join(TESTED)}")
+        return HealthCheck("ok", "megatron-core", found)
+    return HealthCheck("bad", "megatron-core", found, f"install one of {', '.join(TESTED)}")
 
 
-def _script_packages() -> Check:
+def _script_packages() -> HealthCheck:
     missing = [name for name in SCRIPT_PACKAGES if importlib.util.find_spec(name) is None]
     if not missing:
-        return Check("ok", "packages of the scripts", ", ".join(SCRIPT_PACKAGES))
-    return Check(
+        return HealthCheck("ok", "packages of the scripts", ", ".join(SCRIPT_PACKAGES))
+    return HealthCheck(
         "bad" if has_megatron_training() else "note",
         "packages of the scripts",
         f"not installed: {', '.join(missing)}",
@@ -81,40 +81,42 @@ def _script_packages() -> Check:
     )
 
 
-def _device() -> list[Check]:
+def _device() -> list[HealthCheck]:
     try:
         current = device.current()
     except MindSpeedError as error:
-        return [Check("bad", "device", "none", str(error))]
+        return [HealthCheck("bad", "device", "none", str(error))]
     engine, reason = te.choose(current.name)
     wanted = os.environ.get("MINDSPEED_DEVICE")
     chosen = "MINDSPEED_DEVICE" if wanted else "detected"
     checks = [
-        Check("ok", "device", f"{current.name} ({chosen}), collectives by {current.backend}"),
-        Check("ok", "Transformer Engine", f"{engine}: {reason}"),
+        HealthCheck("ok", "device", f"{current.name} ({chosen}), collectives by {current.backend}"),
+        HealthCheck("ok", "Transformer Engine", f"{engine}: {reason}"),
     ]
     if current.name != "npu" and _installed("torch-npu"):
         advice = "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 where CANN is missing, or remove torch_npu"
-        checks.append(Check("note", "torch_npu", "installed, but no NPU answers", advice))
+        checks.append(HealthCheck("note", "torch_npu", "installed, but no NPU answers", advice))
     return checks
 
 
-def _dataset_helpers() -> Check:
+def _dataset_helpers() -> HealthCheck:
     root = megatron_root()
     if root is None:
-        return Check("note", "dataset helpers", "no Megatron")
+        return HealthCheck("note", "dataset helpers", "no Megatron")
     if any((root / "megatron/core/datasets").glob("helpers_cpp*.so")):
-        return Check("ok", "dataset helpers", "built")
+        return HealthCheck("ok", "dataset helpers", "built")
     if shutil.which(os.environ.get("CXX", "c++")) and importlib.util.find_spec("pybind11"):
-        return Check("note", "dataset helpers", "not built", "the first run builds them")
-    return Check("bad", "dataset helpers", "not built", "install a C++ compiler and pybind11")
+        return HealthCheck("note", "dataset helpers", "not built", "the first run builds them")
+    return HealthCheck("bad", "dataset helpers", "not built", "install a C++ compiler and pybind11")
 
 
-def _rendezvous() -> Check:
+def _rendezvous() -> HealthCheck:
     address = os.environ.get("MASTER_ADDR", "")
     if address in ("", "127.0.0.1", "localhost", "::1"):
-        return Check("ok", "rendezvous", "loopback: nothing listens to other machines")
-    return Check("note", "rendezvous", address, "other machines can connect: use a trusted network")
+        return HealthCheck("ok", "rendezvous", "loopback: nothing listens to other machines")
+    return HealthCheck(
+        "note", "rendezvous", address, "other machines can connect: use a trusted network"
+    )
 
 
 def _installed(distribution: str) -> bool:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from mindspeed import device
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
-from mindspeed.memory.adaptive.profile import Kind
+from mindspeed.memory.adaptive.profile import LayerKind
 from mindspeed.memory.estimate import KEEP_ALL, Clock, device_clock
 from mindspeed.memory.plan import LAYER, ChunkPlan, LayerPlan, SiteAction
 from mindspeed.pipeline.automated.profile import MODULES, Layer, Part, Profile, Recompute
@@ -105,7 +105,7 @@ class Profiler:
         self._instruments = instruments
         self._clock = instruments.clock if instruments else device_clock(self._here)
         self._step, self._micro_batches = 0, 1
-        self._layers: dict[int, tuple[Kind, torch.nn.Module]] = {}
+        self._layers: dict[int, tuple[LayerKind, torch.nn.Module]] = {}
         self._chunks: list[Any] = []
         self._figures = _Figures()
         self._gradient_of_output: float | None = None
@@ -138,7 +138,7 @@ class Profiler:
 
         self._chunks = unwrap_model(model if isinstance(model, list) else [model])
         self._micro_batches = micro_batches
-        kinds: dict[Any, Kind] = {}
+        kinds: dict[Any, LayerKind] = {}
         for index, chunk in enumerate(self._chunks):
             layers = {
                 name: layer for name, layer in layers_of(chunk).items() if name.startswith("decod")
@@ -147,7 +147,7 @@ class Profiler:
             for name, layer in layers.items():
                 kind = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
                 new = kind not in kinds
-                kinds.setdefault(kind, Kind(_PLANS))
+                kinds.setdefault(kind, LayerKind(_PLANS))
                 self._layers[layer.layer_number - 1] = kinds[kind], layer
                 known = sites_of(layer)
                 wrap(
@@ -162,7 +162,7 @@ class Profiler:
                     self._try(runtime, name, layer, kinds[kind])
             self._watch(index, chunk, layers)
 
-    def _try(self, runtime: Any, name: str, layer: Any, kind: Kind) -> None:
+    def _try(self, runtime: Any, name: str, layer: Any, kind: LayerKind) -> None:
         """Recompute each module of ``layer`` once, in one step."""
 
         def make(forward: Callable[..., Any]) -> Callable[..., Any]:

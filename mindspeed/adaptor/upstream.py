@@ -28,7 +28,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Report:
+class UpstreamReport:
     """A public report.
 
     Attributes:
@@ -56,7 +56,7 @@ class Report:
     refusal: str = ""
 
 
-def load_reports(path: Path = FILE) -> tuple[Report, ...]:
+def load_reports(path: Path = FILE) -> tuple[UpstreamReport, ...]:
     """The rows of the ledger, in the order of the file.
 
     Raises:
@@ -74,8 +74,8 @@ def load_reports(path: Path = FILE) -> tuple[Report, ...]:
     return reports
 
 
-def _report(row: Any, where: str) -> Report:
-    known = [field.name for field in fields(Report)]
+def _report(row: Any, where: str) -> UpstreamReport:
+    known = [field.name for field in fields(UpstreamReport)]
     if not isinstance(row, dict) or not all(isinstance(value, str) for value in row.values()):
         raise ConfigError(f"{where}: fields with texts are needed")
     if unknown := sorted(row.keys() - set(known)):
@@ -86,4 +86,4 @@ def _report(row: Any, where: str) -> Report:
     for name in ("report", "wrong", *needed):
         if not row.get(name, "").strip():
             raise ConfigError(f"{where}: {row['state']} needs {name}")
-    return Report(**row)
+    return UpstreamReport(**row)

@@ -49,7 +49,7 @@ class RankExchange:
 
 
 @dataclass(frozen=True)
-class AttentionCall:
+class VarlenCall:
     """One call of the attention operator.
 
     Attributes:
@@ -88,7 +88,7 @@ class RankStage:
     q: RankExchange | None = None
     saved_keys: int | None = None
     starts: tuple[int, ...] = ()
-    calls: tuple[AttentionCall, ...] = ()
+    calls: tuple[VarlenCall, ...] = ()
     dkv: RankExchange | None = None
     dkv_targets: tuple[tuple[int, RowIndex], ...] = ()
     frees: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class CompiledPlan:
     gradient_rows: dict[int, int] = field(default_factory=dict)
 
     @property
-    def single_call(self) -> AttentionCall | None:
+    def single_call(self) -> VarlenCall | None:
         """The call over all own rows that is the whole pass; None if there is more to do."""
         if len(self.stages) > 1 or len(self.stages[0].calls) != 1:
             return None

@@ -16,7 +16,7 @@ from mindspeed.attention.varlen_batches import FULL, VarlenBatch
 from mindspeed.errors import ConfigError
 from mindspeed.ops import philox
 from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
-from mindspeed.ops.attention_problem import ALIBI, Problem
+from mindspeed.ops.attention_problem import ALIBI, AttentionProblem
 from mindspeed.ops.visibility import BAND, CAUSAL, EVERYTHING, MASK_ONLY
 
 
@@ -131,7 +131,7 @@ def _options(batch: VarlenBatch, softmax: SoftmaxOptions) -> tuple[object, ...]:
     mode = {FULL: MASK_ONLY, CAUSAL_BAND: CAUSAL}.get(batch.band, BAND)
     cu_q, cu_k = batch.cu_seqlens if len(batch.sequences) > 1 else (None, None)
     shift = batch.shift or 0
-    return Problem(
+    return AttentionProblem(
         pse=softmax.slopes,
         rng=softmax.draws.get(batch) if softmax.dropout else None,
         cu_q=cu_q,

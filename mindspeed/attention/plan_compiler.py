@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from mindspeed.attention.compiled_plan import (
     ZEROS,
-    AttentionCall,
     CompiledPlan,
     Direction,
     RankExchange,
     RankStage,
+    VarlenCall,
 )
 from mindspeed.attention.mask import Region
 from mindspeed.attention.plan import (
@@ -62,7 +62,7 @@ def compile_plan(
 
 def attention_calls(
     stage: Stage, rank: int, buffers: dict[int, PositionIndex], positions: bool = False
-) -> tuple[AttentionCall, ...]:
+) -> tuple[VarlenCall, ...]:
     """The operator calls of a rank in a stage; ``buffers`` hold its keys and own queries."""
     received = PositionIndex([part for t in stage.q_to(rank) for part in t.ranges])
     queries = {OWN: buffers[OWN], RECEIVED_QUERIES: received}
@@ -72,7 +72,7 @@ def attention_calls(
         k_buffer = _buffer_with((region.k0, region.k1), buffers)
         by_buffers.setdefault((q_buffer, k_buffer), []).append(region)
     return tuple(
-        AttentionCall(
+        VarlenCall(
             batch,
             q_buffer,
             RowIndex(queries[q_buffer].slices((s.q0, s.q1) for s in batch.sequences)),

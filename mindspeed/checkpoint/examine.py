@@ -20,7 +20,7 @@ from mindspeed.storage.digests import Digests, FileSlice
 
 
 @dataclass(frozen=True)
-class Finding:
+class Examined:
     """One checkpoint, or the tracker.
 
     Attributes:
@@ -34,7 +34,7 @@ class Finding:
     extent: str = ""
 
 
-def examine(path: Path) -> Iterator[Finding]:
+def examine(path: Path) -> Iterator[Examined]:
     """Examine one checkpoint, or all of a directory and its tracker.
 
     Raises:
@@ -58,33 +58,33 @@ def examine(path: Path) -> Iterator[Finding]:
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint (iter_0000100, or release)")
     tracker = directory.tracker_problem(path)
-    yield Finding(path / directory.TRACKER, tracker, "names the latest checkpoint")
+    yield Examined(path / directory.TRACKER, tracker, "names the latest checkpoint")
     for checkpoint in found:
         yield _examined(checkpoint)
 
 
-def _examined(checkpoint: Path) -> Finding:
+def _examined(checkpoint: Path) -> Examined:
     if not checkpoint.is_dir():
-        return Finding(checkpoint, "there is no such directory")
+        return Examined(checkpoint, "there is no such directory")
     problem = directory.damage_of(checkpoint, whole=True)
     if problem is not None:
-        return Finding(checkpoint, problem)
+        return Examined(checkpoint, problem)
     stored = Digests.read(checkpoint)
     if stored is not None:
         size = sum(file.size for file in stored.files.values())
-        return Finding(checkpoint, None, f"{len(stored.files)} files, {size:,} bytes as written")
+        return Examined(checkpoint, None, f"{len(stored.files)} files, {size:,} bytes as written")
     try:
         count = 0
         for name, archive in _archives(checkpoint):
             with archive as opened:
                 if (bad := opened.testzip()) is not None:
-                    return Finding(checkpoint, f"{name} is damaged: checksum of {bad}")
+                    return Examined(checkpoint, f"{name} is damaged: checksum of {bad}")
             count += 1
     except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
-        return Finding(checkpoint, f"{name} is damaged: {error}")
+        return Examined(checkpoint, f"{name} is damaged: {error}")
     except MindSpeedError as error:
-        return Finding(checkpoint, str(error))
-    return Finding(checkpoint, None, f"no digests; {count} entries have their own checksums")
+        return Examined(checkpoint, str(error))
+    return Examined(checkpoint, None, f"no digests; {count} entries have their own checksums")
 
 
 def _archives(checkpoint: Path) -> Iterator[tuple[str, Any]]:

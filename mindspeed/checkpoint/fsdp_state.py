@@ -34,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardedPart:
     """A tensor of the checkpoint, or this tensor-parallel rank's shard of it.
 
     Attributes:
@@ -57,7 +57,7 @@ class ShardedContents:
         others: Buffers and extra state by their names in the stage; not sharded.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ShardedPart, ...]
     others: Mapping[str, Any]
 
 
@@ -218,7 +218,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> Part:
+def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> ShardedPart:
     """Find the rows that a tensor is, among parameters in the order of their places."""
     data = tensor.data
     index = bisect_right(parameters, _place(data), key=lambda named: _place(named[1])) - 1
@@ -231,7 +231,7 @@ def _part(tensor: Any, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> 
             f"{tensor.key} is not stored as rows of a parameter, and rows are what --zero-stage 2 "
             "and 3 cut it into; use --zero-stage 1"
         )
-    return Part(name, start, tensor.without_data())
+    return ShardedPart(name, start, tensor.without_data())
 
 
 def _fsdp_shards(chunk: Any) -> dict[str, FSDPShard]:
@@ -248,8 +248,8 @@ def _fsdp_shards(chunk: Any) -> dict[str, FSDPShard]:
 
 
 def _held(
-    parts: Sequence[Part], shards: Mapping[str, FSDPShard]
-) -> Iterator[tuple[str, Part, FSDPShard]]:
+    parts: Sequence[ShardedPart], shards: Mapping[str, FSDPShard]
+) -> Iterator[tuple[str, ShardedPart, FSDPShard]]:
     """The parts of which this rank has rows, with labels that are the same in every run."""
     for index, part in enumerate(parts):
         shard = shards[part.parameter]
@@ -257,12 +257,14 @@ def _held(
             yield f"part {index}", part, shard
 
 
-def _overlap(part: Part, shard: FSDPShard) -> tuple[int, int]:
+def _overlap(part: ShardedPart, shard: FSDPShard) -> tuple[int, int]:
     stop = part.start + math.prod(part.tensor.local_shape)
     return max(part.start, shard.start), min(stop, shard.stop)
 
 
-def _rows(part: Part, shard: FSDPShard, data: torch.Tensor, prefix: str = "") -> ShardedTensor:
+def _rows(
+    part: ShardedPart, shard: FSDPShard, data: torch.Tensor, prefix: str = ""
+) -> ShardedTensor:
     """The rows of a part that are here, of the weights or of something of the same shape.
 
     Args:

@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mindspeed import __version__
-from mindspeed.adaptor.health import Check, examine
+from mindspeed.adaptor.health import HealthCheck, examine
 from mindspeed.adaptor.versions import has_megatron_training
 
 HELP = "check this machine: versions, devices, packages; what each door still lacks"
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.security:
         from mindspeed.security import audit
 
-        checks = [Check(*row) for row in audit(args.security)]
+        checks = [HealthCheck(*row) for row in audit(args.security)]
         _print_table(checks)
     else:
         checks = examine()
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(check.status == "bad" for check in checks) else 0
 
 
-def _print_table(checks: Iterable[Check]) -> None:
+def _print_table(checks: Iterable[HealthCheck]) -> None:
     table = Table("", "what", "found", "what to do")
     for check in checks:
         cells = (check.what, check.found, check.advice)  # advice has brackets: mindspeed[suite]
@@ -56,7 +56,7 @@ def _print_table(checks: Iterable[Check]) -> None:
     Console().print(table)
 
 
-def _print_doors(checks: Iterable[Check]) -> None:
+def _print_doors(checks: Iterable[HealthCheck]) -> None:
     """Lines, not a table: what to type is never broken."""
     console = Console(soft_wrap=True, highlight=False)
     console.print("what each door still lacks here:")
@@ -82,13 +82,13 @@ FRAMEWORKS = {"ms-swift": "ms-swift", "verl": "verl", "megatron-bridge": "bridge
 """Package -> its heading on the page of frameworks."""
 
 
-def examine_doors() -> list[Check]:
+def examine_doors() -> list[HealthCheck]:
     """All doors."""
     try:
         extras = [_extra(door, extra) for door, extra in EXTRAS.items()]
     except importlib.metadata.PackageNotFoundError:
         advice = "pip install -e . in the checkout"
-        extras = [Check("note", "packages", "mindspeed itself is not installed", advice)]
+        extras = [HealthCheck("note", "packages", "mindspeed itself is not installed", advice)]
     frameworks = [_framework(*both) for both in FRAMEWORKS.items()]
     return [_scripts(), *extras, _programs(), _compiler(), *frameworks]
 
@@ -109,19 +109,19 @@ def lacks(extra: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _extra(door: str, extra: str) -> Check:
+def _extra(door: str, extra: str) -> HealthCheck:
     if missing := lacks(extra):
         advice = f"pip install 'mindspeed[{extra}]'"
-        return Check("note", door, f"lacks {', '.join(missing)}", advice)
-    return Check("ok", door, "complete")
+        return HealthCheck("note", door, f"lacks {', '.join(missing)}", advice)
+    return HealthCheck("ok", door, "complete")
 
 
-def _scripts() -> Check:
+def _scripts() -> HealthCheck:
     door = "scripts of Megatron-LM"
     if has_megatron_training():
-        return Check("ok", door, "megatron.training is on the path")
+        return HealthCheck("ok", door, "megatron.training is on the path")
     release = f"core_v{__version__.rpartition('.')[0]}"
-    return Check(
+    return HealthCheck(
         "note",
         door,
         "lacks a checkout of Megatron-LM",
@@ -129,26 +129,26 @@ def _scripts() -> Check:
     )
 
 
-def _programs() -> Check:
+def _programs() -> HealthCheck:
     door = "evaluate, programs of HumanEval"
     if shutil.which("bwrap"):
-        return Check("ok", door, "run in bubblewrap")
+        return HealthCheck("ok", door, "run in bubblewrap")
     advice = "apt-get install bubblewrap: programs then have a root directory of their own"
-    return Check("note", door, "lacks bubblewrap; filters of the kernel isolate them", advice)
+    return HealthCheck("note", door, "lacks bubblewrap; filters of the kernel isolate them", advice)
 
 
-def _compiler() -> Check:
+def _compiler() -> HealthCheck:
     door = "torch.compile, data set helper"
     command = os.environ.get("CXX", "c++")
     if path := shutil.which(command):
-        return Check("ok", door, path)
-    return Check("note", door, f"lacks a C++ compiler ({command})", "apt-get install g++")
+        return HealthCheck("ok", door, path)
+    return HealthCheck("note", door, f"lacks a C++ compiler ({command})", "apt-get install g++")
 
 
-def _framework(package: str, heading: str) -> Check:
+def _framework(package: str, heading: str) -> HealthCheck:
     if version := _version(package):
-        return Check("ok", package, version)
-    return Check("note", package, "not installed", f"docs/frameworks.md#{heading}")
+        return HealthCheck("ok", package, version)
+    return HealthCheck("note", package, "not installed", f"docs/frameworks.md#{heading}")
 
 
 def _version(package: str) -> str | None:

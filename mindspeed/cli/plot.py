@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(run_: Run) -> str:
+def _describe(run_: RunCurves) -> str:
     """First and last losses of a run, and the number of unreadable lines."""
     loss = run_.curve(LOSS)
     values = list(loss.values())
@@ -79,7 +79,7 @@ def _describe(run_: Run) -> str:
     return ", ".join(parts)
 
 
-def _compare(runs: Sequence[Run]) -> Iterator[str]:
+def _compare(runs: Sequence[RunCurves]) -> Iterator[str]:
     for run_ in runs[1:]:
         errors = relative_errors(runs[0], run_)
         if not errors:
@@ -142,7 +142,11 @@ def smoothed(values: Sequence[float], reach: float) -> np.ndarray:
 
 
 def draw(
-    runs: Sequence[Run], output: Path, *, title: str | None = None, smooth: float | None = None
+    runs: Sequence[RunCurves],
+    output: Path,
+    *,
+    title: str | None = None,
+    smooth: float | None = None,
 ) -> None:
     """Plot all runs into one figure.
 
@@ -185,7 +189,7 @@ def figure_class() -> Any:
     return Figure
 
 
-def _draw_loss(axes: Any, runs: Sequence[Run], smooth: float | None) -> None:
+def _draw_loss(axes: Any, runs: Sequence[RunCurves], smooth: float | None) -> None:
     several = len(runs) > 1
     for index, run_ in enumerate(runs):
         color = COLORS[index % len(COLORS)]
@@ -220,7 +224,7 @@ def _draw_errors(axes: Any, reference: str, errors: Sequence[Curve]) -> None:
     _decorate(axes, f"loss, difference to {reference} [%]")
 
 
-def _draw_panel(axes: Any, runs: Sequence[Run], name: str) -> None:
+def _draw_panel(axes: Any, runs: Sequence[RunCurves], name: str) -> None:
     key, noisy = PANELS[name]
     highest = 0.0
     for index, run_ in enumerate(runs):
@@ -265,7 +269,7 @@ Curve = Mapping[int, float]  # iteration -> value
 
 
 @dataclass(frozen=True)
-class Run:
+class RunCurves:
     """The curves of one metrics file by key."""
 
     name: str
@@ -293,7 +297,7 @@ def metrics_file(path: Path) -> Path:
     return found
 
 
-def read_runs(files: Sequence[Path]) -> list[Run]:
+def read_runs(files: Sequence[Path]) -> list[RunCurves]:
     """Read metrics files; runs are named by their directory, or by their path if that is equal."""
     names = [file.resolve().parent.name for file in files]
     if len(set(names)) < len(names):
@@ -301,7 +305,7 @@ def read_runs(files: Sequence[Path]) -> list[Run]:
     return [read_run(file, name) for file, name in zip(files, names, strict=True)]
 
 
-def read_run(file: Path, name: str) -> Run:
+def read_run(file: Path, name: str) -> RunCurves:
     """Read one metrics file.
 
     Raises:
@@ -322,7 +326,7 @@ def read_run(file: Path, name: str) -> Run:
             f"{file} has no line with 'iteration' and a finite '{LOSS}'; a run writes the first "
             "after --log-interval iterations"
         )
-    return Run(
+    return RunCurves(
         name, {key: dict(sorted(curve.items())) for key, curve in curves.items()}, unreadable
     )
 
@@ -342,7 +346,7 @@ def _is_number(value: Any) -> bool:
     return number and value in FINITE
 
 
-def relative_errors(reference: Run, other: Run) -> Curve:
+def relative_errors(reference: RunCurves, other: RunCurves) -> Curve:
     """``(other - reference) / reference`` of the training losses, where both have one."""
     theirs = other.curve(LOSS)
     return {

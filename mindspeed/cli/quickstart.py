@@ -32,7 +32,7 @@ from rich.text import Text
 
 from mindspeed.cli.main import dispatch
 from mindspeed.cli.plot import LOSS, VALIDATION_LOSS, read_run
-from mindspeed.cli.quickstart_plan import QUESTIONS, Quickstart, Step, typed
+from mindspeed.cli.quickstart_plan import QUESTIONS, Quickstart, QuickstartStep, typed
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
 from mindspeed.files import atomic_write_text, make_dirs, secure_open, tighten_umask
 from mindspeed.parsing import decode_json
@@ -124,7 +124,7 @@ INDENT = 6
 LINES_SHOWN = 12
 
 
-def run_step(step: Step, log: Path, console: Console) -> None:
+def run_step(step: QuickstartStep, log: Path, console: Console) -> None:
     """Run one step and show what it printed.
 
     Args:
@@ -185,7 +185,7 @@ def _run_subprocess(command: Sequence[str], log: Path, console: Console) -> str:
     return text
 
 
-def _train(step: Step, log: Path, console: Console) -> None:
+def _train(step: QuickstartStep, log: Path, console: Console) -> None:
     assert step.metrics is not None
     if step.trained:
         show(console, f"continuing after iteration {step.trained}")

@@ -22,7 +22,7 @@ How = Literal["in_process", "subprocess", "training"]
 
 
 @dataclass(frozen=True)
-class Step:
+class QuickstartStep:
     """One command.
 
     Attributes:
@@ -185,18 +185,18 @@ class Quickstart(Paths):
         """Fewer if pretraining is short as well."""
         return min(TUNING_ITERATIONS, max(2, self.iterations // 3))
 
-    def steps(self) -> Sequence[Step]:
+    def steps(self) -> Sequence[QuickstartStep]:
         return [*self._data(), *self._pretraining(), *self._tuning(), *self._evaluation()]
 
-    def _data(self) -> Sequence[Step]:
+    def _data(self) -> Sequence[QuickstartStep]:
         corpus_files, tokenizer = self.corpus_files, self.tokenizer / "tokenizer_config.json"
         return [
-            Step(
+            QuickstartStep(
                 "collect text, instructions and questions from this Python's documentation",
                 words("corpus", output=corpus_files.directory),
                 corpus_files.corpus,
             ),
-            Step(
+            QuickstartStep(
                 f"train a byte-level BPE tokenizer with {VOCAB_SIZE} entries",
                 words(
                     "tokenizer",
@@ -208,7 +208,7 @@ class Quickstart(Paths):
                 tokenizer,
                 (corpus_files.corpus,),
             ),
-            Step(
+            QuickstartStep(
                 "tokenize the text",
                 words(
                     "preprocess",
@@ -223,11 +223,11 @@ class Quickstart(Paths):
             ),
         ]
 
-    def _pretraining(self) -> Sequence[Step]:
+    def _pretraining(self) -> Sequence[QuickstartStep]:
         tracker = self.checkpoints / TRACKER
         evaluations = max(self.iterations // 5, 1)
         return [
-            Step(
+            QuickstartStep(
                 f"pretrain a LLaMA for {self.iterations} iterations "
                 f"({self.ranks} processes, TP {self.tp} x PP {self.pp})",
                 words(
@@ -254,14 +254,14 @@ class Quickstart(Paths):
                 iterations=self.iterations,
                 metrics=self.metrics,
             ),
-            Step(
+            QuickstartStep(
                 "plot the training",
                 words("plot", runs=(self.workdir,), output=self.loss_plot),
                 self.loss_plot,
                 (self.metrics,),
                 optional=True,
             ),
-            Step(
+            QuickstartStep(
                 "generate text",
                 words(
                     "generate",
@@ -276,7 +276,7 @@ class Quickstart(Paths):
                 how="subprocess",
                 keeps_text=True,
             ),
-            Step(
+            QuickstartStep(
                 "export for transformers",
                 words("export", "hf", load=self.checkpoints, output=self.exported),
                 self.exported / "config.json",
@@ -284,7 +284,7 @@ class Quickstart(Paths):
                 how="subprocess",
                 replaces=self.exported,
             ),
-            Step(
+            QuickstartStep(
                 "verify the logits against transformers",
                 words(
                     "verify",
@@ -299,13 +299,13 @@ class Quickstart(Paths):
             ),
         ]
 
-    def _tuning(self) -> Sequence[Step]:
+    def _tuning(self) -> Sequence[QuickstartStep]:
         prefix = self.workdir / "data" / "instructions"
         index = prefix.with_name("instructions_packed_input_ids_document.idx")
         tracker = self.adapter / TRACKER
         iterations = self.tuning_iterations
         return [
-            Step(
+            QuickstartStep(
                 "tokenize questions and answers, with labels",
                 words(
                     "preprocess",
@@ -319,7 +319,7 @@ class Quickstart(Paths):
                 index,
                 (self.tokenizer / "tokenizer_config.json",),
             ),
-            Step(
+            QuickstartStep(
                 f"fine-tune on them with LoRA for {iterations} iterations "
                 f"({self.tp} processes, TP {self.tp})",
                 words(
@@ -352,14 +352,14 @@ class Quickstart(Paths):
                 metrics=self.tuning_metrics,
                 replaces=self.adapter,
             ),
-            Step(
+            QuickstartStep(
                 "plot the fine-tuning",
                 words("plot", runs=(self.adapter,), output=self.tuning_plot),
                 self.tuning_plot,
                 (self.tuning_metrics,),
                 optional=True,
             ),
-            Step(
+            QuickstartStep(
                 "merge the adapter into the model",
                 words(
                     "merge-lora",
@@ -374,13 +374,13 @@ class Quickstart(Paths):
             ),
         ]
 
-    def _evaluation(self) -> Sequence[Step]:
+    def _evaluation(self) -> Sequence[QuickstartStep]:
         models = {
             "pretrained": (self.checkpoints, "yes/no questions about built-in names"),
             "tuned": (self.merged, "the same; it was fine-tuned on other names"),
         }
         evaluations = [
-            Step(
+            QuickstartStep(
                 f"evaluate the {name} model: {about}",
                 words(
                     "evaluate",
@@ -397,7 +397,7 @@ class Quickstart(Paths):
             for name, (directory, about) in models.items()
         ]
         return [
-            Step(
+            QuickstartStep(
                 "ask the fine-tuned model",
                 words(
                     "generate",

@@ -35,7 +35,7 @@ COMPRESSIONS = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
-class Block:
+class RecordBlock:
     """Consecutive records.
 
     Attributes:
@@ -57,7 +57,7 @@ def format_of(path: Path) -> str | None:
     return FORMATS.get(suffixes[-1]) if suffixes else None
 
 
-def file_blocks(path: Path, text_unit: str) -> Iterator[Block]:
+def file_blocks(path: Path, text_unit: str) -> Iterator[RecordBlock]:
     """The records of a file.
 
     Args:
@@ -119,7 +119,7 @@ def _decoded(text: IO[bytes], newline: str | None = None) -> Iterator[IO[str]]:
         wrapper.detach()
 
 
-def _json_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]:
+def _json_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[RecordBlock]:
     """JSON Lines, or the elements of an array if the file begins with ``[``."""
     head = _peek(text)
     if head.startswith(b"["):
@@ -135,13 +135,13 @@ def _peek(text: IO[bytes]) -> bytes:
     return start.removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
-def _line_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]:
+def _line_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[RecordBlock]:
     line, position = 1, 0
     while lines := text.readlines(BLOCK_BYTES):
         size = raw.tell() - position
         if line == 1:
             lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
-        yield Block(str(path), line, lines, size)
+        yield RecordBlock(str(path), line, lines, size)
         line += len(lines)
         position += size
 
@@ -182,13 +182,13 @@ def _array(path: Path, text: IO[str]) -> Iterator[Any]:
         buffer += chunk
 
 
-def _csv_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[Block]:
+def _csv_blocks(path: Path, raw: IO[bytes], text: IO[bytes]) -> Iterator[RecordBlock]:
     csv.field_size_limit(1 << 30)
     with _decoded(text, newline="") as characters:
         yield from record_blocks(str(path), iter(csv.DictReader(characters)), raw)
 
 
-def _text_blocks(path: Path, raw: IO[bytes], text: IO[bytes], unit: str) -> Iterator[Block]:
+def _text_blocks(path: Path, raw: IO[bytes], text: IO[bytes], unit: str) -> Iterator[RecordBlock]:
     with _decoded(text) as lines:
         if unit == "file":
             documents: Iterator[str] = iter([lines.read()])
@@ -212,7 +212,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
         yield "".join(document).rstrip("\r\n")
 
 
-def _columnar_blocks(path: Path, kind: str) -> Iterator[Block]:
+def _columnar_blocks(path: Path, kind: str) -> Iterator[RecordBlock]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -236,7 +236,7 @@ def _columnar_blocks(path: Path, kind: str) -> Iterator[Block]:
         for batch in batches:
             records = batch.to_pylist()
             size = file_size * (done + len(records)) // total - file_size * done // total
-            yield Block(str(path), done + 1, records, size)
+            yield RecordBlock(str(path), done + 1, records, size)
             done += len(records)
     except (
         pyarrow.ArrowException,
@@ -249,11 +249,11 @@ def _columnar_blocks(path: Path, kind: str) -> Iterator[Block]:
 
 def record_blocks(
     name: str, records: Iterator[Any], raw: IO[bytes] | None = None, size: Any = None
-) -> Iterator[Block]:
+) -> Iterator[RecordBlock]:
     """Records in blocks; a block's size is the advance of ``raw``, or ``size(records)``."""
     first, position = 1, 0
     while batch := list(islice(records, BLOCK_RECORDS)):
         taken = size(batch) if raw is None else raw.tell() - position
-        yield Block(name, first, batch, taken)
+        yield RecordBlock(name, first, batch, taken)
         first += len(batch)
         position += taken

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed.data.chat_template import Rendered
-from mindspeed.data.file_formats import Block
+from mindspeed.data.file_formats import RecordBlock
 from mindspeed.data.loss_mask import IGNORED, Sample
 from mindspeed.data.preferences import Preference
 from mindspeed.data.reasoning import has_reasoning
@@ -40,7 +40,7 @@ from mindspeed.errors import DataError
 class PreferenceEncoder(ConversationEncoder):
     """Encodes pairs and judged answers."""
 
-    def __call__(self, block: Block) -> Encoded:
+    def __call__(self, block: RecordBlock) -> Encoded:
         counts = Counts()
         records = valid(block, counts, partial(self._rendered, counts.remarks))
         found = list(chain.from_iterable(records))

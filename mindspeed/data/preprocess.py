@@ -36,7 +36,7 @@ from typing import Any
 
 from mindspeed import __version__
 from mindspeed.data import handlers
-from mindspeed.data.file_formats import Block
+from mindspeed.data.file_formats import RecordBlock
 from mindspeed.data.indexed_writer import IndexedWriter
 from mindspeed.data.preference_encoder import PreferenceEncoder
 from mindspeed.data.preprocess_options import PreprocessOptions, check
@@ -185,7 +185,7 @@ def _source(options: PreprocessOptions) -> Files | HubDataset:
     return find_files(options.inputs, options.text_unit)
 
 
-def _first_records(blocks: Iterable[Block], limit: int | None) -> Iterator[Block]:
+def _first_records(blocks: Iterable[RecordBlock], limit: int | None) -> Iterator[RecordBlock]:
     if limit is None:
         yield from blocks
         return
@@ -197,7 +197,7 @@ def _first_records(blocks: Iterable[Block], limit: int | None) -> Iterator[Block
 
 
 def _encode_all(
-    blocks: Iterable[Block],
+    blocks: Iterable[RecordBlock],
     options: PreprocessOptions,
     encoder: TextEncoder | ConversationEncoder,
 ) -> Iterator[Encoded]:
@@ -240,7 +240,7 @@ def _start_worker(options: PreprocessOptions) -> None:
     _worker_encoder = make_encoder(options)
 
 
-def _encode_in_worker(block: Block) -> Encoded:
+def _encode_in_worker(block: RecordBlock) -> Encoded:
     return _worker_encoder(block)
 
 

@@ -181,7 +181,7 @@ class CorpusSummary:
 
 
 @dataclass(frozen=True)
-class Document:
+class SourceText:
     """One text and its origin."""
 
     source: str
@@ -216,22 +216,22 @@ def write_python_docs(path: Path) -> CorpusSummary:
     return CorpusSummary(path, len(documents), characters)
 
 
-def python_docs() -> Iterator[Document]:
+def python_docs() -> Iterator[SourceText]:
     """Yield all documents in a fixed order: topics first, then modules by path."""
     yield from _topics()
     yield from _modules(Path(sysconfig.get_paths()["stdlib"]))
 
 
-def _topics() -> Iterator[Document]:
+def _topics() -> Iterator[SourceText]:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # in a separate package of some distributions
         return
     for name, text in sorted(topics.items()):
-        yield Document(f"{SOURCE_NAME}/topics/{name}", text.strip())
+        yield SourceText(f"{SOURCE_NAME}/topics/{name}", text.strip())
 
 
-def _modules(stdlib: Path) -> Iterator[Document]:
+def _modules(stdlib: Path) -> Iterator[SourceText]:
     files = (path.relative_to(stdlib) for path in stdlib.rglob("*.py"))
     for path in sorted(files, key=lambda relative: relative.as_posix()):
         if _EXCLUDED_FOLDERS.intersection(path.parts):
@@ -239,7 +239,7 @@ def _modules(stdlib: Path) -> Iterator[Document]:
         docstrings = _docstrings(stdlib / path)
         if docstrings:
             name = path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", ".")
-            yield Document(f"{SOURCE_NAME}/{name}", "\n\n".join([name, *docstrings]))
+            yield SourceText(f"{SOURCE_NAME}/{name}", "\n\n".join([name, *docstrings]))
 
 
 def _docstrings(path: Path) -> list[str]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from mindspeed.data import handlers, templates
 from mindspeed.data.chat_template import ChangedAnswerError, ChatTemplate, Rendered, Tools
-from mindspeed.data.file_formats import Block
+from mindspeed.data.file_formats import RecordBlock
 from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
 from mindspeed.data.messages import remarks_on
 from mindspeed.data.preprocess_options import PreprocessOptions
@@ -114,7 +114,7 @@ class TextEncoder:
         # The rule of DType.optimal_dtype, without importing megatron.core into every worker.
         self.dtype: type[np.generic] = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
 
-    def __call__(self, block: Block) -> Encoded:
+    def __call__(self, block: RecordBlock) -> Encoded:
         counts = Counts()
         records = list(valid(block, counts, partial(self._texts, counts.remarks)))
         tokens, lengths, documents = [], [], []
@@ -171,7 +171,7 @@ class ConversationEncoder:
         self._options = options
         self._limit = None if options.seq_length is None else options.seq_length + 1
 
-    def __call__(self, block: Block) -> Encoded:
+    def __call__(self, block: RecordBlock) -> Encoded:
         counts = Counts()
         records = valid(block, counts, partial(self._read, counts.remarks))
         conversations = [item for record in records for item in record]
@@ -307,12 +307,12 @@ def load_template(options: PreprocessOptions, tokenizer: TextTokenizer) -> ChatT
     return templates.load(name, tokenizer).with_variables(options.template_variables)
 
 
-def first_record(blocks: Iterable[Block]) -> Mapping[str, Any] | None:
+def first_record(blocks: Iterable[RecordBlock]) -> Mapping[str, Any] | None:
     """The first valid record; None if there is none."""
     return next(chain.from_iterable(valid(block, Counts(), dict) for block in blocks), None)
 
 
-def valid(block: Block, counts: Counts, read: Any) -> Iterator[Any]:
+def valid(block: RecordBlock, counts: Counts, read: Any) -> Iterator[Any]:
     """``read`` applied to every record; ValueErrors are counted with their location."""
     for number, item in enumerate(block.records, start=block.first):
         if isinstance(item, bytes) and not item.strip():

@@ -19,7 +19,7 @@ from typing import Any
 from mindspeed.data.file_formats import (
     COMPRESSIONS,
     FORMATS,
-    Block,
+    RecordBlock,
     file_blocks,
     format_of,
     record_blocks,
@@ -41,7 +41,7 @@ class HubDataset:
 
     params: tuple[tuple[str, Any], ...]
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RecordBlock]:
         """Records of one split, streamed if the parameters say so."""
         try:
             import datasets
@@ -71,7 +71,7 @@ class Files:
         """Bytes on disk."""
         return sum(path.stat().st_size for path in self.paths)
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RecordBlock]:
         """All records of all files."""
         for path in self.paths:
             yield from file_blocks(path, self.text_unit)

@@ -84,7 +84,7 @@ class ResourceLimits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProgramResult:
     """Result of a program; ``reason`` is a message for users."""
 
     passed: bool
@@ -137,7 +137,7 @@ def isolation_record() -> dict[str, Any]:
 
 def run_programs(
     programs: Sequence[str], progress: Callable[[int], object] | None = None
-) -> list[Verdict]:
+) -> list[ProgramResult]:
     """Run programs, several in parallel."""
     verdicts = []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
@@ -150,7 +150,7 @@ def run_programs(
 
 def run_program(
     program: str, limits: ResourceLimits = ResourceLimits(), isolated_by: Isolation | None = None
-) -> Verdict:
+) -> ProgramResult:
     """Run one program, which raises an exception if it is wrong.
 
     Args:
@@ -175,13 +175,13 @@ def run_program(
             reason = _watch(process, limits, directory)
             text = _tail(output)
     if reason is not None:
-        return Verdict(False, reason)
+        return ProgramResult(False, reason)
     if process.returncode != 0:
         last = (text.strip().splitlines() or [f"ended with status {process.returncode}"])[-1]
-        return Verdict(False, last[:_REASON])
+        return ProgramResult(False, last[:_REASON])
     if not text.endswith(word):
-        return Verdict(False, "ended before its tests did")
-    return Verdict(True, "passed")
+        return ProgramResult(False, "ended before its tests did")
+    return ProgramResult(True, "passed")
 
 
 def _directory() -> tempfile.TemporaryDirectory[str]:

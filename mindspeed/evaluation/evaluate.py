@@ -17,7 +17,7 @@ from mindspeed import __version__
 from mindspeed.evaluation import code_execution, report, run, samples
 from mindspeed.evaluation.model_adapter import LanguageModel
 from mindspeed.evaluation.prepared_tasks import PreparedTask
-from mindspeed.evaluation.prompts import Question
+from mindspeed.evaluation.prompts import BenchmarkQuestion
 from mindspeed.evaluation.samples import Outcome
 from mindspeed.files import atomic_write_text
 
@@ -157,7 +157,7 @@ def _gather(outcomes: list[Outcome], group: dist.ProcessGroup | None) -> list[Ou
     return [outcome for part in parts for outcome in part] if _rank() == 0 else None
 
 
-def _run_programs(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> None:
+def _run_programs(outcomes: Sequence[Outcome], questions: Sequence[BenchmarkQuestion]) -> None:
     programs = [
         (outcome, program_of(question, outcome["answer"]))
         for outcome, question in zip(outcomes, questions, strict=True)
@@ -171,7 +171,7 @@ def _run_programs(outcomes: Sequence[Outcome], questions: Sequence[Question]) ->
         outcome.update(correct=verdict.passed, verdict=verdict.reason)
 
 
-def program_of(question: Question, answer: str) -> str:
+def program_of(question: BenchmarkQuestion, answer: str) -> str:
     """The function that the model completed, followed by its tests."""
     record = question.record
     return f"{record['prompt']}{answer}\n{record['test']}\ncheck({record['entry_point']})\n"

@@ -15,7 +15,7 @@ from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import ConfigError
 from mindspeed.evaluation import code_execution, dataset_readers
 from mindspeed.evaluation.model_adapter import encode_pair
-from mindspeed.evaluation.prompts import Question, TaskOptions, fingerprint, questions
+from mindspeed.evaluation.prompts import BenchmarkQuestion, TaskOptions, fingerprint, questions
 from mindspeed.evaluation.task import Task, task
 
 
@@ -33,7 +33,7 @@ class PreparedTask:
     task: Task
     path: Path
     shots: int
-    questions: tuple[Question, ...]
+    questions: tuple[BenchmarkQuestion, ...]
 
     def identity(self) -> dict[str, Any]:
         """Properties that another run must share to continue this one or to be comparable."""

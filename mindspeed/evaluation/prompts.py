@@ -31,7 +31,7 @@ _LETTERS = "ABCDEFG"
 
 
 @dataclass(frozen=True)
-class Question:
+class BenchmarkQuestion:
     """One question for a model.
 
     Attributes:
@@ -95,7 +95,9 @@ class TaskOptions:
     max_new_tokens: int | None = None
 
 
-def questions(task: Task, subjects: Sequence[Subject], options: TaskOptions) -> list[Question]:
+def questions(
+    task: Task, subjects: Sequence[Subject], options: TaskOptions
+) -> list[BenchmarkQuestion]:
     """Every question of a benchmark, in the order of its files.
 
     Raises:
@@ -106,13 +108,13 @@ def questions(task: Task, subjects: Sequence[Subject], options: TaskOptions) -> 
         raise ConfigError(
             f"--scoring loglikelihood: {task.name} has no choices to compare; use generate or auto"
         )
-    result: list[Question] = []
+    result: list[BenchmarkQuestion] = []
     for subject in subjects:
         result += _of_subject(task.for_subject(subject.name), subject, options)
     return result
 
 
-def fingerprint(questions: Sequence[Question]) -> str:
+def fingerprint(questions: Sequence[BenchmarkQuestion]) -> str:
     """SHA-256 over all prompts, choices and targets."""
     digest = hashlib.sha256()
     for question in questions:
@@ -121,7 +123,7 @@ def fingerprint(questions: Sequence[Question]) -> str:
     return digest.hexdigest()
 
 
-def _of_subject(task: Task, subject: Subject, options: TaskOptions) -> Iterator[Question]:
+def _of_subject(task: Task, subject: Subject, options: TaskOptions) -> Iterator[BenchmarkQuestion]:
     words = {"subject_words": task.words_for(subject.name)}
     intro = task.intro.format_map(words) + subject.intro
     shots = []
@@ -141,7 +143,7 @@ def _of_subject(task: Task, subject: Subject, options: TaskOptions) -> Iterator[
         if len(target or "") != 1 and task.choices == FROM_OPTIONS:
             choices = ()  # several right letters: only generated text can name them
         for sample in range(repeats):
-            yield Question(
+            yield BenchmarkQuestion(
                 task.name,
                 subject.name,
                 index,

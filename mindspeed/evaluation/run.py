@@ -13,7 +13,7 @@ from itertools import groupby
 
 from mindspeed.evaluation import answer_matching
 from mindspeed.evaluation.model_adapter import LanguageModel
-from mindspeed.evaluation.prompts import Question
+from mindspeed.evaluation.prompts import BenchmarkQuestion
 from mindspeed.evaluation.samples import Outcome
 from mindspeed.inference.text_stream import truncate_at_stop
 
@@ -29,7 +29,7 @@ class Replica:
 
 
 def answer_all(
-    questions: Sequence[Question],
+    questions: Sequence[BenchmarkQuestion],
     model: LanguageModel,
     *,
     replica: Replica = Replica(),
@@ -67,7 +67,7 @@ def answer_all(
     return outcomes
 
 
-def fitting(question: Question, model: LanguageModel) -> tuple[str, Outcome]:
+def fitting(question: BenchmarkQuestion, model: LanguageModel) -> tuple[str, Outcome]:
     """The prompt with as many examples as the context length allows, and how it was shortened.
 
     A prompt that is too long without any example is truncated on the left by the model.
@@ -85,7 +85,7 @@ def fitting(question: Question, model: LanguageModel) -> tuple[str, Outcome]:
         shots -= 1
 
 
-def length_note(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> str | None:
+def length_note(outcomes: Sequence[Outcome], questions: Sequence[BenchmarkQuestion]) -> str | None:
     """A note on prompts that were too long for the model; None if there were none."""
     wanted = {question.key: len(question.shots) for question in questions}
     fewer = sum(outcome["shots"] < wanted[outcome["key"]] for outcome in outcomes)
@@ -98,13 +98,15 @@ def length_note(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> s
     )
 
 
-def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question]]:
+def _batches(
+    questions: Sequence[BenchmarkQuestion], size: int
+) -> Iterator[list[BenchmarkQuestion]]:
     """Batches of one kind: the same task, all compared or all generated, longest first.
 
     Prompts of a batch have similar length, which keeps padding small.
     """
 
-    def kind(question: Question) -> tuple[str, bool, int, tuple[str, ...]]:
+    def kind(question: BenchmarkQuestion) -> tuple[str, bool, int, tuple[str, ...]]:
         compares = bool(question.choices)
         return question.task, compares, question.max_new_tokens, question.stop
 
@@ -115,7 +117,7 @@ def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question
 
 
 def _compare(
-    batch: Sequence[Question], prompts: Sequence[str], model: LanguageModel, seed: int
+    batch: Sequence[BenchmarkQuestion], prompts: Sequence[str], model: LanguageModel, seed: int
 ) -> list[Outcome]:
     """The most likely choice of each question; one scoring call for the batch."""
     pairs = [
@@ -134,7 +136,7 @@ def _compare(
 
 
 def _generate(
-    batch: Sequence[Question], prompts: Sequence[str], model: LanguageModel, seed: int
+    batch: Sequence[BenchmarkQuestion], prompts: Sequence[str], model: LanguageModel, seed: int
 ) -> list[Outcome]:
     """Generated text, matched with the target; programs are run later, on rank 0."""
     first = batch[0]
@@ -148,12 +150,12 @@ def _generate(
     return outcomes
 
 
-def _seed(seed: int, first: Question) -> int:
+def _seed(seed: int, first: BenchmarkQuestion) -> int:
     """A seed that differs between batches and is the same when a run is repeated."""
     return (seed + 1_000_003 * first.index + 7919 * first.sample) % 2**31
 
 
-def _description(question: Question) -> Outcome:
+def _description(question: BenchmarkQuestion) -> Outcome:
     return {
         "key": question.key,
         "task": question.task,
@@ -164,7 +166,7 @@ def _description(question: Question) -> Outcome:
     }
 
 
-def in_order(outcomes: Sequence[Outcome], questions: Sequence[Question]) -> list[Outcome]:
+def in_order(outcomes: Sequence[Outcome], questions: Sequence[BenchmarkQuestion]) -> list[Outcome]:
     """Outcomes in the order of their questions."""
     found = {outcome["key"]: outcome for outcome in outcomes}
     return [found[question.key] for question in questions]

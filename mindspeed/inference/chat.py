@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.files import atomic_write_text
-from mindspeed.inference.answers.parts import Part, message_of
+from mindspeed.inference.answers.parts import AnswerPart, message_of
 from mindspeed.inference.answers.question import with_ends
 from mindspeed.inference.conversation import Conversation
 from mindspeed.inference.parallel_groups import Rank0Broadcast
@@ -49,7 +49,7 @@ class _Page:
         self._write, self._dims, self._reasoning = write, dims, reasoning
         self._kind = ""
 
-    def show(self, part: Part) -> None:
+    def show(self, part: AnswerPart) -> None:
         """Print a part."""
         thought = part.kind == "reasoning"
         if thought and not self._reasoning:
@@ -135,7 +135,7 @@ class Chat:
         tokens, asked = self._conversation.add_user_message(question, options)
         if self._interactive:
             self._print("Model >> ")
-        parser, parts = asked.parser(), list[Part]()
+        parser, parts = asked.parser(), list[AnswerPart]()
         page = _Page(self._print, self._interactive, self._reasoning)
         for chunk in self._generator.stream([tokens], with_ends(options, [asked])):
             found = parser.push(chunk.text) + (parser.finish() if chunk.finish else [])

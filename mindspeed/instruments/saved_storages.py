@@ -36,7 +36,7 @@ _DEPTH = 4
 
 
 @dataclass(frozen=True)
-class Change:
+class BytesChange:
     """Bytes that are held (+) or no longer held (-) in one place."""
 
     place: Place
@@ -46,7 +46,7 @@ class Change:
 
 
 @dataclass(eq=False)
-class Saved:
+class SavedStorage:
     """One storage.
 
     Attributes:
@@ -72,7 +72,7 @@ class Saved:
     packs: int = 0
     kept_packs: int = 0
     until_freed: bool = False
-    copies: list[Saved] = field(default_factory=list)
+    copies: list[SavedStorage] = field(default_factory=list)
     counted: dict[Place, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,16 +101,16 @@ class Storages:
     """
 
     def __init__(self, ignored: set[int]) -> None:
-        self.changes: list[Change] = []
+        self.changes: list[BytesChange] = []
         self.now: Counter[Place] = Counter()
         self.peak: Counter[Place] = Counter()
         self.peak_at = 0  # number of changes until the peak of the device
         self._ignored = ignored
-        self._saved: dict[_Key, Saved] = {}
-        self._watched: dict[_Key, Saved] = {}  # may be freed without a word of autograd
-        self._contiguous: dict[int, tuple[StorageWeakRef, Saved]] = {}
+        self._saved: dict[_Key, SavedStorage] = {}
+        self._watched: dict[_Key, SavedStorage] = {}  # may be freed without a word of autograd
+        self._contiguous: dict[int, tuple[StorageWeakRef, SavedStorage]] = {}
 
-    def hold(self, tensor: torch.Tensor, module: str, site: str) -> Saved | None:
+    def hold(self, tensor: torch.Tensor, module: str, site: str) -> SavedStorage | None:
         """Count a tensor that autograd saves; None if it does not count."""
         saved = self._of(tensor.untyped_storage(), module, site)
         if saved is not None:
@@ -118,14 +118,14 @@ class Storages:
             self._count(saved)
         return saved
 
-    def release(self, saved: Saved) -> None:
+    def release(self, saved: SavedStorage) -> None:
         """The tensor of :meth:`hold` is gone."""
         saved.holders -= 1
         self._count(saved)
 
     def pack(
         self, tensor: torch.Tensor, packed: Any, module: str, site: str, *, again: bool = False
-    ) -> tuple[Saved, bool, list[Saved]] | None:
+    ) -> tuple[SavedStorage, bool, list[SavedStorage]] | None:
         """Count a tensor that inner hooks turned into ``packed``.
 
         Args:
@@ -165,7 +165,7 @@ class Storages:
             self._watched[storage._cdata] = saved
             self._count(saved)
 
-    def drop_pack(self, saved: Saved, kept: bool, copies: list[Saved]) -> None:
+    def drop_pack(self, saved: SavedStorage, kept: bool, copies: list[SavedStorage]) -> None:
         """The packed value is gone."""
         saved.packs -= 1
         saved.kept_packs -= kept
@@ -211,35 +211,39 @@ class Storages:
                 del self._watched[key]
                 self._count(saved)
 
-    def _of(self, storage: torch.UntypedStorage, module: str, site: str) -> Saved | None:
+    def _of(self, storage: torch.UntypedStorage, module: str, site: str) -> SavedStorage | None:
         self.settle()
         key = storage._cdata
         if key in self._ignored:
             return None
         if key not in self._saved:
-            self._saved[key] = Saved(key, StorageWeakRef(storage), storage.nbytes(), module, site)
+            self._saved[key] = SavedStorage(
+                key, StorageWeakRef(storage), storage.nbytes(), module, site
+            )
         return self._saved[key]
 
-    def _add_copy(self, saved: Saved, tensor: torch.Tensor) -> Saved:
+    def _add_copy(self, saved: SavedStorage, tensor: torch.Tensor) -> SavedStorage:
         storage, key = tensor.untyped_storage(), _host_key(tensor)
         if (old := self._saved.get(key)) is not None:
             self._end(old)  # a pool of host memory gives the same place out anew
-        copy = Saved(key, StorageWeakRef(storage), tensor.nbytes, saved.module, saved.site, "host")
+        copy = SavedStorage(
+            key, StorageWeakRef(storage), tensor.nbytes, saved.module, saved.site, "host"
+        )
         self._saved[key] = self._watched[key] = copy
         saved.copies.append(copy)
         self._count(copy)
         return copy
 
-    def _end(self, copy: Saved) -> None:
+    def _end(self, copy: SavedStorage) -> None:
         copy.nbytes = 0
         self._watched.pop(copy.key, None)
         self._count(copy)
 
-    def _count(self, saved: Saved) -> None:
+    def _count(self, saved: SavedStorage) -> None:
         for place, nbytes in saved.bytes_by_place().items():
             if change := nbytes - saved.counted.get(place, 0):
                 saved.counted[place] = nbytes
-                self.changes.append(Change(place, change, saved.module, saved.site))
+                self.changes.append(BytesChange(place, change, saved.module, saved.site))
                 self.now[place] += change
                 if self.now[place] > self.peak[place]:
                     self.peak[place] = self.now[place]
@@ -247,7 +251,7 @@ class Storages:
         if not saved.needed and not any(saved.counted.values()):
             self._forget(saved)
 
-    def _forget(self, saved: Saved) -> None:
+    def _forget(self, saved: SavedStorage) -> None:
         if self._saved.get(saved.key) is saved:
             del self._saved[saved.key]
         for alias, (_, origin) in list(self._contiguous.items()):

@@ -33,7 +33,7 @@ from mindspeed.lora.hf_names import (
     untied,
     whole_parts,
 )
-from mindspeed.lora.peft_blocks import Block, divided, unfused
+from mindspeed.lora.peft_blocks import FactorPair, divided, unfused
 from mindspeed.lora.peft_fields import check_fields
 from mindspeed.models.shape import Shape
 from mindspeed.models.table import Parameter, parameters
@@ -68,8 +68,8 @@ class PeftFiles:
 
     folder: Path
     config: LoraConfig
-    pairs: Mapping[str, tuple[Block, ...]]
-    experts: Mapping[tuple[int, str], list[tuple[Block, ...]]]
+    pairs: Mapping[str, tuple[FactorPair, ...]]
+    experts: Mapping[tuple[int, str], list[tuple[FactorPair, ...]]]
     whole: Mapping[str, torch.Tensor]
     magnitudes: Mapping[str, torch.Tensor] = field(default_factory=dict)
     tied: bool = False
@@ -129,8 +129,8 @@ def read(folder: str | Path) -> PeftFiles:
     found = _sorted(_tensors_of(folder), folder)
     if values.get("ensure_weight_tying"):
         _drop_copies(found, folder)
-    pairs: dict[str, tuple[Block, ...]] = {}
-    experts: dict[tuple[int, str], list[tuple[Block, ...]]] = {}
+    pairs: dict[str, tuple[FactorPair, ...]] = {}
+    experts: dict[tuple[int, str], list[tuple[FactorPair, ...]]] = {}
     try:
         for module, pair in found.halves.items():
             biased = bool(values.get("lora_bias")) and not FUSED.fullmatch(module)
@@ -320,7 +320,7 @@ def _fused_parameter(module: re.Match[str], nested: bool, values: Mapping[str, A
     return inner if module[3] or not nested else outer
 
 
-def _target(module: str, block: Block) -> str:
+def _target(module: str, block: FactorPair) -> str:
     """Name of a part or layer in ``--lora-target-modules``."""
     name = block.name or module.rpartition(".")[2]
     if re.search(r"\.experts\.\d+\.", module):
@@ -422,7 +422,7 @@ def attached_config(files: PeftFiles, shape: Shape) -> LoraConfig:
     return replace(config, modules=modules)
 
 
-_Placed = tuple[str, Mapping[str, int], torch.Tensor, Block]
+_Placed = tuple[str, Mapping[str, int], torch.Tensor, FactorPair]
 
 
 def _placed(files: PeftFiles, shape: Shape) -> tuple[dict[str, Parameter], list[_Placed]]:
@@ -449,7 +449,7 @@ def _placed(files: PeftFiles, shape: Shape) -> tuple[dict[str, Parameter], list[
 def _blocks_of(
     layer: str,
     module: str,
-    blocks: tuple[Block, ...],
+    blocks: tuple[FactorPair, ...],
     rows: torch.Tensor,
     parts: Mapping[str, int],
     parameter: Parameter,

@@ -26,7 +26,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Block(NamedTuple):
+class FactorPair(NamedTuple):
     """A pair of matrices for some rows of a module.
 
     Attributes:
@@ -48,7 +48,7 @@ class Block(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-class Scaled(NamedTuple):
+class ModuleScale(NamedTuple):
     """Rank and alpha of a module.
 
     Attributes:
@@ -60,7 +60,7 @@ class Scaled(NamedTuple):
     alpha: float
 
 
-def scaled(module: str, values: Mapping[str, Any]) -> Scaled:
+def scaled(module: str, values: Mapping[str, Any]) -> ModuleScale:
     """Rank and alpha of a module by an ``adapter_config.json``, patterns included."""
 
     def value(pattern: str, default: Any) -> Any:
@@ -73,7 +73,9 @@ def scaled(module: str, values: Mapping[str, Any]) -> Scaled:
                 return found
         return default
 
-    return Scaled(value("rank_pattern", values["r"]), value("alpha_pattern", values["lora_alpha"]))
+    return ModuleScale(
+        value("rank_pattern", values["r"]), value("alpha_pattern", values["lora_alpha"])
+    )
 
 
 def divided(
@@ -82,7 +84,7 @@ def divided(
     b: torch.Tensor,
     values: Mapping[str, Any],
     bias: torch.Tensor | None = None,
-) -> tuple[Block, ...]:
+) -> tuple[FactorPair, ...]:
     """The blocks of a module's matrices: one, unless its parts have an A each.
 
     Args:
@@ -100,18 +102,18 @@ def divided(
         raise CheckpointError(f"{module} has no A and B of rank {rank}")
     scale = alpha / (rank**0.5 if values.get("use_rslora") else rank)
     parts = _parts(module, a, b, values["r"], scale) if bias is None else ()
-    return parts or (Block(a, b, scale=scale, bias=bias),)
+    return parts or (FactorPair(a, b, scale=scale, bias=bias),)
 
 
 def _parts(
     module: str, a: torch.Tensor, b: torch.Tensor, r: int, scale: float
-) -> tuple[Block, ...]:
+) -> tuple[FactorPair, ...]:
     """The blocks of a block-diagonal B, each of rank r; none if it is not block-diagonal."""
     names = PARTS.get(module.rpartition(".")[2], ())
     if a.shape[0] % r or not 1 < a.shape[0] // r <= len(names) or b.shape[0] % len(names):
         return ()
     rows = b.shape[0] // len(names)
-    blocks: list[Block] = []
+    blocks: list[FactorPair] = []
     for columns, down in zip(b.split(r, dim=1), a.split(r), strict=True):
         free = [i for i in range(len(names)) if not blocks or i * rows > blocks[-1].start]
         used = [i for i, part in enumerate(columns.split(rows)) if bool(part.any())]
@@ -120,13 +122,13 @@ def _parts(
         part = used[0] if used else free[0]
         start = part * rows
         b_part = columns[start : start + rows]
-        blocks.append(Block(down, b_part, start, names[part], len(names), scale))
+        blocks.append(FactorPair(down, b_part, start, names[part], len(names), scale))
     return tuple(blocks)
 
 
 def unfused(
     module: str, a: torch.Tensor, b: torch.Tensor, values: Mapping[str, Any]
-) -> list[tuple[Block, ...]]:
+) -> list[tuple[FactorPair, ...]]:
     """The blocks of every expert, from matrices as :func:`fused` makes them.
 
     Args:

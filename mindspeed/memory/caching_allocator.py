@@ -28,7 +28,7 @@ _GRANULARITY = 2 * _MIB
 _SLAB, _LARGE = 20 * _MIB, 10 * _MIB
 
 
-class Event(NamedTuple):
+class AllocatorEvent(NamedTuple):
     """The beginning of an allocation of ``nbytes`` or, with 0, its end."""
 
     allocation: int
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Policy:
+class AllocatorPolicy:
     """Options of the allocator.
 
     Attributes:
@@ -87,14 +87,14 @@ class _Pool:
 class CachingAllocator:
     """Replays allocations under one policy."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: AllocatorPolicy) -> None:
         self.policy = policy
         self._pools: dict[Hashable, _Pool] = {}
         self._live: dict[int, tuple[_Pool, _Block]] = {}
         self._segments = self._allocated = self._reserved = 0
         self._peak_allocated = self._peak_reserved = 0
 
-    def replay(self, events: Iterable[Event]) -> Peaks:
+    def replay(self, events: Iterable[AllocatorEvent]) -> Peaks:
         """The peaks after ``events``; frees of unknown allocations are ignored."""
         for event in events:
             if event.nbytes:
@@ -103,7 +103,7 @@ class CachingAllocator:
                 self._release(*self._live.pop(event.allocation))
         return Peaks(self._peak_allocated, self._peak_reserved)
 
-    def _allocate(self, event: Event) -> None:
+    def _allocate(self, event: AllocatorEvent) -> None:
         size = _rounded(event.nbytes, _ROUNDING)
         small, separate = size <= _SMALL, self.policy.pools and event.long_lived
         pool = self._pools.setdefault((small, separate), _Pool(small))

@@ -30,7 +30,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
-class Cost:
+class PlanCost:
     """Cost of one call of a layer under one plan.
 
     Attributes:
@@ -49,7 +49,7 @@ class Cost:
 
 def try_plan(
     runtime: Runtime, layer: str, call: Callable[[], object], plan: LayerPlan, clock: Clock
-) -> Cost:
+) -> PlanCost:
     """Call a layer once under ``plan``."""
     key = object()
     with runtime.trial(layer, plan) as figures, runtime.microbatch(key):
@@ -59,7 +59,7 @@ def try_plan(
         del outputs
     rows = figures.by_layer().get(layer, {}).values()
     host = sum(row.host for row in rows)
-    return Cost(
+    return PlanCost(
         kept=sum(row.kept for row in rows),
         transient=max((row.dropped for row in rows), default=0) + host,
         host=host,

@@ -35,7 +35,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
-from mindspeed.memory.caching_allocator import CachingAllocator, Event, Peaks, Policy
+from mindspeed.memory.caching_allocator import (
+    AllocatorEvent,
+    AllocatorPolicy,
+    CachingAllocator,
+    Peaks,
+)
 
 
 class AllocationTrace(TorchDispatchMode):
@@ -47,7 +52,7 @@ class AllocationTrace(TorchDispatchMode):
 
     def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[AllocatorEvent] = []
         self._count = 0
         self._long_lived = False
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
@@ -82,23 +87,23 @@ class AllocationTrace(TorchDispatchMode):
         if key in self._live or not nbytes:
             return
         index, self._count = self._count, self._count + 1
-        self.events.append(Event(index, nbytes, self._long_lived))
+        self.events.append(AllocatorEvent(index, nbytes, self._long_lived))
         forget = functools.partial(self._forget, key)
         self._live[key] = index, weakref.ref(storage, forget)
 
     def _forget(self, key: int, _: Any) -> None:
         index, _ = self._live.pop(key)
-        self.events.append(Event(index, 0))
+        self.events.append(AllocatorEvent(index, 0))
 
 
-POLICIES: Mapping[str, Policy] = {
-    "off": Policy(),
-    "pools": Policy(pools=True),
-    "expandable": Policy(expandable=True),
+POLICIES: Mapping[str, AllocatorPolicy] = {
+    "off": AllocatorPolicy(),
+    "pools": AllocatorPolicy(pools=True),
+    "expandable": AllocatorPolicy(expandable=True),
 }
 
 
-def simulate(events: Sequence[Event]) -> dict[str, Peaks]:
+def simulate(events: Sequence[AllocatorEvent]) -> dict[str, Peaks]:
     """Peaks of a trace under every policy, by the values of ``--memory-fragmentation``."""
     return {name: CachingAllocator(policy).replay(events) for name, policy in POLICIES.items()}
 
@@ -148,7 +153,7 @@ class LongLivedPool:
         return _around_steps(optimizer, lambda count: self._pool() if count == 1 else None)
 
 
-class Report:
+class FragmentationReport:
     """Records the first two steps of training, and shows :func:`table` after them."""
 
     STEPS = 2

@@ -16,7 +16,7 @@ from mindspeed.memory.plan import LayerPlan, SiteAction
 from mindspeed.memory.segment import Segment
 
 
-class Region(Protocol):
+class SiteFrame(Protocol):
     """Context around one call of a recomputed site."""
 
     def first_run(self) -> AbstractContextManager[object]:
@@ -43,7 +43,7 @@ class DroppedOutput:
 
 
 @dataclass
-class LayerCall:
+class LayerFrame:
     name: str
     plan: LayerPlan
     parameters: set[int]
@@ -56,11 +56,11 @@ class LayerCall:
 class Frame:
     """A site that is computing, in one call of its layer."""
 
-    call: LayerCall
+    call: LayerFrame
     site: str
     action: SiteAction
     segment: Segment | None = None
-    region: Region | None = None
+    region: SiteFrame | None = None
 
 
 def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
@@ -82,7 +82,7 @@ def drop_outputs(frame: Frame, outputs: Any, inputs: Any) -> None:
             )
 
 
-def dropped_output(call: LayerCall, tensor: torch.Tensor) -> DroppedOutput | None:
+def dropped_output(call: LayerFrame, tensor: torch.Tensor) -> DroppedOutput | None:
     """The output that a tensor is, or a view of; None: it is none."""
     output = call.outputs.get(key_of(tensor))
     if output is None or output.alive.expired():

@@ -30,7 +30,7 @@ SLAB = 1 << 26
 """Bytes of a slab; one block may need a larger one."""
 
 
-class Block:
+class HostBlock:
     """Bytes of host memory, which return to their pool when this object dies.
 
     Args:
@@ -71,7 +71,7 @@ class HostPool:
         self._free: dict[int, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
         self._rest = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int) -> HostBlock:
         """A block of ``nbytes`` bytes, at least one."""
         size = size_class(nbytes)
         if self._free[size]:
@@ -79,7 +79,7 @@ class HostPool:
         else:
             memory, read = self._cut(size), None
         self.used += size
-        return Block(memory[:nbytes], read, functools.partial(self._give_back, memory))
+        return HostBlock(memory[:nbytes], read, functools.partial(self._give_back, memory))
 
     def _give_back(self, memory: torch.Tensor, read: Any) -> None:
         self.used -= memory.numel()

@@ -27,7 +27,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.memory.figures import CountedStorages, Figures, SiteFigures
-from mindspeed.memory.frames import Frame, LayerCall, Region, drop_outputs, dropped_output, key_of
+from mindspeed.memory.frames import (
+    Frame,
+    LayerFrame,
+    SiteFrame,
+    drop_outputs,
+    dropped_output,
+    key_of,
+)
 from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
 from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import LAYER, ChunkPlan, LayerPlan, SiteAction
@@ -72,7 +79,7 @@ class Runtime:
         self.plan, self.figures = plan, Figures()
         self.offload = offload or Offload(min_bytes=min_bytes)
         self.environment = environment or (lambda layer: random_states())
-        self.region: Callable[[str, str], Region | None] = lambda layer, site: None
+        self.region: Callable[[str, str], SiteFrame | None] = lambda layer, site: None
         self._state = _State()
         self.wrapped: dict[str, set[str]] = {}
         self.owners: dict[tuple[str, str], str] = {}
@@ -89,7 +96,7 @@ class Runtime:
             plan = self.plan.layers.get(name)
             if not plan or not self._active():
                 return forward(*args, **kwargs)
-            call = LayerCall(name, plan, {key_of(p) for p in parameters()})
+            call = LayerFrame(name, plan, {key_of(p) for p in parameters()})
             if SiteAction.OFFLOAD in plan.values() or self.offload.live:
                 call.group = self.offload.begin(id(self), name)
             frame = Frame(call, LAYER, SiteAction.KEEP)
@@ -209,7 +216,7 @@ class Runtime:
         return outputs
 
     def _rerun(
-        self, layer: str, region: Region | None
+        self, layer: str, region: SiteFrame | None
     ) -> Callable[[], AbstractContextManager[object]]:
         enter = self.environment(layer)
 
@@ -245,7 +252,7 @@ class Runtime:
         return Kept(tensor, where)
 
     def _host_copy(
-        self, call: LayerCall, tensor: torch.Tensor, where: str, figures: SiteFigures
+        self, call: LayerFrame, tensor: torch.Tensor, where: str, figures: SiteFigures
     ) -> HostCopy:
         key = (key_of(tensor), *elements_of(tensor))
         known = call.copies.get(key)

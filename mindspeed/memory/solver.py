@@ -43,7 +43,7 @@ _UNLIMITED = 2**62
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """One plan of a layer, for one micro-batch.
 
     Attributes:
@@ -65,7 +65,7 @@ class Candidate:
 class LayerCosts:
     """A layer: its candidate plans, the micro-batches for which it is held at once, its chunk."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PlanCandidate, ...]
     in_flight: int = 1
     chunk: int = 0
 
@@ -108,7 +108,7 @@ class Solution:
         seconds: added to a micro-batch.
     """
 
-    chosen: tuple[Candidate, ...]
+    chosen: tuple[PlanCandidate, ...]
     peak: int
     host: int
     seconds: float
@@ -175,11 +175,11 @@ class _Stage:
         """The smallest sum of kept bytes."""
         return self.kept([min(one.candidates, key=lambda x: x.kept) for one in layers])
 
-    def kept(self, chosen: Sequence[Candidate]) -> int:
+    def kept(self, chosen: Sequence[PlanCandidate]) -> int:
         """The sum of kept bytes."""
         return sum(k * one.kept for k, one in zip(self.weights, chosen, strict=True))
 
-    def most(self, chosen: Sequence[Candidate]) -> int:
+    def most(self, chosen: Sequence[PlanCandidate]) -> int:
         """The most that is needed for a micro-batch in backward."""
         sums = [0, *itertools.accumulate(one.kept * self.placed for one in chosen)]
         needs = (kept + one.transient for kept, one in zip(sums[1:], chosen, strict=True))
@@ -191,12 +191,12 @@ class _Stage:
             return -1
         return most - self.head if self.placed or self.head > most else _UNLIMITED
 
-    def need(self, chosen: Sequence[Candidate]) -> int:
+    def need(self, chosen: Sequence[PlanCandidate]) -> int:
         """Bytes at the peak of a step, without static ones."""
         return self.others * self.kept(chosen) + self.most(chosen)
 
 
-def peak(layers: Sequence[LayerCosts], chosen: Sequence[Candidate], budget: Budget) -> int:
+def peak(layers: Sequence[LayerCosts], chosen: Sequence[PlanCandidate], budget: Budget) -> int:
     """Bytes of the device at the peak of a step."""
     return budget.static + _Stage.of(layers, budget).need(chosen)
 
@@ -274,7 +274,7 @@ def smallest_peak(layers: Sequence[LayerCosts], budget: Budget) -> Solution | No
     return _solution(layers, best, budget)
 
 
-def _costs(one: Candidate) -> tuple[float, ...]:
+def _costs(one: PlanCandidate) -> tuple[float, ...]:
     return (one.kept, one.seconds, one.transient, one.host)
 
 
@@ -305,7 +305,7 @@ class _Columns:
 
     @classmethod
     def of(cls, layer: LayerCosts, weight: int, placed: int) -> _Columns:
-        def costs(one: Candidate) -> tuple[float, ...]:
+        def costs(one: PlanCandidate) -> tuple[float, ...]:
             need = one.transient + placed * one.kept
             return one.kept * weight, need, one.host, one.seconds
 
@@ -458,8 +458,8 @@ def _solution(layers: Sequence[LayerCosts], choices: Sequence[int], budget: Budg
 
 
 def _sorted(
-    layers: Sequence[LayerCosts], found: Sequence[Candidate], most_first: bool
-) -> list[Candidate]:
+    layers: Sequence[LayerCosts], found: Sequence[PlanCandidate], most_first: bool
+) -> list[PlanCandidate]:
     """The choice with the plans of equal layers in the order of their costs."""
     chosen, places = list(found), dict[LayerCosts, list[int]]()
     for place, layer in enumerate(layers):

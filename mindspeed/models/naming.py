@@ -33,7 +33,7 @@ _LATENT = (
 
 
 @dataclass(frozen=True)
-class Address:
+class ParameterAddress:
     """Place of a parameter in a checkpoint.
 
     Attributes:
@@ -95,7 +95,7 @@ def local_name(
 
 def address(
     parameter: Parameter, scheme: Scheme, num_layers: int, num_experts: int, *, stacked: bool
-) -> Address:
+) -> ParameterAddress:
     """Key and position in a checkpoint.
 
     Args:
@@ -119,10 +119,12 @@ def address(
         name = name.replace(f".local_experts.{parameter.expert}.", ".experts.")
         position.append(parameter.expert)
         counts.append(num_experts)
-    return Address(name, tuple(position), tuple(counts))
+    return ParameterAddress(name, tuple(position), tuple(counts))
 
 
-def addresses(parameter: Parameter, num_layers: int, num_experts: int) -> Iterator[Address]:
+def addresses(
+    parameter: Parameter, num_layers: int, num_experts: int
+) -> Iterator[ParameterAddress]:
     """Every key under which a checkpoint may have a parameter, likely ones first."""
     for stacked in (True, False):
         for scheme in SCHEMES:

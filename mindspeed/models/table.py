@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mindspeed.models.shape import Shape
-from mindspeed.models.weight_shards import Segment, ShardMap, source_rows, total_rows, whole
+from mindspeed.models.weight_shards import RowSegment, ShardMap, source_rows, total_rows, whole
 
 Split = Literal["rows", "halves", "fc1", "columns", "rows_if_local"] | None
 """How tensor parallelism shards a parameter.
@@ -84,7 +84,7 @@ class Parameter:
     depth: int | None
     expert: int | None
     shape: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[RowSegment, ...]
     split: Split
     moe: bool
     latent: bool

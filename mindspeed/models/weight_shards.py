@@ -4,10 +4,10 @@
     linear_fc1 = [ gate | up ]
     embedding  = [ vocabulary | zeros up to the padded size ]
 
-A :data:`ShardMap` is a function from the model's :class:`Shape` to such a list of :class:`Segment`,
-concatenated along the rows. Converting copies segments, converting back copies them the other way,
-and a tensor-parallel rank that holds rows ``a`` to ``b`` reads the segments that overlap them.
-Columns are never reordered.
+A :data:`ShardMap` is a function from the model's :class:`Shape` to such a list of
+:class:`RowSegment`, concatenated along the rows. Converting copies segments, converting back copies
+them the other way, and a tensor-parallel rank that holds rows ``a`` to ``b`` reads the segments
+that overlap them. Columns are never reordered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindspeed.models.shape import Shape
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowSegment:
     """Rows ``start`` to ``start + count`` of tensor ``name``; rows of zeros without a name.
 
     ``size`` is the name of the size that the tensor's number of rows comes from; ``rows`` that
@@ -36,26 +36,26 @@ class Segment:
     rows: int = 0
 
 
-ShardMap = Callable[[Shape], tuple[Segment, ...]]
+ShardMap = Callable[[Shape], tuple[RowSegment, ...]]
 
 
 def whole(name: str, rows: str) -> ShardMap:
     """The tensor as it is; ``rows`` is the name of its size."""
-    return lambda shape: (Segment(name, 0, shape[rows], rows),)
+    return lambda shape: (RowSegment(name, 0, shape[rows], rows),)
 
 
 def stacked(names: Sequence[str], rows: str) -> ShardMap:
     """Several tensors of ``rows`` rows, concatenated."""
-    return lambda shape: tuple(Segment(name, 0, shape[rows], rows) for name in names)
+    return lambda shape: tuple(RowSegment(name, 0, shape[rows], rows) for name in names)
 
 
 def padded_vocabulary(name: str) -> ShardMap:
     """One row per token, then zeros up to the padded size."""
 
-    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[RowSegment, ...]:
         real, padding = shape["vocab"], shape["padded_vocab"] - shape["vocab"]
-        tokens = Segment(name, 0, real, "vocab")
-        return (tokens, Segment(None, 0, padding)) if padding else (tokens,)
+        tokens = RowSegment(name, 0, real, "vocab")
+        return (tokens, RowSegment(None, 0, padding)) if padding else (tokens,)
 
     return shard_map
 
@@ -63,7 +63,7 @@ def padded_vocabulary(name: str) -> ShardMap:
 def grouped_qkv(query: str, key: str, value: str) -> ShardMap:
     """Per key/value head: its query heads, then the key, then the value."""
 
-    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[RowSegment, ...]:
         return tuple(_groups(shape, (query, key, value), (0, 0, 0)))
 
     return shard_map
@@ -72,7 +72,7 @@ def grouped_qkv(query: str, key: str, value: str) -> ShardMap:
 def grouped_pack(name: str) -> ShardMap:
     """Like :func:`grouped_qkv`, from one tensor ``[all q; all k; all v]``."""
 
-    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[RowSegment, ...]:
         first_key = shape["query"]
         starts = (0, first_key, first_key + shape["key"])
         return tuple(_groups(shape, (name, name, name), starts))
@@ -82,13 +82,13 @@ def grouped_pack(name: str) -> ShardMap:
 
 def _groups(
     shape: Shape, names: tuple[str, str, str], starts: tuple[int, int, int]
-) -> Iterator[Segment]:
+) -> Iterator[RowSegment]:
     groups = shape["key"] // shape["head"]
     counts = (shape["query"] // groups, shape["head"], shape["head"])
     sizes = ("query", "key", "key")
     for group in range(groups):
         for name, start, count, size in zip(names, starts, counts, sizes, strict=True):
-            yield Segment(name, start + group * count, count, size)
+            yield RowSegment(name, start + group * count, count, size)
 
 
 def gated_qkv(query: str, key: str, value: str) -> ShardMap:
@@ -97,7 +97,7 @@ def gated_qkv(query: str, key: str, value: str) -> ShardMap:
     Per key/value head: its query heads, then their gates, then the key, then the value.
     """
 
-    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[RowSegment, ...]:
         head, groups = shape["head"], shape["key"] // shape["head"]
         heads = shape["query"] // shape["key"]
         segments = []
@@ -105,10 +105,10 @@ def gated_qkv(query: str, key: str, value: str) -> ShardMap:
             first = group * heads
             for part in (0, 1):  # query, gate
                 segments += [
-                    Segment(query, (2 * (first + i) + part) * head, head, "gated_query")
+                    RowSegment(query, (2 * (first + i) + part) * head, head, "gated_query")
                     for i in range(heads)
                 ]
-            segments += [Segment(name, group * head, head, "key") for name in (key, value)]
+            segments += [RowSegment(name, group * head, head, "key") for name in (key, value)]
         return tuple(segments)
 
     return shard_map
@@ -121,7 +121,7 @@ def delta_part(name: str, part: Literal["query", "key", "value", "z", "beta", "a
     value heads that share the key head.
     """
 
-    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[RowSegment, ...]:
         heads = shape["delta_key_heads"]
         share = shape["delta_heads"] // heads
         key, value = shape["delta_key"] // heads, shape["delta_value"] // heads
@@ -136,7 +136,7 @@ def delta_part(name: str, part: Literal["query", "key", "value", "z", "beta", "a
         step = sum(counts.values())
         rows = heads * step
         return tuple(
-            Segment(name, i * step + first, counts[part], None, rows) for i in range(heads)
+            RowSegment(name, i * step + first, counts[part], None, rows) for i in range(heads)
         )
 
     return shard_map
@@ -145,20 +145,22 @@ def delta_part(name: str, part: Literal["query", "key", "value", "z", "beta", "a
 def part_of(name: str, parts: Sequence[str], index: int) -> ShardMap:
     """One of the parts that a tensor's rows consist of, these by the names of their sizes."""
 
-    def shard_map(shape: Shape) -> tuple[Segment, ...]:
+    def shard_map(shape: Shape) -> tuple[RowSegment, ...]:
         counts = [shape[size] for size in parts]
         start = sum(counts[:index])
-        return (Segment(name, start, counts[index], parts[index], sum(counts)),)
+        return (RowSegment(name, start, counts[index], parts[index], sum(counts)),)
 
     return shard_map
 
 
-def total_rows(segments: Sequence[Segment]) -> int:
+def total_rows(segments: Sequence[RowSegment]) -> int:
     """Number of rows of the Megatron parameter."""
     return sum(segment.count for segment in segments)
 
 
-def overlap(segments: Sequence[Segment], start: int, count: int) -> Iterator[tuple[Segment, int]]:
+def overlap(
+    segments: Sequence[RowSegment], start: int, count: int
+) -> Iterator[tuple[RowSegment, int]]:
     """The segments that rows ``start`` to ``start + count`` of a parameter consist of.
 
     Yields:
@@ -169,12 +171,12 @@ def overlap(segments: Sequence[Segment], start: int, count: int) -> Iterator[tup
         first = max(start, position)
         last = min(start + count, position + segment.count)
         if first < last:
-            clipped = Segment(segment.name, segment.start + first - position, last - first)
+            clipped = RowSegment(segment.name, segment.start + first - position, last - first)
             yield clipped, first - start
         position += segment.count
 
 
-def source_rows(segments: Sequence[Segment]) -> dict[str, int]:
+def source_rows(segments: Sequence[RowSegment]) -> dict[str, int]:
     """Number of rows of each source tensor; padding has none."""
     rows: dict[str, int] = {}
     for segment in segments:
@@ -184,7 +186,7 @@ def source_rows(segments: Sequence[Segment]) -> dict[str, int]:
     return rows
 
 
-def split(tensor: torch.Tensor, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
+def split(tensor: torch.Tensor, segments: Sequence[RowSegment]) -> dict[str, torch.Tensor]:
     """The Hugging Face tensors of a whole Megatron parameter.
 
     Args:
@@ -212,7 +214,7 @@ def split(tensor: torch.Tensor, segments: Sequence[Segment]) -> dict[str, torch.
 
 
 def joined(
-    parameters: Iterable[tuple[torch.Tensor, Sequence[Segment]]],
+    parameters: Iterable[tuple[torch.Tensor, Sequence[RowSegment]]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The Hugging Face tensors of several parameters, of which some share one.
 
@@ -246,7 +248,7 @@ def joined(
 
 
 def with_tensors(
-    tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], segments: Sequence[Segment]
+    tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], segments: Sequence[RowSegment]
 ) -> torch.Tensor:
     """A whole Megatron parameter with other values for some of its Hugging Face tensors.
 

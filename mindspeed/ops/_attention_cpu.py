@@ -17,7 +17,7 @@ from mindspeed.device.torch_versions import cpu_attention_groups_heads
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import Problem
+from mindspeed.ops.attention_problem import AttentionProblem
 
 _LONG = 2048  # queries
 
@@ -28,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
     ``[t, n]``). See :func:`mindspeed.ops.attention.attention`.
     """
-    return tiles.forward(Problem(*options), FLASH, q, k, v, _operands)
+    return tiles.forward(AttentionProblem(*options), FLASH, q, k, v, _operands)
 
 
 def backward(
@@ -41,7 +41,7 @@ def backward(
     The last option says whether dpse is required; if not, it is empty, ``[0]``.
     """
     *options_, pse_grad = options
-    problem = Problem(*options_)
+    problem = AttentionProblem(*options_)
     return tiles.backward(problem, FLASH, dout, q, k, v, out, lse, pse_grad, _operands)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from mindspeed.ops import _attention_cudnn as cudnn
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
-from mindspeed.ops.attention_problem import Piece, Problem, bnsd
+from mindspeed.ops.attention_problem import AttentionProblem, Piece, bnsd
 from mindspeed.ops.philox import default_generator_at
 from mindspeed.ops.visibility import EVERYTHING, Sight
 
@@ -43,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
     ``[t, n]``). See :func:`mindspeed.ops.attention.attention`.
     """
-    problem = Problem(*options)
+    problem = AttentionProblem(*options)
     if cudnn.takes(problem, q, k, v):
         return cudnn.forward(q, k, v, problem)
     out, lse = tiles.empty_outputs(problem, q, v)
@@ -78,7 +78,7 @@ def backward(
     The last option says whether dpse is required; if not, it is empty, ``[0]``.
     """
     *fields, pse_grad = options
-    problem = Problem(*fields)
+    problem = AttentionProblem(*fields)
     if cudnn.takes(problem, q, k, v):
         return (*cudnn.backward(dout, q, k, v, out, lse, problem), q.new_empty(0))
     dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -122,7 +122,7 @@ class _Run:
         return slice(self.pieces[0].columns.start, self.pieces[-1].columns.stop)
 
 
-def _runs(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Run]:
+def _runs(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Run]:
     pieces = list(problem.pieces(q, k))
     fits = _flash_takes(problem, q, v)
     windows = [_window(piece.sight) if fits else None for piece in pieces]
@@ -139,7 +139,7 @@ def _runs(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Run]:
             yield from (_Run((piece,), window) for piece in members)
 
 
-def _flash_takes(problem: Problem, q: Tensor, v: Tensor) -> bool:
+def _flash_takes(problem: AttentionProblem, q: Tensor, v: Tensor) -> bool:
     size = q.shape[-1]
     plain = problem.pse is None and problem.mask is None and problem.prefix is None
     sixteen = q.dtype in (torch.float16, torch.bfloat16)
@@ -159,7 +159,7 @@ def _window(sight: Sight) -> Window | None:
 class _Flash:
     """The arguments of aten's flash operators for one run, and its order of axes."""
 
-    def __init__(self, problem: Problem, run: _Run, q: Tensor) -> None:
+    def __init__(self, problem: AttentionProblem, run: _Run, q: Tensor) -> None:
         assert run.window is not None
         self.rng = problem.rng
         if problem.rng is not None:  # no two runs draw the same numbers

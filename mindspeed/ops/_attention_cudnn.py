@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from mindspeed.ops._attention_tiles import Tensors, aligned_vectors
-from mindspeed.ops.attention_problem import Problem, bnsd
+from mindspeed.ops.attention_problem import AttentionProblem, bnsd
 from mindspeed.ops.visibility import Sight
 
 _LARGEST_HEAD = 128
@@ -23,7 +23,7 @@ _FIRST_CAPABILITY = (9, 0)
 _FIRST_TORCH = Version("2.11")  # the first release that was measured
 
 
-def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def takes(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether cuDNN computes this call; q, k, v ``[b, n, s, d]`` in the problem's layout."""
     plain = problem.pse is None and problem.mask is None and problem.prefix is None
     sixteen = q.dtype in (torch.float16, torch.bfloat16)
@@ -38,7 +38,7 @@ def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return sight.queries > 1 and (sight.is_full or _is_square(sight))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, dense: out like q, lse fp32 ``[b, n, s]``."""
     views = [aligned_vectors(bnsd(x, problem.layout)) for x in (q, k, v)]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -48,7 +48,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
 ) -> Tensors:
     """Return ``(dq, dk, dv)``, dense, of the shapes of q, k, v; lse is ``[b, n, s]``."""
     views = [aligned_vectors(bnsd(x, problem.layout)) for x in (dout, q, k, v, out)]
@@ -61,7 +67,7 @@ def backward(
     return tuple(_in_layout(x, problem.layout) for x in grads)
 
 
-def _sight(problem: Problem, views: list[Tensor]) -> Sight:
+def _sight(problem: AttentionProblem, views: list[Tensor]) -> Sight:
     return problem.sight(views[0].shape[2], views[1].shape[2])
 
 

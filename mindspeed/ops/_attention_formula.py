@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, Problem
+from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, AttentionProblem
 from mindspeed.ops.philox import draws, kept
 
 ELEMENTS = 1 << 19
@@ -55,7 +55,9 @@ class Formula:
             or float64.
     """
 
-    def __init__(self, problem: Problem, operands: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, problem: AttentionProblem, operands: torch.dtype, device: torch.device
+    ) -> None:
         self.problem, self.operands = problem, operands
         self._memory = _Memory(device)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed.ops import _attention_squares as squares
 from mindspeed.ops import _attention_tiles as tiles
-from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, Problem, axis, bnsd
+from mindspeed.ops.attention_problem import BIAS_BEFORE_SCALE, AttentionProblem, axis, bnsd
 from mindspeed.ops.philox import default_generator_at
 from mindspeed.ops.registry import note_fallback
 from mindspeed.ops.visibility import (
@@ -51,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     ``out`` has layout and dtype of q and the head size of v; ``lse`` is fp32 ``[b, n, s]`` (TND:
     ``[t, n]``). See :func:`mindspeed.ops.attention.attention`.
     """
-    problem = Problem(*options)
+    problem = AttentionProblem(*options)
     if not q.numel() or not k.numel():
         return tiles.forward(problem, None, q, k, v)
     if _is_alibi_of_rectangles(problem, q, k):
@@ -80,7 +80,7 @@ def backward(
     The last option says whether dpse is required; if not, it is empty, ``[0]``.
     """
     *fields, pse_grad = options
-    problem = Problem(*fields)
+    problem = AttentionProblem(*fields)
     if _is_alibi_of_rectangles(problem, q, k):
         cut = squares.parts(problem, q, k)
         if cut is not None:
@@ -116,7 +116,7 @@ def backward(
     return dq, call.split(dk, k), call.split(dv, v), dpse
 
 
-def _is_alibi_of_rectangles(problem: Problem, q: Tensor, k: Tensor) -> bool:
+def _is_alibi_of_rectangles(problem: AttentionProblem, q: Tensor, k: Tensor) -> bool:
     """Slopes go with as many queries as keys only."""
     if not problem.has_slopes:
         return False
@@ -153,7 +153,7 @@ class _Call:
         return x.unflatten(-1, (like.shape[-2], -1)) if self.layout == "SBH" else x
 
 
-def _call(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> _Call | None:
+def _call(problem: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> _Call | None:
     rule = None if _is_alibi_of_rectangles(problem, q, k) else _rule(problem, q, k)
     if rule is None:
         return None
@@ -177,7 +177,7 @@ def _call(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> _Call | None:
     return _Call("" if first else "_v2", tensors, heads, layout, keywords)
 
 
-def _bias(problem: Problem, q: Tensor, k: Tensor) -> Tensor | None:
+def _bias(problem: AttentionProblem, q: Tensor, k: Tensor) -> Tensor | None:
     pse = problem.pse
     if pse is None:
         return None
@@ -188,7 +188,7 @@ def _bias(problem: Problem, q: Tensor, k: Tensor) -> Tensor | None:
     return pse.to(q.dtype).expand(shape).contiguous()
 
 
-def _rule(problem: Problem, q: Tensor, k: Tensor) -> dict[str, Any] | None:
+def _rule(problem: AttentionProblem, q: Tensor, k: Tensor) -> dict[str, Any] | None:
     """Sparse mode, band and mask, or None where there is no mode for it."""
     packed = problem.layout == "TND"
     if packed and any(a.stop > a.start and b.stop == b.start for a, b in problem.sequences()):
@@ -217,7 +217,7 @@ def _as_bottom_right(d: int, pre: int, next_: int) -> tuple[int, int, int]:
     return BAND, min(pre + d, EVERYTHING), min(next_ - d, EVERYTHING)
 
 
-def _explicit(problem: Problem, q: Tensor, k: Tensor) -> dict[str, Any] | None:
+def _explicit(problem: AttentionProblem, q: Tensor, k: Tensor) -> dict[str, Any] | None:
     """A mask of all pairs, the band in it: mode 1 reads nothing else."""
     assert problem.mask is not None
     if problem.layout == "TND":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view, merge
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import Piece, Problem, bnsd
+from mindspeed.ops.attention_problem import AttentionProblem, Piece, bnsd
 from mindspeed.ops.visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
 
 MOST = 32
@@ -41,7 +41,7 @@ class Square(NamedTuple):
         return slice(self.column, self.column + self.size)
 
 
-Part = tuple[Problem, Square]
+Part = tuple[AttentionProblem, Square]
 
 
 def squares(sight: Sight) -> Iterator[Square]:
@@ -67,7 +67,7 @@ def _whole(row: int, column: int, rows: int, columns: int) -> Iterator[Square]:
             column, columns = column + size, columns - size
 
 
-def parts(problem: Problem, q: Tensor, k: Tensor) -> list[Part] | None:
+def parts(problem: AttentionProblem, q: Tensor, k: Tensor) -> list[Part] | None:
     """Divide a problem into squares in rows of the whole tensors; None where they do not help.
 
     Args:
@@ -93,7 +93,7 @@ def parts(problem: Problem, q: Tensor, k: Tensor) -> list[Part] | None:
     return found
 
 
-def _placed(problem: Problem, piece: Piece, square: Square) -> Part:
+def _placed(problem: AttentionProblem, piece: Piece, square: Square) -> Part:
     slopes = problem.pse
     assert slopes is not None
     if slopes.dim() == 2 and problem.layout == "TND":
@@ -110,7 +110,7 @@ def _placed(problem: Problem, piece: Piece, square: Square) -> Part:
 
 def forward(
     kernel: Callable[..., Tensors],
-    problem: Problem,
+    problem: AttentionProblem,
     cut: list[Part],
     q: Tensor,
     k: Tensor,
@@ -141,7 +141,7 @@ def forward(
 
 
 def backward(
-    kernel: Callable[..., Tensors], problem: Problem, cut: list[Part], dout: Tensor,
+    kernel: Callable[..., Tensors], problem: AttentionProblem, cut: list[Part], dout: Tensor,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> Tensors:  # fmt: skip
     """Return ``(dq, dk, dv)``, each with the shape of its tensor and the dtype of q.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mindspeed.ops._attention_formula import ELEMENTS, Formula, Tensors, Tile
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import Piece, Problem, axis, bnsd, position_bias
+from mindspeed.ops.attention_problem import AttentionProblem, Piece, axis, bnsd, position_bias
 from mindspeed.ops.visibility import tile_of
 
 ROWS = 256
@@ -72,7 +72,7 @@ def aligned_vectors(x: Tensor) -> Tensor:
 
 
 def forward(
-    problem: Problem,
+    problem: AttentionProblem,
     fused: Fused | None,
     q: Tensor,
     k: Tensor,
@@ -94,7 +94,7 @@ def forward(
 
 
 def forward_piece(
-    problem: Problem,
+    problem: AttentionProblem,
     fused: Fused | None,
     piece: Piece,
     views: list[Tensor],
@@ -132,7 +132,7 @@ def forward_piece(
 
 
 def backward(
-    problem: Problem, fused: Fused | None, dout: Tensor,
+    problem: AttentionProblem, fused: Fused | None, dout: Tensor,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     pse_grad: bool,
     operands: Operands = accumulation_dtype
@@ -153,7 +153,7 @@ def backward(
 
 
 def backward_piece(
-    problem: Problem, fused: Fused | None, piece: Piece, views: list[Tensor],
+    problem: AttentionProblem, fused: Fused | None, piece: Piece, views: list[Tensor],
     dpse: Tensor | None,
     operands: Operands = accumulation_dtype
 ) -> None:  # fmt: skip
@@ -229,7 +229,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     lse.copy_(both)
 
 
-def _usable(problem: Problem, fused: Fused | None, q: Tensor, v: Tensor) -> Fused | None:
+def _usable(problem: AttentionProblem, fused: Fused | None, q: Tensor, v: Tensor) -> Fused | None:
     """The fused kernel, if it supports the call."""
     if fused is None or problem.dropout or not fused.takes(q, v):
         return None
@@ -238,7 +238,9 @@ def _usable(problem: Problem, fused: Fused | None, q: Tensor, v: Tensor) -> Fuse
     return None if problem.has_slopes and rounds else fused
 
 
-def tiles(problem: Problem, piece: Piece, q: Tensor, fused: Fused | None) -> Iterator[Tile]:
+def tiles(
+    problem: AttentionProblem, piece: Piece, q: Tensor, fused: Fused | None
+) -> Iterator[Tile]:
     """Divide the score matrix of a sequence; one tile where the fused kernel needs no bias.
 
     ``q`` is the ``[b, n, s, d]`` view of all queries, of which only dtype and device are read.
@@ -272,7 +274,7 @@ def tiles(problem: Problem, piece: Piece, q: Tensor, fused: Fused | None) -> Ite
         yield Tile(rows, columns, bias, False, (piece.number << 32) + first)
 
 
-def empty_outputs(problem: Problem, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def empty_outputs(problem: AttentionProblem, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """``out`` like q with the head size of v; ``lse`` fp32 ``[b, n, s]``, or ``[t, n]`` for TND."""
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     names = "SN" if problem.layout == "TND" else "BNS"
@@ -280,7 +282,7 @@ def empty_outputs(problem: Problem, q: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return out, torch.empty(shape, dtype=accumulation_dtype(q), device=q.device)
 
 
-def empty_bias_gradient(problem: Problem, q: Tensor, wanted: bool) -> Tensor:
+def empty_bias_gradient(problem: AttentionProblem, q: Tensor, wanted: bool) -> Tensor:
     """Zeros like the position bias in the accumulation dtype of q, or an empty tensor ``[0]``."""
     pse = problem.pse
     if pse is None or not wanted:
@@ -288,6 +290,6 @@ def empty_bias_gradient(problem: Problem, q: Tensor, wanted: bool) -> Tensor:
     return torch.zeros(pse.shape, dtype=accumulation_dtype(q), device=q.device)
 
 
-def lse_view(problem: Problem, lse: Tensor) -> Tensor:
+def lse_view(problem: AttentionProblem, lse: Tensor) -> Tensor:
     """View ``[b, n, s]`` of ``lse``, any dtype; for TND b is 1."""
     return lse.t().unsqueeze(0) if problem.layout == "TND" else lse

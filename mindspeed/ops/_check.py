@@ -30,7 +30,7 @@ class OperatorError(MindSpeedError, ValueError):
     """An operator was given an argument that it does not take."""
 
 
-class Check:
+class ArgumentCheck:
     """The checks of the public function ``name``, as the user calls it."""
 
     def __init__(self, name: str) -> None:
@@ -134,8 +134,8 @@ class Check:
 
 
 def public(name: str, function: Callable[..., T], *fixed: Any) -> Callable[..., T]:
-    """``function`` under a public name, without its first arguments: a :class:`Check` and these."""
-    made: Any = functools.partial(function, Check(name), *fixed)
+    """``function`` under a public name, its first arguments given: the check and ``fixed``."""
+    made: Any = functools.partial(function, ArgumentCheck(name), *fixed)
     functools.update_wrapper(made, function)
     made.__name__ = made.__qualname__ = name
     del made.__wrapped__  # its signature has the fixed arguments

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mindspeed.ops import _attention_cpu, _attention_cuda, _attention_npu, _attention_tiles
 from mindspeed.ops._numerics import WORKLOAD_ROWS, random
-from mindspeed.ops.attention_problem import SCHEMA, Problem, axis, bnsd
+from mindspeed.ops.attention_problem import SCHEMA, AttentionProblem, axis, bnsd
 from mindspeed.ops.philox import reserve
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 from mindspeed.ops.visibility import (
@@ -51,14 +51,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, 
         q: queries, ``[s, b, n, d]`` and so on as ``layout`` says.
         k: keys; the query heads are a multiple of theirs.
         v: values, head size at most that of the keys.
-        **options: fields of :class:`mindspeed.ops.attention_problem.Problem`; the random numbers
-            for dropout are drawn here unless given.
+        **options: fields of :class:`mindspeed.ops.attention_problem.AttentionProblem`; the random
+            numbers for dropout are drawn here unless given.
 
     Returns:
         ``out`` in the layout of q with the head size of v, and ``lse``, ``[b, n, s]`` (TND:
         ``[t, n]``), fp32, not differentiable.
     """
-    problem = Problem(**options)
+    problem = AttentionProblem(**options)
     if problem.dropout and problem.rng is None:
         problem = replace(problem, rng=reserve(q, problem.probabilities(q, k)))
     return ATTENTION(q, k, v, *problem.options())
@@ -72,7 +72,7 @@ def _with_sink(kernel: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         out, lse = kernel(q, k, v, *options)
-        problem = Problem(*options)
+        problem = AttentionProblem(*options)
         if problem.sink is None:
             return out, lse
         before = _attention_tiles.lse_view(problem, lse)
@@ -86,7 +86,7 @@ def _with_sink(kernel: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _attention_tiles.forward(Problem(*options), None, q, k, v)
+    return _attention_tiles.forward(AttentionProblem(*options), None, q, k, v)
 
 
 def _reference_backward(
@@ -94,11 +94,13 @@ def _reference_backward(
     out: Tensor, lse: Tensor, *options: Any
 ) -> Tensors:  # fmt: skip
     *fields, pse_grad = options
-    return _attention_tiles.backward(Problem(*fields), None, dout, q, k, v, out, lse, pse_grad)
+    return _attention_tiles.backward(
+        AttentionProblem(*fields), None, dout, q, k, v, out, lse, pse_grad
+    )
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _attention_tiles.empty_outputs(Problem(*options), q, v)
+    return _attention_tiles.empty_outputs(AttentionProblem(*options), q, v)
 
 
 def _fake_backward(
@@ -106,7 +108,7 @@ def _fake_backward(
     out: Tensor, lse: Tensor, *options: Any
 ) -> Tensors:  # fmt: skip
     *fields, pse_grad = options
-    pse = Problem(*fields).pse
+    pse = AttentionProblem(*fields).pse
     wanted = q.new_empty(0) if pse is None else pse.new_empty(pse.shape if pse_grad else 0)
     return (
         *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
@@ -131,7 +133,7 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     if dout is None:
         return (None,) * 6 + tuple(behind)
     q, k, v, out, lse, *options = ctx.saved_tensors
-    problem = Problem(*options, *ctx.rules)
+    problem = AttentionProblem(*options, *ctx.rules)
     pse_grad = problem.pse is not None and not problem.has_slopes and ctx.needs_input_grad[4]
     dq, dk, dv, dpse = ATTENTION_BACKWARD(dout, q, k, v, out, lse, *options, *ctx.rules, pse_grad)
     sink_grad = problem.sink is not None and ctx.needs_input_grad[5]
@@ -139,7 +141,7 @@ def _backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ..
     return dq, dk, dv, None, dpse if pse_grad else None, dsink, *behind
 
 
-def _sink_gradient(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def _sink_gradient(problem: AttentionProblem, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """``-sum over queries of exp(sink - lse) * <dout, out>``, in fp32."""
     assert problem.sink is not None
     dout, out = (bnsd(x, problem.layout) for x in (dout, out))
@@ -149,7 +151,7 @@ def _sink_gradient(problem: Problem, dout: Tensor, out: Tensor, lse: Tensor) -> 
     return -(share * delta).sum((0, 2)).to(problem.sink.dtype)
 
 
-def pairs(q: Tensor, k: Tensor, problem: Problem) -> int:
+def pairs(q: Tensor, k: Tensor, problem: AttentionProblem) -> int:
     """Number of (query, key) pairs inside band and prefix, over batch and query heads.
 
     q ``[b, n, s_q, d]`` and k ``[b, g, s_k, d]`` are in the problem's layout (TND: ``[t, n, d]``).
@@ -160,14 +162,14 @@ def pairs(q: Tensor, k: Tensor, problem: Problem) -> int:
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *options: Any, out_val: Any = None) -> int:
-    return 2 * pairs(q, k, Problem(*options)) * (q.shape[-1] + v.shape[-1])
+    return 2 * pairs(q, k, AttentionProblem(*options)) * (q.shape[-1] + v.shape[-1])
 
 
 def _flops_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, *options: Any, out_val: Any = None
 ) -> int:  # fmt: skip
-    return 2 * pairs(q, k, Problem(*options[:-1])) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2 * pairs(q, k, AttentionProblem(*options[:-1])) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def _sample(
@@ -181,7 +183,7 @@ def _sample(
         return random([shape[name] for name in order], dtype, seed=seed)
 
     q, k = tensor(heads, queries, size, 0), tensor(groups, keys, size, 1)
-    problem = Problem(**{"scale": size**-0.5, **options})
+    problem = AttentionProblem(**{"scale": size**-0.5, **options})
     return q, k, tensor(groups, keys, size_v, 2), *problem.options()
 
 
@@ -206,7 +208,7 @@ def _samples(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
 
 def _samples_backward(dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     for q, k, v, *options in _samples(dtype):
-        problem = Problem(*options)
+        problem = AttentionProblem(*options)
         out, lse = _with_sink(_reference)(q, k, v, *options)
         grads = problem.pse is not None and not problem.has_slopes
         yield random(out.shape, dtype, seed=4), q, k, v, out, lse, *options, grads
@@ -217,7 +219,7 @@ def _workload(hidden: int, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
     rows = WORKLOAD_ROWS if hidden >= 1024 else WORKLOAD_ROWS // 4
     shape = (rows, 1, max(hidden // _WORKLOAD_HEAD, 1), _WORKLOAD_HEAD)
     qkv = (torch.ones(shape, dtype=dtype, device=device) for _ in range(3))
-    problem = Problem(layout="SBND", scale=_WORKLOAD_HEAD**-0.5, mode=TOP_LEFT_CAUSAL)
+    problem = AttentionProblem(layout="SBND", scale=_WORKLOAD_HEAD**-0.5, mode=TOP_LEFT_CAUSAL)
     return *qkv, *problem.options()
 
 

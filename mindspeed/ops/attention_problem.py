@@ -52,7 +52,7 @@ BIAS_AFTER_SCALE, BIAS_BEFORE_SCALE, ALIBI, ALIBI_SQRT = range(4)
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """The options, in the order of :data:`SCHEMA`.
 
     Attributes:
@@ -160,7 +160,9 @@ class Piece:
     sight: Sight
 
 
-def position_bias(problem: Problem, piece: Piece, rows: slice, columns: slice) -> Tensor | None:
+def position_bias(
+    problem: AttentionProblem, piece: Piece, rows: slice, columns: slice
+) -> Tensor | None:
     """The position bias of a tile, added to scaled scores; ``[b or 1, n or 1, r, c]``, floating."""
     pse = problem.pse
     if pse is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.registry import Operator, plain_torch, triton
 
@@ -48,7 +48,7 @@ def causal_conv1d(
     Raises:
         OperatorError: Wrong dtypes or shapes, documents that do not end at t, or with b > 1.
     """
-    check = Check("causal_conv1d")
+    check = ArgumentCheck("causal_conv1d")
     check.dtype(FLOATS, x=x, weight=weight, bias=bias)
     check.same("device", x=x, weight=weight, bias=bias)
     check.rank(3, x=x)
@@ -71,7 +71,7 @@ def causal_conv1d(
 
 
 def document_ends(
-    check: Check, cu_seqlens: Tensor | Sequence[int], samples: int, length: int
+    check: ArgumentCheck, cu_seqlens: Tensor | Sequence[int], samples: int, length: int
 ) -> list[int]:
     """Ends of documents on the host, from 0 to the length of the only sample."""
     ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.causal_conv1d import document_ends
 from mindspeed.ops.registry import Operator, plain_torch, triton
@@ -81,7 +81,7 @@ def chunk_gated_delta_rule(
         OperatorError: Wrong dtypes or shapes, heads that do not divide, documents that do not end
             at t, or with b > 1.
     """
-    check = Check("chunk_gated_delta_rule")
+    check = ArgumentCheck("chunk_gated_delta_rule")
     check.dtype(FLOATS, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     check.same("device", q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     check.rank(4, q=q, k=k, v=v)

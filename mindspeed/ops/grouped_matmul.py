@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 
 
 def cumulative(
-    check: Check,
+    check: ArgumentCheck,
     argument: str,
     groups: Tensor | Sequence[int] | None,
     x: Tensor,
@@ -340,7 +340,7 @@ def fused_grouped_matmul(
     Returns:
         ``[T, N]``.
     """
-    check = Check("fused_grouped_matmul")
+    check = ArgumentCheck("fused_grouped_matmul")
     check.rank(2, inputs=inputs)
     check.rank(3, weights=weights)
     matrices = weights if weights.shape[1] == inputs.shape[1] else weights.transpose(1, 2)

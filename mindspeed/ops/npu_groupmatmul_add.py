@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
 from mindspeed.ops.grouped_matmul import cumulative, sample_ends
 from mindspeed.ops.npu_matmul_add import MATMUL_ADD
@@ -21,7 +21,7 @@ from mindspeed.ops.registry import Operator, torch_npu, triton
 
 __all__ = ["npu_groupmatmul_add_fp32"]
 
-_check = Check("npu_groupmatmul_add_fp32")
+_check = ArgumentCheck("npu_groupmatmul_add_fp32")
 
 
 def npu_groupmatmul_add_fp32(x: Tensor, dy: Tensor, grouplist: Tensor, grad: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, product_flops, random
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 
@@ -38,7 +38,7 @@ def npu_matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) 
     Raises:
         OperatorError: wrong dtype, shape or memory layout; an argument that requires a gradient.
     """
-    check = Check("npu_matmul_add_fp32")
+    check = ArgumentCheck("npu_matmul_add_fp32")
     check.dtype((torch.float32,), grad=grad)
     _add(check, total_input, grad_output, grad)
 
@@ -54,14 +54,14 @@ def npu_matmul_add_fp16(total_input: Tensor, grad_output: Tensor, grad: Tensor) 
     Raises:
         OperatorError: wrong dtype, shape or memory layout; an argument that requires a gradient.
     """
-    check = Check("npu_matmul_add_fp16")
+    check = ArgumentCheck("npu_matmul_add_fp16")
     check.tensor(total_input=total_input, grad=grad)
     check.dtype((torch.float16, torch.bfloat16), grad=grad)
     check.same("dtype", grad=grad, total_input=total_input)
     _add(check, total_input, grad_output, grad)
 
 
-def _add(check: Check, total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
+def _add(check: ArgumentCheck, total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
     given = {"total_input": total_input, "grad_output": grad_output}
     check.floating(**given)
     check.same("device", total_input=total_input, grad=grad)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.registry import Operator, torch_npu, triton
 
@@ -29,7 +29,7 @@ __all__ = ["npu_ring_attention_update"]
 
 LANES = 8
 _WORKLOAD_HEAD = 128
-_check = Check("npu_ring_attention_update")
+_check = ArgumentCheck("npu_ring_attention_update")
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 

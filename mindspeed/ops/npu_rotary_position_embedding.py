@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random, row_blocks
 from mindspeed.ops.registry import Operator, torch_npu, triton
 
 __all__ = ["npu_rotary_position_embedding", "rotate"]
 
-_check = Check("npu_rotary_position_embedding")
+_check = ArgumentCheck("npu_rotary_position_embedding")
 _MODES = ("half", "interleave")
 _LARGEST_HEAD = 896
 _NPU_SPREAD = 1000

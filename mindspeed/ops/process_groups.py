@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 
 __all__ = ["comm_name", "group_name", "resolve", "tensor_parallel"]
 
@@ -48,7 +48,7 @@ def resolve(group: dist.ProcessGroup | str) -> dist.ProcessGroup:
     raise LookupError(f"no process group is called {group!r}; groups of this process: {known}")
 
 
-def group_name(check: Check, **given: Any) -> str:
+def group_name(check: ArgumentCheck, **given: Any) -> str:
     """The torch name of the one group given by its argument's name; refuses everything else.
 
     Args:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import accumulation_dtype, random
 from mindspeed.ops.registry import Operator, plain_torch, torch_npu, triton
 
@@ -82,7 +82,7 @@ def quantize_weight(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
     Raises:
         OperatorError: wrong dtype or size, or another format.
     """
-    check = Check("quantize_weight")
+    check = ArgumentCheck("quantize_weight")
     check.dtype(FLOATS, weight=weight)
     check.rank(2, weight=weight)
     check.choice(FORMATS, form=form)
@@ -102,7 +102,7 @@ def dequantize_weight(codes: Tensor, scales: Tensor, form: str, dtype: torch.dty
     Raises:
         OperatorError: tensors that do not belong together, or another format.
     """
-    _check_pair(Check("dequantize_weight"), codes, scales, form)
+    _check_pair(ArgumentCheck("dequantize_weight"), codes, scales, form)
     return DEQUANTIZE_WEIGHT(codes, scales, form, dtype)  # type: ignore[no-any-return]
 
 
@@ -123,7 +123,7 @@ def quantized_matmul(
     Raises:
         OperatorError: tensors that do not belong together, or another format.
     """
-    check = Check("quantized_matmul")
+    check = ArgumentCheck("quantized_matmul")
     check.dtype(FLOATS, x=x)
     _check_pair(check, codes, scales, form)
     check.same("device", x=x, codes=codes)
@@ -196,7 +196,7 @@ def scales_shape(rows: int, columns: int, form: str) -> tuple[int, int]:
     return (rows, 1) if form == "int8" else (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
 
 
-def _check_pair(check: Check, codes: Tensor, scales: Tensor, form: str) -> None:
+def _check_pair(check: ArgumentCheck, codes: Tensor, scales: Tensor, form: str) -> None:
     check.choice(FORMATS, form=form)
     check.rank(2, codes=codes)
     check.dtype((torch.int8 if form == "int8" else torch.uint8,), codes=codes)

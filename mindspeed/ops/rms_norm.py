@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.registry import Operator, torch_npu, triton
 
 __all__ = ["rms_norm"]
 
-_check = Check("rms_norm")
+_check = ArgumentCheck("rms_norm")
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, offset: float = 0.0) -> Tensor:

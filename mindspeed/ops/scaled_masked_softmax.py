@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import accumulation_dtype, random, row_blocks
 from mindspeed.ops.registry import Operator, torch_npu
 
 __all__ = ["scaled_masked_softmax"]
 
-_check = Check("scaled_masked_softmax")
+_check = ArgumentCheck("scaled_masked_softmax")
 _MASKED = -10000.0
 
 

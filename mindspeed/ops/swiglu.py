@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import (
     WORKLOAD_ROWS,
     accumulation_dtype,
@@ -46,7 +46,7 @@ def swiglu(x: Tensor, dim: int = -1, *, bias: Tensor | None = None) -> Tensor:
     Raises:
         OperatorError: wrong dtype, odd size, ``dim`` out of range, wrong shape of the bias.
     """
-    check = Check("swiglu")
+    check = ArgumentCheck("swiglu")
     check.tensor(x=x)
     check.dtype(FLOATS, x=x)
     check.integer(dim=dim)
@@ -78,7 +78,7 @@ def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     Raises:
         OperatorError: wrong dtype, odd size, wrong shape of the weight.
     """
-    check = Check("weighted_swiglu")
+    check = ArgumentCheck("weighted_swiglu")
     check.tensor(x=x, weight=weight)
     check.dtype(FLOATS, x=x)
     check.dtype((x.dtype, torch.float32), weight=weight)

@@ -28,7 +28,7 @@ from mindspeed.ops.registry import Operator
 
 
 @dataclass(frozen=True)
-class Result:
+class Verified:
     """The comparison of one operator in one dtype.
 
     Attributes:
@@ -50,7 +50,7 @@ class Result:
         return self.problem is None and self.worst <= 1.0
 
 
-def verify(operator: Operator, device: Any, dtype: torch.dtype) -> Result:
+def verify(operator: Operator, device: Any, dtype: torch.dtype) -> Verified:
     """Compare ``operator`` on ``device`` with its definition, over all samples in ``dtype``.
 
     Args:
@@ -64,8 +64,8 @@ def verify(operator: Operator, device: Any, dtype: torch.dtype) -> Result:
     except Exception as error:  # a kernel that does not compile or crashes is a result, too
         first = (str(error).splitlines() or [""])[0]
         problem = f"sample {count}: {type(error).__name__}: {first}"
-        return Result(operator.name, _kind(operator, device), dtype, count, worst, problem)
-    return Result(operator.name, _kind(operator, device), dtype, count, worst, None)
+        return Verified(operator.name, _kind(operator, device), dtype, count, worst, problem)
+    return Verified(operator.name, _kind(operator, device), dtype, count, worst, None)
 
 
 def compare(
@@ -200,7 +200,7 @@ def _unusable(device: str) -> str | None:
     return None
 
 
-def _line(result: Result) -> str:
+def _line(result: Verified) -> str:
     verdict = "pass" if result.passed else f"FAIL {result.problem or ''}".rstrip()
     dtype = str(result.dtype).removeprefix("torch.")
     return (

@@ -33,7 +33,7 @@ import math
 import torch
 from torch import Tensor
 
-from mindspeed.optimizer.codecs import Codec, Occasion
+from mindspeed.optimizer.codecs import Occasion, StateCodec
 
 BLOCK = 256
 SMALL = 4096  # elements of a parameter, as in bitsandbytes
@@ -44,7 +44,7 @@ _SMALLEST = _SMALLEST_NORMAL / _STEPS
 _EXPONENT = 0x7F800000  # of an fp32 number
 
 
-class BlockFp8(Codec):
+class BlockFp8(StateCodec):
     """A signed state in E4M3: the first moment.
 
     Args:

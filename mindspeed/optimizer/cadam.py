@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mindspeed.optimizer.codecs import Codec
+from mindspeed.optimizer.codecs import StateCodec
 from mindspeed.optimizer.rules import StepOptions, Tensors, UpdateRule
 
 VECTOR_BLOCK = 256
@@ -92,7 +92,7 @@ def rows_of(tensor: Tensor) -> Rows:
     return Rows(length, getattr(tensor, "parameter_start", 0) % length if length else 0)
 
 
-class RowScaled(Codec):
+class RowScaled(StateCodec):
     """fp16 with one fp32 scale, a power of two, for each row of the parameter."""
 
     dtype = torch.float16

@@ -27,7 +27,7 @@ class Occasion:
     start: int = 0
 
 
-class Codec:
+class StateCodec:
     """The storage of one state of every parameter; the base of the others.
 
     ``value`` is a state in fp32 (fp64 for a parameter of fp64), ``param`` its parameter, both of
@@ -46,7 +46,7 @@ class Codec:
     block: int | None = None
     quantized = False
 
-    def at(self, occasion: Occasion) -> Codec:
+    def at(self, occasion: Occasion) -> StateCodec:
         """The codec that encodes on this occasion: another one where it rounds at random."""
         return self
 
@@ -67,7 +67,7 @@ class Codec:
         stored.copy_(value)
 
 
-class Full(Codec):
+class Full(StateCodec):
     """The state as it is: fp32, or fp64 for a parameter of fp64."""
 
     block = 1
@@ -78,7 +78,7 @@ class Full(Codec):
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
 
-class Absent(Codec):
+class AbsentState(StateCodec):
     """A state that the update rule does not have, but Megatron's checkpoints do: zeros."""
 
     def allocate(self, param: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Absent(Codec):
         """No-op: no state is stored."""
 
 
-class BFloat16(Codec):
+class BFloat16(StateCodec):
     """bf16 storage: rounded, no scale needed."""
 
     dtype = torch.bfloat16
@@ -104,7 +104,7 @@ class BFloat16(Codec):
         return stored.float()
 
 
-class Scaled(Codec):
+class Scaled(StateCodec):
     """A narrow format with one fp32 scale per tensor that maps its largest value to ``top``."""
 
     def __init__(self, dtype: torch.dtype, top: float) -> None:

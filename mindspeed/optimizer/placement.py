@@ -32,7 +32,7 @@ such groups with vector instructions and the rest with scalar ones, which round 
 ALL, GIB = "all", 2**30
 
 
-class Placement(ABC):
+class StatePlacement(ABC):
     """Placement of one state of every parameter."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ def windows(sizes: Sequence[int], limit: int) -> Iterator[list[Span]]:
 
 
 @dataclass
-class Figures:
+class CopiedBytes:
     """Bytes so far: copied to the device, copied back, and most in buffers at one time."""
 
     to_device: int = 0
@@ -94,7 +94,7 @@ class Figures:
 Update = Callable[[Sequence[Span], Mapping[str, list[Tensor]]], None]
 
 
-class HostSwap(Placement):
+class HostSwap(StatePlacement):
     """The state is in host memory and on the device only while it is updated.
 
     Args:
@@ -102,7 +102,7 @@ class HostSwap(Placement):
     """
 
     def __init__(self, times: int) -> None:
-        self.times, self.figures = times, Figures()
+        self.times, self.figures = times, CopiedBytes()
         self._copies: tuple[Any, Any] | None = None
         self._complete: Any = None
 
@@ -206,7 +206,7 @@ def _elements(tensor: Tensor, span: Span) -> Tensor:
     return tensor.view(-1)[span.start : span.stop]
 
 
-class HostMapped(Placement):
+class HostMapped(StatePlacement):
     """The state is in host memory with an address on the device: kernels use it in place.
 
     Ordinary kernels alone may touch such memory on an NPU, and no copies, so it is read and written

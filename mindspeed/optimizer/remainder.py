@@ -19,12 +19,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed.optimizer.codecs import Codec
+from mindspeed.optimizer.codecs import StateCodec
 
 _LARGEST = 2**15 - 1
 
 
-class Remainder(Codec):
+class Remainder(StateCodec):
     """The int16 rest of a master weight.
 
     Args:

@@ -41,7 +41,7 @@ from mindspeed.instruments.clock import VirtualClock
 from mindspeed.instruments.live_memory import LiveMemory
 from mindspeed.job import Parallel
 from mindspeed.journal import Journal
-from mindspeed.memory.adaptive import SHARES, Settings
+from mindspeed.memory.adaptive import SHARES, BudgetSettings
 from mindspeed.memory.estimate import Clock
 from mindspeed.memory.plan import LayerPlan
 from mindspeed.pipeline.automated.profile import Profile
@@ -251,13 +251,13 @@ def plan_here(args: argparse.Namespace, budget: int, cluster: Cluster, rank: int
     return StagePlan(rank, tuple(peaks), layers, chosen.seconds, smallest.peak)
 
 
-def _settings(args: argparse.Namespace, budget: int) -> Settings:
+def _settings(args: argparse.Namespace, budget: int) -> BudgetSettings:
     if args.adaptive_memory_optimization or args.adaptive_recompute_device_swap:
         raise ConfigError(
             "--adaptive-memory-optimization and --adaptive-recompute-device-swap choose by the "
             "speed of copies to the host, which is measured, not modelled: plan without them"
         )
-    return Settings(ADAPTIVE_FLAG, budget, 0, PROFILED)
+    return BudgetSettings(ADAPTIVE_FLAG, budget, 0, PROFILED)
 
 
 def _words(sites: LayerPlan) -> dict[str, str]:

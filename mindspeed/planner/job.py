@@ -24,7 +24,7 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.registry import flags_planned_as
 from mindspeed.planner.expert_loads import BALANCED, ExpertLoads
 from mindspeed.training import recipe
-from mindspeed.training.arguments import Parser, build_parser
+from mindspeed.training.arguments import TrainerParser, build_parser
 from mindspeed.training.resolve import Settings
 
 
@@ -120,7 +120,7 @@ class Job:
 
     argv: tuple[str, ...]
     loads: ExpertLoads = BALANCED
-    _parser: Parser = field(init=False, repr=False, compare=False)
+    _parser: TrainerParser = field(init=False, repr=False, compare=False)
     _words: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __init__(
@@ -185,7 +185,7 @@ class Job:
         return [*_other_words(self._words, self._parser, overrides), *added]
 
 
-def _expanded(argv: Sequence[str], parser: Parser) -> list[str]:
+def _expanded(argv: Sequence[str], parser: TrainerParser) -> list[str]:
     """Replace the recipe of a command line by its flags."""
     flags = list(flags_of(argv, parser))
     words = [word for dest, part in flags if dest != "config" for word in part]

@@ -33,7 +33,7 @@ from mindspeed import device, files
 _TABLE_ROWS = 15
 
 
-class Recorder(Protocol):
+class WindowRecorder(Protocol):
     """Records one window on one rank."""
 
     def start(self, step: int, first: int) -> None:
@@ -49,7 +49,7 @@ class Recorder(Protocol):
         """Path of the result, and the table of the most expensive operators."""
 
 
-def recorder_for(device_name: str, options: ProfileOptions, rank: int) -> Recorder:
+def recorder_for(device_name: str, options: ProfileOptions, rank: int) -> WindowRecorder:
     kind = NpuRecorder if device_name == "npu" else TorchRecorder
     return kind(device_name, options, rank)
 
@@ -293,7 +293,7 @@ class StepProfiler:
     def __init__(self, options: ProfileOptions, rank: int | None = None) -> None:
         self._options = options
         self._rank = rank
-        self._recorder: Recorder | None = None
+        self._recorder: WindowRecorder | None = None
         self._running = False
 
     def begin(self, step: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mindspeed import device as devices
-from mindspeed.te.fp8_state import Autocast, FP8GlobalStateManager, Replay, ScalingState
+from mindspeed.te.fp8_state import Autocast, FP8GlobalStateManager, ScaleReplay, ScalingState
 from mindspeed.te.quantization import (
     AmaxHistory,
     Cast,
@@ -190,7 +190,7 @@ class Recomputation:
 
     def __init__(self) -> None:
         self._active = FP8GlobalStateManager._active
-        self._replay = Replay()
+        self._replay = ScaleReplay()
         self._runs = 0
 
     @contextlib.contextmanager
@@ -200,7 +200,7 @@ class Recomputation:
             yield
             return
         again, self._runs = self._runs > 0, self._runs + 1
-        replay = Replay(list(self._replay.scales), True) if again else self._replay
+        replay = ScaleReplay(list(self._replay.scales), True) if again else self._replay
         before = FP8GlobalStateManager._active
         FP8GlobalStateManager._active = replace(self._active, replay=replay)
         try:

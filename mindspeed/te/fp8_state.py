@@ -21,11 +21,11 @@ class Autocast:
     recipe: Recipe
     group: Any = None
     states: dict[int, ScalingState] = field(default_factory=dict)
-    replay: Replay | None = None
+    replay: ScaleReplay | None = None
 
 
 @dataclass
-class Replay:
+class ScaleReplay:
     """Factors that a forward pass used, in order, for the same pass once more."""
 
     scales: list[Tensor] = field(default_factory=list)

@@ -54,10 +54,10 @@ def grouped_matmul(
 
 
 def _product(
-    x: Tensor, run: Run, weights: Sequence[Tensor], splits: Sequence[int], transposed: bool
+    x: Tensor, run: ExpertRun, weights: Sequence[Tensor], splits: Sequence[int], transposed: bool
 ) -> Tensor:
     if run.count == 1 and run.matrices is None:
-        run = Run(run.first, 1, weights[run.first].unsqueeze(0))
+        run = ExpertRun(run.first, 1, weights[run.first].unsqueeze(0))
     if run.matrices is None:
         return one_by_one(x, weights[run.experts], splits, transposed)
     matrices = run.matrices.transpose(1, 2) if transposed else run.matrices
@@ -66,7 +66,7 @@ def _product(
     return run.restored(out, splits)
 
 
-def _rows(x: Tensor, found: Sequence[Run], splits: Sequence[int]) -> tuple[Tensor, ...]:
+def _rows(x: Tensor, found: Sequence[ExpertRun], splits: Sequence[int]) -> tuple[Tensor, ...]:
     """The rows ``[t, k]`` of each run."""
     return x.split([sum(splits[run.experts]) for run in found])
 
@@ -102,7 +102,7 @@ COPIED = 4
 
 
 @dataclass(frozen=True)
-class Run:
+class ExpertRun:
     """Experts ``first`` to ``first + count - 1``.
 
     Attributes:
@@ -133,16 +133,16 @@ class Run:
         return list(splits)[::-1] if self.backwards else list(splits)
 
 
-def runs(tensors: Sequence[Tensor], splits: Sequence[int], columns: int) -> list[Run]:
+def runs(tensors: Sequence[Tensor], splits: Sequence[int], columns: int) -> list[ExpertRun]:
     """Divide experts so that few launches serve all.
 
     Args:
         tensors: One matrix ``[m, n]`` per expert, all of one dtype.
         columns: Elements of a row that a backwards run copies, input and output together.
     """
-    found: list[Run] = []
+    found: list[ExpertRun] = []
     for first, count, step in _lines(tensors):
-        run = Run(first, count)
+        run = ExpertRun(first, count)
         if count > 1:
             rows = sum(splits[first : first + count])
             matrices = sum(tensors[i].numel() for i in range(first, first + count))
@@ -150,9 +150,9 @@ def runs(tensors: Sequence[Tensor], splits: Sequence[int], columns: int) -> list
             if step > 0 or 2 * rows * columns * COPIED <= matrices:
                 start = tensors[first if step > 0 else first + count - 1]
                 stacked = start.as_strided((count, *start.shape), (abs(step), *start.stride()))
-                run = Run(first, count, stacked, step < 0)
+                run = ExpertRun(first, count, stacked, step < 0)
         if found and run.matrices is None and found[-1].matrices is None:
-            run = Run(found[-1].first, found[-1].count + count)
+            run = ExpertRun(found[-1].first, found[-1].count + count)
             found.pop()
         found.append(run)
     return found

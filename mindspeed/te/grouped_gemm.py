@@ -200,7 +200,7 @@ def grouped_mlp_forward(
     return out, None
 
 
-class Product:
+class GroupedProduct:
     """One of the two linear layers of Megatron's ``GroupedMLP``.
 
     Args:
@@ -239,13 +239,13 @@ _PRODUCTS = "_linear_layers"
 """Attribute of the module: its two products."""
 
 
-def products_of(experts: Any) -> tuple[Product, Product]:
+def products_of(experts: Any) -> tuple[GroupedProduct, GroupedProduct]:
     """The two linear layers of Megatron's ``GroupedMLP``, the same objects at every call."""
-    known: tuple[Product, Product] | None = vars(experts).get(_PRODUCTS)
+    known: tuple[GroupedProduct, GroupedProduct] | None = vars(experts).get(_PRODUCTS)
     if known is None or known[0].experts is not experts:  # of the module that this is a copy of
         number, width = experts.num_local_experts, experts.config.hidden_size
         known = vars(experts)[_PRODUCTS] = (
-            Product(experts, "weight1", (number, width, -1)),
-            Product(experts, SECOND, (number, -1, width)),
+            GroupedProduct(experts, "weight1", (number, width, -1)),
+            GroupedProduct(experts, SECOND, (number, -1, width)),
         )
     return known

@@ -21,8 +21,8 @@ from mindspeed import te
 from mindspeed.errors import ConfigError
 from mindspeed.optimizer import block_fp8
 from mindspeed.optimizer.block_fp8 import BlockFp8, RootBlockFp8
-from mindspeed.optimizer.codecs import BFloat16, Codec, Full, Scaled
-from mindspeed.optimizer.placement import Placement
+from mindspeed.optimizer.codecs import BFloat16, Full, Scaled, StateCodec
+from mindspeed.optimizer.placement import StatePlacement
 from mindspeed.optimizer.remainder import Remainder
 from mindspeed.optimizer.rules import ADAM, UpdateRule
 
@@ -32,7 +32,7 @@ def update_rule() -> UpdateRule:
     return ADAM
 
 
-def state_codec(name: str, dtype: torch.dtype) -> Codec:
+def state_codec(name: str, dtype: torch.dtype) -> StateCodec:
     """How one state of every parameter is stored.
 
     Args:
@@ -61,12 +61,12 @@ def keeps_fp32(param: Tensor) -> bool:
     return block_fp8.keeps_fp32(param)
 
 
-def remainder_codec() -> Codec:
+def remainder_codec() -> StateCodec:
     """How a master weight is stored next to its bf16 parameter, as int16."""
     return Remainder()
 
 
-def state_placement(name: str) -> Placement | None:
+def state_placement(name: str) -> StatePlacement | None:
     """Placement of one state of every parameter; None: on the device, as its codec allocates it.
 
     Args:

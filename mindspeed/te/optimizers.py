@@ -21,7 +21,7 @@ from mindspeed.optimizer.codecs import Occasion
 from mindspeed.optimizer.placement import Span
 from mindspeed.optimizer.rules import StepOptions
 from mindspeed.te import optimizer_policy
-from mindspeed.te.stored_states import MASTER, Part, StoredStates, wide_dtype
+from mindspeed.te.stored_states import MASTER, StateSlice, StoredStates, wide_dtype
 
 
 class FusedAdam(StoredStates):
@@ -201,7 +201,7 @@ class FusedAdam(StoredStates):
         group["step"] = step + (1 if found_inf is None else (found_inf == 0).to(step.dtype))
 
     def _step_decoded(
-        self, group: dict[str, Any], part: Part, grad_scaler: Any, found_inf: Tensor | None
+        self, group: dict[str, Any], part: StateSlice, grad_scaler: Any, found_inf: Tensor | None
     ) -> None:
         """Decode the states of a part of a parameter, update, encode."""
         param, wide = part.param, wide_dtype(part.param.dtype)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mindspeed.errors import CheckpointError
-from mindspeed.optimizer.codecs import Absent, Codec, Full
+from mindspeed.optimizer.codecs import AbsentState, Full, StateCodec
 from mindspeed.optimizer.placement import HostSwap
 from mindspeed.optimizer.rules import ADAM, UpdateRule
 from mindspeed.te import optimizer_policy
@@ -33,7 +33,7 @@ PART = 2**22
 
 
 @dataclass(frozen=True)
-class Part:
+class StateSlice:
     """Views of a parameter, its gradient and its stored states: of all elements, or of some, flat.
 
     Attributes:
@@ -73,10 +73,10 @@ class StoredStates(torch.optim.Optimizer):
         store_param_remainders: bool,
     ) -> None:
         self._rule = rule
-        self._codecs: dict[str, Codec] = {
+        self._codecs: dict[str, StateCodec] = {
             name: optimizer_policy.state_codec(name, dtype)
             if name in (*rule.states, MASTER)
-            else Absent()
+            else AbsentState()
             for name, dtype in dtypes.items()
         }
         self._placements = {
@@ -182,7 +182,7 @@ class StoredStates(torch.optim.Optimizer):
         kept = [*self.state.values(), *self.extras.values()]
         return sum(t.nbytes for state in kept for t in state.values())
 
-    def _parts(self, param: Tensor, grad: Tensor) -> Iterator[Part]:
+    def _parts(self, param: Tensor, grad: Tensor) -> Iterator[StateSlice]:
         """Cut large parameters where rule and codecs allow it, to bound what is decoded at once."""
         stored = {name: t for name, t in self.state[param].items() if name in self._codecs}
         extra = self.extras.get(param, {})
@@ -194,11 +194,11 @@ class StoredStates(torch.optim.Optimizer):
             or any(not block or PART % block for block in blocks.values())
             or not all(tensor.is_contiguous() for tensor in tensors)
         ):
-            yield Part(param, 0, param, grad, stored, extra)
+            yield StateSlice(param, 0, param, grad, stored, extra)
             return
         for start in range(0, param.numel(), PART):
             some = slice(start, start + PART)
-            yield Part(
+            yield StateSlice(
                 param,
                 start,
                 param.view(-1)[some],
@@ -233,7 +233,7 @@ class StoredStates(torch.optim.Optimizer):
     def _is_plain(self, param: Tensor, state_name: str) -> bool:
         return type(self._codec(param, state_name)) is Full and not self._placements[state_name]
 
-    def _codec(self, param: Tensor, state_name: str) -> Codec:
+    def _codec(self, param: Tensor, state_name: str) -> StateCodec:
         if state_name == MASTER and self._keeps_remainder(param):
             return self._remainder
         codec = self._codecs[state_name]

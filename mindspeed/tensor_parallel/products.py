@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from mindspeed.errors import TrainingError
 from mindspeed.ops import fused_collectives, overlap
-from mindspeed.tensor_parallel.strategy import Operation, Overlap, Product, Strategy, choose
+from mindspeed.tensor_parallel.strategy import Operation, Overlap, Product, ProductStrategy, choose
 
 logger = logging.getLogger("mindspeed")
 
@@ -69,7 +69,7 @@ class OverlappedProducts:
     def use(self, overlap: Overlap) -> None:
         """Choose strategies anew."""
         self._overlap = overlap
-        self._chosen: dict[tuple[Any, ...], Strategy] = {}
+        self._chosen: dict[tuple[Any, ...], ProductStrategy] = {}
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
         """The functions by their names in :mod:`mindspeed.te.kernels`."""
@@ -160,9 +160,9 @@ class OverlappedProducts:
         group: dist.ProcessGroup,
         chosen: bool = True,
         has_addend: bool = False,
-    ) -> Strategy:
+    ) -> ProductStrategy:
         if not chosen:
-            return Strategy("plain")
+            return ProductStrategy("plain")
         key = (product, a.dtype, a.device.type, id(group), has_addend)
         if key not in self._chosen:
             unfit = "a correction is added before the reduction (LoRA)" if has_addend else None
@@ -172,7 +172,7 @@ class OverlappedProducts:
             self._say(product, self._chosen[key])
         return self._chosen[key]
 
-    def _say(self, product: Product, strategy: Strategy) -> None:
+    def _say(self, product: Product, strategy: ProductStrategy) -> None:
         """Print the reason of a fallback once, or raise it."""
         reason = strategy.reason
         if not reason:
@@ -190,7 +190,9 @@ class OverlappedProducts:
             count = f"in {strategy.parts} parts" if strategy.parts > 1 else "in one piece"
             logger.warning("%s; it runs %s (said once)", what, count)
 
-    def _aligned(self, product: Product, strategy: Strategy, b: torch.Tensor) -> torch.Tensor:
+    def _aligned(
+        self, product: Product, strategy: ProductStrategy, b: torch.Tensor
+    ) -> torch.Tensor:
         if not self._overlap.aligned or b.device.type != "npu":
             return b
         rows = product.m // strategy.parts

@@ -46,7 +46,7 @@ class Closing:
     experts: torch.nn.Module | None = None
 
 
-class Region:
+class RecomputedRegion:
     """One call of a recomputed region.
 
     Args:
@@ -92,7 +92,7 @@ class AheadGather:
 
 @dataclass
 class _Run:
-    region: Region
+    region: RecomputedRegion
     second: bool
     gathers: int = 0
     ahead: AheadGather | None = None

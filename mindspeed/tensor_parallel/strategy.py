@@ -115,7 +115,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class ProductStrategy:
     """Implementation of a product, and why it is not the configured one ("" where it is)."""
 
     kind: Literal["plain", "chunked", "fused"]
@@ -123,13 +123,13 @@ class Strategy:
     reason: str = ""
 
 
-def choose(overlap: Overlap, product: Product, unfit: str | None) -> Strategy:
+def choose(overlap: Overlap, product: Product, unfit: str | None) -> ProductStrategy:
     if product.operation not in overlap.operations:
-        return Strategy("plain")
+        return ProductStrategy("plain")
     parts = overlap.parts_of.get(product.shape)
     if parts is None and overlap.fused:
         if unfit is None:
-            return Strategy("fused")
+            return ProductStrategy("fused")
         fallback = overlap.parts if overlap.parts > 1 else FALLBACK_PARTS
         return _in_parts(most_parts(product.rows, fallback), unfit)
     wanted = overlap.parts if parts is None else parts
@@ -138,8 +138,8 @@ def choose(overlap: Overlap, product: Product, unfit: str | None) -> Strategy:
     return _in_parts(found, "" if found == wanted else reason)
 
 
-def _in_parts(parts: int, reason: str) -> Strategy:
-    return Strategy("chunked" if parts > 1 else "plain", parts, reason)
+def _in_parts(parts: int, reason: str) -> ProductStrategy:
+    return ProductStrategy("chunked" if parts > 1 else "plain", parts, reason)
 
 
 def most_parts(rows: int, wanted: int) -> int:

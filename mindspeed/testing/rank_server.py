@@ -100,7 +100,7 @@ WARM_MODULES = ("torch.distributed", "torch._dynamo", "mindspeed.testing")
 
 
 @dataclass(frozen=True)
-class Request:
+class RankRequest:
     """One call: the function, the number of ranks, the limits."""
 
     world_size: int
@@ -180,7 +180,7 @@ def _same_file(module: ModuleType, file: str) -> bool:
 
 
 def _be_a_rank(
-    rank: int, request: Request, port: int, folder: Path, connection: Connection
+    rank: int, request: RankRequest, port: int, folder: Path, connection: Connection
 ) -> None:
     """Body of a forked process; never returns."""
     settle_child(folder / f"output{rank}", folder / f"stacks{rank}")
@@ -197,7 +197,7 @@ def _be_a_rank(
     os._exit(0)
 
 
-def _call(rank: int, request: Request, port: int, folder: Path) -> Any:
+def _call(rank: int, request: RankRequest, port: int, folder: Path) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -245,7 +245,7 @@ def _crowding() -> float:
 class _Supervisor:
     """Forks the ranks of one request and watches them until all returned or one failed."""
 
-    def __init__(self, request: Request, control: Connection, folder: Path):
+    def __init__(self, request: RankRequest, control: Connection, folder: Path):
         self.request = request
         self.control = control
         self.folder = folder
@@ -343,12 +343,12 @@ class _Supervisor:
 
 def _serve(control: Connection, setup_failures: list[Failure]) -> None:
     while True:
-        request: Request = pickle.loads(control.recv_bytes())
+        request: RankRequest = pickle.loads(control.recv_bytes())
         reply = Reply(failures=setup_failures) if setup_failures else _answer(request, control)
         control.send_bytes(pickle.dumps(reply))
 
 
-def _answer(request: Request, control: Connection) -> Reply:
+def _answer(request: RankRequest, control: Connection) -> Reply:
     sys.path[:] = request.path
     try:
         load_module(request.module, request.file)

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mindspeed.testing.rank_server import Failure, Reply, Request
+from mindspeed.testing.rank_server import Failure, RankRequest, Reply
 
 DEFAULT_TIMEOUT = 60.0
 MOST_SERVERS = 4  # of a pool, 0.4 GB each with Megatron; the one used least recently ends first
@@ -135,7 +135,7 @@ class RankPool:
                 f"{function.__qualname__} lives inside another function; ranks can only import "
                 f"functions from the top level of a module"
             )
-        request = Request(
+        request = RankRequest(
             world_size=world_size,
             module=function.__module__,
             file=getattr(module, "__file__", None),
@@ -196,7 +196,7 @@ class _Server:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: RankRequest) -> Reply:
         try:
             self._control.send_bytes(pickle.dumps(request))
             return pickle.loads(self._control.recv_bytes())

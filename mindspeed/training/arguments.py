@@ -30,7 +30,7 @@ from mindspeed.flags import flags_of
 from mindspeed.ranges import HelpFormatter, Range, range_of, unknown_flags, whole
 from mindspeed.training import help_page
 from mindspeed.training.flag_types import (
-    Absent,
+    AbsentFlag,
     Ignored,
     Switch,
     argparse_type,
@@ -51,7 +51,7 @@ from mindspeed.training.megatron_flags import (
 from mindspeed.training.options import SECTIONS
 
 
-class Parser(ranges.Parser):
+class TrainerParser(ranges.Parser):
     """The trainer's parser.
 
     Attributes:
@@ -65,7 +65,7 @@ class Parser(ranges.Parser):
         self.declared: set[str] = set()
 
 
-def build_parser(*, with_help: bool = False) -> Parser:
+def build_parser(*, with_help: bool = False) -> TrainerParser:
     """All flags of ``mindspeed pretrain``.
 
     Args:
@@ -74,7 +74,7 @@ def build_parser(*, with_help: bool = False) -> Parser:
     from mindspeed.data.tokenizer import add_tokenizer_arguments
     from mindspeed.features import registry
 
-    parser = Parser(
+    parser = TrainerParser(
         prog="mindspeed pretrain",
         description="Pretrain a GPT-style model. Flags are Megatron-LM's; --config takes a recipe.",
         allow_abbrev=False,
@@ -120,7 +120,7 @@ def build_parser(*, with_help: bool = False) -> Parser:
     return parser
 
 
-def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Namespace:
+def parse(tokens: Sequence[str], parser: TrainerParser | None = None) -> argparse.Namespace:
     """Parse flags.
 
     Raises:
@@ -139,7 +139,9 @@ def parse(tokens: Sequence[str], parser: Parser | None = None) -> argparse.Names
     return args
 
 
-def _resolve_old_switches(args: argparse.Namespace, tokens: Sequence[str], parser: Parser) -> None:
+def _resolve_old_switches(
+    args: argparse.Namespace, tokens: Sequence[str], parser: TrainerParser
+) -> None:
     """Put the value that a switch of earlier releases stands for under its present name."""
     for switch, (name, value) in OLD_SWITCHES.items():
         old, new = _spelling(switch), _spelling(name)
@@ -175,7 +177,7 @@ def add_names_of_the_trainer(args: argparse.Namespace) -> None:
             vars(args).setdefault(action.dest, action.default)
 
 
-def set_by(tokens: Sequence[str], parser: Parser) -> set[str]:
+def set_by(tokens: Sequence[str], parser: TrainerParser) -> set[str]:
     """Names that these command line words set, found by parsing over an empty namespace."""
     nothing = object()
     names = {action.dest for action in parser._actions}
@@ -184,7 +186,7 @@ def set_by(tokens: Sequence[str], parser: Parser) -> set[str]:
     return {name for name in names if getattr(found, name) is not nothing}
 
 
-def _out_of_range(parser: Parser, args: argparse.Namespace) -> Iterable[str]:
+def _out_of_range(parser: TrainerParser, args: argparse.Namespace) -> Iterable[str]:
     """Problems of values that argparse did not convert: defaults set by Python code."""
     for action in parser._actions:
         limits = range_of(action)
@@ -224,7 +226,7 @@ def _megatron_sections() -> Iterable[tuple[str, type]]:
 
 
 def _add_megatron_field(
-    parser: Parser, group: argparse._ArgumentGroup, field: dataclasses.Field[Any], text: str
+    parser: TrainerParser, group: argparse._ArgumentGroup, field: dataclasses.Field[Any], text: str
 ) -> None:
     if field.name in DERIVED or field.name.startswith("_") or not field.init:
         return
@@ -238,7 +240,7 @@ def _add_megatron_field(
     _add_flag(parser, group, dest, spellings, field.type, default, text, limits)
 
 
-def _add_later_fields(parser: Parser) -> None:
+def _add_later_fields(parser: TrainerParser) -> None:
     """Flags of fields that the installed Megatron does not have yet."""
     version, spellings = megatron_version(), {dest: option for option, dest in SPELLING.values()}
     group = parser.add_argument_group("later releases of Megatron")
@@ -253,7 +255,7 @@ def _add_later_fields(parser: Parser) -> None:
             group.add_argument(
                 spelling,
                 f"--no-{spelling[2:]}",
-                action=Absent,
+                action=AbsentFlag,
                 nargs="*",
                 help=argparse.SUPPRESS,
                 dest=field.name,
@@ -263,7 +265,7 @@ def _add_later_fields(parser: Parser) -> None:
 
 
 def _add_flag(
-    parser: Parser,
+    parser: TrainerParser,
     group: argparse._ArgumentGroup,
     dest: str,
     spellings: Sequence[str],
@@ -320,7 +322,7 @@ def _negated(name: str) -> str:
     return name.replace("enable-", "disable-", 1) if name.startswith("enable-") else f"no-{name}"
 
 
-def _add_old_spellings(parser: Parser) -> None:
+def _add_old_spellings(parser: TrainerParser) -> None:
     known = parser._option_string_actions
     for old, new in ALIASES.items():
         if new in known and old not in known:

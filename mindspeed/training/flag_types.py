@@ -52,7 +52,7 @@ class Ignored(argparse.Action):
         namespace.ignored_flags = [*getattr(namespace, "ignored_flags", []), option_string]
 
 
-class Absent(argparse.Action):
+class AbsentFlag(argparse.Action):
     """A flag of a later Megatron, ``--x`` and ``--no-x``: refused, except where it is no change."""
 
     def __init__(self, *args: Any, needs: str, **kwargs: Any) -> None:

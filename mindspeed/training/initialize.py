@@ -24,7 +24,7 @@ from mindspeed.features.registry import planned_as
 from mindspeed.files import make_dirs
 from mindspeed.lora import flags as lora_flags
 from mindspeed.training import configs, help_page, setup
-from mindspeed.training.arguments import Parser, build_parser
+from mindspeed.training.arguments import TrainerParser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
 from mindspeed.training.legacy_flags import without_effect
@@ -42,7 +42,7 @@ def prepare(
     argv: Sequence[str],
     ranks: int | None = None,
     *,
-    parser: Parser | None = None,
+    parser: TrainerParser | None = None,
     training: bool = True,
 ) -> Settings:
     """Compute the final values of a command line; reports everything that is wrong with them.
@@ -93,7 +93,7 @@ def _make_directory(save: str | None) -> None:
 
 
 def initialize_megatron(
-    extra_args_provider: Callable[[Parser], Any] | None = None,
+    extra_args_provider: Callable[[TrainerParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     *,
     argv: Sequence[str] | None = None,
@@ -120,9 +120,9 @@ def initialize_megatron(
 
 
 def parser_of(
-    extra_args_provider: Callable[[Parser], Any] | None = None,
+    extra_args_provider: Callable[[TrainerParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
-) -> Parser:
+) -> TrainerParser:
     """The parser of all flags with a script's own flags and defaults.
 
     Raises:

@@ -27,7 +27,7 @@ from mindspeed.training.fake_job import build_chunks, fake_job
 
 
 @dataclass(frozen=True)
-class Parameter:
+class CountedParameter:
     """A parameter on one rank.
 
     Attributes:
@@ -54,13 +54,13 @@ class RankParameters:
         names: those of adapters' options that mean something there, and those of linear layers.
     """
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[CountedParameter, ...]
     names: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
-    def entries(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:
+    def entries(self, choose: Callable[[CountedParameter], bool] = lambda one: True) -> int:
         return sum(one.entries for one in self.parameters if choose(one))
 
-    def nbytes(self, choose: Callable[[Parameter], bool] = lambda one: True) -> int:
+    def nbytes(self, choose: Callable[[CountedParameter], bool] = lambda one: True) -> int:
         """Bytes of those that are chosen."""
         return sum(one.entries * one.element for one in self.parameters if choose(one))
 
@@ -146,8 +146,8 @@ def _of_rank(args: argparse.Namespace, stage: int, tensor_rank: int = 0) -> Rank
         return RankParameters(tuple(found.values()), (frozenset(matched), frozenset(there)))
 
 
-def _parameter(parameter: Any) -> Parameter:
-    return Parameter(
+def _parameter(parameter: Any) -> CountedParameter:
+    return CountedParameter(
         entries=parameter.numel(),
         element=parameter.element_size(),
         expert=not getattr(parameter, "allreduce", True),

@@ -32,7 +32,7 @@ from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
 from mindspeed.parsing import read_yaml
 from mindspeed.training import deepspeed
-from mindspeed.training.arguments import Parser, parse, section_of, set_by
+from mindspeed.training.arguments import TrainerParser, parse, section_of, set_by
 from mindspeed.training.flag_types import DTYPES, Switch
 from mindspeed.training.options import SECTIONS
 
@@ -41,7 +41,7 @@ ALL_SECTIONS = (*SECTIONS, "features")
 _TOKENIZER = {"tokenizer_type", "tokenizer_model", "vocab_file"}
 
 
-def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespace:
+def parse_with_recipe(tokens: Sequence[str], parser: TrainerParser) -> argparse.Namespace:
     """Parse flags, with those of ``--config`` below them, and those of ``--model`` below both.
 
     ``--load hf:DIR`` without ``--model`` takes the model's flags from there, too, and without flags
@@ -66,13 +66,13 @@ def parse_with_recipe(tokens: Sequence[str], parser: Parser) -> argparse.Namespa
     return args
 
 
-def given(tokens: Sequence[str], parser: Parser) -> set[str]:
+def given(tokens: Sequence[str], parser: TrainerParser) -> set[str]:
     """Names that the user has set, by words, by a recipe or by Python; not by ``--model``."""
     return set_by(_all_words(tokens, parser)[0], parser) | parser.set_by_python
 
 
 def _all_words(
-    tokens: Sequence[str], parser: Parser
+    tokens: Sequence[str], parser: TrainerParser
 ) -> tuple[list[str], str | None, str, str | None]:
     """The words of the recipe and the command line; the model, what is loaded, DeepSpeed's file."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -91,7 +91,7 @@ def _all_words(
     return words, model, found.load or "", found.deepspeed_config
 
 
-def find(name: str, parser: Parser) -> Mapping[str, Any]:
+def find(name: str, parser: TrainerParser) -> Mapping[str, Any]:
     """A recipe by its file or by the name of one that comes with the package, in sections.
 
     Raises:
@@ -122,13 +122,15 @@ def read(path: str) -> Mapping[str, Any]:
     return recipe
 
 
-def flag_words(flags: Mapping[str, Any], parser: Parser) -> list[str]:
+def flag_words(flags: Mapping[str, Any], parser: TrainerParser) -> list[str]:
     """The command line that sets these values, by their names in the namespace."""
     table = section_of(parser)
     return [word for name, value in flags.items() for word in _words(table[name][1], value)]
 
 
-def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe") -> list[str]:
+def recipe_words(
+    recipe: Mapping[str, Any], parser: TrainerParser, path: str = "recipe"
+) -> list[str]:
     """The command line that is equal to ``recipe``.
 
     Raises:
@@ -161,7 +163,7 @@ def recipe_words(recipe: Mapping[str, Any], parser: Parser, path: str = "recipe"
     return words
 
 
-def dump(args: argparse.Namespace, parser: Parser, leave_out: Collection[str] = ()) -> str:
+def dump(args: argparse.Namespace, parser: TrainerParser, leave_out: Collection[str] = ()) -> str:
     """The values of a run as a recipe; sections and keys sorted as in ``--help``."""
     recipe: dict[str, dict[str, Any]] = {section: {} for section in ALL_SECTIONS}
     for key, (section, action) in section_of(parser).items():

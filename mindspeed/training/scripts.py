@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspeed.errors import ConfigError
 from mindspeed.training import pretrain as trainer
-from mindspeed.training.arguments import Parser
+from mindspeed.training.arguments import TrainerParser
 from mindspeed.training.forward_step import ForwardStep, forward_step
 from mindspeed.training.initialize import parser_of, prepare
 
@@ -24,7 +24,7 @@ def pretrain(
     train_valid_test_datasets_provider: None = None,
     model_provider: Callable[..., Any] | None = None,
     forward_step_func: ForwardStep | None = None,
-    extra_args_provider: Callable[[Parser], Any] | None = None,
+    extra_args_provider: Callable[[TrainerParser], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> int:
     """Train a model from the command line of the process. Collective.

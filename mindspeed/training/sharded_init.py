@@ -27,7 +27,7 @@ GroupOf = Callable[[torch.Tensor], dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class Shard:
+class MetaShard:
     """What a rank keeps of a parameter that is on the meta device.
 
     Attributes:
@@ -87,7 +87,7 @@ def _shard_module(module: torch.nn.Module, group_of: GroupOf) -> None:
         )
         _describe(meta, parameter)
         group = group_of(parameter)
-        shards[name] = Shard(meta, _own_part(parameter.detach().reshape(-1), group), group)
+        shards[name] = MetaShard(meta, _own_part(parameter.detach().reshape(-1), group), group)
         module._parameters[name] = meta
     object.__setattr__(module, "_shards", shards)
     object.__setattr__(module, "reset_parameters", partial(_gather_module, module))

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mindspeed.adaptor.upstream import Report, load_reports
+from mindspeed.adaptor.upstream import UpstreamReport, load_reports
 from mindspeed.job import Parallel
 from mindspeed.spmd import I, P, R, Type, V
 from mindspeed.type_check import Verdict
@@ -137,7 +137,7 @@ def _share(args: argparse.Namespace, wrong: WrongUse) -> str:
 _OF_HEADS = ("q_layernorm", "k_layernorm", "softmax_offset", "out_norm")
 
 
-def known(wrong: WrongUse) -> list[Report]:
+def known(wrong: WrongUse) -> list[UpstreamReport]:
     """Public reports of the wrong use, of the ledger of upstream's defects."""
     uses = [f"{wrong.function} {name}" for name in wrong.parameters or ("",)]
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed.attention import Mask, planners, zigzag
-from mindspeed.attention.compiled_plan import AttentionCall, RankExchange, RankStage
+from mindspeed.attention.compiled_plan import RankExchange, RankStage, VarlenCall
 from mindspeed.attention.plan import OWN
 from mindspeed.attention.plan_compiler import (
     RECEIVED_QUERIES,
@@ -19,11 +19,9 @@ NO_ROWS = RowIndex([])
 QUERIES_OF_OTHERS = RankExchange(0, False, OWN, NO_ROWS, (), (), ())
 
 
-def call(first: int, last: int, queries: int = OWN) -> AttentionCall:
+def call(first: int, last: int, queries: int = OWN) -> VarlenCall:
     """Work on queries ``[first, last)``."""
-    return AttentionCall(
-        VarlenBatch((), None), queries, RowIndex([slice(first, last)]), OWN, NO_ROWS
-    )
+    return VarlenCall(VarlenBatch((), None), queries, RowIndex([slice(first, last)]), OWN, NO_ROWS)
 
 
 def marks(*stages: RankStage) -> list[list[bool]]:

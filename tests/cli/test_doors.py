@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed.adaptor.health import Check
+from mindspeed.adaptor.health import HealthCheck
 from mindspeed.cli import doctor
 from mindspeed.cli.main import COMMANDS
 from tests.docs.test_docs import anchors
@@ -64,10 +64,10 @@ def test_every_door_says_how_to_get_what_it_lacks(machine, monkeypatch):
 def test_what_to_type_is_printed_in_one_piece(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     advice = "pip install 'mindspeed[suite]' --extra-index-url https://example.org/a/long/path"
-    doctor._print_doors([Check("note", "pretrain", "lacks einops", advice)])
+    doctor._print_doors([HealthCheck("note", "pretrain", "lacks einops", advice)])
     assert advice in capsys.readouterr().out.splitlines()[-1]
     monkeypatch.setenv("COLUMNS", "200")
-    doctor._print_table([Check("bad", "megatron-core", "not installed", advice)])
+    doctor._print_table([HealthCheck("bad", "megatron-core", "not installed", advice)])
     assert "'mindspeed[suite]'" in capsys.readouterr().out
 
 

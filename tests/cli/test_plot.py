@@ -130,7 +130,7 @@ def test_nan_losses_are_gaps(tmp_path):
 
 def test_panels_without_data_are_left_out(monkeypatch, tmp_path):
     curves = {"lm_loss": {1: 2.0, 2: 1.0}, "learning_rate": {1: 0.1, 2: 0.2}}
-    figure = drawn_figure(monkeypatch, [plot.Run("a", curves)], tmp_path)
+    figure = drawn_figure(monkeypatch, [plot.RunCurves("a", curves)], tmp_path)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["loss", "learning rate"]
 
 

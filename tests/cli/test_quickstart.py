@@ -17,7 +17,7 @@ from rich.console import Console
 
 from mindspeed.cli import quickstart
 from mindspeed.cli.main import COMMANDS
-from mindspeed.cli.quickstart_plan import QUESTIONS, TRACKER, Step, typed, words
+from mindspeed.cli.quickstart_plan import QUESTIONS, TRACKER, QuickstartStep, typed, words
 from mindspeed.errors import ConfigError, MindSpeedError, TrainingError
 from tests.support import commands_job
 from tests.support.lazy import needs
@@ -90,7 +90,7 @@ class TestPlan:
 class TestStep:
     def test_a_step_is_done_until_an_input_is_newer_than_its_output(self, tmp_path):
         source, output = tmp_path / "source", tmp_path / "output"
-        step = Step("x", ("corpus",), output, (source,))
+        step = QuickstartStep("x", ("corpus",), output, (source,))
         source.write_text("")
         assert not step.done()
         output.write_text("")
@@ -104,7 +104,7 @@ class TestStep:
 
     def test_a_training_is_done_when_its_checkpoint_has_all_iterations(self, tmp_path):
         tracker = tmp_path / TRACKER
-        step = Step("x", ("pretrain",), tracker, how="training", iterations=10)
+        step = QuickstartStep("x", ("pretrain",), tracker, how="training", iterations=10)
         assert (step.done(), step.trained) == (False, 0)
         tracker.write_text("8\n")
         assert (step.done(), step.trained) == (False, 8)
@@ -127,7 +127,7 @@ class TestRunning:
     def test_printed_output_is_shown_and_saved_if_it_is_the_result(self, tmp_path):
         console = Console(file=io.StringIO(), width=100)
         output = tmp_path / "models.txt"
-        step = Step("x", ("models", "llama2-7b"), output, keeps_text=True)
+        step = QuickstartStep("x", ("models", "llama2-7b"), output, keeps_text=True)
         quickstart.run_step(step, tmp_path / "log", console)
         assert "num_layers" in output.read_text().replace("-", "_")
         assert "more lines" in console.file.getvalue()
@@ -146,23 +146,25 @@ class TestRunning:
         (made / "out").write_text("")
         source.write_text("")
         os.utime(made / "out", (100, 100))
-        step = Step("x", ("models",), made / "out", (source,), replaces=made, keeps_text=True)
+        step = QuickstartStep(
+            "x", ("models",), made / "out", (source,), replaces=made, keeps_text=True
+        )
         quickstart.run_step(step, tmp_path / "log", quiet())
         assert [path.name for path in made.iterdir()] == ["out"]
 
     def test_a_plot_without_its_package_is_skipped(self, tmp_path, monkeypatch):
         (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        step = Step("x", ("plot", str(tmp_path)), tmp_path / "loss.png")
+        step = QuickstartStep("x", ("plot", str(tmp_path)), tmp_path / "loss.png")
         with pytest.raises(ConfigError, match="drawing needs matplotlib"):
             quickstart.run_step(step, tmp_path / "log", quiet())
         console = quiet()
-        optional = Step("x", step.command, step.output, optional=True)
+        optional = QuickstartStep("x", step.command, step.output, optional=True)
         quickstart.run_step(optional, tmp_path / "log", console)
         assert "skipped: drawing needs matplotlib" in console.file.getvalue()
 
     def test_a_training_that_fails_shows_the_end_of_its_log(self, tmp_path):
-        step = Step(
+        step = QuickstartStep(
             "x",
             ("pretrian",),
             tmp_path / TRACKER,

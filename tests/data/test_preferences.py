@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindspeed.data import handlers
-from mindspeed.data.file_formats import Block
+from mindspeed.data.file_formats import RecordBlock
 from mindspeed.data.loss_mask import IGNORED
 from mindspeed.data.preprocess import make_encoder
 from mindspeed.data.preprocess_options import PreprocessOptions
@@ -149,7 +149,7 @@ def encoded(folder: Path, records: list[dict], name: str = "PreferenceHandler", 
     )
     encoder = make_encoder(chosen)
     lines = [json.dumps(record).encode() for record in records]
-    found = encoder(Block("pairs.jsonl", 1, lines, 1))
+    found = encoder(RecordBlock("pairs.jsonl", 1, lines, 1))
     ends = np.cumsum(found.lengths[0])[:-1]
     texts = []
     for ids, labels in zip(

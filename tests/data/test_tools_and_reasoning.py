@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mindspeed.data import handlers, hf_template, templates
-from mindspeed.data.file_formats import Block
+from mindspeed.data.file_formats import RecordBlock
 from mindspeed.data.loss_mask import IGNORED
 from mindspeed.data.preprocess import make_encoder
 from mindspeed.data.preprocess_options import PreprocessOptions
@@ -131,7 +131,7 @@ def encoded(folder: Path, record: dict, **options) -> tuple[list[str], dict[str,
         (), Path("x"), tokenizer, handler=name, map_keys=keys, prompt_type="hf", **options
     )
     encoder = make_encoder(chosen)
-    found = encoder(Block("file", 1, [record], 1))
+    found = encoder(RecordBlock("file", 1, [record], 1))
     assert not found.counts.broken, found.counts.broken
     ends = np.cumsum(found.lengths[2])[:-1]
     return [
@@ -241,7 +241,7 @@ def test_both_answers_of_a_pair_follow_the_prompt_of_thinking(folder):
         (), Path("x"), tokenizer, handler="PreferenceHandler", prompt_type="hf"
     )
     encoder = make_encoder(chosen)
-    found = encoder(Block("file", 1, records, 1))
+    found = encoder(RecordBlock("file", 1, records, 1))
     assert not found.counts.broken
     cuts = np.cumsum(found.lengths[2])[:-1]
     prompts, said = [], []
@@ -292,7 +292,7 @@ def test_records_that_the_template_does_not_render_whole_are_not_trained(folder)
     handler = "OpenAIInstructionHandler"
     for name, reason in (("chatml", "message 2: "), ("llama2", "message 2: ")):
         chosen = PreprocessOptions((), Path("x"), tokenizer, handler=handler, prompt_type=name)
-        found = make_encoder(chosen)(Block("file", 1, [OPENAI], 1))
+        found = make_encoder(chosen)(RecordBlock("file", 1, [OPENAI], 1))
         assert found.counts.documents == 0
         assert f"{reason}the chat template {name} does not render" in str(found.counts.broken[0])
 

@@ -13,8 +13,8 @@ SHORT = ResourceLimits(seconds=3)
 
 def test_a_right_program_passes_and_a_wrong_one_says_why():
     right, wrong = run_programs(["assert 1 + 1 == 2", "assert 1 + 1 == 3, 'no'"])
-    assert right == code_execution.Verdict(True, "passed")
-    assert wrong == code_execution.Verdict(False, "AssertionError: no")
+    assert right == code_execution.ProgramResult(True, "passed")
+    assert wrong == code_execution.ProgramResult(False, "AssertionError: no")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_endless_program_is_ended(program):
 
 def test_four_gigabytes_are_refused():
     verdict = run_program("x = bytearray(4 << 30)", SHORT)
-    assert verdict == code_execution.Verdict(False, "MemoryError")
+    assert verdict == code_execution.ProgramResult(False, "MemoryError")
 
 
 def test_a_flood_of_output_is_stopped():

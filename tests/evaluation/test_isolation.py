@@ -202,7 +202,9 @@ def test_ordinary_programs_run_in_every_isolation_without_our_environment(mode, 
         "assert asyncio.run(asyncio.sleep(0, 3)) == 3\n"
         "print(datetime.datetime.now(), decimal.Decimal(1) / 3)\n"
     )
-    assert run_program(program, ResourceLimits(), around) == code_execution.Verdict(True, "passed")
+    assert run_program(program, ResourceLimits(), around) == code_execution.ProgramResult(
+        True, "passed"
+    )
     assert "ModuleNotFoundError" in run_program("import numpy", ResourceLimits(), around).reason
 
 

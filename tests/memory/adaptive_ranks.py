@@ -16,14 +16,14 @@ def predicted_and_executed(name, spec, count):
     """Bytes of random plans: the sum of the layers' costs, and what autograd really keeps."""
     from mindspeed import device
     from mindspeed.journal import Journal
-    from mindspeed.memory.adaptive import Settings
+    from mindspeed.memory.adaptive import BudgetSettings
     from mindspeed.memory.adaptive.megatron import Controller
     from mindspeed.memory.plan import ChunkPlan
 
     gpt_ranks.start()
     model = gpt_ranks.build(gpt_ranks.config(name, num_layers=4), spec)
     journal = Journal()
-    settings = Settings("", 2**40, 2**40, profiled_steps=3, min_bytes=0, offload=True)
+    settings = BudgetSettings("", 2**40, 2**40, profiled_steps=3, min_bytes=0, offload=True)
     controller = Controller(settings, device.current(), journal, lambda text: None)
 
     def forward():
@@ -82,7 +82,7 @@ def every_plan(name, spec, layers):
     from mindspeed import device
     from mindspeed.device import track_memory
     from mindspeed.journal import Journal
-    from mindspeed.memory.adaptive import Settings, megatron
+    from mindspeed.memory.adaptive import BudgetSettings, megatron
     from mindspeed.memory.plan import ChunkPlan
     from mindspeed.memory.solver import peak, smallest_peak
 
@@ -90,7 +90,7 @@ def every_plan(name, spec, layers):
     journal = Journal()
     with few_plans(), track_memory():
         model = gpt_ranks.build(gpt_ranks.config(name, num_layers=layers), spec)
-        settings = Settings("", 2**40, 2**40, profiled_steps=3)
+        settings = BudgetSettings("", 2**40, 2**40, profiled_steps=3)
         here = device.current()
         controller = megatron.Controller(settings, here, journal, lambda text: None)
 
@@ -218,7 +218,7 @@ def counted_in_a_repeated_step(repeats):
 
     from mindspeed import device
     from mindspeed.journal import Journal
-    from mindspeed.memory.adaptive import Settings
+    from mindspeed.memory.adaptive import BudgetSettings
     from mindspeed.memory.adaptive.megatron import Controller
     from tests.support.release import prediction_losses
 
@@ -230,7 +230,7 @@ def counted_in_a_repeated_step(repeats):
     )  # fmt: skip
     model = gpt_ranks.build(config, "te").train()
     journal, calls = Journal(), []
-    settings = Settings("", 2**40, 2**40, profiled_steps=9, min_bytes=0, rescue=True)
+    settings = BudgetSettings("", 2**40, 2**40, profiled_steps=9, min_bytes=0, rescue=True)
     controller = Controller(settings, device.current(), journal, lambda text: None)
 
     def step(iterator, chunk):
@@ -263,7 +263,7 @@ def costs(name, spec, fake):
 
     from mindspeed.instruments.flops import FlopCounter
     from mindspeed.journal import Journal, replace_method
-    from mindspeed.memory.adaptive.profile import Kind
+    from mindspeed.memory.adaptive.profile import LayerKind
     from mindspeed.memory.estimate import LEAST, name_of, plans_for
     from mindspeed.memory.megatron import install, layers_of, sites_of, wrap
     from mindspeed.memory.plan import ChunkPlan
@@ -283,7 +283,7 @@ def costs(name, spec, fake):
         # FakeTensors have no random states; copies of real ones would count.
         runtime.environment = lambda layer: contextlib.nullcontext
         (layer_name, layer) = list(layers.items())[1]
-        kind = Kind(plans_for(list(sites_of(layer)), offload=True, rescue=False))
+        kind = LayerKind(plans_for(list(sites_of(layer)), offload=True, rescue=False))
         sites = {site for plan in kind.plans for site in plan}
         wrap(runtime, layer_name, layer, sites, journal)
 

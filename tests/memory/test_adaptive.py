@@ -11,8 +11,8 @@ import torch
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
 from mindspeed.memory.adaptive import Adaptation
-from mindspeed.memory.adaptive.profile import Replay
-from mindspeed.memory.solver import Budget, Candidate, LayerCosts, NothingFits, peak
+from mindspeed.memory.adaptive.profile import StepReplay
+from mindspeed.memory.solver import Budget, LayerCosts, NothingFits, PlanCandidate, peak
 from tests.memory import adaptive_ranks as jobs
 from tests.support import gpt_ranks
 from tests.support.trainer_job import SETUP
@@ -202,7 +202,7 @@ def test_budget_that_nothing_meets_names_the_smallest_peak(train):
     )
 
 
-KEEP, AGAIN = Candidate("keep", 10, 0.0), Candidate("again", 2, 1.0, transient=8)
+KEEP, AGAIN = PlanCandidate("keep", 10, 0.0), PlanCandidate("again", 2, 1.0, transient=8)
 
 
 def adaptation(device, layers=10, **beside):
@@ -249,8 +249,8 @@ def test_a_peak_above_the_prediction_is_believed():
         state.next(1000)
 
 
-PARTS = Candidate("parts", 3, 0.5, transient=4)
-WHOLE = Candidate("whole", 2, 1.0, transient=20)
+PARTS = PlanCandidate("parts", 3, 0.5, transient=4)
+WHOLE = PlanCandidate("whole", 2, 1.0, transient=20)
 
 
 def in_parts(device, bounds=()):
@@ -274,7 +274,7 @@ def test_a_budget_is_refused_when_the_tried_plan_needs_more():
 
 
 def test_a_plan_whose_backward_was_not_measured_is_tried():
-    least = Candidate("parts", 3, 0.5, transient=0)
+    least = PlanCandidate("parts", 3, 0.5, transient=0)
     state = in_parts(device=49, bounds=[LayerCosts((KEEP, least, WHOLE))] * 6)
     assert {one.plan for one in state.next(30 + 6 * 2 + 20).chosen} == {"parts"}
     assert {one.transient for one in state.in_force} == {4}
@@ -295,12 +295,12 @@ def test_replay_starts_again_and_has_the_attributes_of_the_source():
         def __next__(self):
             return next(self._items)
 
-    data = Replay(Source())
+    data = StepReplay(Source())
     assert [next(data) for _ in range(2)] == ["a", "b"]
     again = data.from_the_start()
     assert [next(again) for _ in range(3)] == ["a", "b", "c"]
     assert again.length == 3
-    assert Replay(None).from_the_start() is None
+    assert StepReplay(None).from_the_start() is None
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed.memory.caching_allocator import CachingAllocator, Event, Peaks, Policy
+from mindspeed.memory.caching_allocator import AllocatorEvent as Event
+from mindspeed.memory.caching_allocator import (
+    AllocatorPolicy,
+    CachingAllocator,
+    Peaks,
+)
 
 MIB = 2**20
-POLICIES = [Policy(), Policy(pools=True), Policy(expandable=True)]
+POLICIES = [AllocatorPolicy(), AllocatorPolicy(pools=True), AllocatorPolicy(expandable=True)]
 
 
 def replay(*events, **policy):
-    return CachingAllocator(Policy(**policy)).replay(events)
+    return CachingAllocator(AllocatorPolicy(**policy)).replay(events)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,12 @@ def test_freed_neighbours_are_merged_and_used_again():
 
 
 def test_the_smallest_free_block_that_fits_is_taken():
-    events = [Event(0, 30 * MIB), Event(1, 12 * MIB), Event(0, 0), Event(1, 0)]
+    events = [
+        Event(0, 30 * MIB),
+        Event(1, 12 * MIB),
+        Event(0, 0),
+        Event(1, 0),
+    ]
     assert replay(*events, Event(2, 12 * MIB), Event(3, 30 * MIB)).reserved == 42 * MIB
 
 
@@ -47,7 +57,12 @@ def test_expandable_segment_grows_at_its_end():
     events = [Event(0, 30 * MIB), Event(0, 0), Event(1, 60 * MIB)]
     assert replay(*events).reserved == 90 * MIB
     assert replay(*events, expandable=True).reserved == 60 * MIB
-    held = [Event(0, 30 * MIB), Event(1, 30 * MIB), Event(0, 0), Event(2, 40 * MIB)]
+    held = [
+        Event(0, 30 * MIB),
+        Event(1, 30 * MIB),
+        Event(0, 0),
+        Event(2, 40 * MIB),
+    ]
     assert replay(*held, expandable=True).reserved == 100 * MIB  # the free 30 are at its beginning
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.features.registry import resolve
-from mindspeed.memory.caching_allocator import Event
+from mindspeed.memory.caching_allocator import AllocatorEvent as Event
 from mindspeed.memory.fragmentation import AllocationTrace, LongLivedPool, best, simulate, table
 from tests.memory import trace_ranks
 from tests.support.trainer_job import SETUP

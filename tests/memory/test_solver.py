@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed.memory import solver
-from mindspeed.memory.solver import Budget, Candidate, LayerCosts, NothingFits, solve
+from mindspeed.memory.solver import Budget, LayerCosts, NothingFits, PlanCandidate, solve
 
 
 def peak_of(layers, choice, budget):
@@ -80,7 +80,7 @@ def random_case(seed):
     def layer(number):
         return LayerCosts(
             tuple(
-                Candidate(
+                PlanCandidate(
                     plan=f"{number}.{index}",
                     kept=draw.randint(1, 60),
                     seconds=draw.randint(0, 40),
@@ -112,7 +112,7 @@ def test_equals_brute_force_in_300_random_cases():
 
 
 CANDIDATES = st.builds(
-    Candidate,
+    PlanCandidate,
     plan=st.integers(0, 9),
     kept=st.integers(0, 50),
     seconds=st.integers(0, 20).map(float),
@@ -148,7 +148,7 @@ def sites(count):
     draw = random.Random(count)
     sizes = [(draw.randint(10, 400) << 20, draw.uniform(0.1, 5.0)) for _ in range(count)]
     return tuple(
-        Candidate(
+        PlanCandidate(
             plan=again,
             kept=sum(size for (size, _), on in zip(sizes, again, strict=True) if not on),
             seconds=sum(time for (_, time), on in zip(sizes, again, strict=True) if on),
@@ -185,15 +185,15 @@ def test_thinning_costs_little(monkeypatch):
 
 
 def test_equal_plans_of_equal_layers_are_side_by_side():
-    kept, again = Candidate("keep", 10, 0.0), Candidate("recompute", 1, 1.0, transient=10)
-    other = Candidate("keep", 3, 0.0)
+    kept, again = PlanCandidate("keep", 10, 0.0), PlanCandidate("recompute", 1, 1.0, transient=10)
+    other = PlanCandidate("keep", 3, 0.0)
     layers = [LayerCosts((kept, again), 2)] * 5 + [LayerCosts((other,), 2)]
     assert solve(layers, Budget(66)).runs() == [(3, "recompute"), (3, "keep")]
 
 
 def test_a_late_layer_with_a_large_second_run_lets_early_ones_keep_more():
     """A last layer that recomputes needs 12 and what is kept before it, a first one only 12."""
-    kept, again = Candidate("keep", 10, 0.0), Candidate("recompute", 2, 1.0, transient=10)
+    kept, again = PlanCandidate("keep", 10, 0.0), PlanCandidate("recompute", 2, 1.0, transient=10)
     solution = solve([LayerCosts((kept, again))] * 4, Budget(33))
     assert (solution.runs(), solution.peak) == ([(1, "recompute"), (3, "keep")], 32)
     several = solve([LayerCosts((kept, again), 2)] * 4, Budget(64))
@@ -201,13 +201,13 @@ def test_a_late_layer_with_a_large_second_run_lets_early_ones_keep_more():
 
 
 def test_chunks_with_other_numbers_in_flight_count_as_a_whole():
-    one = Candidate("again", 2, 1.0, transient=10)
+    one = PlanCandidate("again", 2, 1.0, transient=10)
     layers = [LayerCosts((one,), 3, chunk) for chunk in (0, 0, 1)]
     assert solve(layers, Budget(28)).peak == 3 * 6 + 10
 
 
 def test_copies_that_computation_hides_cost_nothing():
-    moved, again = Candidate("offload", 0, 0.0, host=8), Candidate("recompute", 1, 1.0)
+    moved, again = PlanCandidate("offload", 0, 0.0, host=8), PlanCandidate("recompute", 1, 1.0)
     layers = [LayerCosts((moved, again))] * 4
     hides_two = Budget(100, seconds_per_host_byte=0.5, hidden_seconds=8.0)
     assert solve(layers, hides_two).runs() == [(2, "offload"), (2, "recompute")]
@@ -215,7 +215,7 @@ def test_copies_that_computation_hides_cost_nothing():
 
 
 def test_nothing_is_copied_without_need():
-    kept, moved = Candidate("keep", 8, 0.0), Candidate("offload", 0, 0.0, host=8)
+    kept, moved = PlanCandidate("keep", 8, 0.0), PlanCandidate("offload", 0, 0.0, host=8)
     layers = [LayerCosts((kept, moved))] * 4
     assert solve(layers, Budget(100, hidden_seconds=8.0)).runs() == [(4, "keep")]
     assert solve(layers, Budget(20, hidden_seconds=8.0)).runs() == [(2, "offload"), (2, "keep")]
@@ -223,7 +223,9 @@ def test_nothing_is_copied_without_need():
 
 def test_error_names_the_smallest_peak_and_what_reaches_it():
     mib = 2**20
-    layers = [LayerCosts((Candidate("keep", 8 * mib, 0.0), Candidate("again", mib, 1.0, 7 * mib)))]
+    layers = [
+        LayerCosts((PlanCandidate("keep", 8 * mib, 0.0), PlanCandidate("again", mib, 1.0, 7 * mib)))
+    ]
     with pytest.raises(NothingFits) as error:
         solve(layers * 4, Budget(20 * mib, static=10 * mib))
     assert str(error.value) == (
@@ -231,7 +233,7 @@ def test_error_names_the_smallest_peak_and_what_reaches_it():
         "without activations; it is reached with 4 x again"
     )
     with pytest.raises(NothingFits, match=r"no plan fits into 3\.0 MiB of host memory"):
-        offloaded = LayerCosts((Candidate("offload", 0, 0.0, host=4 * mib),))
+        offloaded = LayerCosts((PlanCandidate("offload", 0, 0.0, host=4 * mib),))
         solve([offloaded], Budget(20 * mib, host=3 * mib))
 
 
@@ -242,11 +244,13 @@ def test_stage_without_layers():
 def test_optimal_with_more_distinct_transients_than_a_list_of_them_would_try():
     # Recomputing in 40 sizes of parts: fewer kept bytes need a larger transient and more time.
     layer = LayerCosts(
-        tuple(Candidate(n, kept=400 - 7 * n, seconds=float(n), transient=9 * n) for n in range(40))
+        tuple(
+            PlanCandidate(n, kept=400 - 7 * n, seconds=float(n), transient=9 * n) for n in range(40)
+        )
     )
     for device in (800, 850, 903, 977):
         check([layer] * 2, Budget(device))
-    few = LayerCosts(tuple(Candidate(n, 100 - n, 1.0, transient=n * n) for n in range(40)))
+    few = LayerCosts(tuple(PlanCandidate(n, 100 - n, 1.0, transient=n * n) for n in range(40)))
     for in_flight in (1, 2, 3):
         layers = [LayerCosts(few.candidates, in_flight)] * 2
         assert solver.smallest_peak(layers, Budget(0)).peak == brute_force(layers, Budget(0))[1]

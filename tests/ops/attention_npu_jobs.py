@@ -57,7 +57,7 @@ def calls(
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from mindspeed.ops import _attention_npu
-    from mindspeed.ops.attention_problem import Problem
+    from mindspeed.ops.attention_problem import AttentionProblem
 
     seen: list[tuple[str, int, Any]] = []
 
@@ -73,7 +73,7 @@ def calls(
             return func(*args, **(kwargs or {}))
 
     given = {n: x.to("npu") if isinstance(x, torch.Tensor) else x for n, x in options.items()}
-    problem = Problem(**{"layout": "SBND", "scale": 0.3, **given, **(lengths or {})})
+    problem = AttentionProblem(**{"layout": "SBND", "scale": 0.3, **given, **(lengths or {})})
     q, k, v = (x.detach() for x in _qkv("npu", queries, keys))
     if lengths:
         q, k, v = (x[:, 0] for x in (q, k, v))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from mindspeed.instruments import CommLedger
 from mindspeed.ops import process_groups
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops.compat.mm_all_reduce import MM_ALL_REDUCE
 from mindspeed.ops.npu_mm_all_reduce_add_rms_norm import npu_mm_all_reduce_add_rms_norm
 from mindspeed.ops.npu_mm_all_reduce_add_rms_norm_ import npu_mm_all_reduce_add_rms_norm_
@@ -20,7 +20,7 @@ def names_of_groups():
     own = halves[dist.get_rank()]
     world = dist.group.WORLD
     try:
-        group_name(Check("an_op"), hcom="no such group")
+        group_name(ArgumentCheck("an_op"), hcom="no such group")
         refusal = ""
     except ValueError as error:
         refusal = str(error)

@@ -17,7 +17,7 @@ import torch
 
 from mindspeed.ops import _attention_cuda, _attention_cudnn, _attention_tiles
 from mindspeed.ops.attention import attention
-from mindspeed.ops.attention_problem import Problem
+from mindspeed.ops.attention_problem import AttentionProblem
 from tests.ops import exact_attention, strided
 
 
@@ -267,7 +267,7 @@ def assert_is_exact(ours, expected, dtype):
 @pytest.mark.parametrize("name", CASES)
 def test_calls_match_the_emulated_kernels(name, dtype, monkeypatch):
     rules, (q, k, v) = case(name, dtype)
-    problem, calls = Problem(**rules), []
+    problem, calls = AttentionProblem(**rules), []
     arrange = _attention_cuda._Flash.arrange
     monkeypatch.setattr(
         _attention_cuda._Flash, "arrange", lambda *x: calls.append(1) or arrange(*x)
@@ -311,7 +311,7 @@ def test_squares_are_cudnns(name, layout, hopper, monkeypatch):
     rules = {"scale": 0.3, "layout": layout, **rules}
     forward, calls = _attention_cudnn.forward, []
     monkeypatch.setattr(_attention_cudnn, "forward", lambda *x: calls.append(1) or forward(*x))
-    problem = Problem(**rules)
+    problem = AttentionProblem(**rules)
     # Slices of a projection, and tensors whose rows start anywhere.
     for q, k, v in zip(*map(places, tensors(layout, sq, sk, torch.bfloat16)), strict=True):
         out, lse = _attention_cuda.forward(q, k, v, *problem.options())
@@ -326,14 +326,14 @@ def test_squares_are_cudnns(name, layout, hopper, monkeypatch):
 def test_cudnn_is_left_out_where_it_would_round_or_drop_otherwise(hopper):
     q, k, v = tensors("BNSD", 12, 12, torch.bfloat16)
     takes = _attention_cudnn.takes
-    assert takes(Problem(), q, k, v)
-    assert not takes(Problem(), *(x.float() for x in (q, k, v)))
-    assert not takes(Problem(dropout=0.1, rng=torch.tensor([1, 2])), q, k, v)
-    assert not takes(Problem(), q, k, v[..., :8])
-    assert not takes(Problem(), *(x.repeat(1, 1, 1, 16) for x in (q, k, v)))
+    assert takes(AttentionProblem(), q, k, v)
+    assert not takes(AttentionProblem(), *(x.float() for x in (q, k, v)))
+    assert not takes(AttentionProblem(dropout=0.1, rng=torch.tensor([1, 2])), q, k, v)
+    assert not takes(AttentionProblem(), q, k, v[..., :8])
+    assert not takes(AttentionProblem(), *(x.repeat(1, 1, 1, 16) for x in (q, k, v)))
     torch.use_deterministic_algorithms(True)
     try:
-        assert not takes(Problem(), q, k, v)
+        assert not takes(AttentionProblem(), q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -387,7 +387,7 @@ def places(x):
 def test_kernel_inputs_are_16_byte_aligned(name, dtype):
     """Slices with odd strides and offsets, in every tensor; the restated kernels assert it."""
     rules, qkv = case(name, dtype)
-    problem = Problem(**rules)
+    problem = AttentionProblem(**rules)
     for q, k, v in zip(*map(places, qkv), strict=True):
         out, lse = _attention_cuda.forward(q, k, v, *problem.options())
         for dout in places(torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype)):
@@ -407,7 +407,7 @@ def test_alibi_in_16_bit_is_not_rounded_to_16_bit():
     """Its distances are no bf16 numbers, so the efficient kernel, which wants that, is not used."""
     q, k, v = tensors("BNSD", 600, 600, torch.bfloat16)
     rules = {"scale": 0.3, "mode": 3, "pse": torch.tensor([1.0, 0.5, 0.2, 0.1]), "pse_type": 2}
-    ours, _ = _attention_cuda.forward(q, k, v, *Problem(**rules).options())
+    ours, _ = _attention_cuda.forward(q, k, v, *AttentionProblem(**rules).options())
     expected, _ = exact_attention.attend(q, k, v, **rules)
     torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=2e-2)
 
@@ -415,7 +415,7 @@ def test_alibi_in_16_bit_is_not_rounded_to_16_bit():
 @pytest.mark.parametrize("size", [12, 16])
 def test_head_sizes_that_are_no_multiple_of_8(size):
     q, k, v = (x[..., :size] for x in tensors("BNSD", 9, 9, torch.bfloat16))
-    ours, _ = _attention_cuda.forward(q, k, v, *Problem(scale=0.3, mode=2).options())
+    ours, _ = _attention_cuda.forward(q, k, v, *AttentionProblem(scale=0.3, mode=2).options())
     expected, _ = exact_attention.attend(q, k, v, scale=0.3, mode=2)
     torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=2e-2)
 
@@ -424,7 +424,7 @@ def test_head_sizes_that_are_no_multiple_of_8(size):
 def test_dropout_differs_between_calls_and_repeats_in_the_backward(name, monkeypatch):
     rules, sq, sk, count = CASES[name]
     rng = torch.tensor([7, 8])
-    problem = Problem(scale=0.3, dropout=0.5, rng=rng, **rules)
+    problem = AttentionProblem(scale=0.3, dropout=0.5, rng=rng, **rules)
     q, k, v = tensors(problem.layout, sq, sk, torch.bfloat16)
     drawn, again = [], []
 
@@ -451,7 +451,7 @@ def test_dropout_differs_between_calls_and_repeats_in_the_backward(name, monkeyp
 @pytest.mark.parametrize("name", ["full", "causal", "window", "packed", "cut-behind"])
 def test_torch_shape_kernels_accept_the_calls(name):
     rules, sq, sk, _ = CASES[name]
-    problem = Problem(scale=0.3, **rules)
+    problem = AttentionProblem(scale=0.3, **rules)
     q, k, v = (x.to("meta") for x in tensors(problem.layout, sq, sk, torch.bfloat16, dv=8))
     out, lse = _attention_cuda.forward(q, k, v, *problem.options())
     assert out.shape == (*q.shape[:-1], 8)

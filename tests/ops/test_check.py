@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed.ops import OperatorError
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops.ffn import npu_ffn
 from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention
 from mindspeed.ops.gmm import npu_gmm, npu_gmm_v2
@@ -75,7 +75,7 @@ def test_one_message_names_the_argument(message):
 
 def test_a_tensor_is_refused_as_an_option():
     with pytest.raises(OperatorError, match="mode: expected one of 0, 1, got a tensor of shape"):
-        Check("op").choice((0, 1), mode=torch.ones(2))
+        ArgumentCheck("op").choice((0, 1), mode=torch.ones(2))
 
 
 def test_a_feed_forward_network_with_empty_input():

@@ -16,7 +16,7 @@ from mindspeed.instruments import saved_for_backward
 from mindspeed.instruments.flops import repeated_in
 from mindspeed.ops import OperatorError, _attention_cpu, set_cpu_mode
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
-from mindspeed.ops.attention_problem import Problem
+from mindspeed.ops.attention_problem import AttentionProblem
 from mindspeed.ops.fusion_attention_v2 import npu_fusion_attention, npu_fusion_attention_grad
 from tests.ops import exact_attention
 from tests.ops.exact_attention import INFINITE, dense, hidden
@@ -288,7 +288,7 @@ def test_blocks_of_keys_merge_and_their_gradients_add_up():
     dout = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view(out.shape)
     dq, grads = torch.zeros_like(q), []
     for s, rule in blocks:
-        options = Problem(scale=0.3, **rule).options()
+        options = AttentionProblem(scale=0.3, **rule).options()
         part = ATTENTION_BACKWARD(dout, q, k[:, :, s], v[:, :, s], out, lse, *options, False)
         dq += part[0]
         grads.append(part[1:3])
@@ -394,7 +394,7 @@ SPARSE = {
 def test_no_tensor_of_score_matrix_size_is_allocated(name):
     """Not even for a moment, within the kernels; s x s elements per head would be one each."""
     s, n = 2048, 2
-    options = Problem(scale=0.3, **SPARSE[name]).options()
+    options = AttentionProblem(scale=0.3, **SPARSE[name]).options()
     q, k, v = tensors(1, n, n, s, s, dtype=torch.bfloat16)
     with LargestTensor() as largest:
         out, lse = _attention_cpu.forward(q, k, v, *options)
@@ -539,7 +539,7 @@ def test_a_tile_covers_the_longest_prefix_of_the_batch():
     out, lse = attention(*leaves, **given)
     ours = [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
     assert_equal(ours, exact_attention.with_gradients(*leaves, dout, **given), 1e-4)
-    sight = Problem(mode=6, prefix=[5, 290]).sight(300, 300)
+    sight = AttentionProblem(mode=6, prefix=[5, 290]).sight(300, 300)
     assert sight.reach(0, 256) == (0, 290)
     assert sight.reach(256, 300) == (0, 300)
 

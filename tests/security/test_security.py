@@ -14,11 +14,11 @@ import torch
 
 from mindspeed import security
 from mindspeed.errors import SecurityError
-from mindspeed.security import Finding, audit, safe_torch_load
+from mindspeed.security import AuditLine, audit, safe_torch_load
 from tests.support.enumerations import Attribute
 
 
-def findings(directory: Path) -> dict[str, Finding]:
+def findings(directory: Path) -> dict[str, AuditLine]:
     """Findings by their kind, without the recommended mode."""
     return {finding.what.split(",")[0]: finding for finding in audit(directory)}
 

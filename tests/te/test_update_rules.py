@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed.errors import ConfigError
-from mindspeed.optimizer.codecs import BFloat16, Codec, Full
+from mindspeed.optimizer.codecs import BFloat16, Full, StateCodec
 from mindspeed.optimizer.rules import ADAM, UpdateRule
 from mindspeed.te.optimizers import FusedAdam
 from tests.support.seams import fresh_seams
@@ -26,7 +26,7 @@ def sign_of_momentum(weights, grads, states, options):
 SIGN = UpdateRule({"exp_avg": torch.zeros_like, "ema": torch.clone}, sign_of_momentum)
 
 
-class Halved(Codec):
+class Halved(StateCodec):
     """Stores half of the state in bf16 on the host, with one scale per row, to be unlike others."""
 
     def allocate(self, param):

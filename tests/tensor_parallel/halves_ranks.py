@@ -10,7 +10,7 @@ import torch
 from mindspeed.instruments import CommLedger, Link, VirtualClock
 from mindspeed.tensor_parallel.halves.megatron import HalvesForward
 from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, SEQUENCE_PARALLEL
-from mindspeed.tensor_parallel.halves.stream import Stream
+from mindspeed.tensor_parallel.halves.stream import HalvesStream
 from tests.support import gpt_ranks
 from tests.tensor_parallel.modelled_ranks import RANKS, _start
 from tests.tensor_parallel.region_ranks import _adapt, configured
@@ -182,7 +182,7 @@ def modelled(
 
 def _in_halves(chain: list[Any], hidden: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
     order = SEQUENCE_PARALLEL if sequence_parallel else ALL_REDUCE
-    stream = Stream(hidden, order, _gather if sequence_parallel else None)
+    stream = HalvesStream(hidden, order, _gather if sequence_parallel else None)
     for layer, following in zip(chain, [*chain[1:], None], strict=True):
         hidden = stream.run(hidden, layer, following and following[0])
     return hidden

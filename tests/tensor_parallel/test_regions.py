@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from mindspeed.tensor_parallel import regions
-from mindspeed.tensor_parallel.regions import Closing, Region
+from mindspeed.tensor_parallel.regions import Closing, RecomputedRegion
 
 
 def test_outside_of_a_region_everything_is_as_always():
@@ -19,7 +19,7 @@ def test_outside_of_a_region_everything_is_as_always():
 
 def test_only_the_closing_layer_is_unread_and_only_in_the_second_run():
     closing, around, other = nn.Linear(1, 1), nn.Identity(), nn.Linear(1, 1)
-    region = Region(Closing([(closing, around)]))
+    region = RecomputedRegion(Closing([(closing, around)]))
     with region.first_run():
         assert regions.keeps_gathered_inputs()
         assert not regions.output_unread(closing)
@@ -27,7 +27,7 @@ def test_only_the_closing_layer_is_unread_and_only_in_the_second_run():
         assert regions.keeps_gathered_inputs()
         assert regions.output_unread(closing)
         assert not regions.output_unread(other)
-        with Region().second_run():
+        with RecomputedRegion().second_run():
             assert not regions.output_unread(closing)
         assert regions.output_unread(closing)
     assert not regions.output_unread(closing)
@@ -37,13 +37,13 @@ def test_only_the_closing_layer_is_unread_and_only_in_the_second_run():
 def test_a_hook_may_read_the_output(where):
     modules = nn.Linear(1, 1), nn.Identity()
     hook = modules[where].register_forward_hook(lambda module, inputs, output: None)
-    with Region(Closing([modules])).second_run():
+    with RecomputedRegion(Closing([modules])).second_run():
         assert not regions.output_unread(modules[0])
         hook.remove()
         assert regions.output_unread(modules[0])
 
 
-def run_again(region: Region, gathers: int, log: list[object]) -> None:
+def run_again(region: RecomputedRegion, gathers: int, log: list[object]) -> None:
     with region.second_run():
         for number in range(gathers):
             ahead = regions.next_gather()
@@ -61,7 +61,7 @@ def started_with(log: list[object]):
 
 
 def test_a_gather_of_backward_starts_after_the_last_of_the_second_run():
-    region, log = Region(), []
+    region, log = RecomputedRegion(), []
     with region.first_run():
         assert [regions.next_gather() for _ in range(3)] == [None] * 3
     with regions.ahead_of(started_with(log)) as ahead:
@@ -74,7 +74,7 @@ def test_a_gather_of_backward_starts_after_the_last_of_the_second_run():
 
 
 def test_a_region_without_gathers_leaves_the_gather_to_the_one_around_it():
-    inner, outer, log = Region(), Region(), []
+    inner, outer, log = RecomputedRegion(), RecomputedRegion(), []
     with outer.first_run():
         regions.next_gather()
     with inner.first_run():
@@ -93,7 +93,7 @@ def test_a_gather_that_no_second_run_starts_is_not_started():
     assert (ahead.started, log) == (None, [])
     with pytest.raises(ValueError), regions.ahead_of(started_with(log)):
         raise ValueError
-    region = Region()
+    region = RecomputedRegion()
     with region.first_run():
         regions.next_gather()
     run_again(region, 1, log)
@@ -102,7 +102,7 @@ def test_a_gather_that_no_second_run_starts_is_not_started():
 
 def test_threads_have_regions_of_their_own():
     found = []
-    with Region().first_run():
+    with RecomputedRegion().first_run():
         thread = threading.Thread(target=lambda: found.append(regions.keeps_gathered_inputs()))
         thread.start()
         thread.join()

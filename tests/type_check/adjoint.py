@@ -284,7 +284,7 @@ def _in_halves(split: bool) -> None:
 
         from mindspeed.te.comm import all_gather_first_dim
         from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, SEQUENCE_PARALLEL
-        from mindspeed.tensor_parallel.halves.stream import Stream
+        from mindspeed.tensor_parallel.halves.stream import HalvesStream
 
         first.partition_dim, second.partition_dim = 0, 1
 
@@ -293,7 +293,7 @@ def _in_halves(split: bool) -> None:
                 return all_gather_first_dim(shard, group, async_op=True)
 
         order = SEQUENCE_PARALLEL if split else ALL_REDUCE
-        stream = Stream(x, order, gather if split else None)
+        stream = HalvesStream(x, order, gather if split else None)
         return stream.run(x, [_Sublayer(group, split, [first, second])], None)
 
     shapes = ((4, 3, 6), (3, 6), (6, 3))
@@ -331,11 +331,11 @@ def _grid(first: bool) -> Callable[..., Any]:
 
     def run(group, x, weight):
         from mindspeed.adaptor.grid_layers import linear_products
-        from mindspeed.tensor_parallel.two_dimensional.linear import Communication, linear
+        from mindspeed.tensor_parallel.two_dimensional.linear import GridCommunication, linear
 
         alone = _alone()
         groups = (group, alone) if first else (alone, group)
-        return linear(x, weight, None, Communication(*groups), linear_products(False))
+        return linear(x, weight, None, GridCommunication(*groups), linear_products(False))
 
     return run
 

@@ -26,7 +26,7 @@ from mindspeed.models.families import Family
 from mindspeed.models.hf_reader import HFReader
 from mindspeed.models.hf_writer import specs_of, write_weights
 from mindspeed.models.table import Parameter
-from mindspeed.models.weight_shards import Segment
+from mindspeed.models.weight_shards import RowSegment
 from mindspeed.models.weight_source import WeightSource
 from mindspeed.parsing import decode_json
 
@@ -77,7 +77,7 @@ def write_safetensors(weights: WeightSource, folder: Path, *, max_shard_bytes: i
 
 def _by_its_own_name(parameter: Parameter) -> Parameter:
     """The parameter as a tensor that has its name, instead of Hugging Face's."""
-    segment = Segment(parameter.name, 0, parameter.shape[0])
+    segment = RowSegment(parameter.name, 0, parameter.shape[0])
     return replace(parameter, segments=(segment,), copies=())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed.features.compatibility.rule import Rule
+from mindspeed.features.compatibility.rule import RefusedCombination
 from mindspeed.features.feature import Megatron
 
 
@@ -38,14 +38,14 @@ def _shares_states_of_experts(megatron: Megatron) -> bool:
 
 
 RULES = (
-    Rule(
+    RefusedCombination(
         _shares_states_of_experts,
         "--num-distributed-optimizer-instances",
         "before megatron-core 0.15 several instances have no expert parallelism",
         "install megatron-core 0.16.1, or drop it",
         versions="<0.15",
     ),
-    Rule(
+    RefusedCombination(
         lambda megatron: megatron.get("mtp_num_layers"),
         "--mtp-num-layers",
         "before megatron-core 0.15 layers that predict tokens are built and run otherwise, which "
@@ -53,14 +53,14 @@ RULES = (
         "install megatron-core 0.16.1, or drop it",
         versions="<0.15",
     ),
-    Rule(
+    RefusedCombination(
         lambda megatron: megatron.get("optimizer_cpu_offload"),
         "--optimizer-cpu-offload",
         "before megatron-core 0.15 its host copies do not get what is loaded",
         "install megatron-core 0.16.1, or use --swap-optimizer",
         versions="<0.15",
     ),
-    Rule(
+    RefusedCombination(
         _uses_muon,
         "--optimizer muon (dist_muon)",
         "megatron-core 0.17 and newer build it on emerging_optimizers 0.2, which no training "
@@ -68,7 +68,7 @@ RULES = (
         "install megatron-core 0.16.1, or choose another --optimizer",
         versions=">=0.17",
     ),
-    Rule(
+    RefusedCombination(
         _fuses_down_projection,
         "--mla-down-proj-fusion",
         "with tensor parallelism megatron-core 0.17 and 0.18 split the fused projection at "
@@ -76,14 +76,14 @@ RULES = (
         "drop it",
         versions=">=0.17,<0.19",  # Megatron-LM PR 5383, PR 5273
     ),
-    Rule(
+    RefusedCombination(
         lambda megatron: megatron.get("mtp_use_repeated_layer"),
         "--mtp-use-repeated-layer",
         "megatron-core 0.17 builds several layers for it",
         "install megatron-core 0.18.2, or drop it",
         versions=">=0.17,<0.18",  # Megatron-LM PR 3965
     ),
-    Rule(
+    RefusedCombination(
         _gathers_weights,
         "--tensor-parallel-num-weight-shards (--expert-tensor-parallel-num-weight-shards)",
         "no training of this library is tested with more shards of weights than tensor-parallel "
@@ -91,14 +91,14 @@ RULES = (
         "use --zero-stage 3",
         versions=">=0.19",
     ),
-    Rule(
+    RefusedCombination(
         lambda megatron: megatron.get("dataloader_inter_document_masking"),
         "--dataloader-inter-document-masking",
         "this library finds the borders of documents in the tokens",
         "use --reset-attention-mask --reset-position-ids",
         versions=">=0.19",
     ),
-    Rule(
+    RefusedCombination(
         _replaces_masters_on_every_rank,
         "--quant-states (--reuse-fp32-param)",
         "megatron-core 0.20 has such optimizers on data-parallel shards only",

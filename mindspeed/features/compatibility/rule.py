@@ -11,7 +11,7 @@ from mindspeed.features.feature import Megatron, Problem
 
 
 @dataclass(frozen=True)
-class Rule:
+class RefusedCombination:
     """A combination that is refused.
 
     Attributes:

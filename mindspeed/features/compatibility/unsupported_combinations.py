@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspeed import device, te
 from mindspeed.features.compatibility import fsdp, releases
-from mindspeed.features.compatibility.rule import Rule
+from mindspeed.features.compatibility.rule import RefusedCombination
 from mindspeed.features.compatibility.sizes import expert_problems, instance_problems
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.optimizer.rules import chosen
@@ -128,7 +128,7 @@ def _ignores_main_params(megatron: Megatron) -> bool:
 _STORE_STATES = ("quant_states", "reuse_fp32_param", "swap_optimizer", "virtual_optimizer")
 
 
-def _stored_narrow(name: str) -> Rule:
+def _stored_narrow(name: str) -> RefusedCombination:
     """A dtype of ``OptimizerConfig`` that only the precision-aware optimizer reads."""
 
     def applies(megatron: Megatron) -> bool:
@@ -138,7 +138,7 @@ def _stored_narrow(name: str) -> Rule:
         own = chosen(megatron) == "cadam" or any(map(megatron.get, _STORE_STATES))
         return other and plain and not own
 
-    return Rule(
+    return RefusedCombination(
         applies,
         "--" + name.replace("_", "-"),
         "no other optimizer stores it in that format",
@@ -147,26 +147,26 @@ def _stored_narrow(name: str) -> Rule:
 
 
 RULES = (
-    Rule(
+    RefusedCombination(
         _with("softmax_scale", lambda m: m.get("multi_latent_attention")),
         "--softmax-scale",
         "multi-latent attention computes its own scale and does not read it",
         "drop it; --mscale-all-dim and --rotary-scaling-factor change that scale",
     ),
-    Rule(
+    RefusedCombination(
         lambda m: chosen(m) == "sgd" and _shards_states(m),
         "--optimizer sgd",
         "the distributed optimizer (--use-distributed-optimizer, --zero-stage 1 to 3) saves "
         "the two moments of Adam, and SGD has one",
         "use --optimizer adam, or drop --use-distributed-optimizer",
     ),
-    Rule(
+    RefusedCombination(
         _with("use_precision_aware_optimizer", lambda m: not _is_adam(m)),
         "--use-precision-aware-optimizer",
         "only Adam stores its states in other formats",
         "use --optimizer adam, or drop it",
     ),
-    Rule(
+    RefusedCombination(
         _with(
             "use_precision_aware_optimizer",
             _is_adam,
@@ -181,13 +181,13 @@ RULES = (
         _stored_narrow(name)
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ),
-    Rule(
+    RefusedCombination(
         _with("optimizer_cpu_offload", lambda m: m.get("decoupled_weight_decay", True) is False),
         "--optimizer-cpu-offload",
         "the Adam on the host decays weights apart from the gradient (AdamW)",
         "leave decoupled_weight_decay True, or drop it",
     ),
-    Rule(
+    RefusedCombination(
         _with(
             "load_main_params_from_ckpt",
             _is_narrow,
@@ -197,14 +197,14 @@ RULES = (
         "only the distributed optimizer takes its main parameters from a checkpoint",
         "add --use-distributed-optimizer, or drop it",
     ),
-    Rule(
+    RefusedCombination(
         _with("qk_clip", _is_narrow, lambda m: m.get("use_distributed_optimizer")),
         "--qk-clip",
         "the distributed optimizer has no whole main weights, and the first clipping ends in "
         "a traceback",
         "use --optimizer muon or dist_muon, or drop --use-distributed-optimizer",
     ),
-    Rule(
+    RefusedCombination(
         _with("qk_clip", _joint_projection_in_parts),
         "--qk-clip",
         "takes the joint weight of queries, keys and values for that of one tensor-parallel "
@@ -212,35 +212,35 @@ RULES = (
         "use --multi-latent-attention, or --tensor-model-parallel-size 1 without "
         "--attention-output-gate",
     ),
-    Rule(
+    RefusedCombination(
         _splits_parts_of_groups,
         "--optimizer muon (dist_muon)",
         "splits the joint weight into the queries, keys and values of whole groups, and with "
         "more tensor-parallel ranks than --num-query-groups a rank has a part of one",
         "use a --tensor-model-parallel-size up to --num-query-groups, or --muon-no-split-qkv",
     ),
-    Rule(
+    RefusedCombination(
         _with("hybrid_context_parallel", lambda m: m.get("mtp_num_layers")),
         "--hybrid-context-parallel",
         "multi-token prediction shifts tokens among the ranks of the largest group, and the "
         "groups change with every batch",
         "drop it, or --mtp-num-layers",
     ),
-    Rule(
+    RefusedCombination(
         _with("init_method_xavier_uniform"),
         "--init-method-xavier-uniform",
         "does not reach the output layers of attention and MLP (Megatron-LM's script ends in a "
         "TypeError for it), and with tensor parallelism its bounds are those of a shard",
         "drop it; --init-method-std scales the normal distribution",
     ),
-    Rule(
+    RefusedCombination(
         _with("full_validation"),
         "--full-validation",
         "runs one iteration a sample instead of one a global batch (with "
         "--multiple-validation-sets), or ends in a TypeError after the first interval",
         "drop it, and give --eval-iters: the samples of the set / --global-batch-size",
     ),
-    Rule(
+    RefusedCombination(
         _with("num_experts", _shares_names_of_shards),
         "--ckpt-format torch",
         "has one file for a tensor-, pipeline- and expert-parallel rank, and with this "
@@ -248,96 +248,96 @@ RULES = (
         "use --ckpt-format torch_dist, or an --expert-tensor-parallel-size that divides "
         "--tensor-model-parallel-size",
     ),
-    Rule(
+    RefusedCombination(
         _with("load_main_params_from_ckpt", _ignores_main_params),
         "--load-main-params-from-ckpt",
         "this optimizer takes its main parameters from the 16-bit weights all the same",
         "drop it, or use the distributed optimizer without --optimizer-cpu-offload, "
         "--use-megatron-fsdp and the precision-aware one of native Transformer Engine",
     ),
-    Rule(
+    RefusedCombination(
         _with("optimizer_cpu_offload", lambda m: not m.get("use_precision_aware_optimizer")),
         "--optimizer-cpu-offload",
         "needs the optimizer that keeps gradients and main parameters apart",
         "add --use-precision-aware-optimizer and --use-distributed-optimizer",
     ),
-    Rule(
+    RefusedCombination(
         _with("optimizer_cpu_offload", lambda m: not (m.get("bf16") or m.get("fp16"))),
         "--optimizer-cpu-offload",
         "needs 16-bit parameters: fp32 ones are views into the gradient buffer's layout, "
         "which no optimizer on the host can own",
         "add --bf16 or --fp16, or drop it",
     ),
-    Rule(
+    RefusedCombination(
         _with("delay_wgrad_compute", lambda m: m.get("transformer_impl") == "local"),
         "--delay-wgrad-compute",
         "the linear layers of the local layer spec cannot compute weight gradients apart",
         "use --transformer-impl transformer_engine",
     ),
-    Rule(
+    RefusedCombination(
         _with("overlap_moe_expert_parallel_comm", _has_documents),
         "--overlap-moe-expert-parallel-comm",
         "the schedule plan of a micro-batch does not say where its documents begin",
         "drop it, or train without packed documents",
     ),
-    Rule(
+    RefusedCombination(
         _with("overlap_moe_expert_parallel_comm", _recomputes_experts),
         "--recompute-modules moe (--moe-layer-recompute)",
         "--overlap-moe-expert-parallel-comm and --moe-fb-overlap run the parts of a mixture of "
         "experts one by one, so the layer as a whole is not recomputed",
         "leave moe out; moe_act recomputes the activations of experts",
     ),
-    Rule(
+    RefusedCombination(
         _with("eod_mask_loss", _context_parallel, lambda m: not m.get("calculate_per_token_loss")),
         "--eod-mask-loss",
         "with context parallelism the ranks have different numbers of tokens with a loss, and "
         "the mean of their means is not the mean of the sequence",
         "add --calculate-per-token-loss",
     ),
-    Rule(
+    RefusedCombination(
         _with("num_experts", _renormalised_top_1),
         "--moe-router-topk 1",
         "the renormalised probability of a single expert is always 1, which Megatron refuses: "
         "the router would never learn",
         "add --moe-router-pre-softmax, or choose more experts",
     ),
-    Rule(
+    RefusedCombination(
         _with("cpu_offloading", lambda m: not m.get("cpu_offloading_num_layers")),
         "--cpu-offloading",
         "no layer is offloaded",
         "add --cpu-offloading-num-layers",
     ),
-    Rule(
+    RefusedCombination(
         _with("cpu_offloading", lambda m: m.get("cpu_offloading_weights")),
         "--cpu-offloading-weights",
         "only activations can be kept in host memory",
         "drop it (--optimizer-cpu-offload keeps optimizer states there)",
     ),
-    Rule(
+    RefusedCombination(
         _with("record_memory_history", _on_host),
         "--record-memory-history",
         "PyTorch records the history of device memory only, and the CPU has none",
         "drop it, or run on a GPU or NPU",
     ),
-    Rule(
+    RefusedCombination(
         lambda m: m.get("moe_token_dispatcher_type") == "flex" and _without_cuda(m),
         "--moe-token-dispatcher-type flex",
         "its backends, DeepEP and HybridEP, need NVIDIA GPUs",
         "use alltoall",
     ),
-    Rule(
+    RefusedCombination(
         _with("batch_invariant_mode", _without_cuda),
         "--batch-invariant-mode",
         "its kernels need Triton on an NVIDIA GPU",
         "drop it; --npu-deterministic makes runs repeat",
     ),
-    Rule(
+    RefusedCombination(
         lambda m: _captures_graphs(m) and _without_cuda(m),
         "--cuda-graph-impl (--enable-cuda-graph, --external-cuda-graph)",
         "CUDA graphs need an NVIDIA GPU",
         "drop it",
     ),
-    Rule(
+    RefusedCombination(
         _with("use_torch_fsdp2"),
         "--use-torch-fsdp2 (and --ckpt-format torch_dcp, which goes with it alone)",
         "Megatron's wrapper of torch's FSDP2 ends in a TypeError in the first step of 0.16.1, "
@@ -345,13 +345,13 @@ RULES = (
         "use --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
         "--ckpt-format fsdp_dtensor",
     ),
-    Rule(
+    RefusedCombination(
         _with("nccl_ub", _without_cuda),
         "--use-nccl-ub",
         "it registers buffers with NCCL, on NVIDIA GPUs",
         "drop it",
     ),
-    Rule(
+    RefusedCombination(
         _with("nccl_communicator_config_path", lambda m: device.current().name == "npu"),
         "--nccl-communicator-config-path",
         "it describes communicators of NCCL, and an NPU has none",

@@ -107,11 +107,11 @@ class AdaptiveMemory(
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
         from mindspeed import device
-        from mindspeed.memory.adaptive import Settings
+        from mindspeed.memory.adaptive import BudgetSettings
         from mindspeed.memory.adaptive.megatron import Controller
 
         here = device.current()
-        settings = Settings(
+        settings = BudgetSettings(
             flag=" ".join(self.flags),
             device_bytes=self._device_bytes(here),
             host_bytes=int(_OF_HOST * _available_on_host() / max(1, here.count())),

@@ -71,7 +71,7 @@ class MemoryFragmentation(Feature, level=2, seams=("model_arguments", "optimizer
                 return
             seams.journal.call_on_undo(allocator.use_expandable_segments(here))
         if self.policy == "auto":
-            report = fragmentation.Report(_print)
+            report = fragmentation.FragmentationReport(_print)
             seams.optimizer.add(report.with_optimizer, owner=self.name)
             seams.schedule.add(report.with_schedule, owner=self.name)
 

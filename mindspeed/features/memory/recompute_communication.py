@@ -236,7 +236,7 @@ def _enter_regions(model: Any, config: Any, vp_stage: int | None, programs: Cont
     from mindspeed.memory.plan import ATTENTION_SUBLAYER, LAYER, MLP_SUBLAYER
     from mindspeed.te import local_linears
     from mindspeed.tensor_parallel.megatron import closing_parts
-    from mindspeed.tensor_parallel.regions import Closing, Region
+    from mindspeed.tensor_parallel.regions import Closing, RecomputedRegion
 
     runtime = engine.runtime_of(model)
     if runtime is None:
@@ -250,4 +250,4 @@ def _enter_regions(model: Any, config: Any, vp_stage: int | None, programs: Cont
         ):
             closing |= {(path, site): found.get(part, Closing()) for site in sites}
         local_linears.convert_chunk(layer, config, vp_stage)
-    runtime.region = lambda layer, site: Region(closing.get((layer, site), Closing()))
+    runtime.region = lambda layer, site: RecomputedRegion(closing.get((layer, site), Closing()))

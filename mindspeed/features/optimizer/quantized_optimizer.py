@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.optimizer.codecs import Codec
+    from mindspeed.optimizer.codecs import StateCodec
 
 
 class QuantizedOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kernels")):
@@ -94,7 +94,7 @@ class QuantizedOptimizer(Feature, level=2, seams=(*precision_aware.SEAMS, "kerne
         others = optimizer_policy.state_codec
         moments = {"exp_avg": BlockFp8, "exp_avg_sq": RootBlockFp8}
 
-        def codec_of(name: str, dtype: torch.dtype) -> Codec:
+        def codec_of(name: str, dtype: torch.dtype) -> StateCodec:
             return moments[name]() if name in moments else others(name, dtype)
 
         seams.use_kernels(owner=self.name, state_codec=codec_of)

@@ -24,7 +24,7 @@ from mindspeed.optimizer.placement import ALL, GIB, limits
 
 if TYPE_CHECKING:
     from mindspeed.adaptor.seams import Seams
-    from mindspeed.optimizer.placement import Placement
+    from mindspeed.optimizer.placement import StatePlacement
 
 logger = logging.getLogger("mindspeed")
 
@@ -89,7 +89,7 @@ class VirtualOptimizer(
         numbers = limits(self.virtual_optimizer)
         mapped: list[HostMapped] = []
 
-        def placement(name: str) -> Placement | None:
+        def placement(name: str) -> StatePlacement | None:
             if name not in ("exp_avg", "exp_avg_sq"):
                 return None
             if not mapped:  # the parallel groups exist now

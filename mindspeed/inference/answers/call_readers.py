@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed.inference.answers.call_formats import JsonFormat, TaggedFormat
-from mindspeed.inference.answers.parts import CallReader, Part
+from mindspeed.inference.answers.parts import AnswerPart, CallReader
 from mindspeed.inference.text_stream import partial_stop_length
 from mindspeed.parsing import decode_json
 
@@ -36,14 +36,14 @@ class JsonCalls(CallReader):
         super().__init__(form)
         self._json, self._call = form, _Call()
 
-    def read(self, last: bool) -> Iterator[Part]:
+    def read(self, last: bool) -> Iterator[AnswerPart]:
         """Read one call after the other; each is text from the end of the one before on."""
         before = None
         while self.open and before != self.text:
             before = self.text
             yield from self._one(self._call, last)
 
-    def _one(self, call: _Call, last: bool) -> Iterator[Part]:
+    def _one(self, call: _Call, last: bool) -> Iterator[AnswerPart]:
         if call.at < 0:
             call.at = self.text.find("{")
             if call.at < 0:
@@ -64,7 +64,7 @@ class JsonCalls(CallReader):
                 yield self._begin(call, call.at)
         yield from self._object(call, last)
 
-    def _object(self, call: _Call, last: bool) -> Iterator[Part]:
+    def _object(self, call: _Call, last: bool) -> Iterator[AnswerPart]:
         end = call.whole.end(self.text)
         if call.arguments is None and call.inside:
             named = _WITH_NAME.match(self.text, call.at)
@@ -91,7 +91,7 @@ class JsonCalls(CallReader):
         self.calls += 1
         self.text, self._call = self.text[end:], _Call()
 
-    def _begin(self, call: _Call, arguments: int) -> Part:
+    def _begin(self, call: _Call, arguments: int) -> AnswerPart:
         call.arguments, call.sent = _Braces(arguments), arguments
         return self.begin(call.name)
 
@@ -181,7 +181,7 @@ class TaggedCalls(CallReader):
         self._streaming: bool | None = None  # inside of a string that is sent in pieces
         self._inside = False  # of a value
 
-    def read(self, last: bool) -> Iterator[Part]:
+    def read(self, last: bool) -> Iterator[AnswerPart]:
         before = None
         while self.open and before != (self._at, self._inside, len(self.text)):
             before = (self._at, self._inside, len(self.text))
@@ -192,7 +192,7 @@ class TaggedCalls(CallReader):
             else:
                 yield from self._between(last)
 
-    def _head(self, last: bool) -> Iterator[Part]:
+    def _head(self, last: bool) -> Iterator[AnswerPart]:
         if self.calls and not self.text.lstrip().startswith(self._tags.opens):
             rest = self.text.lstrip()
             if last or not self._tags.opens.startswith(rest):
@@ -205,7 +205,7 @@ class TaggedCalls(CallReader):
         elif last or "</tool_call>" in self.text:
             yield self.reject()
 
-    def _between(self, last: bool) -> Iterator[Part]:
+    def _between(self, last: bool) -> Iterator[AnswerPart]:
         """An argument, or the end of the call."""
         argument = re.compile(self._tags.argument).match(self.text, self._at)
         # A line break may follow, which the next text brings.
@@ -225,7 +225,7 @@ class TaggedCalls(CallReader):
         elif last or not "<".startswith(self.text[self._at :].lstrip()[:1]):
             yield self.reject()
 
-    def _value(self, last: bool) -> Iterator[Part]:
+    def _value(self, last: bool) -> Iterator[AnswerPart]:
         allowed = _types_of(self._tools, self._name, self._key)
         place = self.text.find(self._tags.value_end, self._at)
         padded = self._tags.argument.endswith("\\n?")
@@ -241,7 +241,7 @@ class TaggedCalls(CallReader):
             yield self.arguments(_json(_value_of(value, allowed)))
         self._at, self._inside, self._streaming = place + len(self._tags.value_end), False, None
 
-    def _string(self, place: int, padded: bool) -> Iterator[Part]:
+    def _string(self, place: int, padded: bool) -> Iterator[AnswerPart]:
         """A piece of a string, and quotes around it."""
         ends = [("\n" if padded else "") + self._tags.value_end, self._tags.value_end]
         text = self.text[self._at :]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from mindspeed.inference.answers.call_formats import ChannelFormat
-from mindspeed.inference.answers.parts import CallReader, Part
+from mindspeed.inference.answers.parts import AnswerPart, CallReader
 from mindspeed.inference.text_stream import partial_stop_length
 from mindspeed.parsing import decode_json
 
@@ -37,26 +37,26 @@ class ChannelReader(CallReader):
         self._body = ""
         self._said = set[str]()  # kinds of the parts before it
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         """The parts that new text completes."""
         return list(self.more(text, False))
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """The parts that were held back for more text."""
         return list(self.more("", True))
 
-    def read(self, last: bool) -> Iterator[Part]:
+    def read(self, last: bool) -> Iterator[AnswerPart]:
         before = None
         while before != (self._kind, self.text):
             before = (self._kind, self.text)
             yield from self._message(last) if self._kind else self._header(last)
 
-    def _header(self, last: bool) -> Iterator[Part]:
+    def _header(self, last: bool) -> Iterator[AnswerPart]:
         head, found, rest = self.text.partition(_MESSAGE)
         if not found:
             if last and not head.lstrip().startswith("<|"):
                 self.text = ""  # an answer without channels
-                yield from [Part("content", head)] if head.strip() else []
+                yield from [AnswerPart("content", head)] if head.strip() else []
             return
         channel = re.search(r"<\|channel\|>\s*(\w+)", head)
         to = re.search(r"\bto=([^\s<]+)", head)
@@ -68,7 +68,7 @@ class ChannelReader(CallReader):
             analysis = channel is not None and channel[1] == "analysis"
             self._kind = "reasoning" if analysis else "content"
 
-    def _message(self, last: bool) -> Iterator[Part]:
+    def _message(self, last: bool) -> Iterator[AnswerPart]:
         places = [place for end in _ENDS if (place := self.text.find(end)) >= 0]
         held = 0 if places or last else partial_stop_length(self.text, _ENDS)
         until = min(places, default=len(self.text) - held)
@@ -84,12 +84,12 @@ class ChannelReader(CallReader):
             self.text = re.sub(r"^<\|(end|call|return)\|>", "", rest)
             self._kind = ""
 
-    def _piece(self, text: str) -> Iterator[Part]:
+    def _piece(self, text: str) -> Iterator[AnswerPart]:
         if self._kind != "arguments" and not self._body and self._kind in self._said:
-            yield Part(self._kind, "\n")
-        yield Part(self._kind, text, self.calls)
+            yield AnswerPart(self._kind, "\n")
+        yield AnswerPart(self._kind, text, self.calls)
 
-    def _end_of_call(self) -> Iterator[Part]:
+    def _end_of_call(self) -> Iterator[AnswerPart]:
         try:
             valid = isinstance(decode_json(self._body), dict)
         except ValueError:
@@ -97,4 +97,4 @@ class ChannelReader(CallReader):
         if valid:
             self.calls += 1
         else:
-            yield Part("rejected", self._body, self.calls)
+            yield AnswerPart("rejected", self._body, self.calls)

@@ -17,7 +17,7 @@ from mindspeed.inference.answers.call_formats import (
     TaggedFormat,
 )
 from mindspeed.inference.answers.call_readers import JsonCalls, TaggedCalls
-from mindspeed.inference.answers.parts import CallReader, Part
+from mindspeed.inference.answers.parts import AnswerPart, CallReader
 from mindspeed.inference.text_stream import partial_stop_length
 
 
@@ -52,22 +52,22 @@ class AnswerParser:
         """Number of complete calls."""
         return 0 if self._reader is None else self._reader.calls
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         """The parts that new text completes."""
         self._text += text
         return list(self._parts(False))
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[AnswerPart]:
         """The parts that were held back for more text."""
         return list(self._parts(True))
 
-    def _parts(self, last: bool) -> Iterator[Part]:
+    def _parts(self, last: bool) -> Iterator[AnswerPart]:
         before = None
         while before != (self._read, self._text):
             before = (self._read, self._text)
             yield from self._read(last)
 
-    def _start(self, last: bool) -> Iterator[Part]:
+    def _start(self, last: bool) -> Iterator[AnswerPart]:
         """The answer may begin with its reasoning."""
         begin = self._reasoning[0]  # type: ignore[index]
         text = self._text.lstrip()
@@ -77,7 +77,7 @@ class AnswerParser:
             self._read = self._content
         yield from ()
 
-    def _thoughts(self, last: bool) -> Iterator[Part]:
+    def _thoughts(self, last: bool) -> Iterator[AnswerPart]:
         """Reasoning, without the line breaks around it."""
         end = self._reasoning[1]  # type: ignore[index]
         text, found, rest = self._text.partition(end)
@@ -88,17 +88,17 @@ class AnswerParser:
         self._blanks = text[len(shown) :]
         if shown:
             self._said = True
-            yield Part("reasoning", shown)
+            yield AnswerPart("reasoning", shown)
         if found:
             self._said, self._blanks, self._read = False, "", self._after_thoughts
 
-    def _after_thoughts(self, last: bool) -> Iterator[Part]:
+    def _after_thoughts(self, last: bool) -> Iterator[AnswerPart]:
         self._text = self._text.lstrip("\n")
         if self._text:
             self._read = self._content
         yield from ()
 
-    def _content(self, last: bool) -> Iterator[Part]:
+    def _content(self, last: bool) -> Iterator[AnswerPart]:
         form = self._format
         if form is None:
             yield from self._plain(last)
@@ -119,17 +119,17 @@ class AnswerParser:
         self._blanks = text[len(shown) :]
         if shown:
             self._said = True
-            yield Part("content", shown)
+            yield AnswerPart("content", shown)
         if found:
             self._read = self._calls
 
-    def _plain(self, last: bool) -> Iterator[Part]:
+    def _plain(self, last: bool) -> Iterator[AnswerPart]:
         """Text as it is."""
         text, self._text = self._text, ""
         if text:
-            yield Part("content", text)
+            yield AnswerPart("content", text)
 
-    def _calls(self, last: bool) -> Iterator[Part]:
+    def _calls(self, last: bool) -> Iterator[AnswerPart]:
         """Text from the beginning of a call, or the end of the one before, on."""
         assert self._reader is not None
         text, self._text = self._text, ""

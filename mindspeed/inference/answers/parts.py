@@ -12,7 +12,7 @@ from mindspeed.inference.answers.call_formats import CallFormat
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A piece of an answer.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part:
     id: str = ""
 
 
-def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+def message_of(parts: Sequence[AnswerPart]) -> dict[str, Any]:
     """The message of a whole answer. A call that was cut off, or is not valid, is content."""
     content = reasoning = ""
     calls: dict[int, dict[str, Any]] = {}
@@ -53,7 +53,7 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
     return found
 
 
-def call_of(part: Part) -> dict[str, Any]:
+def call_of(part: AnswerPart) -> dict[str, Any]:
     """A call that begins."""
     return {"id": part.id, "type": "function", "function": {"name": part.text, "arguments": ""}}
 
@@ -71,31 +71,31 @@ class CallReader(ABC):
         self._form = form
         self.text, self.calls, self.open = "", 0, True
 
-    def more(self, text: str, last: bool) -> Iterator[Part]:
+    def more(self, text: str, last: bool) -> Iterator[AnswerPart]:
         """The parts that new text completes; ``last``: it is the end of the answer."""
         self.text += text
         yield from self.read(last)
 
     @abstractmethod
-    def read(self, last: bool) -> Iterator[Part]:
+    def read(self, last: bool) -> Iterator[AnswerPart]:
         """The parts that are complete in :attr:`text`."""
 
-    def begin(self, name: str) -> Part:
+    def begin(self, name: str) -> AnswerPart:
         """A call begins."""
         short = self._form.short_ids
         id = uuid.uuid4().hex[:9] if short else f"call_{uuid.uuid4().hex[:24]}"
-        return Part("name", name, self.calls, id)
+        return AnswerPart("name", name, self.calls, id)
 
-    def arguments(self, text: str) -> Part:
+    def arguments(self, text: str) -> AnswerPart:
         """A piece of the arguments of the call."""
-        return Part("arguments", text, self.calls)
+        return AnswerPart("arguments", text, self.calls)
 
     def end(self, rest: str) -> None:
         """All calls have been read."""
         self.text, self.open = rest, False
 
-    def reject(self) -> Part:
+    def reject(self) -> AnswerPart:
         """What has been read since the last complete call is none."""
         text = self.text
         self.end("")
-        return Part("rejected", text, self.calls)
+        return AnswerPart("rejected", text, self.calls)

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.errors import ConfigError, MindSpeedError
 from mindspeed.inference.answers.call_formats import CallFormat
-from mindspeed.inference.answers.parts import Part
+from mindspeed.inference.answers.parts import AnswerPart
 from mindspeed.inference.answers.question import question_of
 from mindspeed.inference.continuous_batching import CachedPrompt, PromptScores
 from mindspeed.inference.generate import TokenScores, check_prompts
@@ -364,7 +364,7 @@ def _event(content: Any) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-def _append(choice: Choice, chunk: OutputChunk) -> list[Part]:
+def _append(choice: Choice, chunk: OutputChunk) -> list[AnswerPart]:
     choice.tokens += chunk.token is not None
     parts = choice.read(chunk.text, chunk.finish)
     for part in parts:

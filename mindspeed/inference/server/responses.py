@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed.inference.answers.harmony import ChannelReader
 from mindspeed.inference.answers.parser import AnswerParser
-from mindspeed.inference.answers.parts import Part, call_of, message_of
+from mindspeed.inference.answers.parts import AnswerPart, call_of, message_of
 from mindspeed.inference.generate import TokenScores
 from mindspeed.inference.text_generator import TextGenerator
 from mindspeed.inference.text_stream import TextStream
@@ -34,9 +34,9 @@ class Choice:
     finish: str | None = None
     parser: AnswerParser | ChannelReader = field(default_factory=AnswerParser)
     calls: int | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[AnswerPart] = field(default_factory=list)
 
-    def read(self, text: str, finish: str | None) -> list[Part]:
+    def read(self, text: str, finish: str | None) -> list[AnswerPart]:
         """Append text; the parts that it completes, at the end all."""
         found = self.parser.push(text) + (self.parser.finish() if finish else [])
         found = [part for part in found if self.calls is None or part.call < self.calls]
@@ -51,7 +51,7 @@ class Choice:
         """The answer."""
         return message_of(self.parts)
 
-    def delta(self, part: Part) -> dict[str, Any] | None:
+    def delta(self, part: AnswerPart) -> dict[str, Any] | None:
         """A part in a stream. What has been sent of a call that is not valid stays sent."""
         if part.kind == "name":
             return {"tool_calls": [{"index": part.call, **call_of(part)}]}

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from mindspeed.memory.runtime import MIN_BYTES
 from mindspeed.memory.solver import (
     Budget,
-    Candidate,
     LayerCosts,
     NothingFits,
+    PlanCandidate,
     Solution,
     peak,
     smallest_peak,
@@ -30,7 +30,7 @@ from mindspeed.memory.solver import (
 
 
 @dataclass(frozen=True)
-class Settings:
+class BudgetSettings:
     """Budgets, and what may be done to stay within them.
 
     Attributes:
@@ -70,7 +70,7 @@ class Adaptation:
 
     layers: Sequence[LayerCosts]
     budget: Budget
-    in_force: Sequence[Candidate]
+    in_force: Sequence[PlanCandidate]
     bounds: Sequence[LayerCosts] = ()
     least_static: int | None = None
     solved: int = 0

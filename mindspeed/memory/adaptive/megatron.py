@@ -24,14 +24,14 @@ from mindspeed.device import Device
 from mindspeed.errors import TrainingError
 from mindspeed.journal import Journal, replace_method
 from mindspeed.memory import agreement
-from mindspeed.memory.adaptive import Adaptation, Settings
+from mindspeed.memory.adaptive import Adaptation, BudgetSettings
 from mindspeed.memory.adaptive.profile import (
     FORWARD,
     FRONT,
     HEAD,
-    Kind,
-    Replay,
+    LayerKind,
     Sections,
+    StepReplay,
     agree,
     on_gradient,
 )
@@ -58,9 +58,9 @@ from mindspeed.memory.plan import ChunkPlan, LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.solver import (
     Budget,
-    Candidate,
     LayerCosts,
     NothingFits,
+    PlanCandidate,
     Solution,
     smallest_peak,
 )
@@ -92,7 +92,7 @@ class Controller:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: BudgetSettings,
         device: Device,
         journal: Journal,
         show: Callable[[str], None],
@@ -102,7 +102,7 @@ class Controller:
         self._clock = clock or device_clock(device)
         self._chunks: list[Any] = []
         self._layers: list[_Layer] = []
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, LayerKind] = {}
         self._plans: dict[str, LayerPlan] = {}
         self._in_force = LEAST
         self._steps, self._micro_batches = 0, 1
@@ -176,7 +176,7 @@ class Controller:
                 )
                 self._plans |= {name_of(plan): plan for plan in plans}
                 wrap(runtime, name, layer, {s for plan in plans for s in plan}, self._journal)
-                self._kinds.setdefault(kind, Kind(plans))
+                self._kinds.setdefault(kind, LayerKind(plans))
                 tried[kind] = runtime, name, layer
                 self._layers.append(_Layer(index, name, kind, runtime))
         for kind, (runtime, name, layer) in tried.items():
@@ -185,7 +185,7 @@ class Controller:
             self._watch(index, layers_of(chunk))
         self._agree_on([(one.chunk, one.name, *one.kind[0]) for one in self._layers])
 
-    def _try_in(self, runtime: Runtime, name: str, layer: Any, kind: Kind) -> None:
+    def _try_in(self, runtime: Runtime, name: str, layer: Any, kind: LayerKind) -> None:
         """Try the candidates once in every profiled step, from the layer's second call on.
 
         By then all tensors that layers share exist, such as the rotary table.
@@ -281,7 +281,7 @@ class Controller:
                 return self._try(function, options)
             except _OUT_OF_MEMORY as error:
                 raise self._exhausted(error, "only a run of one rank can repeat a step") from error
-        data = Replay(options["data_iterator"])
+        data = StepReplay(options["data_iterator"])
         states = random._get_all_rng_states()
         chunks = _as_list(options["model"])
         while True:
@@ -393,7 +393,7 @@ class Controller:
         return Adaptation(layers, budget, in_force, least)
 
     def _beside_layers(
-        self, in_force: list[Candidate], moments: frozenset[tuple[int, ...]]
+        self, in_force: list[PlanCandidate], moments: frozenset[tuple[int, ...]]
     ) -> tuple[int, int, int]:
         """Static bytes, and what head and front need beyond what layers keep then."""
         peaks = self._sections.peaks

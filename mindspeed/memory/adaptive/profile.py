@@ -8,7 +8,7 @@ A layer's section begins when the gradient of its output is there and ends where
 before begins; what its backward needs is the peak of the section less what was allocated when it
 began. ``head`` is everything from the end of the last layer's forward to its backward, ``front``
 everything after the first layer's backward: the gradient of the embedding, the next embedding.
-A step that is measured can be repeated: :class:`Replay` has its micro-batches.
+A step that is measured can be repeated: :class:`StepReplay` has its micro-batches.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 
 from mindspeed.device import Device
 from mindspeed.memory import agreement
-from mindspeed.memory.estimate import Clock, Cost, like_activations, name_of, try_plan
+from mindspeed.memory.estimate import Clock, PlanCost, like_activations, name_of, try_plan
 from mindspeed.memory.plan import LayerPlan
 from mindspeed.memory.runtime import Runtime
-from mindspeed.memory.solver import Candidate
+from mindspeed.memory.solver import PlanCandidate
 
 _COPIED = 16 * 2**20
 _BYTES = ("kept", "transient", "host")
 _UNKNOWN = -1
-Candidates = tuple[Candidate, ...]
+Candidates = tuple[PlanCandidate, ...]
 
 
 @dataclass
-class Kind:
+class LayerKind:
     """Layers with equal sites and shapes, and what was measured of one of them."""
 
     plans: list[LayerPlan]
-    costs: list[list[Cost]] = field(default_factory=list)  # of each try, one of each plan
+    costs: list[list[PlanCost]] = field(default_factory=list)  # of each try, one of each plan
     forward: list[float] = field(default_factory=list)  # seconds of the layer
     needs: dict[str, int] = field(default_factory=dict)  # of backward, by the name of the plan
     chosen: int = 0  # plans that were chosen to be measured in a step
@@ -95,7 +95,9 @@ class Kind:
         for plan, (kept, rebuilt, host, nanoseconds, need) in zip(self.plans, rows, strict=True):
             known = need != _UNKNOWN
             most, least = rebuilt + max(0, more), max(0, rebuilt - kept)
-            one = Candidate(name_of(plan), kept, nanoseconds / 1e9, need if known else most, host)
+            one = PlanCandidate(
+                name_of(plan), kept, nanoseconds / 1e9, need if known else most, host
+            )
             candidates.append(one)
             bounds.append(one if known else replace(one, transient=least))
         return tuple(candidates), tuple(bounds), next(numbers) / 1e9
@@ -119,7 +121,7 @@ class Measured:
 
 
 def agree(
-    kinds: Sequence[Kind], groups: Sequence[Any], device: Device, clock: Clock, *, copies: bool
+    kinds: Sequence[LayerKind], groups: Sequence[Any], device: Device, clock: Clock, *, copies: bool
 ) -> Measured:
     """The largest values over the ranks of ``groups``; ``copies``: time a copy to the host, too."""
     own = [number for kind in kinds for number in kind.numbers()]
@@ -213,7 +215,7 @@ def on_gradient(tensors: Any, call: Callable[[], None]) -> bool:
     return True
 
 
-class Replay:
+class StepReplay:
     """Remembers the micro-batches of one step.
 
     Args:
@@ -224,12 +226,12 @@ class Replay:
         self._source, self._next = source, 0
         self._read: list[Any] = []
 
-    def from_the_start(self) -> Replay | None:
+    def from_the_start(self) -> StepReplay | None:
         """The iterator at the first micro-batch; None if there is no source."""
         self._next = 0
         return None if self._source is None else self
 
-    def __iter__(self) -> Replay:
+    def __iter__(self) -> StepReplay:
         return self
 
     def __next__(self) -> Any:

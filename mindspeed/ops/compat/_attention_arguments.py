@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops.attention_problem import ALIBI, ALIBI_SQRT, axis
 from mindspeed.ops.visibility import (
     CUT_BEHIND,
@@ -39,7 +39,13 @@ class Arguments:
     """
 
     def __init__(
-        self, check: Check, query: Tensor, key: Tensor, value: Tensor, heads: int, layout: str
+        self,
+        check: ArgumentCheck,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        heads: int,
+        layout: str,
     ) -> None:
         self.check, self.heads = check, heads
         check.floating(query=query, key=key, value=value)

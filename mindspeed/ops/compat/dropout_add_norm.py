@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from mindspeed.ops import philox
-from mindspeed.ops._check import Check, public
+from mindspeed.ops._check import ArgumentCheck, public
 from mindspeed.ops.compat._dropout_add_norm import DROPOUT_ADD_NORM, scaled
 
 __all__ = ["npu_dropout_add_layer_norm", "npu_dropout_add_rms_norm"]
 
 
 def _dropout_add_norm(
-    check: Check,
+    check: ArgumentCheck,
     rms: bool,
     x0: Tensor,
     residual: Tensor | None,

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops.compat._activations import PLAIN, Activation
 from mindspeed.ops.process_groups import group_name, resolve
 from mindspeed.ops.registry import Operator
@@ -239,7 +239,7 @@ def npu_all_to_all_all_gather_bmm(
     Raises:
         OperatorError: shapes that the groups do not divide, wrong dtypes, options or groups.
     """
-    check = Check("npu_all_to_all_all_gather_bmm")
+    check = ArgumentCheck("npu_all_to_all_all_gather_bmm")
     check.choice(tuple(ACTIVATIONS), act_type=act_type)
     names = checked_groups(check, group_ep, group_ep_worldsize, group_tp, group_tp_worldsize)
     check.choice((0, 1), shard_type=shard_type)
@@ -260,7 +260,7 @@ def npu_all_to_all_all_gather_bmm(
 
 
 def checked_groups(
-    check: Check,
+    check: ArgumentCheck,
     group_ep: dist.ProcessGroup | str,
     group_ep_worldsize: int,
     group_tp: dist.ProcessGroup | str,
@@ -281,7 +281,9 @@ def checked_groups(
     return names
 
 
-def checked_bias(check: Check, bias: Tensor | None, x: Tensor, experts: int, features: int) -> None:
+def checked_bias(
+    check: ArgumentCheck, bias: Tensor | None, x: Tensor, experts: int, features: int
+) -> None:
     """Require ``[experts, features]`` or ``[experts, 1, features]`` in the dtype of x or fp32."""
     if bias is None:
         return
@@ -320,7 +322,7 @@ def npu_bmm_reduce_scatter_all_to_all(
     Raises:
         OperatorError: shapes that the groups do not divide, wrong dtypes, options or groups.
     """
-    check = Check("npu_bmm_reduce_scatter_all_to_all")
+    check = ArgumentCheck("npu_bmm_reduce_scatter_all_to_all")
     names = checked_groups(check, group_ep, group_ep_worldsize, group_tp, group_tp_worldsize)
     check.choice((0, 1), shard_type=shard_type)
     check.rank(3, x=x, weight=weight)

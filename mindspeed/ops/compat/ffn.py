@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops._numerics import WORKLOAD_ROWS, accumulation_dtype, random
 from mindspeed.ops.compat._activations import GATED, PLAIN, apply
 from mindspeed.ops.compat.quant_gmm import QUANT_GROUPED_MATMUL
@@ -28,7 +28,7 @@ from mindspeed.ops.registry import Operator, plain_torch, torch_npu
 
 __all__ = ["npu_ffn"]
 
-_check = Check("npu_ffn")
+_check = ArgumentCheck("npu_ffn")
 
 
 def npu_ffn(

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
-from mindspeed.ops.attention_problem import Problem
+from mindspeed.ops.attention_problem import AttentionProblem
 from mindspeed.ops.compat._attention_arguments import MERGED_HEADS, Arguments, Lengths
 from mindspeed.ops.philox import reserve
 from mindspeed.ops.visibility import EVERYTHING
@@ -102,7 +102,9 @@ def npu_fusion_attention(
         OperatorError: an argument that is not as described.
     """
     del inner_precise, gen_mask_parallel, sync
-    given = Arguments(Check("npu_fusion_attention"), query, key, value, head_num, input_layout)
+    given = Arguments(
+        ArgumentCheck("npu_fusion_attention"), query, key, value, head_num, input_layout
+    )
     given.check_numbers(padding_mask, keep_prob, scale=scale)
     options = given.options(
         sparse_mode, atten_mask, (pre_tokens, next_tokens), prefix,
@@ -110,7 +112,7 @@ def npu_fusion_attention(
     )  # fmt: skip
     q, k, v = given.q, given.k, given.v
     dropout = 1 - keep_prob
-    problem = Problem(scale=scale, dropout=dropout, **options)
+    problem = AttentionProblem(scale=scale, dropout=dropout, **options)
     rng = reserve(q, problem.probabilities(q, k)) if dropout else None
     out, lse = attention(q, k, v, scale=scale, dropout=dropout, rng=rng, **options)
     maximum = lse.unsqueeze(-1).expand(*lse.shape, LANES)
@@ -185,7 +187,7 @@ def npu_fusion_attention_grad(
     Raises:
         OperatorError: an argument that is not as described.
     """
-    check = Check("npu_fusion_attention_grad")
+    check = ArgumentCheck("npu_fusion_attention_grad")
     del softmax_in, inner_precise, numels, gen_mask_parallel, sync
     given = Arguments(check, query, key, value, head_num, input_layout)
     given.check_numbers(padding_mask, keep_prob, scale_value=scale_value)
@@ -200,7 +202,7 @@ def npu_fusion_attention_grad(
     rng = None
     if keep_prob < 1:
         rng = torch.stack([torch.as_tensor(x, dtype=torch.int64) for x in (seed, offset)])
-    problem = Problem(scale=scale_value, dropout=1 - keep_prob, rng=rng, **options)
+    problem = AttentionProblem(scale=scale_value, dropout=1 - keep_prob, rng=rng, **options)
     has_gradient = pse is not None and not problem.has_slopes
     lse = softmax_max[..., 0] + softmax_sum[..., 0].log()
     dout, out = (_split_heads(x, head_num, input_layout) for x in (dy, attention_in))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check, public
+from mindspeed.ops._check import ArgumentCheck, public
 from mindspeed.ops.grouped_matmul import GROUPED_MATMUL, GROUPED_OUTER, cumulative, in_columns
 from mindspeed.ops.npu_groupmatmul_add import GROUPMATMUL_ADD
 from mindspeed.spmd import Local, typed
@@ -22,7 +22,7 @@ __all__ = ["npu_gmm", "npu_gmm_v2"]
 
 
 def _gmm(
-    check: Check,
+    check: ArgumentCheck,
     sizes: bool,
     x: Tensor,
     weight: Tensor,

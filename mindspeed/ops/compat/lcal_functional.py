@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed.ops import overlap
-from mindspeed.ops._check import Check
+from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops._numerics import product_flops
 from mindspeed.ops.compat.mm_all_reduce import MM_ALL_REDUCE, check_weight_int8
 from mindspeed.ops.fused_collectives import NPU, SYMMETRIC_MEMORY
@@ -63,7 +63,7 @@ class CocOps:
         self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m, n] = input1 @ input2 + bias``, without communication."""
-        b = _operands(Check("coc_ops.pure_matmul"), input1, input2, output, bias, 1)
+        b = _operands(ArgumentCheck("coc_ops.pure_matmul"), input1, input2, output, bias, 1)
         torch.mm(input1, b, out=output)
         _add(output, bias)
 
@@ -71,7 +71,7 @@ class CocOps:
         self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m, n] = sum over ranks of input1 @ input2, + bias``."""
-        check = Check("coc_ops.matmul_all_reduce")
+        check = ArgumentCheck("coc_ops.matmul_all_reduce")
         name = self._group(check)
         b = _operands(check, input1, input2, output, bias, 1)
         self._check_chunks(check, input1.size(0))
@@ -99,7 +99,7 @@ class CocOps:
             group_size: rows of input2 that share a scale, a multiple of 32 below k; 0 for all.
             bias: ``[1, n]`` or ``[n]``, dtype of input1, or None; added once.
         """
-        check = Check("coc_ops.matmul_all_reduce_w8a16")
+        check = ArgumentCheck("coc_ops.matmul_all_reduce_w8a16")
         name = self._group(check)
         check.require(self.chunks == 1, "chunks", "1: its collective is not divided", self.chunks)
         check.rank(2, input1=input1, input2=input2)
@@ -118,7 +118,7 @@ class CocOps:
         self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m / p, n]``: this rank's rows of the sum of ``input1 @ input2``, + bias."""
-        check = Check("coc_ops.matmul_reduce_scatter")
+        check = ArgumentCheck("coc_ops.matmul_reduce_scatter")
         name = self._group(check)
         ranks = resolve(name).size()
         expected = f"a number of rows that {ranks} ranks divide"
@@ -132,7 +132,9 @@ class CocOps:
         self, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None = None
     ) -> None:
         """``output [m, n] = (input1 of all ranks) @ input2 + bias``."""
-        self._all_gather(Check("coc_ops.all_gather_matmul"), input1, input2, output, None, bias)
+        self._all_gather(
+            ArgumentCheck("coc_ops.all_gather_matmul"), input1, input2, output, None, bias
+        )
 
     def all_gather_matmul_v2(
         self,
@@ -144,12 +146,12 @@ class CocOps:
     ) -> None:
         """The same, and ``comm_output = input1 of all ranks``, ``[m, k]``, dtype of input1."""
         self._all_gather(
-            Check("coc_ops.all_gather_matmul_v2"), input1, input2, output, comm_output, bias
+            ArgumentCheck("coc_ops.all_gather_matmul_v2"), input1, input2, output, comm_output, bias
         )
 
     def _all_gather(
         self,
-        check: Check,
+        check: ArgumentCheck,
         input1: Tensor,
         input2: Tensor,
         output: Tensor,
@@ -170,14 +172,14 @@ class CocOps:
             ALL_GATHER_MATMUL_V2(input1.contiguous(), b, output, comm_output, self.chunks, name)
         _add(output, bias)
 
-    def _group(self, check: Check) -> str:
+    def _group(self, check: ArgumentCheck) -> str:
         group = tensor_parallel() if self.group is None else self.group
         if group is None:
             remedy = "one in CocOps(group), or Megatron's tensor-parallel group initialised"
             check.fail("group", remedy, None)
         return group_name(check, group=group)
 
-    def _check_chunks(self, check: Check, rows: int) -> None:
+    def _check_chunks(self, check: ArgumentCheck, rows: int) -> None:
         fits = isinstance(self.chunks, int) and self.chunks >= 1 and rows % self.chunks == 0
         expected = f"a number of chunks that divides the {rows} rows of a rank"
         check.require(fits, "chunks", expected, self.chunks)
@@ -188,7 +190,12 @@ coc_ops = CocOps()
 
 
 def _operands(
-    check: Check, input1: Tensor, input2: Tensor, output: Tensor, bias: Tensor | None, growth: float
+    check: ArgumentCheck,
+    input1: Tensor,
+    input2: Tensor,
+    output: Tensor,
+    bias: Tensor | None,
+    growth: float,
 ) -> Tensor:
     """Check the tensors and return input2 as ``[k, n]``; ``growth``: rows of output / of input1."""
     check.floating(input1=input1, input2=input2)
@@ -202,7 +209,12 @@ def _operands(
 
 
 def _check_output(
-    check: Check, input1: Tensor, output: Tensor, bias: Tensor | None, n: int, growth: float = 1
+    check: ArgumentCheck,
+    input1: Tensor,
+    output: Tensor,
+    bias: Tensor | None,
+    n: int,
+    growth: float = 1,
 ) -> None:
     check.floating(input1=input1, output=output, bias=bias)
     check.shape((round(input1.size(0) * growth), n), output=output)

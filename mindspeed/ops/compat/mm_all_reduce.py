@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check, public
+from mindspeed.ops._check import FLOATS, ArgumentCheck, public
 from mindspeed.ops._numerics import accumulation_dtype, product_flops
 from mindspeed.ops.compat.quant_gmm import int_product, unpacked_scale
 from mindspeed.ops.process_groups import comm_name, group_name, resolve
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def _check_residual(
-    check: Check,
+    check: ArgumentCheck,
     x1: Tensor,
     x2: Tensor,
     residual: Tensor,
@@ -66,7 +66,11 @@ def _check_residual(
 
 
 def _check_int8(
-    check: Check, x1: Tensor, x2: Tensor, antiquant_scale: Tensor | None, dequant_scale: Tensor
+    check: ArgumentCheck,
+    x1: Tensor,
+    x2: Tensor,
+    antiquant_scale: Tensor | None,
+    dequant_scale: Tensor,
 ) -> None:
     check.dtype((torch.int8,), x1=x1, x2=x2)
     check.require(
@@ -78,7 +82,12 @@ def _check_int8(
 
 
 def check_weight_int8(
-    check: Check, x1: Tensor, x2: Tensor, scale: Tensor, offset: Tensor | None, group_size: int
+    check: ArgumentCheck,
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    group_size: int,
 ) -> None:
     """Check int8 weights x2 ``[k, n]`` with their scale and offset, of one shape: ``[1]``, ``[n]``
     or ``[1, n]``, or ``[ceil(k / group_size), n]`` for groups of rows."""
@@ -100,7 +109,7 @@ def check_weight_int8(
         check.shape(scale.shape, antiquant_offset=offset)
 
 
-def _one_of(check: Check, shapes: list[tuple[int, ...]], **given: Tensor) -> None:
+def _one_of(check: ArgumentCheck, shapes: list[tuple[int, ...]], **given: Tensor) -> None:
     for name, x in given.items():
         expected = "shape " + " or ".join(map(str, shapes))
         check.require(tuple(x.shape) in shapes, name, expected, tuple(x.shape))
@@ -192,7 +201,7 @@ MM_ALL_REDUCE = Operator(
 
 
 def _add_rms_norm(
-    check: Check,
+    check: ArgumentCheck,
     in_place: bool,
     x1: Tensor,
     x2: Tensor,

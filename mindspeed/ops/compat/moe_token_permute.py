@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops.moe_permutation import MOE_PERMUTE, MOE_UNPERMUTE
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "npu_moe_token_unpermute",
 ]
 
-_check = Check("npu_moe_token_permute")
+_check = ArgumentCheck("npu_moe_token_permute")
 
 
 def npu_moe_token_permute(
@@ -72,7 +72,7 @@ def npu_moe_token_permute(
 npu_fused_moe_token_permute = npu_moe_token_permute
 
 
-_check_unpermute = Check("npu_moe_token_unpermute")
+_check_unpermute = ArgumentCheck("npu_moe_token_unpermute")
 
 
 def npu_moe_token_unpermute(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check
+from mindspeed.ops._check import FLOATS, ArgumentCheck
 from mindspeed.ops.process_groups import group_name, resolve
 from mindspeed.ops.registry import Operator, torch_npu
 
@@ -24,7 +24,7 @@ __all__ = ["npu_grouped_mat_mul_all_reduce"]
 
 MOST_GROUPS = 64
 
-_check = Check("npu_grouped_mat_mul_all_reduce")
+_check = ArgumentCheck("npu_grouped_mat_mul_all_reduce")
 
 
 def npu_grouped_mat_mul_all_reduce(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import FLOATS, Check, public
+from mindspeed.ops._check import FLOATS, ArgumentCheck, public
 from mindspeed.ops._numerics import WORKLOAD_ROWS, product_flops, random
 from mindspeed.ops.compat._activations import BY_CODE
 from mindspeed.ops.grouped_matmul import cumulative, npu_grouped_matmul, sample_ends
@@ -28,7 +28,7 @@ _OUTPUTS = (torch.float16, torch.bfloat16, torch.int8)
 
 
 def _quant_gmm(
-    check: Check,
+    check: ArgumentCheck,
     sizes: bool,
     x: Tensor,
     weight: Tensor,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed.ops._check import Check, public
+from mindspeed.ops._check import ArgumentCheck, public
 from mindspeed.ops._numerics import accumulation_dtype, product_flops, random
 from mindspeed.ops.compat._activations import BY_CODE
 from mindspeed.ops.compat.quant_gmm import int8_workload
@@ -24,7 +24,7 @@ __all__ = ["npu_weight_quant_gmm", "npu_weight_quant_gmm_v2"]
 
 
 def _weight_quant_gmm(
-    check: Check,
+    check: ArgumentCheck,
     sizes: bool,
     x: Tensor,
     weight: Tensor,

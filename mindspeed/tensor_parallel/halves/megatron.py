@@ -29,7 +29,7 @@ from mindspeed.journal import Journal, replace_method
 from mindspeed.tensor_parallel import exchange
 from mindspeed.tensor_parallel.exchange import Started
 from mindspeed.tensor_parallel.halves.order import ALL_REDUCE, HALVES, SEQUENCE_PARALLEL
-from mindspeed.tensor_parallel.halves.stream import Stream, halves_of
+from mindspeed.tensor_parallel.halves.stream import HalvesStream, halves_of
 from mindspeed.tensor_parallel.megatron import closing_parts
 from mindspeed.tensor_parallel.random_streams import replayed
 
@@ -127,7 +127,7 @@ class HalvesForward:
         self.following: HalvesForward | None = None
         self.after: HalvesForward | None = None
         self.trace: Callable[[str], None] | None = None
-        self._open: Stream | None = None
+        self._open: HalvesStream | None = None
         self._checked = False
 
     def __call__(
@@ -157,7 +157,7 @@ class HalvesForward:
             setattr(out, CARRIED, stream)
         return out, kwargs.get("context")
 
-    def _stream(self, hidden: Tensor) -> Stream:
+    def _stream(self, hidden: Tensor) -> HalvesStream:
         """The stream of the layer before, or a new one."""
         if self.after is not None:
             left, self.after._open = self.after._open, None
@@ -169,9 +169,9 @@ class HalvesForward:
                 )
             return left
         if not self.attention.layer.config.sequence_parallel:
-            return Stream(hidden, ALL_REDUCE, trace=self.trace)
+            return HalvesStream(hidden, ALL_REDUCE, trace=self.trace)
         gather = partial(_gather, self.attention.column.tp_group)
-        return Stream(hidden, SEQUENCE_PARALLEL, gather, self.trace)
+        return HalvesStream(hidden, SEQUENCE_PARALLEL, gather, self.trace)
 
 
 def _gather(group: Any, x: Tensor) -> Started:

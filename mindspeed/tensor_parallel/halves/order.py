@@ -31,7 +31,7 @@ Kind = Literal["I", "1", "2"]
 
 
 @dataclass(frozen=True)
-class Step:
+class OrderStep:
     """One step of a text.
 
     Attributes:
@@ -48,7 +48,7 @@ class Step:
         return "ab"[self.half] + self.kind
 
 
-Steps = tuple[Step, ...]
+Steps = tuple[OrderStep, ...]
 
 
 class Order(NamedTuple):
@@ -65,7 +65,7 @@ class Order(NamedTuple):
 
 def _steps(text: str) -> Steps:
     return tuple(
-        Step("ab".index(word[0]), word[1], word.endswith("'"))  # type: ignore[arg-type]
+        OrderStep("ab".index(word[0]), word[1], word.endswith("'"))  # type: ignore[arg-type]
         for word in text.split()
     )
 
@@ -74,11 +74,11 @@ ALL_REDUCE = Order.of("aI a1 a2 bI b1 b2", "bI' b2 b1 aI' a2 a1")
 SEQUENCE_PARALLEL = Order.of("a1 bI a2 b1 aI' b2", "b2 aI' b1 a2 bI a1")
 
 
-def before(steps: Sequence[Step]) -> list[Step]:
+def before(steps: Sequence[OrderStep]) -> list[OrderStep]:
     """What a text lacks before the first sublayer."""
-    return [Step(one.half, "I") for one in steps if one.kind == "I" and one.ahead]
+    return [OrderStep(one.half, "I") for one in steps if one.kind == "I" and one.ahead]
 
 
-def after(steps: Sequence[Step]) -> list[Step]:
+def after(steps: Sequence[OrderStep]) -> list[OrderStep]:
     """What a text lacks after the last sublayer."""
-    return [Step(one.half, "I") for one in steps if one.kind == "I" and not one.ahead]
+    return [OrderStep(one.half, "I") for one in steps if one.kind == "I" and not one.ahead]

@@ -28,7 +28,7 @@ from torch import Tensor
 from mindspeed.errors import TrainingError
 from mindspeed.spmd import Passes, typed
 from mindspeed.tensor_parallel.exchange import Exchange, Started, running
-from mindspeed.tensor_parallel.halves.order import HALVES, Order, Step, after, before
+from mindspeed.tensor_parallel.halves.order import HALVES, Order, OrderStep, after, before
 
 Gather = Callable[[Tensor], Started]
 """Starts to gather ``[s/p, b, h]`` along s."""
@@ -87,7 +87,7 @@ class _Part:
     output: tuple[Tensor, Tensor | None] | None = None
 
 
-class Stream:
+class HalvesStream:
     """A micro-batch as two halves.
 
     Args:
@@ -169,7 +169,7 @@ class Stream:
                 self._enter(step.half, index + step.ahead, upcoming[index + step.ahead])
                 continue
             inside = []
-            while (one := steps.pop(0)) != Step(step.half, "2"):
+            while (one := steps.pop(0)) != OrderStep(step.half, "2"):
                 inside.append(one)
             self._say(str(step), index, "F")
             self._call(step.half, index, inside, upcoming)
@@ -199,7 +199,11 @@ class Stream:
         self._keep(part, "I", leaves, outputs)
 
     def _call(
-        self, half: int, index: int, inside: Sequence[Step], upcoming: Sequence[Sublayer | None]
+        self,
+        half: int,
+        index: int,
+        inside: Sequence[OrderStep],
+        upcoming: Sequence[Sublayer | None],
     ) -> None:
         """``1``, what is between, and ``2``."""
         part, sublayer = self._parts[index][half], self._sublayers[index]
@@ -267,7 +271,7 @@ class Stream:
         if self._gather is not None and dy is not None:
             self._parts[index - 1][half].exchange.grad_output = self._gather(dy)
 
-    def _call_backward(self, step: Step, index: int) -> None:
+    def _call_backward(self, step: OrderStep, index: int) -> None:
         part, half = self._parts[index][step.half], step.half
         if step.kind not in part.stretches:
             return  # 2 is a part of 1
@@ -330,7 +334,7 @@ class _Layer:
             layer before may have entered, and that norm of the next one.
     """
 
-    stream: Stream
+    stream: HalvesStream
     indices: range
     first: bool
     closed: bool

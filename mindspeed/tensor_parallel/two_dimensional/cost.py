@@ -44,7 +44,7 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class Cost:
+class GridTraffic:
     """Traffic of a rank on a grid; forward, backward and attention in units of s b e / p bytes."""
 
     x: int
@@ -59,15 +59,15 @@ class Cost:
         return self.forward + self.backward + self.ring
 
 
-def one_dimensional(widths: Widths, ranks: int) -> Cost:
+def one_dimensional(widths: Widths, ranks: int) -> GridTraffic:
     """Sequence parallelism over p ranks: X = p, and nothing to exchange over y."""
     return two_dimensional(widths, ranks, 1)
 
 
-def two_dimensional(widths: Widths, x: int, y: int) -> Cost:
+def two_dimensional(widths: Widths, x: int, y: int) -> GridTraffic:
     """The grid of X x Y ranks."""
     w = widths
-    return Cost(
+    return GridTraffic(
         x,
         y,
         forward=4 * w.hidden * (x - 1) + (w.qkv + w.proj + w.fc1 + w.fc2) * (y - 1),
@@ -76,14 +76,14 @@ def two_dimensional(widths: Widths, x: int, y: int) -> Cost:
     )
 
 
-def grids(widths: Widths, ranks: int) -> Iterator[Cost]:
+def grids(widths: Widths, ranks: int) -> Iterator[GridTraffic]:
     """All grids of p ranks with X and Y > 1, large X first."""
     for y in range(2, ranks // 2 + 1):
         if ranks % y == 0:
             yield two_dimensional(widths, ranks // y, y)
 
 
-def best_tp_2d(widths: Widths, ranks: int) -> Cost | None:
+def best_tp_2d(widths: Widths, ranks: int) -> GridTraffic | None:
     """The grid that sends least; None where one dimension does, or where there is no grid."""
     plain = one_dimensional(widths, ranks)
     return min(
@@ -100,7 +100,7 @@ def table(widths: Widths, ranks: int) -> str:
     return "\n".join("  ".join(f"{cell:>11}" for cell in row) for row in _rows(head, plain, widths))
 
 
-def _rows(head: tuple[str, ...], plain: Cost, widths: Widths) -> Iterable[tuple[str, ...]]:
+def _rows(head: tuple[str, ...], plain: GridTraffic, widths: Widths) -> Iterable[tuple[str, ...]]:
     yield head
     for cost in (plain, *grids(widths, plain.x)):
         ratios = (

@@ -54,7 +54,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Communication:
+class GridCommunication:
     """The two groups of a layer, and which collectives are hidden behind its products.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor,
-        communication: Communication,
+        communication: GridCommunication,
         products: Products,
     ) -> torch.Tensor:
         ctx.communication, ctx.products, ctx.x_dtype = communication, products, x.dtype
@@ -133,7 +133,7 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    communication: Communication,
+    communication: GridCommunication,
     products: Products,
 ) -> torch.Tensor:
     """Gather, multiply, scatter; differentiable, collective over both groups.

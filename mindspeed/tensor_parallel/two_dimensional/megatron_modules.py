@@ -23,7 +23,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from mindspeed import device as devices
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid
-from mindspeed.tensor_parallel.two_dimensional.linear import Communication, Products, linear
+from mindspeed.tensor_parallel.two_dimensional.linear import GridCommunication, Products, linear
 from mindspeed.tensor_parallel.two_dimensional.norm import norm
 
 
@@ -45,15 +45,15 @@ class Layers:
     overlap_scatter: bool = False
     overlap_backward: bool = False
 
-    def first(self) -> Communication:
+    def first(self) -> GridCommunication:
         """Communication of qkv and fc1."""
         grid = self.grid
-        return Communication(grid.x, grid.y, False, self.overlap_scatter, self.overlap_backward)
+        return GridCommunication(grid.x, grid.y, False, self.overlap_scatter, self.overlap_backward)
 
-    def second(self) -> Communication:
+    def second(self) -> GridCommunication:
         """Communication of proj and fc2."""
         grid = self.grid
-        return Communication(grid.y, grid.x, self.overlap_gather, False, self.overlap_backward)
+        return GridCommunication(grid.y, grid.x, self.overlap_gather, False, self.overlap_backward)
 
 
 class GridLinear(torch.nn.Module):

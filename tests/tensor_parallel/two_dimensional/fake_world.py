@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mindspeed.instruments import CommLedger, Link, VirtualClock
 from mindspeed.tensor_parallel.two_dimensional import grid as grids
 from mindspeed.tensor_parallel.two_dimensional.cost import Widths
-from mindspeed.tensor_parallel.two_dimensional.linear import Communication, linear
+from mindspeed.tensor_parallel.two_dimensional.linear import GridCommunication, linear
 from tests.tensor_parallel.two_dimensional.grid_ranks import PRODUCTS
 
 Layer = tuple[tuple[int, ...], tuple[int, ...], Callable[..., torch.Tensor]]
@@ -24,7 +24,7 @@ PHASES = ("forward", "backward")
 
 
 class Layout(NamedTuple):
-    """A grid, sequence parallelism where x is p; flags of :class:`Communication`."""
+    """A grid, sequence parallelism where x is p; flags of :class:`GridCommunication`."""
 
     x: int
     overlaps: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ def _layers(ranks: int, rows: int, widths: Widths, layout: Layout) -> list[Layer
 
     def on_grid(gathers: Any, scatters: Any, without: str) -> Callable[..., torch.Tensor]:
         own = {name: value for name, value in options.items() if name != without}
-        communication = Communication(gathers, scatters, **own)
+        communication = GridCommunication(gathers, scatters, **own)
         return lambda x, weight: linear(x, weight, None, communication, PRODUCTS)
 
     first = on_grid(over_x, over_y, "overlap_gather")

@@ -13,7 +13,7 @@ from mindspeed.instruments import CommLedger
 from mindspeed.te import comm, kernels
 from mindspeed.tensor_parallel.two_dimensional import grid as grids
 from mindspeed.tensor_parallel.two_dimensional.grid import Grid, from_grid, to_grid
-from mindspeed.tensor_parallel.two_dimensional.linear import Communication, Products, linear
+from mindspeed.tensor_parallel.two_dimensional.linear import GridCommunication, Products, linear
 from mindspeed.tensor_parallel.two_dimensional.norm import norm
 
 SEQUENCE, BATCH, HIDDEN, FFN = 16, 2, 24, 48
@@ -95,8 +95,8 @@ def mlp(
     first, second = (
         replace(communication, **{name: True for name in overlaps if name != other})
         for communication, other in (
-            (Communication(grid.x, grid.y), "overlap_gather"),
-            (Communication(grid.y, grid.x), "overlap_scatter"),
+            (GridCommunication(grid.x, grid.y), "overlap_gather"),
+            (GridCommunication(grid.y, grid.x), "overlap_scatter"),
         )
     )
     # Not contiguous, as views of larger tensors are.
