@@ -27,18 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed.data import reasoning
-from mindspeed.data.answer_spans import (
-    answers_of,
-    around,
-    end_of_header,
-    equal_characters,
-    located,
-    mark,
-    prompted,
-    remarks_on,
-    trained_answers,
-    without_prompt,
-)
 from mindspeed.data.chat_template import (
     BEGUN,
     CHANGED,
@@ -50,7 +38,17 @@ from mindspeed.data.chat_template import (
     Rendered,
     Span,
     Tools,
+    answers_of,
+    around,
+    end_of_header,
+    equal_characters,
+    located,
+    mark,
+    prompted,
+    remarks_on,
     switched,
+    trained_answers,
+    without_prompt,
 )
 from mindspeed.data.hf_tokenizer import check_config, read_config
 from mindspeed.data.jinja_process import JinjaProcess

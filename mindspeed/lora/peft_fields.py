@@ -29,7 +29,7 @@ from mindspeed.json_fields import (
     Whole,
     check,
 )
-from mindspeed.models.config_fields import Field, Fields, fixed, used
+from mindspeed.models.config_fields import Field, KnownFields, fixed, used
 
 _NO_EFFECT = Field(ANYTHING, "no effect")
 _NAMES = Either(TEXT, ListOf(TEXT))
@@ -38,7 +38,7 @@ _RANK, _ALPHA = Whole(1, 2**20), Real(1e-12, 1e12)
 # Ways to draw A and B that leave the base model's weights as they are.
 _DRAWN = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
-FIELDS: Fields = {
+FIELDS: KnownFields = {
     **dict.fromkeys(
         (
             "task_type",

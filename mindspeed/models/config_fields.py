@@ -48,7 +48,7 @@ class Field:
     role: Role
 
 
-Fields = Mapping[str, Field]
+KnownFields = Mapping[str, Field]
 
 
 def used(allowed: Allowed) -> Field:
@@ -72,7 +72,7 @@ def _no_effect(*names: str) -> dict[str, Field]:
 
 
 # Keys inside rope_parameters or rope_scaling.
-ROPE: Fields = {
+ROPE: KnownFields = {
     "rope_theta": used(Real(2, 1e12)),
     "rope_type": used(TEXT),
     "type": used(TEXT),
@@ -93,7 +93,7 @@ ROPE: Fields = {
 }
 
 
-def _rope_object(keys: Fields) -> Field:
+def _rope_object(keys: KnownFields) -> Field:
     return used(Object({name: field.allowed for name, field in keys.items()}))
 
 
@@ -104,10 +104,10 @@ _TWO_ROPES = used(
         | dict.fromkeys(("full_attention", "sliding_attention"), _ROPE_OBJECT.allowed)
     )
 )
-_ALPHA: Fields = {"alpha": used(Real(1e-6, 1e9))}
-_PART: Fields = {"partial_rotary_factor": used(Real(0, 1))}
+_ALPHA: KnownFields = {"alpha": used(Real(1e-6, 1e9))}
+_PART: KnownFields = {"partial_rotary_factor": used(Real(0, 1))}
 
-_EVERY: Fields = {
+_EVERY: KnownFields = {
     **_no_effect(
         "transformers_version",
         "architectures",
@@ -136,55 +136,55 @@ _EVERY: Fields = {
     "num_attention_heads": used(_COUNT),
     "tie_word_embeddings": used(BOOL),
 }
-_ROTARY: Fields = {
+_ROTARY: KnownFields = {
     "rope_parameters": _ROPE_OBJECT,
     "rope_scaling": _ROPE_OBJECT,
     "rope_theta": ROPE["rope_theta"],
     "partial_rotary_factor": ROPE["partial_rotary_factor"],
 }
-_PARTLY_ROTARY: Fields = {
+_PARTLY_ROTARY: KnownFields = {
     **_ROTARY,
     **_PART,
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope_object({**ROPE, **_PART})),
 }
-_GATED: Fields = {
+_GATED: KnownFields = {
     **_EVERY,
     "intermediate_size": used(_SIZE),
     "max_position_embeddings": used(Whole(1)),
     "rms_norm_eps": used(Real(0, 1)),
     "hidden_act": fixed("silu", "swish"),
 }
-_DROPOUT: Fields = {"attention_dropout": used(Real(0, 1))}
-_HEADS: Fields = dict.fromkeys(("num_key_value_heads", "head_dim"), used(_COUNT))
-_LLAMA_LIKE: Fields = {
+_DROPOUT: KnownFields = {"attention_dropout": used(Real(0, 1))}
+_HEADS: KnownFields = dict.fromkeys(("num_key_value_heads", "head_dim"), used(_COUNT))
+_LLAMA_LIKE: KnownFields = {
     **_GATED,
     **_ROTARY,
     **_DROPOUT,
     **_HEADS,
 }
-_WINDOW: Fields = {
+_WINDOW: KnownFields = {
     "sliding_window": used(Whole(1)),
     # Mistral's class does not know it, and later versions give it a meaning.
     "layer_types": used(ListOf(TEXT)),
 }
-_SWITCHED_WINDOW: Fields = {
+_SWITCHED_WINDOW: KnownFields = {
     **_WINDOW,
     "use_sliding_window": used(BOOL),
     "max_window_layers": used(Whole()),
 }
-_BIAS: Fields = {"attention_bias": used(BOOL)}
-_EXPERTS: Fields = {
+_BIAS: KnownFields = {"attention_bias": used(BOOL)}
+_EXPERTS: KnownFields = {
     "num_experts": used(_COUNT),
     "num_local_experts": used(_COUNT),
     "num_experts_per_tok": used(_COUNT),
     "router_aux_loss_coef": used(Real(0, 1e6)),
 }
-_SPARSE: Fields = {
+_SPARSE: KnownFields = {
     "norm_topk_prob": used(BOOL),
     "decoder_sparse_step": used(_COUNT),
     "mlp_only_layers": used(ListOf(Whole())),
 }
-_LATENT: Fields = {
+_LATENT: KnownFields = {
     "num_key_value_heads": used(_COUNT),
     # The norms inside latent attention have this epsilon whatever the file says.
     "rms_norm_eps": fixed(1e-6),
@@ -195,7 +195,7 @@ _LATENT: Fields = {
     "qk_rope_head_dim": used(_SIZE),
     "v_head_dim": used(_SIZE),
 }
-_ROUTED: Fields = {
+_ROUTED: KnownFields = {
     "n_routed_experts": used(_COUNT),
     "num_experts_per_tok": used(_COUNT),
     "n_shared_experts": used(Whole(0, 2**16)),
@@ -205,12 +205,12 @@ _ROUTED: Fields = {
     "first_k_dense_replace": used(Whole()),
     "moe_intermediate_size": used(_SIZE),
 }
-_PREDICTION: Fields = {
+_PREDICTION: KnownFields = {
     # Layers of multi-token prediction: read with --mtp-num-layers.
     "num_mtp_layers": Field(or_null(Whole(0, 64)), "no effect"),
     "num_nextn_predict_layers": Field(or_null(Whole(0, 64)), "no effect"),
 }
-_HYBRID: Fields = {
+_HYBRID: KnownFields = {
     **_HEADS,
     "attention_bias": fixed(False),
     "layer_types": used(ListOf(TEXT)),
@@ -221,11 +221,11 @@ _HYBRID: Fields = {
     "linear_num_key_heads": used(_COUNT),
     "linear_num_value_heads": used(_COUNT),
 }
-_MULTIPLIERS: Fields = dict.fromkeys(
+_MULTIPLIERS: KnownFields = dict.fromkeys(
     ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     used(Real(1e-6, 1e6)),
 )
-_GEMMA: Fields = {
+_GEMMA: KnownFields = {
     **{key: field for key, field in _LLAMA_LIKE.items() if key != "hidden_act"},
     **_WINDOW,
     "hidden_activation": fixed("gelu_pytorch_tanh"),
@@ -233,7 +233,7 @@ _GEMMA: Fields = {
     "query_pre_attn_scalar": used(Real(1e-6, 1e9)),
     "use_bidirectional_attention": fixed(False),
 }
-_HUNYUAN: Fields = {
+_HUNYUAN: KnownFields = {
     **_LLAMA_LIKE,
     **_BIAS,
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _rope_object({**ROPE, **_ALPHA})),
@@ -243,7 +243,7 @@ _PLAIN_ROPE = Field(
     or_null(Object({"rope_theta": OneOf(10000.0), "rope_type": OneOf("default"), "factor": NULL})),
     "fixed",
 )
-_OWN: Fields = {
+_OWN: KnownFields = {
     # Classes next to the weights: their rotary base is in the code.
     **_GATED,
     "rope_parameters": _PLAIN_ROPE,
@@ -251,7 +251,7 @@ _OWN: Fields = {
     "rope_theta": fixed(10000.0),
 }
 
-FIELDS: Mapping[str, Fields] = {
+FIELDS: Mapping[str, KnownFields] = {
     "llama": {**_LLAMA_LIKE, **_BIAS, "mlp_bias": fixed(False)},
     "qwen2": {**_LLAMA_LIKE, **_SWITCHED_WINDOW},
     "qwen3": {**_LLAMA_LIKE, **_SWITCHED_WINDOW, **_BIAS},

@@ -19,7 +19,7 @@ from mindspeed.models.config_json import (
     Tied,
     Window,
 )
-from mindspeed.models.family_parts import (
+from mindspeed.models.family import (
     BIASES,
     DROPOUT,
     HYBRID,

@@ -16,7 +16,7 @@ from packaging.version import Version
 from mindspeed.adaptor.repairs.data import dataset_tokens
 from mindspeed.adaptor.repairs.experts import router_loss_scale
 from mindspeed.adaptor.repairs.parallel import losses
-from mindspeed.adaptor.versions import TESTED, checkpoints, fields, is_tested, safe_globals, trainer
+from mindspeed.adaptor.versions import TESTED, checkpoints, fields, is_tested, trainer
 from mindspeed.adaptor.versions.defined import with_parameters
 from mindspeed.adaptor.versions.tokenizers import NumberTokenizer
 from mindspeed.adaptor.versions.trainer import known_options, learning_rate
@@ -167,11 +167,11 @@ def test_a_loss_of_two_values_is_refused_per_token_before_0_15():
 
 
 def test_the_common_state_names_known_classes_only_before_0_15(monkeypatch, tmp_path):
-    monkeypatch.setattr(safe_globals, "at_least", lambda version: False)
+    monkeypatch.setattr(checkpoints, "at_least", lambda version: False)
     hooks = SimpleNamespace(when_imported=lambda name, then: modules.setdefault(name, then))
     modules, journal = {}, Journal()
     reader = SimpleNamespace(torch=torch)
-    safe_globals.install(hooks, journal)
+    checkpoints.install(hooks, journal)
     modules["megatron.core.dist_checkpointing.strategies.common"](reader)
     file = tmp_path / "common.pt"
     torch.save({"args": argparse.Namespace(lr=1.0)}, file)

@@ -33,7 +33,7 @@ from typing import Any
 import numpy
 
 from mindspeed.adaptor.importing import PostImportHooks
-from mindspeed.adaptor.versions import safe_globals
+from mindspeed.adaptor.versions import checkpoints
 from mindspeed.errors import SecurityError
 from mindspeed.journal import Journal
 from mindspeed.security import ENUM_MEMBER
@@ -67,7 +67,7 @@ def install(hooks: PostImportHooks, journal: Journal) -> None:
     def data_set(module: ModuleType) -> None:
         journal.set(module, "numpy", _Numpy(), owner=OWNER)
 
-    safe_globals.install(hooks, journal)
+    checkpoints.install(hooks, journal)
     hooks.around_import(SAFE_GLOBALS, functools.partial(_allow_enum_members, journal))
     hooks.when_imported(PLANNER, planner)
     hooks.when_imported(READER, reader)
