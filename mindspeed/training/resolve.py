@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -73,6 +74,7 @@ def resolve(
     if not problems:
         _shape(args)
         _precision(args)
+        _tokenizer(args)
         problems = [*_batch(args), *_model(args), *output(args)]
         if training:
             problems += [*_experts(args), *_optimizer(args), *duration(args), *data(args)]
@@ -152,6 +154,14 @@ def _precision(args: argparse.Namespace) -> None:
             args.accumulate_allreduce_grads_in_fp32 = True
     if args.weight_decay_incr_style == "constant":
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
+
+
+def _tokenizer(args: argparse.Namespace) -> None:
+    """A checkpoint is also opened from another directory than that of the training."""
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(args, name, None)
+        if path and os.path.exists(path):
+            setattr(args, name, os.path.abspath(path))
 
 
 def _batch(args: argparse.Namespace) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mindspeed.errors import ConfigError
@@ -178,6 +180,8 @@ GOOD = {
     ),
     "recomputation of all": ([*TINY, "--checkpoint-policy", "full"],),
     "accumulation": ([*_without_batch(), "--gradient-accumulation-steps", "3"], None, 2),
+    "relative tokenizer": ([*TINY, "--tokenizer-model", "docs"],),
+    "named tokenizer": ([*TINY, "--tokenizer-model", "no-directory"],),
     "pattern": ([*TINY, "--num-experts", "4", "--moe-layer-freq", "([1]*1+[0]*1)*2"],),
     "virtual stages": (
         [
@@ -235,6 +239,12 @@ def test_sizes_that_follow_from_others_are_megatron_lms(results):
     assert results["virtual stages"]["values"]["virtual_pipeline_model_parallel_size"] == 2
     assert results["pattern"]["values"]["moe_layer_freq"] == [1, 0, 1, 0]
     assert results["big numbers"]["values"]["rotary_base"] == 1_000_000
+
+
+def test_a_checkpoint_finds_its_tokenizer_from_any_directory(results):
+    """Names that are no path stay as they are."""
+    assert results["relative tokenizer"]["values"]["tokenizer_model"] == str(Path("docs").resolve())
+    assert results["named tokenizer"]["values"]["tokenizer_model"] == "no-directory"
 
 
 def test_old_names_mean_what_they_meant(results):
