@@ -59,6 +59,8 @@ def page_of(runs, capsys, fault, flags_of_a, flags):
     return capsys.readouterr().out
 
 
+# Weekly: one more or another operator, as in a row beside.
+@pytest.mark.weekly_cases("residual scaled", "product in bf16", "keys of another position")
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_operator_is_named(runs, capsys, fault):
@@ -67,6 +69,7 @@ def test_the_operator_is_named(runs, capsys, fault):
     assert re.search(expected, page), page
 
 
+@pytest.mark.weekly_cases("attention scale*", "another activation", "one bit in attention")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", OTHER_LAYOUT)
 def test_the_operator_is_named_in_another_layout(runs, capsys, fault):

@@ -44,7 +44,7 @@ def test_the_difference_is_there_without_the_job(runs, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "module"), [("", LAYER), (TP2, LAYER), (TP2, ATTENTION)])
+@pytest.mark.parametrize(("flags", "module"), [(TP2, LAYER), (TP2, ATTENTION)])
 def test_without_a_fault_there_is_none(runs, tmp_path, flags, module):
     a = saved(runs, flags, module)
     write(a, a, 0, module, tmp_path / "same", rank=1 if flags else 0)
