@@ -104,6 +104,23 @@ def _ids(found, options):
     return [[tokens for tokens, _ in row] for row in found]
 
 
+# Weekly: families whose layers keep the same states as those of a daily one; tests/models compares
+# the logits of all.
+@pytest.mark.weekly_cases(
+    *(
+        "aquila",
+        "internlm",
+        "internlm2",
+        "internlm3",
+        "baichuan-7b",
+        "baichuan-13b",
+        "baichuan2-7b",
+    ),
+    *("llama3.1-scaling", "llama3.2-tied", "qwen2.5", "qwen3-yarn", "seed-oss", "ernie4.5"),
+    *("phi3", "granite", "granite-moe", "hunyuan-moe", "ernie4.5-moe", "glm4-moe", "qwen2-moe"),
+    *("mixtral", "qwen3-moe-raw-probabilities", "kimi-k2", "deepseek-v2", "deepseek-v2-lite"),
+    *("olmo2", "qwen3.5-moe"),
+)
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", CASES)
 def test_every_family_generates_as_in_transformers(oracle, ranks, name):

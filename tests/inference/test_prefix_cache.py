@@ -15,6 +15,11 @@ from tests.inference import continuous_batching_ranks
 from tests.support.tiny import CASES, VOCAB
 
 SETUP = "tests.support.warm"
+# One of each kind of attention and of positions; families of the same kind are weekly.
+DAILY = (
+    *("llama2-gqa", "mistral-window", "deepseek-v3", "bloom", "baichuan2-13b", "phi4-mini"),
+    *("smollm3", "gemma3", "minimax-m2", "gpt-oss", "llama4", "qwen3.5"),
+)
 PROMPT = [random.Random(4).randrange(1, VOCAB) for _ in range(44)]
 NOT_SHARED = {
     "qwen3-next": "gated delta nets",
@@ -49,8 +54,9 @@ def check(found):
     assert cached["computed"] == [44, 8, 5, 12]
 
 
+@pytest.mark.weekly_cases(*(name for name in CASES if name not in DAILY))
 @pytest.mark.quick_cases(3)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*DAILY, *(name for name in CASES if name not in DAILY)])
 def test_answers_are_those_without_the_cache_in_every_family(ranks, folder, name):
     args = (continuous_batching_ranks.sharing, folder(name), (1, 1), PROMPT)
     (found,) = ranks(1, *args, setup=SETUP)
