@@ -232,6 +232,8 @@ AGAIN = {
 }
 
 
+# Weekly: layouts that another row has with more beside.
+@pytest.mark.weekly_cases("pairs", "16 bits", "the distributed optimizer", "stages")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", AGAIN)
 def test_a_step_with_too_small_a_bound_is_computed_again(ranks, case, tmp_path):
@@ -269,7 +271,7 @@ def test_too_small_a_bound_is_an_error(ranks, more):
     ("more", "extra"),
     [
         pytest.param(BF16, 0, id="replicated"),
-        pytest.param(DIVIDED, 0, id="distributed"),
+        pytest.param(DIVIDED, 0, id="distributed", marks=pytest.mark.weekly),
         pytest.param((*DIVIDED, "--guard", "spike"), 1, id="guarded"),
     ],
 )

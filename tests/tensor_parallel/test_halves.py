@@ -108,9 +108,10 @@ def exposed(forward: float, backward: float) -> tuple[float, float]:
     ("parts", "wires"),
     [
         ((1, 2), [0.5, 0.8, 1.5]),
-        pytest.param((1, 1), [0.1, 0.25, 0.5, 0.6, 0.8, 1.0, 1.5], marks=pytest.mark.slow),
         pytest.param((2, 3), [0.25, 0.33, 0.5, 0.6, 1.0], marks=pytest.mark.slow),
-        pytest.param((1, 2), [0.1, 0.25, 0.33, 0.6, 1.0], marks=pytest.mark.slow),
+        # Weekly: other shares of the same formula.
+        pytest.param((1, 1), [0.1, 0.25, 0.5, 0.6, 0.8, 1.0, 1.5], marks=pytest.mark.weekly),
+        pytest.param((1, 2), [0.1, 0.25, 0.33, 0.6, 1.0], marks=pytest.mark.weekly),
     ],
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["all-reduce", "SP"])

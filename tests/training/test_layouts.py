@@ -194,6 +194,7 @@ WEEKLY = {
     *("zero-2-tensor-sequence", "tensor-2d-pipeline", "unaligned-tensor"),
     *("local-unaligned-sequence-recompute", "context-tensor-sequence", "virtual-pipeline"),
     *("tensor-parallel", "uneven-pipeline", "local-context-double-ring"),
+    "selective-recompute",  # its tensors are compared in compare/test_equal.py
     "zero-3-experts",  # in checkpoint/test_shards.py
     "tensor-2d-recompute",  # the grid trains in tensor_parallel/two_dimensional
     "local-context-hybrid-adaptive",  # counted rank by rank in planner/test_counts_context.py
