@@ -113,8 +113,9 @@ def said(asked: str) -> str:
     from tests.type_check.check_job import SMALL
 
     words = asked.split()
-    flags = f"{SMALL} --transformer-impl local --nproc 4 --tensor-model-parallel-size 2 "
-    flags += "--pipeline-model-parallel-size 2"
+    flags = f"{SMALL} --transformer-impl local --nproc 4 --tensor-model-parallel-size 2"
+    if not words:  # one with two stages is enough
+        flags += " --pipeline-model-parallel-size 2"
     if "formula" not in words:
         flags += " --sequence-parallel"
     args = Job(flags.split()).settings().args

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.architecture.source import ROOT
+from tests.support import commands_job
 from tests.type_check import faults
 from tests.type_check.check_job import SMALL
 from tests.type_check.faults import (
@@ -272,7 +273,7 @@ def found(request) -> dict[str, dict]:
     It imports the checker first, and the cases run in children of it.
     """
     mine = [item for item in request.session.items if item.path == request.path]
-    calls = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    calls = [item.callspec.params for item in mine if "found" in item.fixturenames]
     asked = {name for call in calls for name in _names(**call)}
     cases = {name: case for name, case in _cases().items() if name in asked}
     done = subprocess.run(
@@ -582,15 +583,15 @@ def test_flags_of_the_job_stand_beside_those_of_the_command():
     assert done.stdout.startswith("2 ranks: tensor 2\n") and "\naccepted: " in done.stdout
 
 
-@pytest.mark.slow
-def test_ranks_that_the_flags_do_not_divide_are_refused():
-    done = command("check", "--types", *SMALL.split(), *f"--nproc 3 {TP}".split())
-    assert done.returncode == 1
-    assert "3 ranks cannot be divided by tensor 2" in done.stderr
-
-
-@pytest.mark.slow
-def test_without_a_word_what_to_check():
-    done = command("check", "--nproc", "2")
-    assert done.returncode == 1
-    assert "say what to check: --types" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"--types {SMALL} --nproc 3 {TP}", "3 ranks cannot be divided by tensor 2"),
+        ("--nproc 2", "say what to check: --types"),
+    ],
+    ids=["ranks", "nothing"],
+)
+def test_what_cannot_be_checked_is_refused(ranks, words, message):
+    call = commands_job.run, ["check", *words.split()]
+    ((status, _, errors),) = ranks(1, *call, setup=commands_job.SETUP, backend=None)
+    assert status == 1 and message in errors
