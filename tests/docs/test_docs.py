@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mindspeed.testing import RankPool
+from tests.support import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 CHINESE = ROOT / "README.zh.md"
@@ -166,10 +169,17 @@ TOOLS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def checked(rank_pool: RankPool) -> dict[str, tuple[int, str]]:
+    """Status and output of each tool, in forks of one process."""
+    paths = [str(ROOT / "tools" / f"{tool}.py") for tool in TOOLS]
+    call = forked.run_scripts, paths, "--check"
+    (found,) = rank_pool.run(1, *call, setup="tests.support.warm", backend=None, timeout=240)
+    return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the tools need tomllib of Python 3.11")
 @pytest.mark.parametrize("tool", TOOLS)
-def test_generated_tables_are_up_to_date(tool: str) -> None:
-    if sys.version_info < (3, 11):
-        pytest.skip("tools/feature_table.py needs tomllib of Python 3.11")
-    command = [sys.executable, f"tools/{tool}.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_generated_tables_are_up_to_date(tool: str, checked: dict[str, tuple[int, str]]) -> None:
+    status, text = checked[str(ROOT / "tools" / f"{tool}.py")]
+    assert status == 0, text

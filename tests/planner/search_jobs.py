@@ -169,7 +169,7 @@ def best_of(argv: list[str], devices: int, options: dict[str, Any]) -> Any:
     from mindspeed.planner.scripts import job_of
     from mindspeed.planner.search.plan import plan
 
-    found = plan(argv, CLUSTER, devices=devices, **options)
+    found = plan(argv, CLUSTER, devices=devices, top=1, **options)
     layout, composed = found.best.layout, found.best.peak_bytes
     counted = check(job_of(argv).settings(layout.overrides(), devices).args).fullest.peak
     return layout, composed, counted, found.searched
