@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from mindspeed.cli.main import COMMANDS, GROUPS, main
+from tests.support import forked
 
 
 def test_help_lists_every_command(capsys):
@@ -23,32 +21,11 @@ def test_help_lists_every_command(capsys):
     assert set(COMMANDS) <= set(grouped)
 
 
-EVERY_HELP = """
-import contextlib, io, json
-from mindspeed.cli.main import COMMANDS, main
-results = {}
-for command in COMMANDS:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        try:
-            code = main([command, "--help"])
-        except SystemExit as stop:
-            code = stop.code
-    results[command] = code, len(text.getvalue())
-print(json.dumps(results))
-"""
-
-
-@pytest.mark.slow
-def test_every_command_has_help():
-    env = {**os.environ, "MINDSPEED_DEVICE": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", EVERY_HELP], env=env, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert set(results) == set(COMMANDS)
-    assert all(code == 0 and length > 100 for code, length in results.values()), results
+def test_every_command_has_help(ranks):
+    words = [[command, "--help"] for command in COMMANDS]
+    (answers,) = ranks(1, forked.run_all, words, setup="tests.support.warm", backend=None)
+    for (command, _), (status, text) in zip(words, answers, strict=True):
+        assert status == 0 and len(text) > 100, (command, text)
 
 
 def test_unknown_command_suggests_the_closest(capsys):

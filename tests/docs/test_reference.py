@@ -19,6 +19,8 @@ from mindspeed.cli.main import COMMANDS
 from mindspeed.features.registry import all_features
 from mindspeed.flags import flags_of
 from mindspeed.ops.catalog import operators
+from mindspeed.testing import RankPool
+from tests.support import forked
 from tests.support.browser import needs_browser, seen_in_browser
 
 ROOT = Path(__file__).parents[2]
@@ -51,25 +53,39 @@ def spellings(text: str) -> set[str]:
     return set(map(unescape, names))
 
 
-def helped(*words: str) -> set[str]:
+COMPARED = ("pipeline", "generate", "plan", "preprocess")
+
+
+@pytest.fixture(scope="module")
+def helped(rank_pool: RankPool) -> dict[str, set[str]]:
     """Flags that a command's help names at the start of an entry."""
-    command = [sys.executable, "-m", "mindspeed", *words]
-    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    entries = re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
-    found = {name for entry in entries for name in re.findall(r"(?:^|, )(--?[\w-]+)", entry)}
-    return found - HELP
+    words = {name: [name, "--help"] for name in COMPARED} | {"pretrain": ["pretrain", "--help-all"]}
+    call = forked.run_all, list(words.values())
+    (answers,) = rank_pool.run(1, *call, setup="tests.support.warm", backend=None, timeout=120)
+    found = {}
+    for name, (status, text) in zip(words, answers, strict=True):
+        assert status == 0, text
+        entries = re.findall(r"^  (-.*?)(?:  |$)", text, re.MULTILINE)
+        found[name] = {
+            one for entry in entries for one in re.findall(r"(?:^|, )(--?[\w-]+)", entry)
+        }
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["pipeline", "generate", "plan", "preprocess"])
-def test_the_page_has_the_flags_that_the_help_of_a_command_has(flags: str, command: str) -> None:
-    assert spellings(sections(flags)[f"mindspeed {command}"]) == helped(command, "--help")
+@pytest.mark.parametrize("command", COMPARED)
+def test_the_page_has_the_flags_that_the_help_of_a_command_has(
+    flags: str, helped: dict[str, set[str]], command: str
+) -> None:
+    assert spellings(sections(flags)[f"mindspeed {command}"]) == helped[command] - HELP
 
 
 @pytest.mark.slow
-def test_the_page_has_the_flags_that_the_help_of_training_has(flags: str) -> None:
+def test_the_page_has_the_flags_that_the_help_of_training_has(
+    flags: str, helped: dict[str, set[str]]
+) -> None:
     training = flags[flags.index("\n## Training\n") :]
-    found, expected = spellings(training), helped("pretrain", "--help-all")
+    found, expected = spellings(training), helped["pretrain"] - HELP
     assert len(expected) > 700
     assert found - HELP == expected
 
