@@ -157,7 +157,10 @@ BEST = {
     ),
     "an uneven V": (
         WIDE,
-        {"search": ("schedule", "split"), "fix": {"tp": 1, "mbs": 1, "pp": 2}},
+        {
+            "search": ("schedule", "split"),
+            "fix": {"tp": 1, "mbs": 1, "pp": 2, "schedule": [None, "zb-h1", "zb-v"]},
+        },
         {"schedule": "zb-v", "stage_layers": (3, 3, 2, 2)},
     ),
     "products in fp8": (
