@@ -163,18 +163,28 @@ STEPS = {
 
 
 @pytest.fixture(scope="module")
-def steps(rank_pool):
-    """(step of every rank, step of the only rank) by case."""
-    alone = {name: replace(case, ranks=1, layout=None) for name, case in STEPS.items()}
+def steps(request, rank_pool):
+    """(step of every rank, step of the only rank) by case; of the cases that are asked for."""
+    mine = [item for item in request.session.items if item.path == request.path]
+    asked = set()
+    for item in (item for item in mine if "steps" in item.fixturenames):
+        asked |= {item.callspec.params["name"]} if hasattr(item, "callspec") else {*DROPOUT}
+    chosen = {name: case for name, case in STEPS.items() if name in asked}
+    alone = {name: replace(case, ranks=1, layout=None) for name, case in chosen.items()}
     (one,) = rank_pool.run(1, step_all, alone, setup=SETUP, timeout=120)
     found = {}
     for ranks in (2, 4):
-        cases = {name: case for name, case in STEPS.items() if case.ranks == ranks}
-        parts = rank_pool.run(ranks, step_all, cases, setup=SETUP, timeout=120)
+        cases = {name: case for name, case in chosen.items() if case.ranks == ranks}
+        parts = rank_pool.run(ranks, step_all, cases, setup=SETUP, timeout=120) if cases else []
         found |= {name: [part[name] for part in parts] for name in cases}
-    return {name: (found[name], one[name]) for name in STEPS}
+    return {name: (found[name], one[name]) for name in chosen}
 
 
+# Weekly: schedules that are run on two ranks and orders that another one has on four; ends that
+# another case has with more beside.
+@pytest.mark.weekly_cases(
+    "zb-v on four", "dualpipev on four", "v-min on four", "tied, local", "mtp"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_losses_on_the_last_rank_and_gradients_equal_those_of_one_rank(name, steps):
@@ -197,8 +207,11 @@ def _norm(gradients):
     return float(torch.stack([one.double().norm() for one in gradients.values()]).norm())
 
 
+DROPOUT = ("zb-v", "v-half", "v-half on four")
+
+
 @pytest.mark.slow
 def test_dropout_takes_part(steps):
-    alone = {name: found[1].losses for name, found in steps.items()}
+    alone = {name: steps[name][1].losses for name in DROPOUT}
     assert alone["v-half"] != pytest.approx(alone["zb-v"], rel=1e-4)
     assert alone["v-half"] == alone["v-half on four"]
