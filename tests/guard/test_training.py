@@ -52,6 +52,7 @@ def message(results: list[dict]) -> str:
     return found
 
 
+@pytest.mark.weekly_cases("4-*")  # tensor ranks and stages are in other rows
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("world", "flags", "batch"),
@@ -78,6 +79,8 @@ def test_a_run_with_all_guards_is_the_run_without(run, world, flags, batch):
     assert not any("guard: " in one["printed"] for one in guarded)
 
 
+# Weekly: tensor ranks, or stages, without the other.
+@pytest.mark.weekly_cases("2---tensor*", "2---pipeline-model-parallel-size 2-4-*")
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("world", "flags", "batch", "first", "ranks"),
@@ -100,6 +103,7 @@ def test_nan_is_traced_to_micro_batch_module_and_operator(run, world, flags, bat
     )
 
 
+@pytest.mark.weekly_cases("1-")  # recomputed, too
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "flags"), [(1, ""), (2, VPP), (2, TP), (1, RECOMPUTED)])
 def test_an_infinite_gradient_is_traced_to_its_backward(run, world, flags):
@@ -145,6 +149,7 @@ def test_a_spike_is_reported_and_the_checkpoint_before_is_kept(run, tmp_path):
     assert "the gradient norm is" in (tmp_path / "iter_0000018.keep").read_text()
 
 
+@pytest.mark.weekly_cases("2---context*")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags", "batch", "blamed"),
@@ -161,6 +166,7 @@ def test_a_copy_with_a_flipped_bit_is_named(run, world, flags, batch, blamed):
     assert f"step 2 (iteration 3): copies of weights differ: {blamed}: {NORM}.weight;" in text
 
 
+@pytest.mark.weekly_cases("2---tensor*", "4-*")  # tensor ranks with recomputation are daily
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("world", "flags", "batch", "number", "rank"),

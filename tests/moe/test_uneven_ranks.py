@@ -132,7 +132,7 @@ def check_truth(found, first, topk=2):
 
 
 @pytest.mark.slow
-@pytest.mark.weekly_cases("rank 1-alltoall")
+@pytest.mark.weekly_cases("rank 1-alltoall", "rank 0-allgather")
 @pytest.mark.parametrize("dispatcher", PROGRAMS)
 @pytest.mark.parametrize("first", [0, 4], ids=["rank 0", "rank 1"])
 def test_all_tokens_on_one_rank(ranks, dispatcher, first):

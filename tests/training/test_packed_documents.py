@@ -98,21 +98,32 @@ DELTA_NET = (
 )
 
 
-@pytest.mark.slow
-def test_gated_delta_nets_share_documents_in_every_layout(rank_pool, prefix, tmp_path):
-    """Their layers exchange tokens for heads, whatever shards the sequence."""
+@pytest.fixture(scope="module")
+def delta_nets(rank_pool, prefix, tmp_path_factory):
+    """:func:`run` with gated delta nets, and what one rank gives."""
     base = partial(flags_for, prefix, RESETS, "--calculate-per-token-loss", DELTA_NET)
-    run = runs(rank_pool, tmp_path, base)
-    alone = run(1, "")
-    for world, flags in (
-        (2, f"{CP} --context-parallel-algo megatron_cp_algo"),
+    run = runs(rank_pool, tmp_path_factory.mktemp("delta-nets"), base)
+    return run, run(1, "")
+
+
+@pytest.mark.weekly_cases("ring", "stages")  # counted in planner/test_counts_context.py
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
         (2, f"{CP} --context-parallel-algo adaptive_cp_algo --adaptive-cp-granularity 4"),
         (4, f"{CP} {TP} --sequence-parallel --context-parallel-algo ulysses_cp_algo {RECOMPUTE}"),
+        (2, f"{CP} --context-parallel-algo megatron_cp_algo"),
         (4, f"{CP} {PP} --context-parallel-algo kvallgather_cp_algo"),
-    ):
-        for mine, other in zip(run(world, flags), alone, strict=True):
-            assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6), flags
-            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), flags
+    ],
+    ids=["adaptive", "tensor", "ring", "stages"],
+)
+def test_gated_delta_nets_share_documents_in_every_layout(delta_nets, world, flags):
+    """Their layers exchange tokens for heads, whatever shards the sequence."""
+    run, alone = delta_nets
+    for mine, other in zip(run(world, flags), alone, strict=True):
+        assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 def test_the_comparison_can_fail_without_resets_losses_differ(run, one_rank):
