@@ -20,7 +20,7 @@ import mindspeed
 from mindspeed.instruments.flops import FlopCounter, formula_of
 from mindspeed.ops import registry
 from mindspeed.ops.attention import ATTENTION, ATTENTION_BACKWARD
-from mindspeed.ops.attention_problem import Problem
+from mindspeed.ops.attention_problem import AttentionProblem
 from mindspeed.ops.catalog import operators
 
 ALONE = [one for one in operators() if not one.communicates]
@@ -141,7 +141,7 @@ def test_attention_counts_the_same_with_and_without_values(backward):
     operator = ATTENTION_BACKWARD if backward else ATTENTION
     at = 6 if backward else 3  # options begin behind the tensors
     for sample in operator.samples(torch.float32):
-        problem = Problem(*(sample[at:-1] if backward else sample[at:]))
+        problem = AttentionProblem(*(sample[at:-1] if backward else sample[at:]))
         expected, result = flops_of(lambda sample=sample: operator(*sample))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             given = list(fakes(mode, sample))
