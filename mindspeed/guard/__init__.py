@@ -5,7 +5,7 @@
     desync    copies of weights that ranks should hold alike, in bits (:mod:`.megatron_copies`)
     bitflip   a step computed twice, in bits (:mod:`.bit_flips`)
 
-Steps whose bounds were too small are computed again, too (:mod:`.bounded_steps`).
+Steps whose bounds were too small are computed again, too (:mod:`.megatron_bounded_steps`).
 
 A finding names step, micro-batch, pass, module and rank, and the checkpoint before it is kept.
 """

@@ -203,7 +203,7 @@ def trained(flags: Sequence[str]) -> dict[str, Any]:
 def accumulated() -> str:
     """What a second pass says that was too small, after a first without an optimizer's step."""
     from mindspeed.errors import TrainingError
-    from mindspeed.guard.bounded_steps import BoundedSteps
+    from mindspeed.guard.megatron_bounded_steps import BoundedSteps
 
     bound = DeviceBound(1.0, most=8.0)
     steps = BoundedSteps(bound, True, "--moe-device-bound")

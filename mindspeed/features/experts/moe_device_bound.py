@@ -127,7 +127,7 @@ class MoeDeviceBound(
                 yield conflict(name, "--moe-fp8-dispatch", "Megatron's binding sends 16 bits")
 
     def attach(self, seams: Seams, megatron: Megatron) -> None:
-        from mindspeed.guard.bounded_steps import BoundedSteps
+        from mindspeed.guard.megatron_bounded_steps import BoundedSteps
         from mindspeed.moe.device_bound import DeviceBound
 
         if not self.moe_device_bound:
