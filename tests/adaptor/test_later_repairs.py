@@ -14,6 +14,7 @@ from mindspeed.adaptor.repairs.checkpoints.serialization_format import in_torchs
 from mindspeed.adaptor.repairs.layers.mtp import checkpoint_with_mask, take_means_times_tokens
 from mindspeed.adaptor.versions import batch_functions
 from mindspeed.errors import ConfigError
+from mindspeed.features.compatibility import megatron_limits
 from mindspeed.features.registry import resolve
 from tests.support.lazy import needs
 from tests.support.refusal import refusal
@@ -119,9 +120,9 @@ RIGHT = {
 def release(monkeypatch):
     from packaging.version import Version
 
-    from mindspeed.features.compatibility import rule
-
-    return lambda name: monkeypatch.setattr(rule, "megatron_version", lambda: Version(name))
+    return lambda name: monkeypatch.setattr(
+        megatron_limits, "megatron_version", lambda: Version(name)
+    )
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,8 +1,8 @@
 """Combinations of Megatron's own flags that cannot train, refused before training begins.
 
 Megatron does not check these: they end in a wrong result, a traceback or a hang after the model has
-been built. One entry of :data:`RULES` per combination; the modules ``sizes``, ``fsdp`` and
-``releases`` next to this one check sizes, Megatron-FSDP, and what some releases have wrong.
+been built. One entry of :data:`RULES` per combination; :mod:`.megatron_limits` checks sizes,
+Megatron-FSDP, and what some releases have wrong.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from itertools import chain
 from typing import Any
 
 from mindspeed import device, te
-from mindspeed.features.compatibility import fsdp, releases
-from mindspeed.features.compatibility.rule import RefusedCombination
-from mindspeed.features.compatibility.sizes import expert_problems, instance_problems
+from mindspeed.features.compatibility.megatron_limits import (
+    OF_RELEASES,
+    RefusedCombination,
+    expert_problems,
+    fsdp_problems,
+    instance_problems,
+)
 from mindspeed.features.feature import Feature, Megatron, Problem
 from mindspeed.optimizer.rules import chosen
 
@@ -29,8 +33,8 @@ class UnsupportedCombinations(Feature, level=0):
         return bool(self.problems(megatron))
 
     def problems(self, megatron: Megatron) -> list[Problem]:
-        rules = (rule.problems(megatron) for rule in (*RULES, *releases.RULES))
-        checks = (expert_problems, fsdp.problems, instance_problems)
+        rules = (rule.problems(megatron) for rule in (*RULES, *OF_RELEASES))
+        checks = (expert_problems, fsdp_problems, instance_problems)
         return list(chain(*rules, *(check(megatron) for check in checks)))
 
 
