@@ -22,7 +22,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One change: ``holder.name`` (or ``sys.modules[name]``) went from ``before`` to ``after``."""
 
     holder: Any
@@ -41,10 +41,10 @@ class Journal:
     """A reversible list of attribute, module and callback changes."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[JournalEntry] = []
         self._undo: list[Any] = []
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[JournalEntry]:
         return iter(self._entries)
 
     def __len__(self) -> int:
@@ -54,12 +54,12 @@ class Journal:
         """Set ``holder.name = value``; a class keeps its raw descriptor (``__dict__`` entry)."""
         before = vars(holder).get(name, _ABSENT)
         setattr(holder, name, value)
-        self._record(Entry(holder, name, before, value, owner))
+        self._record(JournalEntry(holder, name, before, value, owner))
 
     def set_module(self, name: str, module: ModuleType, *, owner: str) -> None:
         before = sys.modules.get(name, _ABSENT)
         sys.modules[name] = module
-        self._record(Entry(sys.modules, name, before, module, owner))
+        self._record(JournalEntry(sys.modules, name, before, module, owner))
 
     def call_on_undo(self, undo: Any) -> None:
         """Run ``undo()`` in :meth:`undo` (for changes that are not attributes)."""
@@ -72,11 +72,11 @@ class Journal:
         while self._undo:
             self._undo.pop()()
 
-    def _record(self, entry: Entry) -> None:
+    def _record(self, entry: JournalEntry) -> None:
         self._entries.append(entry)
 
     @staticmethod
-    def _restore(entry: Entry) -> None:
+    def _restore(entry: JournalEntry) -> None:
         if entry.holder is sys.modules:
             if entry.before is _ABSENT:
                 sys.modules.pop(entry.name, None)

@@ -30,10 +30,10 @@ its JSON), calls of an answer (``tool_calls``, or a message of the role ``functi
 their results (role ``tool``, ``observation``, ...), and reasoning (``reasoning_content``). The chat
 template must render them.
 
-Nothing is dropped in silence: :class:`~mindspeed.data.record_fields.Fields` knows which columns a
-handler has read. Of the others those that change what an answer means (``REFUSED`` there, in a
-message :data:`~mindspeed.data.messages.REFUSED_IN_MESSAGE`) make the record invalid, and the rest
-is counted in ``Fields.remarks``.
+Nothing is dropped in silence: :class:`~mindspeed.data.record_fields.RecordFields` knows which
+columns a handler has read. Of the others those that change what an answer means (``REFUSED`` there,
+in a message :data:`~mindspeed.data.messages.REFUSED_IN_MESSAGE`) make the record invalid, and the
+rest is counted in ``Fields.remarks``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mindspeed.data import tools
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.data.messages import OPENAI, SHAREGPT, Conversation, message_of, tagged
 from mindspeed.data.preferences import PAIR, UNPAIRED, Preference, pairs, unpaired
-from mindspeed.data.record_fields import Fields, text_of, unused_columns
+from mindspeed.data.record_fields import RecordFields, text_of, unused_columns
 from mindspeed.errors import ConfigError
 from mindspeed.parsing import decode_json
 
@@ -75,9 +75,9 @@ class Handler:
     """
 
     keys: Mapping[str, str]
-    conversations: Callable[[Fields], list[Conversation]] | None = None
-    text: Callable[[Fields, ChatTemplate], str] | None = None
-    preferences: Callable[[Fields], list[Preference]] | None = None
+    conversations: Callable[[RecordFields], list[Conversation]] | None = None
+    text: Callable[[RecordFields, ChatTemplate], str] | None = None
+    preferences: Callable[[RecordFields], list[Preference]] | None = None
     prompt_type: str = "alpaca"
 
     def with_keys(self, given: Mapping[str, Any]) -> dict[str, str]:
@@ -152,12 +152,12 @@ def _is_of(name: str, record: Mapping[str, Any], keys: Mapping[str, str]) -> boo
     return True
 
 
-def _general(fields: Fields) -> list[Conversation]:
+def _general(fields: RecordFields) -> list[Conversation]:
     question = fields.text("prompt") + "\n" + fields.optional("query")
     return [[message_of("user", question), message_of("assistant", fields.text("response"))]]
 
 
-def _alpaca_style(fields: Fields) -> list[Conversation]:
+def _alpaca_style(fields: RecordFields) -> list[Conversation]:
     messages = []
     if system := fields.optional("system"):
         messages.append(message_of("system", system))
@@ -172,7 +172,7 @@ def _alpaca_style(fields: Fields) -> list[Conversation]:
     return [[*messages, message_of("assistant", fields.text("response"))]]
 
 
-def _belle(fields: Fields) -> list[Conversation]:
+def _belle(fields: RecordFields) -> list[Conversation]:
     before, *parts = _BELLE_TURN.split(fields.text("prompt"))
     if parts and before.strip():
         raise ValueError(f"text before the first turn is not trained: {before.strip()[:40]!r}")
@@ -187,7 +187,7 @@ def _belle(fields: Fields) -> list[Conversation]:
     return [[*messages, message_of("assistant", fields.text("response"))]]
 
 
-def _moss_turns(fields: Fields) -> list[Conversation]:
+def _moss_turns(fields: RecordFields) -> list[Conversation]:
     """Question and answer of every turn."""
     chat = fields.value("chat")
     if isinstance(chat, str):
@@ -210,22 +210,22 @@ def _moss_turns(fields: Fields) -> list[Conversation]:
     return turns
 
 
-def _moss_prefixes(fields: Fields) -> list[Conversation]:
+def _moss_prefixes(fields: RecordFields) -> list[Conversation]:
     turns = _moss_turns(fields)
     return [list(chain(*turns[: end + 1])) for end in range(len(turns))]
 
 
-def _moss_whole(fields: Fields) -> list[Conversation]:
+def _moss_whole(fields: RecordFields) -> list[Conversation]:
     return [list(chain(*_moss_turns(fields)))]
 
 
-def _leetcode(fields: Fields) -> list[Conversation]:
+def _leetcode(fields: RecordFields) -> list[Conversation]:
     problem = fields.text("problem").split("```", maxsplit=1)[0].strip()
     answer = fields.text("code") + "\n" + fields.text("explanation")
     return [[message_of("user", problem), message_of("assistant", answer)]]
 
 
-def _ultrachat(fields: Fields) -> list[Conversation]:
+def _ultrachat(fields: RecordFields) -> list[Conversation]:
     """Questions and answers that alternate."""
     said = fields.items("data")
     return [
@@ -236,7 +236,7 @@ def _ultrachat(fields: Fields) -> list[Conversation]:
     ]
 
 
-def _glaive(fields: Fields) -> list[Conversation]:
+def _glaive(fields: RecordFields) -> list[Conversation]:
     """Turns in one text, with calls of the functions that the system message defines."""
     system = fields.optional("system").removeprefix("SYSTEM:").strip()
     head, found, defined = system.partition(_GLAIVE_FUNCTIONS)
@@ -269,11 +269,11 @@ def _glaive_call(text: str, where: str) -> dict[str, Any]:
     return call
 
 
-def _alpaca_text(fields: Fields, template: ChatTemplate) -> str:
+def _alpaca_text(fields: RecordFields, template: ChatTemplate) -> str:
     return template.render(_general(fields)[0]).text
 
 
-def _stack_overflow(fields: Fields, template: ChatTemplate) -> str:
+def _stack_overflow(fields: RecordFields, template: ChatTemplate) -> str:
     title, question = fields.optional("title"), fields.text("question")
     head = f"{title}\n\n" if title else ""
     return f"{head}Question: {question}\nAnswer: {fields.text('answer')}"

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from mindspeed.data import tools
-from mindspeed.data.record_fields import EMPTY, Fields, text_of, unused_columns
+from mindspeed.data.record_fields import EMPTY, RecordFields, text_of, unused_columns
 
 Conversation = list[dict[str, Any]]
 """Messages: role, content, weight 0 of an answer not to train, fields of tools and reasoning."""
@@ -52,7 +52,7 @@ def message_of(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def tagged(fields: Fields) -> list[Conversation]:
+def tagged(fields: RecordFields) -> list[Conversation]:
     """A list of messages with configurable keys for role and text."""
     roles = {fields.tag(f"{role}_tag"): role for role in ("user", "assistant", "system")}
     roles = {"gpt": "assistant", "human": "user", "developer": "system"} | roles
@@ -127,7 +127,7 @@ def _message_options(
     return {**found, "weight": 0}
 
 
-def tools_of(fields: Fields) -> list[dict[str, Any]]:
+def tools_of(fields: RecordFields) -> list[dict[str, Any]]:
     """Definitions in a column."""
     value = fields.either("tools", "functions")
     if value in EMPTY:

@@ -33,7 +33,7 @@ from mindspeed.data.record_encoders import (
     concatenated,
     valid,
 )
-from mindspeed.data.record_fields import Fields
+from mindspeed.data.record_fields import RecordFields
 from mindspeed.errors import DataError
 
 
@@ -98,7 +98,7 @@ class PreferenceEncoder(ConversationEncoder):
         self, remarks: Any, record: Mapping[str, Any]
     ) -> list[tuple[list[Rendered], float]]:
         """The texts of the answers of each preference of a record, and its number."""
-        fields = Fields(record, self._columns)
+        fields = RecordFields(record, self._columns)
         assert self._handler.preferences is not None
         found = self._handler.preferences(fields)
         fields.check_rest()

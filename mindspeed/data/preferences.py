@@ -26,7 +26,7 @@ from typing import Any
 
 from mindspeed.data import tools
 from mindspeed.data.messages import OPENAI, SHAREGPT, Conversation, message_of, tagged, tools_of
-from mindspeed.data.record_fields import EMPTY, Fields, text_of
+from mindspeed.data.record_fields import EMPTY, RecordFields, text_of
 
 PAIR: dict[str, str] = {
     "prompt": "prompt",
@@ -65,7 +65,7 @@ class Preference:
     tools: list[dict[str, Any]]
 
 
-def pairs(fields: Fields) -> list[Preference]:
+def pairs(fields: RecordFields) -> list[Preference]:
     """The pair of a record."""
     if fields.has("preferred"):
         (prompt, defined), names = _openai_input(fields), ("preferred", "non_preferred")
@@ -89,7 +89,7 @@ def pairs(fields: Fields) -> list[Preference]:
     return [_checked(Preference(asked, tuple(answers), margin, defined), columns)]
 
 
-def unpaired(fields: Fields) -> list[Preference]:
+def unpaired(fields: RecordFields) -> list[Preference]:
     """The judged answer of a record; of a pair, both."""
     if fields.has("chosen") or fields.has("preferred"):
         (pair,) = pairs(fields)
@@ -108,7 +108,7 @@ def unpaired(fields: Fields) -> list[Preference]:
     return [_checked(found, [column])]
 
 
-def _prompt(fields: Fields) -> Conversation | None:
+def _prompt(fields: RecordFields) -> Conversation | None:
     """What is answered; None where the answers are whole conversations."""
     system = fields.optional("system")
     names = ("prompt", "instruction", "question", "messages", "conversations")
@@ -126,7 +126,7 @@ def _prompt(fields: Fields) -> Conversation | None:
     return [message_of("system", system), *messages] if system else messages
 
 
-def _openai_input(fields: Fields) -> tuple[Conversation | None, list[dict[str, Any]]]:
+def _openai_input(fields: RecordFields) -> tuple[Conversation | None, list[dict[str, Any]]]:
     """Messages and tools of the column ``input``."""
     column, value = fields.tag("input"), fields.value("input")
     if not isinstance(value, Mapping) or not isinstance(value.get("messages"), list):
@@ -140,7 +140,7 @@ def _openai_input(fields: Fields) -> tuple[Conversation | None, list[dict[str, A
     )
 
 
-def _answer(value: Any, column: str, fields: Fields) -> Conversation:
+def _answer(value: Any, column: str, fields: RecordFields) -> Conversation:
     """An answer: a text, a message, or a list of messages."""
     if isinstance(value, str):
         return [message_of("assistant", value)]
@@ -153,11 +153,11 @@ def _answer(value: Any, column: str, fields: Fields) -> Conversation:
     return _messages(messages, column, fields)
 
 
-def _messages(value: list[Any], column: str, fields: Fields) -> Conversation:
+def _messages(value: list[Any], column: str, fields: RecordFields) -> Conversation:
     """Messages in OpenAI's or ShareGPT's form."""
     first = value[0] if value and isinstance(value[0], Mapping) else {}
     keys = (SHAREGPT if SHAREGPT["role_tag"] in first else OPENAI) | {"messages": column}
-    own = Fields({column: value}, keys)
+    own = RecordFields({column: value}, keys)
     (messages,) = tagged(own)
     fields.remarks.update(own.remarks)
     return messages

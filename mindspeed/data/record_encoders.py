@@ -23,7 +23,7 @@ from mindspeed.data.file_formats import RecordBlock
 from mindspeed.data.loss_mask import IGNORED, Sample, encode, select
 from mindspeed.data.messages import remarks_on
 from mindspeed.data.preprocess_options import PreprocessOptions
-from mindspeed.data.record_fields import Fields, unused_column, unused_columns
+from mindspeed.data.record_fields import RecordFields, unused_column, unused_columns
 from mindspeed.data.sentence_splitting import sentences
 from mindspeed.data.tokenizer_types import TextTokenizer
 from mindspeed.errors import DataError
@@ -145,7 +145,7 @@ class TextEncoder:
     def _texts(self, remarks: Counter[str], record: Mapping[str, Any]) -> list[list[str]]:
         """The texts of every key; the value of a key may be a list of sentences."""
         if self._handler.text is not None and self._template is not None:
-            fields = Fields(record, self._columns)
+            fields = RecordFields(record, self._columns)
             found = [[_unicode(self._handler.text(fields, self._template), "text")]]
             fields.check_rest()
             remarks.update(fields.remarks)
@@ -190,7 +190,7 @@ class ConversationEncoder:
         return Encoded(tokens, [lengths] * 3, [np.ones_like(lengths)] * 3, counts, block.size)
 
     def _read(self, remarks: Counter[str], record: Mapping[str, Any]) -> list[_Conversation]:
-        fields = Fields(record, self._columns)
+        fields = RecordFields(record, self._columns)
         found = []
         assert self._handler.conversations is not None
         conversations = self._handler.conversations(fields)

@@ -23,7 +23,7 @@ REFUSED: dict[str, str] = {
 EMPTY: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
 
 
-class Fields:
+class RecordFields:
     """A record whose columns are accessed through ``--map-keys``.
 
     Args:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed.data import templates
 from mindspeed.data.chat_template import ChatTemplate
 from mindspeed.data.messages import OPENAI, tagged
-from mindspeed.data.record_fields import Fields
+from mindspeed.data.record_fields import RecordFields
 from mindspeed.errors import DataError, MindSpeedError
 from mindspeed.inference.answers.call_formats import CallFormat
 from mindspeed.inference.answers.question import Question, question_of, with_ends
@@ -181,7 +181,7 @@ def _asked(value: Any, where: str) -> Asked:
     variables = record.get(_VARIABLES) or {}
     if not isinstance(variables, dict):
         raise DataError(f"{where}: {_VARIABLES} is no object")
-    fields = Fields({name: record[name] for name in record if name != _VARIABLES}, OPENAI)
+    fields = RecordFields({name: record[name] for name in record if name != _VARIABLES}, OPENAI)
     try:
         [messages] = tagged(fields)
         fields.check_rest()

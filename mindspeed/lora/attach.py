@@ -20,7 +20,7 @@ from mindspeed.lora.config import ALL_LINEAR, HEAD, WHOLE, LoraConfig
 from mindspeed.lora.drawing import draw
 from mindspeed.lora.experts import give_expert_adapters
 from mindspeed.lora.layers import linear_layers, order_of, parts_of
-from mindspeed.lora.linear import AdaptedLinear, Options, give_adapter
+from mindspeed.lora.linear import AdaptedLinear, AdapterOptions, give_adapter
 from mindspeed.lora.megatron_embedding import give_embedding_adapter, share_adapter
 from mindspeed.lora.names import (
     EMBEDDING,
@@ -70,7 +70,9 @@ def attach(chunks: Iterable[Any], config: LoraConfig) -> None:
                     share_adapter(layer, config, shard, module.embedding.word_embeddings)
             elif targets := _targets(known, parts, config, tied=_ties(module, config)):
                 order = order_of(parts, module.config.kv_channels)
-                options = Options.of(config, shard, parts, order, type(layer), known, targets)
+                options = AdapterOptions.of(
+                    config, shard, parts, order, type(layer), known, targets
+                )
                 if isinstance(layer, GroupedLinear):
                     give_expert_adapters(layer, options)
                 elif name == EMBEDDING:

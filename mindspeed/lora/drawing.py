@@ -11,7 +11,7 @@ import zlib
 
 import torch
 
-from mindspeed.lora.linear import AdaptedLinear, AdaptedWeight, Options
+from mindspeed.lora.linear import AdaptedLinear, AdaptedWeight, AdapterOptions
 from mindspeed.lora.names import EMBEDDING
 
 
@@ -49,7 +49,7 @@ def draw(name: str, layer: AdaptedLinear) -> None:
 
 
 def _orthogonal(
-    options: Options,
+    options: AdapterOptions,
     entry: AdaptedWeight,
     part: str,
     whole: torch.Tensor,
@@ -71,12 +71,12 @@ def seed_of(layer: AdaptedLinear, entry: AdaptedWeight, part: str) -> int:
     return layer._lora.config.seed + zlib.crc32(f"{entry.name}.{part}".encode())
 
 
-def ranks_of(options: Options, mode: str) -> int:
+def ranks_of(options: AdapterOptions, mode: str) -> int:
     """Among how many ranks a matrix that is sharded in layers of ``mode`` is divided."""
     return options.shard.size if options.shard.mode == mode else 1
 
 
-def slice_of(options: Options, whole: torch.Tensor, mode: str, dim: int) -> torch.Tensor:
+def slice_of(options: AdapterOptions, whole: torch.Tensor, mode: str, dim: int) -> torch.Tensor:
     """This rank's slice of a whole matrix.
 
     Args:

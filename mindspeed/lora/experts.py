@@ -21,7 +21,7 @@ import torch
 from mindspeed.lora.linear import (
     AdaptedLinear,
     AdaptedWeight,
-    Options,
+    AdapterOptions,
     TPShard,
     adapted_class,
     new_matrices,
@@ -99,7 +99,7 @@ class AdaptedExperts(AdaptedLinear):
         return (out * self._lora.scale).view(*x.shape[:-1], out.shape[-1])
 
 
-def give_expert_adapters(module: Any, options: Options) -> None:
+def give_expert_adapters(module: Any, options: AdapterOptions) -> None:
     """Turn a grouped layer into one with adapters, empty ones.
 
     Args:

@@ -26,7 +26,7 @@ from mindspeed.built_model import unwrap
 from mindspeed.lora.attach import adapted_layers
 from mindspeed.lora.config import WHOLE
 from mindspeed.lora.drawing import ranks_of, seed_of, slice_of
-from mindspeed.lora.linear import AdaptedLinear, AdaptedWeight, Options
+from mindspeed.lora.linear import AdaptedLinear, AdaptedWeight, AdapterOptions
 from mindspeed.lora.state import remember_base
 from mindspeed.te import comm
 from mindspeed.te.quantized_weight import dense
@@ -114,7 +114,7 @@ def _measure(name: str, layer: AdaptedLinear) -> None:
                 layer.lora_magnitude[part].copy_(lengths)
 
 
-def _gathered(options: Options, rows: torch.Tensor, b: Any) -> torch.Tensor:
+def _gathered(options: AdapterOptions, rows: torch.Tensor, b: Any) -> torch.Tensor:
     """A part of a weight, fp32, from the shards of all ranks.
 
     A whole layer's parts are gathered one by one: each B holds the rows of its part alone.

@@ -136,7 +136,7 @@ class AdaptedLinear:
     lora_initial_B: Matrices
     lora_magnitude: Matrices
     lora_bias: Matrices
-    _lora: Options
+    _lora: AdapterOptions
     switched_off = False
 
     def adapted_weights(self, name: str) -> Iterator[AdaptedWeight]:
@@ -196,7 +196,7 @@ class AdaptedLinear:
         return out if bias is None else out + bias.to(out.dtype)
 
 
-class Options(NamedTuple):
+class AdapterOptions(NamedTuple):
     """Properties of the layer that an adapter uses.
 
     Attributes:
@@ -235,7 +235,7 @@ class Options(NamedTuple):
         original: type,
         name: str,
         targets: set[str],
-    ) -> Options:
+    ) -> AdapterOptions:
         """The options of a layer.
 
         Args:
@@ -370,7 +370,7 @@ def module_sequence_parallel(module: Any) -> bool:
     return bool(getattr(config, "sequence_parallel", module.sequence_parallel))
 
 
-def give_adapter(module: Any, options: Options) -> None:
+def give_adapter(module: Any, options: AdapterOptions) -> None:
     """Turn a linear layer into one with an adapter; A and B are empty.
 
     Raises:
@@ -394,7 +394,7 @@ def give_adapter(module: Any, options: Options) -> None:
 
 
 def new_matrices(
-    weight: torch.Tensor, options: Options, *, trained: bool = True
+    weight: torch.Tensor, options: AdapterOptions, *, trained: bool = True
 ) -> tuple[Matrices, Matrices]:
     """Allocate A and B of one weight, uninitialised.
 
@@ -427,7 +427,7 @@ def new_matrices(
     return lora_a, lora_b
 
 
-def _new_vectors(weight: torch.Tensor, options: Options) -> Matrices:
+def _new_vectors(weight: torch.Tensor, options: AdapterOptions) -> Matrices:
     """Allocate a number for each row with an adapter: ``[rows of the part]``, fp32."""
     parts, shard = options.parts, options.shard
     adapted = [name for name in parts if name in options.ranks or WHOLE in options.ranks]

@@ -20,7 +20,13 @@ import torch
 import torch.nn.functional as F
 
 from mindspeed.lora.config import LoraConfig
-from mindspeed.lora.linear import AdaptedLinear, Options, TPShard, adapted_class, new_matrices
+from mindspeed.lora.linear import (
+    AdaptedLinear,
+    AdapterOptions,
+    TPShard,
+    adapted_class,
+    new_matrices,
+)
 
 
 class AdaptedEmbedding(AdaptedLinear):
@@ -67,7 +73,7 @@ def embedding_shard_of(module: Any) -> TPShard:
     return TPShard("column", module.tp_group, module.reduce_scatter_embeddings)
 
 
-def give_embedding_adapter(module: Any, options: Options) -> None:
+def give_embedding_adapter(module: Any, options: AdapterOptions) -> None:
     """Turn an embedding into one with an adapter; A and B are empty."""
     module._lora = options
     module.lora_A, module.lora_B = new_matrices(module.weight, options)

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from mindspeed.memory.host_copy import HostCopy
+from mindspeed.memory.host_copy import OffloadedCopy
 from mindspeed.memory.offload import Group
 from mindspeed.memory.plan import LayerPlan, SiteAction
 from mindspeed.memory.segment import Segment
@@ -49,7 +49,7 @@ class LayerFrame:
     parameters: set[int]
     group: Group | None = None
     outputs: dict[int, DroppedOutput] = field(default_factory=dict)
-    copies: dict[Any, tuple[StorageWeakRef, HostCopy]] = field(default_factory=dict)
+    copies: dict[Any, tuple[StorageWeakRef, OffloadedCopy]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Streams:
         return event
 
 
-class HostCopy:
+class OffloadedCopy:
     """Elements in host memory; they come back once, for all who saved a view of them.
 
     Args:
@@ -183,7 +183,7 @@ class OnHost:
 
     __slots__ = ("__weakref__", "_size", "_strides", "copy")
 
-    def __init__(self, copy: HostCopy, tensor: torch.Tensor) -> None:
+    def __init__(self, copy: OffloadedCopy, tensor: torch.Tensor) -> None:
         self.copy = copy
         self._size, self._strides = tensor.size(), tensor.stride()
 
@@ -220,7 +220,7 @@ def can_offload(tensor: torch.Tensor, min_bytes: int, device: str) -> bool:
 
 
 def can_copy(tensor: torch.Tensor, min_bytes: int, device: str) -> bool:
-    """Whether a :class:`HostCopy` of a tensor is possible and worth it.
+    """Whether a :class:`OffloadedCopy` of a tensor is possible and worth it.
 
     Args:
         tensor: Any shape and dtype. An expanded tensor repeats elements; a subclass holds tensors

@@ -20,7 +20,7 @@ import torch
 from mindspeed import device as devices
 from mindspeed.device import Device
 from mindspeed.memory.figures import SiteFigures
-from mindspeed.memory.host_copy import HostCopy, Streams, can_offload
+from mindspeed.memory.host_copy import OffloadedCopy, Streams, can_offload
 from mindspeed.memory.host_pool import HostPool
 
 MIN_BYTES = 1 << 20
@@ -44,11 +44,11 @@ class Group:
 
     def __init__(self, key: _Key, before: _Key | None) -> None:
         self.key, self.before = key, before
-        self.copies: list[weakref.ref[HostCopy]] = []
+        self.copies: list[weakref.ref[OffloadedCopy]] = []
         self.nbytes = 0
         self.reached = False
 
-    def waiting(self) -> Iterator[HostCopy]:
+    def waiting(self) -> Iterator[OffloadedCopy]:
         """Copies that are in host memory only, the one that backward needs first before others."""
         for reference in reversed(self.copies):
             if (copy := reference()) is not None and copy.waits:
@@ -86,7 +86,7 @@ class Offload:
         self._streams = Streams(self._device)
         self._prefetch_groups, self._prefetch_bytes = prefetch_groups, prefetch_bytes
         self._check, self._largest = check, 0
-        self._unfinished: deque[HostCopy] = deque()
+        self._unfinished: deque[OffloadedCopy] = deque()
         self._groups: weakref.WeakValueDictionary[_Key, Group] = weakref.WeakValueDictionary()
         self._calls: Counter[tuple[int, str]] = Counter()
         self._newest: dict[int, _Key] = {}
@@ -116,10 +116,10 @@ class Offload:
 
     def save(
         self, tensor: torch.Tensor, group: Group, where: str, figures: SiteFigures
-    ) -> HostCopy:
+    ) -> OffloadedCopy:
         """Copy a tensor that :meth:`takes` allows."""
         self.live += 1
-        copy = HostCopy(
+        copy = OffloadedCopy(
             tensor,
             where,
             self._streams,

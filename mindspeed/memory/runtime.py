@@ -35,7 +35,7 @@ from mindspeed.memory.frames import (
     dropped_output,
     key_of,
 )
-from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
+from mindspeed.memory.host_copy import OffloadedCopy, OnHost, elements_of
 from mindspeed.memory.offload import MIN_BYTES, Offload
 from mindspeed.memory.plan import LAYER, ChunkPlan, LayerPlan, SiteAction
 from mindspeed.memory.saved import Kept, ViewOf
@@ -253,7 +253,7 @@ class Runtime:
 
     def _host_copy(
         self, call: LayerFrame, tensor: torch.Tensor, where: str, figures: SiteFigures
-    ) -> HostCopy:
+    ) -> OffloadedCopy:
         key = (key_of(tensor), *elements_of(tensor))
         known = call.copies.get(key)
         if known is None or known[0].expired():

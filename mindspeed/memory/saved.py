@@ -50,7 +50,7 @@ class Kept:
         return self._tensor
 
 
-class Recomputed:
+class RecomputedTensor:
     """A tensor that a segment computes again."""
 
     __slots__ = ("__weakref__", "_compute", "dtype", "shape", "value")
@@ -77,7 +77,7 @@ class ViewOf:
 
     __slots__ = ("__weakref__", "_geometry", "_output")
 
-    def __init__(self, output: Recomputed, view: torch.Tensor) -> None:
+    def __init__(self, output: RecomputedTensor, view: torch.Tensor) -> None:
         self._output = output
         self._geometry = view.size(), view.stride(), view.storage_offset()
 

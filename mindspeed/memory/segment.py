@@ -1,8 +1,8 @@
 """A segment: one call of a site whose saved tensors are dropped and computed again in backward.
 
 The forward runs as always and builds its graph; only the tensors that autograd saves are replaced
-by :class:`~mindspeed.memory.saved.Recomputed`. When backward asks for the first of them, the call
-runs once more on its inputs and every saved tensor is captured in the same order. There is no
+by :class:`~mindspeed.memory.saved.RecomputedTensor`. When backward asks for the first of them, the
+call runs once more on its inputs and every saved tensor is captured in the same order. There is no
 nested backward: parameters get their gradients once, from the graph of the forward, so keyword
 arguments, several outputs, frozen inputs and ``torch.autograd.grad`` work.
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mindspeed.memory.saved import Held, Recomputed
+from mindspeed.memory.saved import Held, RecomputedTensor
 
 Environment = Callable[[], Callable[[], AbstractContextManager[object]]]
 """Called in forward: remembers what a second run must find (random states). What it returns makes
@@ -61,21 +61,21 @@ class Segment:
         self._requires_grad = {i: tensor.requires_grad for i, tensor in inputs.items()}
         self._inputs = Held(*inputs.values())
         self._enter = environment()
-        self._saved: list[weakref.ref[Recomputed]] = []
-        self._outputs: dict[int, weakref.ref[Recomputed]] = {}
+        self._saved: list[weakref.ref[RecomputedTensor]] = []
+        self._outputs: dict[int, weakref.ref[RecomputedTensor]] = {}
 
-    def save(self, tensor: torch.Tensor) -> Recomputed:
+    def save(self, tensor: torch.Tensor) -> RecomputedTensor:
         """Stand for a tensor that the call saves."""
-        saved = Recomputed(tensor, self.materialize)
+        saved = RecomputedTensor(tensor, self.materialize)
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def save_output(self, number: int, tensor: torch.Tensor) -> Recomputed:
+    def save_output(self, number: int, tensor: torch.Tensor) -> RecomputedTensor:
         """Stand for output ``number`` of the call."""
         known = self._outputs.get(number)
         saved = known() if known is not None else None
         if saved is None:
-            saved = Recomputed(tensor, self.materialize)
+            saved = RecomputedTensor(tensor, self.materialize)
             self._outputs[number] = weakref.ref(saved)
         return saved
 
@@ -95,7 +95,7 @@ class Segment:
         for saved in self._live():
             saved.value = None
 
-    def _live(self) -> list[Recomputed]:
+    def _live(self) -> list[RecomputedTensor]:
         references = [*self._saved, *self._outputs.values()]
         return [saved for saved in (reference() for reference in references) if saved is not None]
 
@@ -139,7 +139,9 @@ class _Capture:
 
     second_run = True
 
-    def __init__(self, name: str, saved: list[weakref.ref[Recomputed]], *, stop: bool) -> None:
+    def __init__(
+        self, name: str, saved: list[weakref.ref[RecomputedTensor]], *, stop: bool
+    ) -> None:
         live = [i for i, reference in enumerate(saved) if reference() is not None]
         self._name, self._saved, self._count = name, saved, 0
         self._last = live[-1] if stop and live else None

@@ -19,7 +19,7 @@ import torch
 from mindspeed import device as devices
 from mindspeed.device import Device
 from mindspeed.memory.figures import SiteFigures
-from mindspeed.memory.host_copy import HostCopy, OnHost, Streams, can_copy, elements_of
+from mindspeed.memory.host_copy import OffloadedCopy, OnHost, Streams, can_copy, elements_of
 from mindspeed.memory.host_pool import HostPool
 
 Key = tuple[int, int]
@@ -43,9 +43,9 @@ class StashSwap:
         self.figures = SiteFigures()
         self._given, self._check, self._largest = device, check, 0
         self._made: tuple[Streams, HostPool] | None = None
-        self._copies: dict[Key, dict[tuple[object, ...], HostCopy]] = {}
+        self._copies: dict[Key, dict[tuple[object, ...], OffloadedCopy]] = {}
         self._loaded: dict[Key, int] = {}
-        self._unfinished: deque[HostCopy] = deque()
+        self._unfinished: deque[OffloadedCopy] = deque()
 
     @cached_property
     def _device(self) -> Device:
@@ -67,7 +67,7 @@ class StashSwap:
         if elements not in copies:
             self._check_host(key[0], tensor.nbytes + sum(copy.nbytes for copy in copies.values()))
             streams, pool = self._means()
-            copies[elements] = HostCopy(
+            copies[elements] = OffloadedCopy(
                 tensor,
                 f"weight gradient of stage {key[0]}, micro-batch {key[1]}",
                 streams,

@@ -24,7 +24,7 @@ from torch import Tensor
 from mindspeed.ops import _attention_cudnn as cudnn
 from mindspeed.ops import _attention_tiles as tiles
 from mindspeed.ops._attention_tiles import Fused, Tensors
-from mindspeed.ops.attention_problem import AttentionProblem, Piece, bnsd
+from mindspeed.ops.attention_problem import AttentionProblem, SequencePiece, bnsd
 from mindspeed.ops.philox import default_generator_at
 from mindspeed.ops.visibility import EVERYTHING, Sight
 
@@ -110,7 +110,7 @@ def backward(
 class _Run:
     """Neighbouring sequences that one call attends in, or one by one without a window."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SequencePiece, ...]
     window: Window | None
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mindspeed.ops._attention_tiles import Tensors, empty_outputs, lse_view, merge
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import AttentionProblem, Piece, bnsd
+from mindspeed.ops.attention_problem import AttentionProblem, SequencePiece, bnsd
 from mindspeed.ops.visibility import EVERYTHING, MASK_ONLY, TOP_LEFT_CAUSAL, Sight
 
 MOST = 32
@@ -93,7 +93,7 @@ def parts(problem: AttentionProblem, q: Tensor, k: Tensor) -> list[Part] | None:
     return found
 
 
-def _placed(problem: AttentionProblem, piece: Piece, square: Square) -> Part:
+def _placed(problem: AttentionProblem, piece: SequencePiece, square: Square) -> Part:
     slopes = problem.pse
     assert slopes is not None
     if slopes.dim() == 2 and problem.layout == "TND":

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from mindspeed.ops._attention_formula import ELEMENTS, Formula, Tensors, Tile
 from mindspeed.ops._numerics import accumulation_dtype
-from mindspeed.ops.attention_problem import AttentionProblem, Piece, axis, bnsd, position_bias
+from mindspeed.ops.attention_problem import (
+    AttentionProblem,
+    SequencePiece,
+    axis,
+    bnsd,
+    position_bias,
+)
 from mindspeed.ops.visibility import tile_of
 
 ROWS = 256
@@ -96,7 +102,7 @@ def forward(
 def forward_piece(
     problem: AttentionProblem,
     fused: Fused | None,
-    piece: Piece,
+    piece: SequencePiece,
     views: list[Tensor],
     operands: Operands = accumulation_dtype,
 ) -> None:
@@ -153,7 +159,7 @@ def backward(
 
 
 def backward_piece(
-    problem: AttentionProblem, fused: Fused | None, piece: Piece, views: list[Tensor],
+    problem: AttentionProblem, fused: Fused | None, piece: SequencePiece, views: list[Tensor],
     dpse: Tensor | None,
     operands: Operands = accumulation_dtype
 ) -> None:  # fmt: skip
@@ -198,7 +204,7 @@ def backward_piece(
         dv.copy_(dv_sum)
 
 
-def settle_blind_rows(pieces: Iterable[Piece], *results: Rows) -> None:
+def settle_blind_rows(pieces: Iterable[SequencePiece], *results: Rows) -> None:
     """Overwrite what a kernel returned for queries that see nothing.
 
     No kernel documents what that is, so nothing may depend on it: not even that it is a number.
@@ -239,7 +245,7 @@ def _usable(problem: AttentionProblem, fused: Fused | None, q: Tensor, v: Tensor
 
 
 def tiles(
-    problem: AttentionProblem, piece: Piece, q: Tensor, fused: Fused | None
+    problem: AttentionProblem, piece: SequencePiece, q: Tensor, fused: Fused | None
 ) -> Iterator[Tile]:
     """Divide the score matrix of a sequence; one tile where the fused kernel needs no bias.
 

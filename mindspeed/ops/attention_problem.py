@@ -127,7 +127,7 @@ class AttentionProblem:
             prefix=prefix, mask=self.mask, sequence=sequence, sequences=sequences,
         )  # fmt: skip
 
-    def pieces(self, q: Tensor, k: Tensor) -> Iterator[Piece]:
+    def pieces(self, q: Tensor, k: Tensor) -> Iterator[SequencePiece]:
         """Yield the sequences to attend in, one by one; those without work are left out.
 
         q ``[b, n, s_q, d]`` and k ``[b, g, s_k, d]`` are in the problem's layout.
@@ -136,18 +136,18 @@ class AttentionProblem:
             return
         if self.layout != "TND":
             queries, keys = bnsd(q, self.layout).shape[2], bnsd(k, self.layout).shape[2]
-            yield Piece(0, slice(None), slice(None), self.sight(queries, keys))
+            yield SequencePiece(0, slice(None), slice(None), self.sight(queries, keys))
             return
         sequences = self.sequences()
         for number, (rows, columns) in enumerate(sequences):
             queries, keys = rows.stop - rows.start, columns.stop - columns.start
             if queries and keys:
                 what = self.sight(queries, keys, number, len(sequences))
-                yield Piece(number, rows, columns, what)
+                yield SequencePiece(number, rows, columns, what)
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequencePiece:
     """One sequence of a pack, or all sequences of a dense batch at once.
 
     Attributes:
@@ -161,7 +161,7 @@ class Piece:
 
 
 def position_bias(
-    problem: AttentionProblem, piece: Piece, rows: slice, columns: slice
+    problem: AttentionProblem, piece: SequencePiece, rows: slice, columns: slice
 ) -> Tensor | None:
     """The position bias of a tile, added to scaled scores; ``[b or 1, n or 1, r, c]``, floating."""
     pse = problem.pse

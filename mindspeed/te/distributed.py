@@ -24,7 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from mindspeed import device
-from mindspeed.te.fp8 import Recomputation
+from mindspeed.te.fp8 import Fp8Recomputation
 from mindspeed.te.fp8_state import FP8GlobalStateManager
 from mindspeed.tensor_parallel.random_streams import replayed
 
@@ -140,7 +140,7 @@ def checkpoint(
 
 
 def _with_same_factors(function: Callable[..., Any]) -> Callable[..., Any]:
-    recomputation = Recomputation()
+    recomputation = Fp8Recomputation()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with recomputation.run():

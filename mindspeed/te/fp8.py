@@ -185,7 +185,7 @@ def _delayed(
         )
 
 
-class Recomputation:
+class Fp8Recomputation:
     """Runs a function now and once more later, both times with the same scaling factors."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from mindspeed.spmd import Communication
 from mindspeed.te import comm, kernels
 from mindspeed.tensor_parallel import exchange, regions
-from mindspeed.tensor_parallel.exchange import Exchange
+from mindspeed.tensor_parallel.exchange import PartExchange
 
 Work = Any
 """Handle of a collective that is under way; None where there is nothing to wait for."""
@@ -60,7 +60,7 @@ class LinearCommunication:
     sequence_parallel: bool = False
     overlap: bool = True
     output_unread: bool = False
-    exchange: Exchange | None = field(default_factory=exchange.current, compare=False)
+    exchange: PartExchange | None = field(default_factory=exchange.current, compare=False)
 
     @property
     def column(self) -> bool:

@@ -17,8 +17,8 @@ While it runs inside :func:`running`, its linear layers do not wait:
     ==============  ================================================  ============================
 
 :mod:`mindspeed.te.linear_communication` asks :func:`current` in forward and keeps the answer for
-backward. The row layer's weight gradient is left to the program, too (:meth:`Exchange.put`): it is
-computed after the column layer's reduction has started.
+backward. The row layer's weight gradient is left to the program, too (:meth:`PartExchange.put`): it
+is computed after the column layer's reduction has started.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Computation = Callable[[], Sequence[torch.Tensor | None]]
 
 
 @dataclass(eq=False)
-class Exchange:
+class PartExchange:
     """The collectives of one call of a part; see the module.
 
     Attributes:
@@ -83,19 +83,19 @@ class Exchange:
 
 
 class _Threads(threading.local):
-    current: Exchange | None = None
+    current: PartExchange | None = None
 
 
 _threads = _Threads()
 
 
-def current() -> Exchange | None:
+def current() -> PartExchange | None:
     """The exchange of the part that this thread runs; None outside of any."""
     return _threads.current
 
 
 @contextlib.contextmanager
-def running(exchange: Exchange | None) -> Iterator[None]:
+def running(exchange: PartExchange | None) -> Iterator[None]:
     """Leave collectives of linear layers called in the block to ``exchange``; None: to nobody."""
     before, _threads.current = _threads.current, exchange
     try:

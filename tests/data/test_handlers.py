@@ -74,7 +74,7 @@ CASES = {
 
 def conversations(name: str, record: dict, **keys: str) -> list:
     handler = handlers.find(name)
-    return handler.conversations(handlers.Fields(record, handler.with_keys(keys)))
+    return handler.conversations(handlers.RecordFields(record, handler.with_keys(keys)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,13 +111,13 @@ def test_system_messages():
 
 def test_pretraining_texts():
     alpaca = handlers.find("AlpacaPretrainHandler")
-    fields = handlers.Fields({"instruction": "Do", "output": "Done"}, alpaca.keys)
+    fields = handlers.RecordFields({"instruction": "Do", "output": "Done"}, alpaca.keys)
     assert alpaca.text(fields, templates.load("alpaca")).endswith(
         "### Instruction:\nDo\n\n### Response:\nDone\n"
     )
     stack = handlers.find("StackOverflowPythonPretrainHandler")
     record = {"title": "T", "question": "Q?", "answer": "A."}
-    text = stack.text(handlers.Fields(record, stack.keys), templates.load("alpaca"))
+    text = stack.text(handlers.RecordFields(record, stack.keys), templates.load("alpaca"))
     assert text == "T\n\nQuestion: Q?\nAnswer: A."
 
 
@@ -128,7 +128,7 @@ def test_other_columns_by_map_keys():
     handler = handlers.find("SharegptStyleInstructionHandler")
     keys = handler.with_keys({"messages": "m", "tags": {"role_tag": "r", "content_tag": "c"}})
     record = {"m": [{"r": "human", "c": "q"}, {"r": "gpt", "c": "a"}]}
-    assert len(handler.conversations(handlers.Fields(record, keys))[0]) == 2
+    assert len(handler.conversations(handlers.RecordFields(record, keys))[0]) == 2
     with pytest.raises(ConfigError, match="'question' is not one of prompt, query, response"):
         handlers.find("GeneralInstructionHandler").with_keys({"question": "q"})
 
@@ -208,7 +208,7 @@ PAIR = {"messages": [U, A], "chosen": [A], "rejected": [A]}
     ],
 )
 def test_fields_that_change_the_answer_are_refused(record, said):
-    fields = handlers.Fields(record, handlers.find("OpenAIInstructionHandler").keys)
+    fields = handlers.RecordFields(record, handlers.find("OpenAIInstructionHandler").keys)
     with pytest.raises(ValueError, match=said):
         handlers.find("OpenAIInstructionHandler").conversations(fields)
         fields.check_rest()
@@ -249,7 +249,7 @@ def test_fields_without_effect_are_counted():
     found = {}
     for name, record in records.items():
         handler = handlers.find(name)
-        fields = handlers.Fields(record, handler.with_keys(keys.get(name, {})))
+        fields = handlers.RecordFields(record, handler.with_keys(keys.get(name, {})))
         handler.conversations(fields)
         fields.check_rest()
         found[name] = dict(fields.remarks)
@@ -268,7 +268,7 @@ def test_fields_without_effect_are_counted():
 def test_every_handler_counts_a_column_that_it_does_not_know(name):
     record = CASES[name][0] | {"unknown": "x"}
     handler = handlers.find(name)
-    fields = handlers.Fields(record, handler.keys)
+    fields = handlers.RecordFields(record, handler.keys)
     handler.conversations(fields)
     fields.check_rest()
     assert dict(fields.remarks) == {"records have a column 'unknown' that is not used": 1}
@@ -298,7 +298,7 @@ def test_the_columns_of_a_record_name_its_handler(record, name):
     # And it reads them: a handler that asks for other columns raises.
     one = handlers.find(found)
     if found not in ("MOSSMultiTurnHandler",):
-        assert one.conversations(handlers.Fields(record, one.with_keys(keys)))
+        assert one.conversations(handlers.RecordFields(record, one.with_keys(keys)))
 
 
 @pytest.mark.parametrize("record", [{}, {"text": "a"}, {"messages": "a"}, {"messages": []}])

@@ -29,7 +29,7 @@ def bot(text: str) -> dict:
 
 def read(record: dict, name: str = "PreferenceHandler", **keys: str) -> list:
     handler = handlers.find(name)
-    fields = handlers.Fields(record, handler.with_keys(keys))
+    fields = handlers.RecordFields(record, handler.with_keys(keys))
     found = handler.preferences(fields)
     fields.check_rest()
     return found

@@ -105,7 +105,7 @@ def read(record: dict) -> tuple[list[dict], list[dict]]:
     """Messages and tools of a record."""
     name, keys = handlers.of_record(record)
     handler = handlers.find(name)
-    fields = handlers.Fields(record, handler.with_keys(keys))
+    fields = handlers.RecordFields(record, handler.with_keys(keys))
     (messages,) = handler.conversations(fields)
     fields.check_rest()
     assert not fields.remarks
@@ -313,7 +313,7 @@ def test_records_that_the_template_does_not_render_whole_are_not_trained(folder)
 def test_glaives_records_that_cannot_be_read_are_refused(change, said):
     handler = handlers.find("GlaiveHandler")
     with pytest.raises(ValueError, match=said):
-        handler.conversations(handlers.Fields(GLAIVE | change, handler.keys))
+        handler.conversations(handlers.RecordFields(GLAIVE | change, handler.keys))
 
 
 # In the manner of Qwen3: an answer without reasoning has an empty block of it where it is last.

@@ -12,7 +12,7 @@ needs("megatron.core")
 
 from mindspeed.lora import LoraConfig
 from mindspeed.lora.drawing import draw
-from mindspeed.lora.linear import Options, TPShard, give_adapter
+from mindspeed.lora.linear import AdapterOptions, TPShard, give_adapter
 from mindspeed.te.linear import Linear
 
 ALONE = TPShard(None, None, False)
@@ -23,7 +23,9 @@ def layer(inputs=64, outputs=48, dtype=torch.float64, **options):
     config = LoraConfig(("dense",), **{"r": 4, "alpha": 8.0, **options})
     module = Linear(inputs, outputs, bias=False, params_dtype=dtype, device="cpu")
     module.weight.requires_grad_(False)
-    options = Options.of(config, ALONE, {"all": outputs}, None, type(module), "linear", {"all"})
+    options = AdapterOptions.of(
+        config, ALONE, {"all": outputs}, None, type(module), "linear", {"all"}
+    )
     give_adapter(module, options)
     draw("decoder.layers.0.self_attention.linear_proj", module)
     return module, module.lora_A["all"], module.lora_B["all"]

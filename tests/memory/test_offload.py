@@ -10,7 +10,7 @@ import torch
 
 from mindspeed.memory import host_pool
 from mindspeed.memory.figures import SiteFigures
-from mindspeed.memory.host_copy import HostCopy, OnHost, elements_of
+from mindspeed.memory.host_copy import OffloadedCopy, OnHost, elements_of
 from mindspeed.memory.host_pool import HostPool, size_class
 from mindspeed.memory.offload import Offload
 from mindspeed.memory.plan import ChunkPlan, SiteAction
@@ -286,7 +286,7 @@ def log(monkeypatch) -> list[str]:
     """What happens in backward: layers whose backward begins, copies of layers that start."""
     events: list[str] = []
     layer_of = weakref.WeakKeyDictionary()
-    save, start, reach = Offload.save, HostCopy.start, Offload.reach
+    save, start, reach = Offload.save, OffloadedCopy.start, Offload.reach
 
     def logged_save(engine, tensor, group, where, figures):
         copy = save(engine, tensor, group, where, figures)
@@ -304,7 +304,7 @@ def log(monkeypatch) -> list[str]:
         reach(engine, group)
 
     monkeypatch.setattr(Offload, "save", logged_save)
-    monkeypatch.setattr(HostCopy, "start", logged_start)
+    monkeypatch.setattr(OffloadedCopy, "start", logged_start)
     monkeypatch.setattr(Offload, "reach", logged_reach)
     return events
 

@@ -123,13 +123,13 @@ def _megatron(case: Case, dtype: torch.dtype) -> torch.nn.Module:
 
 def _adapt(module: Any, case: Case, tensors: dict[str, torch.Tensor]) -> None:
     from mindspeed.lora import LoraConfig
-    from mindspeed.lora.linear import Options, give_adapter, tp_shard_of
+    from mindspeed.lora.linear import AdapterOptions, give_adapter, tp_shard_of
 
     size, rank, dtype = dist.get_world_size(), dist.get_rank(), module.weight.dtype
     config = LoraConfig(("dense",), r=R, alpha=SCALE * R)
     rows = module.weight.shape[0]
     shard = tp_shard_of(module)
-    options = Options.of(config, shard, {"all": rows}, None, type(module), "dense", {"all"})
+    options = AdapterOptions.of(config, shard, {"all": rows}, None, type(module), "dense", {"all"})
     give_adapter(module, options)
     a, b = tensors["A"], tensors["B"]
     if case.mode == "column":

@@ -104,7 +104,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLayers:
     """Agreed between all ranks of a stage.
 
     Attributes:
@@ -122,13 +122,13 @@ class Measured:
 
 def agree(
     kinds: Sequence[LayerKind], groups: Sequence[Any], device: Device, clock: Clock, *, copies: bool
-) -> Measured:
+) -> MeasuredLayers:
     """The largest values over the ranks of ``groups``; ``copies``: time a copy to the host, too."""
     own = [number for kind in kinds for number in kind.numbers()]
     own.append(int(1e15 * _seconds_per_host_byte(device, clock)) if copies else 0)
     numbers = iter(agreement.largest(own, groups, device.torch_device()))
     read = [kind.read(numbers) for kind in kinds]
-    return Measured(
+    return MeasuredLayers(
         candidates=[candidates for candidates, _, _ in read],
         bounds=[bounds for _, bounds, _ in read],
         forward=[seconds for *_, seconds in read],

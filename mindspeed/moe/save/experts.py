@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from mindspeed.memory.frames import key_of
-from mindspeed.memory.saved import Held, Kept, Recomputed, ViewOf
+from mindspeed.memory.saved import Held, Kept, RecomputedTensor, ViewOf
 from mindspeed.memory.segment import Segment
 from mindspeed.moe.events import EventLog, Kind
 from mindspeed.moe.save.policy import SavePolicy
@@ -100,7 +100,7 @@ class SavedExperts:
         self._state = _State()
         self._segment: Segment | None = None  # while the forward runs
         self._kept: weakref.ref[Segment] | None = None  # by what it computes, afterwards
-        self._rows: weakref.ref[Recomputed] | None = None
+        self._rows: weakref.ref[RecomputedTensor] | None = None
         self._input: tuple[bool, torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, rows: torch.Tensor, tokens: torch.Tensor, probs: torch.Tensor) -> Any:
@@ -192,7 +192,7 @@ class SavedExperts:
     def _row(self, tensor: torch.Tensor) -> ViewOf:
         rows = self._rows() if self._rows is not None else None
         if rows is None:
-            rows = Recomputed(tensor, self._wait)
+            rows = RecomputedTensor(tensor, self._wait)
             self._rows = weakref.ref(rows)
         return ViewOf(rows, tensor)
 

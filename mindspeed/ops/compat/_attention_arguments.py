@@ -30,7 +30,7 @@ Lengths = Sequence[int] | Tensor | None
 Start = Sequence[int] | None
 
 
-class Arguments:
+class AttentionArguments:
     """Checked q, k and v with an axis for the heads, and the checks of everything else.
 
     Attributes:

@@ -22,7 +22,7 @@ from torch import Tensor
 from mindspeed.ops._check import ArgumentCheck
 from mindspeed.ops.attention import ATTENTION_BACKWARD, attention
 from mindspeed.ops.attention_problem import AttentionProblem
-from mindspeed.ops.compat._attention_arguments import MERGED_HEADS, Arguments, Lengths
+from mindspeed.ops.compat._attention_arguments import MERGED_HEADS, AttentionArguments, Lengths
 from mindspeed.ops.philox import reserve
 from mindspeed.ops.visibility import EVERYTHING
 
@@ -102,7 +102,7 @@ def npu_fusion_attention(
         OperatorError: an argument that is not as described.
     """
     del inner_precise, gen_mask_parallel, sync
-    given = Arguments(
+    given = AttentionArguments(
         ArgumentCheck("npu_fusion_attention"), query, key, value, head_num, input_layout
     )
     given.check_numbers(padding_mask, keep_prob, scale=scale)
@@ -189,7 +189,7 @@ def npu_fusion_attention_grad(
     """
     check = ArgumentCheck("npu_fusion_attention_grad")
     del softmax_in, inner_precise, numels, gen_mask_parallel, sync
-    given = Arguments(check, query, key, value, head_num, input_layout)
+    given = AttentionArguments(check, query, key, value, head_num, input_layout)
     given.check_numbers(padding_mask, keep_prob, scale_value=scale_value)
     check.tensor(dy=dy, softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=attention_in)
     assert softmax_max is not None and softmax_sum is not None and attention_in is not None

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mindspeed.errors import TrainingError
 from mindspeed.spmd import Passes, typed
-from mindspeed.tensor_parallel.exchange import Exchange, Started, running
+from mindspeed.tensor_parallel.exchange import PartExchange, Started, running
 from mindspeed.tensor_parallel.halves.order import HALVES, Order, OrderStep, after, before
 
 Gather = Callable[[Tensor], Started]
@@ -80,7 +80,7 @@ class _Part:
         output: Of the row layer, and its bias.
     """
 
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: PartExchange = field(default_factory=PartExchange)
     stretches: dict[str, _Stretch] = field(default_factory=dict)
     x: Tensor | None = None
     hidden: Tensor | None = None
