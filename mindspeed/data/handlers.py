@@ -33,7 +33,7 @@ template must render them.
 Nothing is dropped in silence: :class:`~mindspeed.data.record_fields.RecordFields` knows which
 columns a handler has read. Of the others those that change what an answer means (``REFUSED`` there,
 in a message :data:`~mindspeed.data.messages.REFUSED_IN_MESSAGE`) make the record invalid, and the
-rest is counted in ``Fields.remarks``.
+rest is counted in ``RecordFields.remarks``.
 """
 
 from __future__ import annotations

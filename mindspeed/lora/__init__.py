@@ -13,10 +13,9 @@ sequence and expert parallelism, with both layer specs, and costs no collective 
 model does not have, except one sum per step:
 
 =======================  ==========================================================================
-``config``               :class:`LoraConfig`, and which names mean which modules
+``config``               :class:`LoraConfig`, names of modules, and which of them a user means
 ``linear``               layers with an adapter, how it is sharded, the sum per step
 ``layers``               linear layers of a stage, and the parts of one
-``names``                names of modules in the whole model
 ``experts``              adapters of experts
 ``megatron_embedding``   adapters of the embedding
 ``attach``               freezes a model and gives its linear layers adapters

@@ -16,15 +16,13 @@ import torch.distributed as dist
 
 from mindspeed.built_model import unwrap
 from mindspeed.errors import ConfigError
-from mindspeed.lora.config import ALL_LINEAR, HEAD, WHOLE, LoraConfig
-from mindspeed.lora.drawing import draw
-from mindspeed.lora.experts import give_expert_adapters
-from mindspeed.lora.layers import linear_layers, order_of, parts_of
-from mindspeed.lora.linear import AdaptedLinear, AdapterOptions, give_adapter
-from mindspeed.lora.megatron_embedding import give_embedding_adapter, share_adapter
-from mindspeed.lora.names import (
+from mindspeed.lora.config import (
+    ALL_LINEAR,
     EMBEDDING,
+    HEAD,
     OUTPUT,
+    WHOLE,
+    LoraConfig,
     expert_layer,
     first_expert,
     in_whole_model,
@@ -34,6 +32,11 @@ from mindspeed.lora.names import (
     short_name,
     targeted,
 )
+from mindspeed.lora.drawing import draw
+from mindspeed.lora.experts import give_expert_adapters
+from mindspeed.lora.layers import linear_layers, order_of, parts_of
+from mindspeed.lora.linear import AdaptedLinear, AdapterOptions, give_adapter
+from mindspeed.lora.megatron_embedding import give_embedding_adapter, share_adapter
 from mindspeed.models.naming import plain_name
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.quantized_weight import QuantizedWeight

@@ -11,8 +11,8 @@ import zlib
 
 import torch
 
+from mindspeed.lora.config import EMBEDDING
 from mindspeed.lora.linear import AdaptedLinear, AdaptedWeight, AdapterOptions
-from mindspeed.lora.names import EMBEDDING
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mindspeed.lora.config import expert_layer, first_expert
 from mindspeed.lora.linear import (
     AdaptedLinear,
     AdaptedWeight,
@@ -27,7 +28,6 @@ from mindspeed.lora.linear import (
     new_matrices,
     tp_shard_of,
 )
-from mindspeed.lora.names import expert_layer, first_expert
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.te.grouped_gemm import gmm
 from mindspeed.te.linear_function import compute_dtype

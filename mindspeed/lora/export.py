@@ -19,7 +19,7 @@ import torch
 
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, atomic_writer, make_dirs
-from mindspeed.lora.config import DESCRIPTION, WHOLE, LoraConfig
+from mindspeed.lora.config import DESCRIPTION, EMBEDDING, OUTPUT, WHOLE, LoraConfig, is_expert
 from mindspeed.lora.hf_names import (
     part_of,
     rows_in_layer,
@@ -30,7 +30,6 @@ from mindspeed.lora.hf_names import (
 )
 from mindspeed.lora.linear import as_one
 from mindspeed.lora.load import whole_adapter
-from mindspeed.lora.names import EMBEDDING, OUTPUT, is_expert
 from mindspeed.lora.peft import CONFIG, EXPERT_LAYERS, EXPERTS, FUSED, PREFIX, WEIGHTS
 from mindspeed.lora.peft_blocks import fused
 from mindspeed.models.families import Family, family_of_args

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from mindspeed.lora.config import WHOLE
+from mindspeed.lora.config import EMBEDDING, WHOLE, is_expert, named_modules
 from mindspeed.lora.experts import expert_tp_shard_of
 from mindspeed.lora.linear import TPShard, tp_shard_of
 from mindspeed.lora.megatron_embedding import embedding_shard_of
-from mindspeed.lora.names import EMBEDDING, is_expert, named_modules
 
 
 def linear_layers(chunk: Any) -> Iterator[tuple[str, Any, TPShard]]:

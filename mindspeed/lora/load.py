@@ -16,10 +16,9 @@ from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted, attach
-from mindspeed.lora.config import DESCRIPTION, LoraConfig
+from mindspeed.lora.config import DESCRIPTION, LoraConfig, in_whole_model, is_end, is_expert
 from mindspeed.lora.hf_names import saved_modules, shape_of_model
 from mindspeed.lora.initial import take_out
-from mindspeed.lora.names import in_whole_model, is_end, is_expert
 from mindspeed.lora.state import base_of, check_base, sharded_state
 from mindspeed.models.families import family_or_gpt
 from mindspeed.models.naming import plain_name

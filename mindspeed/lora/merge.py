@@ -20,12 +20,11 @@ from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError, ConfigError
 from mindspeed.lora import peft
 from mindspeed.lora.attach import adapted_layers, detach
-from mindspeed.lora.config import HEAD, WHOLE
+from mindspeed.lora.config import EMBEDDING, HEAD, OUTPUT, WHOLE, is_end
 from mindspeed.lora.hf_names import whole_parts
 from mindspeed.lora.layers import order_of
 from mindspeed.lora.linear import AdaptedLinear, as_one, take_adapter
 from mindspeed.lora.load import config_of, is_peft, samples_of, whole_adapter
-from mindspeed.lora.names import EMBEDDING, OUTPUT, is_end
 from mindspeed.lora.state import check_samples
 from mindspeed.models.table import SCORE, Parameter
 from mindspeed.models.weight_shards import source_rows, with_tensors

@@ -25,8 +25,7 @@ from mindspeed.built_model import unwrap
 from mindspeed.errors import CheckpointError
 from mindspeed.files import check_path
 from mindspeed.lora.attach import adapted_layers
-from mindspeed.lora.config import LoraConfig
-from mindspeed.lora.names import in_whole_model, is_adapter_weight, is_end, is_expert
+from mindspeed.lora.config import LoraConfig, in_whole_model, is_adapter_weight, is_end, is_expert
 from mindspeed.models.naming import plain_name
 from mindspeed.parsing import decode_json
 

@@ -48,10 +48,10 @@ from mindspeed.checkpoint.fsdp_state import is_sharded
 from mindspeed.checkpoint.load import Loaded, load, needs_whole_stages
 from mindspeed.job import Parallel, Precision, Schedule
 from mindspeed.lora import adapted, initial
+from mindspeed.lora.config import is_adapter_weight
 from mindspeed.lora.linear import summed_over_tp
 from mindspeed.lora.load import attach_by_flags, is_peft
 from mindspeed.lora.load import load as load_adapter
-from mindspeed.lora.names import is_adapter_weight
 from mindspeed.models import model_extras
 from mindspeed.preference.megatron_head import ScoreHead
 from mindspeed.storage.directory import root_and_iteration

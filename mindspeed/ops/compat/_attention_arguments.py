@@ -1,4 +1,4 @@
-"""The checks of the documented attention functions, and the translation into a ``Problem``."""
+"""The checks of the documented attention functions, and their translation into a problem."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class AttentionArguments:
         pse_type: int,
         starts: tuple[Start, Start],
     ) -> dict[str, Any]:
-        """Return checked fields of ``Problem``.
+        """Return checked fields of ``AttentionProblem``.
 
         Args:
             mask: ``atten_mask``, bool or uint8: ``[B, N, Sq, Skv]``, ``[B, 1, Sq, Skv]``,
