@@ -12,7 +12,7 @@ Case = tuple[int, int | None, int, int | None]
 
 def counted_and_run(cases):
     """For each stage of each case, the counts of the formula and those of the schedule that ran."""
-    from mindspeed.memory.in_flight.megatron import held_by_stage
+    from mindspeed.memory.megatron_in_flight import held_by_stage
 
     return {
         (case, stage): (held_by_stage(stage, case[2], _config(case)), _run(case, stage))

@@ -232,7 +232,7 @@ def calls_in_flight(samples: int) -> dict[str, int]:
     """Of this pipeline stage: with 3 layers, and with 3 and 2 layers in two chunks."""
     from megatron.core import parallel_state
 
-    from mindspeed.memory.in_flight.megatron import layer_calls_in_flight
+    from mindspeed.memory.megatron_in_flight import layer_calls_in_flight
 
     parallel_state.initialize_model_parallel(1, 2, 2)
     options = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}

@@ -29,7 +29,7 @@ def test_equal_the_schedules_that_ran(ranks):
 
 
 def test_a_step_of_any_number_of_micro_batches_is_counted_at_once():
-    from mindspeed.memory.in_flight.megatron import held_by_stage
+    from mindspeed.memory.megatron_in_flight import held_by_stage
 
     for chunks, held in ((None, {(2,)}), (2, {(3, 2), (4, 1)})):
         config = SimpleNamespace(

@@ -196,7 +196,7 @@ class _CallsInFlight:
         self._config = config
 
     def __call__(self) -> int:
-        from mindspeed.memory.in_flight.megatron import layer_calls_in_flight
+        from mindspeed.memory.megatron_in_flight import layer_calls_in_flight
 
         samples = self._megatron.get("global_batch_size"), self._megatron.get("micro_batch_size")
         return layer_calls_in_flight(self._layers, samples, self._config)

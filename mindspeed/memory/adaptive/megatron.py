@@ -45,7 +45,6 @@ from mindspeed.memory.estimate import (
     plans_for,
 )
 from mindspeed.memory.in_flight import most_held
-from mindspeed.memory.in_flight.megatron import held_by_stage
 from mindspeed.memory.megatron import (
     install,
     layers_of,
@@ -54,6 +53,7 @@ from mindspeed.memory.megatron import (
     stage_groups,
     wrap,
 )
+from mindspeed.memory.megatron_in_flight import held_by_stage
 from mindspeed.memory.plan import ChunkPlan, LayerPlan
 from mindspeed.memory.runtime import Runtime
 from mindspeed.memory.solver import (

@@ -2,7 +2,7 @@
 
 A stage runs ``w`` forward passes (the warm-up), then one forward and one backward pass in turn,
 then the remaining backward passes. Megatron says ``w`` and in which order the chunks come; backward
-passes visit them in the opposite order (:mod:`mindspeed.memory.in_flight.megatron`).
+passes visit them in the opposite order (:mod:`mindspeed.memory.megatron_in_flight`).
 
     2 stages, 2 chunks, 4 micro-batches, first stage:   w = 4
     forward   0 0 1 1 0   0   1   1
