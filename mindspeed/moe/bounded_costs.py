@@ -18,9 +18,11 @@ from mindspeed.moe.costs import (
     PROB_BYTES,
     Message,
     StageCosts,
+    both_ways,
     exchange,
     moving,
     packed_row,
+    slice_gather,
 )
 from mindspeed.moe.sizes import Load, Sizes
 
@@ -38,20 +40,28 @@ def bounded(
     """
     if carrier == "hybridep":
         return _by_one_kernel(costs, sizes, load)
-    ordered = dict.fromkeys(("arrange", "disarrange"), moving(bound * sizes.ep, sizes))
-    counts = exchange("count.counts", sizes, load.in_blocks(sizes.local), COUNT_BYTES)
-    found = {**costs, **ordered, "count": StageCosts(messages=counts[:1])}
+    length = bound * sizes.ep
+    ordered = dict.fromkeys(("arrange", "disarrange"), moving(length * sizes.etp, sizes))
+    found = {**costs, **ordered}
+    if sizes.etp == 1:  # else all ranks get those of all, as on the host
+        counts = exchange("count.counts", sizes, load.in_blocks(sizes.local), COUNT_BYTES)
+        found["count"] = StageCosts(messages=counts[:1])
+    else:
+        buffers = replace(load, slices=(float(length),) * sizes.etp)
+        row = packed_row(sizes)
+        found["gather"] = both_ways([slice_gather("gather.rows", sizes, buffers, row)])
+        summed = slice_gather("scatter.rows", sizes, buffers, sizes.row, back=True)
+        found["scatter"] = both_ways([summed])
     if not carrier:
         blocks = load.in_blocks(bound)
         there = exchange("dispatch.rows", sizes, blocks, packed_row(sizes))
         back = exchange("combine.rows", sizes, blocks, sizes.row, back=True)
-        buffer = moving(bound * sizes.ep, sizes)
+        buffer = moving(length, sizes)
         found |= {"permute": buffer, "unpermute": buffer}
     else:
         there = _copied(sizes, load, bound, packed_row(sizes), "dispatch.rows", back=False)
         back = _copied(sizes, load, bound, sizes.row, "combine.rows", back=True)
-    found["dispatch"] = StageCosts(messages=there[:1], reverses=there[1:])
-    found["combine"] = StageCosts(messages=back[:1], reverses=back[1:])
+    found["dispatch"], found["combine"] = both_ways([there]), both_ways([back])
     return found
 
 

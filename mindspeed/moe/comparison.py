@@ -301,7 +301,7 @@ def _price(job: Job, name: str) -> Priced:
     rows = load.rows
     if request.bound is not None:
         blocks = request.bound.rows(sizes.tokens, sizes.topk, sizes.ep, sizes.local)
-        rows = float(blocks * sizes.ep)
+        rows = float(blocks * sizes.ranks)
     kept = formulas.saved_bytes(sizes, rows, entry.policy)
     kept += request.hot_experts * parted_costs.expert_bytes(sizes)
     return Priced(name, entry.flags, _simulation(job, entry, request, sizes, load), kept=kept)
@@ -346,8 +346,10 @@ def _reason(job: Job, entry: Entry) -> str:
     if exchange == "padded":
         if sizes.topk > 2:
             return f"DeepSpeed's gates are top-1 and top-2, not top-{sizes.topk}"
-    elif exchange != "flat" and sizes.etp > 1:
+    elif exchange not in ("flat", "device") and sizes.etp > 1:
         return f"slices of an expert (--etp {sizes.etp}) need every copy of a token"
+    if exchange in ("device", "hybridep") and sizes.ep == 1:
+        return "with --ep 1 nothing is sent by all-to-all"
     if exchange == "hierarchical" and (
         sizes.node is None or sizes.ep % sizes.node or sizes.ep == sizes.node or sizes.node == 1
     ):
@@ -361,7 +363,7 @@ def _reason(job: Job, entry: Entry) -> str:
         return f"{slices} slices of {sizes.tokens} tokens"
     if entry.request.get("pipe_slices") and sizes.ranks == 1:
         return "with one expert rank there is nothing to overlap"
-    if (entry.request.get("overlap") or entry.request.get("bound")) and sizes.ranks == 1:
+    if entry.request.get("overlap") and sizes.ranks == 1:
         return "with one expert rank there is nothing to overlap"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,6 +124,49 @@ def _run(layer: Any, fields: dict[str, Any], options: dict[str, Any]) -> tuple[A
     journal.undo()
     sent = [one.wire for one in ledger.events if one.op == "all_to_all"]
     return {"output": result.output, **result.gradients}, log, sent
+
+
+def compare_in_chunks(
+    layout: dict[str, int], factor: float, way: str, tensor_overlap: bool
+) -> tuple[float, list[int], list[list[str]]]:
+    """A transformer layer in chunks of the sequence, with sizes on the device and on the host.
+
+    Args:
+        layout: arguments of :func:`layer_ranks.start`.
+        factor: C.
+        way: "blocks" or "symmetric".
+        tensor_overlap: collectives of sliced experts hide, too.
+
+    Returns:
+        The largest difference of outputs and gradients, the layers with too many rows, and the
+        events of both.
+    """
+    from mindspeed.journal import Journal
+    from mindspeed.moe.ampipe.megatron import attach
+    from mindspeed.moe.events import EventLog
+    from mindspeed.moe.layer.megatron import change
+    from tests.moe import ampipe_ranks
+
+    layer_ranks.start(**layout)
+    layer = ampipe_ranks.transformer_layer("te", **layer_ranks.parallel_of(layout))
+    journal, bound, events = Journal(), DeviceBound(factor), []
+    attach(layer, 2, journal, tensor_overlap=tensor_overlap)
+    with symmetric_emulator.emulated() if way == "symmetric" else contextlib.nullcontext():
+        results = []
+        for on_device in (False, True):
+            if on_device:
+                carrier = SymmetricMemory() if way == "symmetric" else EQUAL_BLOCKS
+                change(layer.mlp, journal, exchange="device", bound=bound, row_exchange=carrier)
+            layer.forward.log = EventLog()
+            with contextlib.ExitStack() as traps:
+                for trap in (NoHost(), NoMethod()) if on_device else ():
+                    traps.enter_context(trap)
+                results.append(ampipe_ranks.run(layer))
+            events.append([str(one) for one in layer.forward.log.events])
+    plain, ours = ({"output": one.output, **one.gradients} for one in results)
+    assert ours.keys() == plain.keys()
+    differences = [float((x - plain[name]).abs().max()) for name, x in ours.items()]
+    return max(differences), bound.layers(), events
 
 
 def reads_of_the_plain_program() -> str:

@@ -52,6 +52,67 @@ MORE = [
     case("one rank", {}, {"expert": 1}),
 ]
 FOUR = [case("four", OVERLAP, {"expert": 4}), case("tensor", {}, {"expert": 4, "tensor": 2})]
+SLICES = {"expert": 2, "tensor": 2, "expert_tensor": 2}
+SLICED = [
+    case("slices", OVERLAP, SLICES),
+    case("serial slices, two micro-batches", {}, SLICES, steps=2),
+    case("slices, level0", OVERLAP | {"save": LEVEL0}, SLICES),
+    case("slices, level1", OVERLAP | {"save": LEVEL1}, SLICES, **SHARED),
+    case("slices, a rank without rows", OVERLAP, SLICES, experts=4),
+    case("slices in 16 bits", OVERLAP, SLICES, params_dtype=torch.bfloat16),
+]
+EIGHT_BITS = case(
+    "slices in eight bits", OVERLAP | {"fp8": "both", "save": LEVEL0}, SLICES,
+    hidden_size=128, params_dtype=torch.bfloat16,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("symmetric", [False, True], ids=["blocks", "symmetric"])
+def test_experts_in_slices(ranks, symmetric):
+    """Buffers are gathered from the ranks with other slices, and the results are summed."""
+    cases = [*SLICED, EIGHT_BITS]
+    run = jobs.compare_by_symmetric_memory if symmetric else jobs.compare
+    for results in ranks(4, run, cases, 100.0, setup=ADAPTOR):
+        for found in results[0] if symmetric else results:
+            assert found.difference == 0, found.name
+            assert not found.overflown
+            if not symmetric:
+                ours, plain = found.collectives
+                assert ours == plain, found.name
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "way"),
+    [
+        (2, {"expert": 2}, "blocks"),
+        (2, {"expert": 2}, "symmetric"),
+        pytest.param(4, SLICES, "blocks", marks=pytest.mark.slow),
+        pytest.param(4, SLICES, "symmetric", marks=pytest.mark.slow),
+    ],
+)
+def test_attention_in_chunks(ranks, size, layout, way):
+    """Each chunk has a bound of its own tokens; its program hides what it hid."""
+    slices = layout is SLICES
+    for difference, layers, (plain, ours) in ranks(
+        size, jobs.compare_in_chunks, layout, 100.0, way, slices, setup=ADAPTOR
+    ):
+        assert (difference, layers) == (0, [])
+        assert ours == plain
+
+
+def test_rows_beyond_the_bound_of_a_chunk_are_noted_with_the_layer(ranks):
+    results = ranks(2, jobs.compare_in_chunks, {"expert": 2}, 1.0, "blocks", False, setup=ADAPTOR)
+    assert [1] in [layers for _, layers, _ in results]
+
+
+def test_slices_of_all_experts(ranks):
+    """No all-to-all: rows are gathered and summed only."""
+    whole = {"expert": 1, "tensor": 2, "expert_tensor": 2}
+    cases = [case("serial", {}, whole), case("overlap", OVERLAP | {"save": LEVEL0}, whole)]
+    for results in ranks(2, jobs.compare, cases, 100.0, setup=ADAPTOR):
+        for found in results:
+            assert (found.difference, found.overflown) == (0, False), found.name
 
 
 def on_two_and_four(quick, more):
@@ -218,6 +279,9 @@ BF16 = ("--bf16", "--moe-alltoall-overlap-comm")
 DIVIDED = ("--use-distributed-optimizer", *BF16, "--overlap-grad-reduce", "--overlap-param-gather")
 PAIRS = ("--bf16", "--moe-fb-overlap")
 CHUNKS = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
+IN_SLICES = shlex.split(
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2"
+)
 AGAIN = {
     "pairs": (2, (*PAIRS, "--moe-zero-memory", "level0")),
     "pairs, eight bits": (2, (*PAIRS, "--moe-fp8-dispatch", "both", "--hidden-size", "128")),
@@ -228,6 +292,8 @@ AGAIN = {
     "replicas of experts: one element": (4, BF16),
     "replicas of experts, the distributed optimizer": (4, DIVIDED),
     "fp16: one element": (2, ("--fp16", "--initial-loss-scale", "256")),
+    "slices of experts": (4, (*BF16, *IN_SLICES, "--moe-zero-memory", "level1")),
+    "attention in chunks": (2, ("--bf16", "--ampipe-degree", "2")),
     "stages": (4, ("--pipeline-model-parallel-size", "2", *BF16)),
 }
 
@@ -327,16 +393,23 @@ REFUSED = {
         {"moe_device_bound_exchange": "hybridep", "moe_fb_overlap": True, "bf16": True},
         "its kernels are one for several parts",
     ),
+    "HybridEP in chunks": (
+        {"moe_device_bound_exchange": "hybridep", "ampipe_degree": 2},
+        "nothing can hide its kernels",
+    ),
     "HybridEP in eight bits": (
         {"moe_device_bound_exchange": "hybridep", "moe_fp8_dispatch": "both", "hidden_size": 128},
         "Megatron's binding sends 16 bits",
     ),
     "all-gather": ({"moe_token_dispatcher_type": "allgather"}, "the dispatcher is allgather"),
-    "slices": ({"expert_tensor_parallel_size": 2}, "they are cut in 2"),
+    "HybridEP with slices": (
+        {"moe_device_bound_exchange": "hybridep", "expert_tensor_parallel_size": 2},
+        "sends tokens to ranks with whole experts, and they are cut in 2",
+    ),
     "one by one": ({"moe_grouped_gemm": False}, "add --moe-grouped-gemm"),
     "biases": ({"add_bias_linear": True}, "add --disable-bias-linear"),
     "one rank": ({"expert_model_parallel_size": 1}, "nothing is sent to experts"),
-    "pieces": ({"use_pipe_experts": True}, "computes experts in parts"),
+    "pieces": ({"use_pipe_experts": True}, "each of which would need a bound of its own"),
     "lengths that vary": ({"variable_seq_lengths": True}, "ranks must have equally many tokens"),
     "load": ({"moe_adaptive_recompute_activation": True}, "by numbers of rows on the host"),
 }

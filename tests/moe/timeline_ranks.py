@@ -57,17 +57,17 @@ def watch(
 
 
 def watch_bounded(
-    variants: list[dict[str, Any]], symmetric: bool
+    layout: dict[str, int], variants: list[dict[str, Any]], symmetric: bool
 ) -> tuple[list[Watched], list[int]]:
     """Run a layer whose sizes stay on the device, and the rows of each call of the emulator."""
     from mindspeed.moe.symmetric_memory import SymmetricMemory
     from tests.moe import symmetric_emulator
 
     if not symmetric:
-        return watch("te", {"expert": 2}, {}, variants), []
+        return watch("te", layout, {}, variants), []
     with symmetric_emulator.emulated():
         by_rows = [{**one, "row_exchange": SymmetricMemory()} for one in variants]
-        return watch("te", {"expert": 2}, {}, by_rows), list(symmetric_emulator.ROWS)
+        return watch("te", layout, {}, by_rows), list(symmetric_emulator.ROWS)
 
 
 def watch_megatrons(

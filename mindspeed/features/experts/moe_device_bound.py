@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NAME, OVERFLOW = "--moe-device-bound", "--moe-device-bound-overflow"
 EXCHANGE = "--moe-device-bound-exchange"
-_PARTS = "it computes experts in parts, whose sizes the host must know"
+_PARTS = "it computes experts in parts, each of which would need a bound of its own"
 _HOST = "it decides by numbers of rows on the host"
 _SCHEDULE = "a step whose bound was too small is computed again, which its schedule cannot"
 
@@ -47,7 +47,6 @@ class MoeDeviceBound(
     megatron_versions=">=0.16",
     seams=("model_arguments", "chunk", "schedule", "optimizer"),
     conflicts={
-        "ampipe": _PARTS,
         "balanced-experts": _HOST,
         "experts-pipeline": _PARTS,
         "moe-adaptive-recompute": _HOST,
@@ -100,7 +99,6 @@ class MoeDeviceBound(
             NAME,
             megatron,
             all_to_all_problems,
-            whole_expert_problems,
             rank_problems,
             layer_problems,
             _host_problems,
@@ -119,8 +117,11 @@ class MoeDeviceBound(
             from mindspeed.moe.dispatch import megatron_hybrid_ep
 
             yield from (Problem(name, *found) for found in megatron_hybrid_ep.problems())
+            yield from whole_expert_problems(name, megatron)
             if megatron.get("moe_zero_memory") not in (None, "disable"):
                 yield conflict(name, "--moe-zero-memory", "its kernels send no rows a second time")
+            if (megatron.get("ampipe_degree") or 1) > 1:
+                yield conflict(name, "--ampipe-degree", "nothing can hide its kernels")
             if has_pairs(megatron):
                 yield conflict(name, "--moe-fb-overlap", "its kernels are one for several parts")
             if megatron.get("moe_fp8_dispatch") not in (None, "disable"):

@@ -129,7 +129,8 @@ class _Call:
     def run(self, program: Program) -> tuple[torch.Tensor, Any]:
         """The output of the layer ``[s, b, h]``, and the context."""
         call, layer = self._call, self._layer
-        chunks = [Chunk(index) for index in range(self._degree)]
+        number = self._moe.layer_number
+        chunks = [Chunk(index, values={"layer": number}) for index in range(self._degree)]
         config = layer.config
         choice = choice_of(config.moe_token_dispatcher_type, call.request)
         stages = call.stages(choice.stages(call.groups, Routing.of(config, call.request)))

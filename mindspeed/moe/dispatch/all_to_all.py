@@ -136,9 +136,9 @@ class AllToAllDispatcher:
         """The rows that the expert's other slices have received."""
         if self.groups.tp.size() == 1:
             return {}
-        sizes = self._sizes(chunk).sum((1, 2)).tolist()
         packing = chunk.values["packing"]
-        rows = GatherRows(self.groups.tp, sizes, sum_in_fp32 if packing is None else packing.add)
+        add = sum_in_fp32 if packing is None else packing.add
+        rows = GatherRows(self.groups.tp, self._slice_rows(chunk), add)
         return self._carry(chunk, rows)
 
     def arrange(self, chunk: Chunk) -> None:
@@ -169,7 +169,7 @@ class AllToAllDispatcher:
         """The sum of the results of the expert's slices, of the rows that this rank received."""
         if self.groups.tp.size() == 1:
             return {}
-        slices = SumRows(self.groups.tp, self._sizes(chunk).sum((1, 2)).tolist())
+        slices = SumRows(self.groups.tp, self._slice_rows(chunk))
         return {"rows": self.groups.wire.results(slices)}
 
     def combine(self, chunk: Chunk) -> Mapping[str, Collective]:
@@ -194,7 +194,7 @@ class AllToAllDispatcher:
             steps.append(groups.wire.tokens(AllToAll(groups.ep, sent, received)))
         sizes = self._sizes(chunk)
         if groups.tp.size() > 1:
-            slices = GatherRows(groups.tp, sizes.sum((1, 2)).tolist())
+            slices = GatherRows(groups.tp, self._slice_rows(chunk))
             steps.append(groups.wire.tokens(slices))
         if groups.local > 1:
             pieces = sizes.reshape(-1, groups.local)
@@ -237,6 +237,10 @@ class AllToAllDispatcher:
         """
         first = self.groups.first
         return self._counts(chunk)[..., first : first + self.groups.local].transpose(0, 1)
+
+    def _slice_rows(self, chunk: Chunk) -> list[int]:
+        """Rows that each rank with a slice of this rank's experts receives."""
+        return self._sizes(chunk).sum((1, 2)).tolist()  # type: ignore[no-any-return]
 
     def _splits(self, chunk: Chunk) -> tuple[list[int], list[int]]:
         """Rows that this rank sends to, and receives from, each rank of ``ep``."""

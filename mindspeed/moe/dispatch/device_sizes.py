@@ -3,8 +3,10 @@
     count      how many rows are for each expert, to the rank of the experts
     permute    the rows for each rank, sorted by expert and by token
     dispatch   to the ranks of the experts, as :mod:`mindspeed.moe.row_exchange` says
+    gather     buffers of the ranks with the other slices of the experts
     arrange    rows by local expert, those of nobody last
     disarrange the inverse
+    scatter    the sum of the slices' results, for the rows of this rank's buffer
     combine    back
     unpermute  the sum of the rows of each token
 
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mindspeed.moe.collectives import AllToAll
+from mindspeed.moe.collectives import AllToAll, Gather, GatherRows
 from mindspeed.moe.device_bound import DeviceBound
 from mindspeed.moe.dispatch.padded import PaddedDispatcher, Slots, select_rows
 from mindspeed.moe.interpreter import Chunk
@@ -43,12 +45,11 @@ class DeviceDispatcher(PaddedDispatcher):
     bound: DeviceBound = field(kw_only=True)
     exchange: RowExchange = field(kw_only=True)
 
-    def __post_init__(self) -> None:
-        if self.groups.tp.size() > 1:
-            raise NotImplementedError("sizes stay on the device for whole experts only")
-
     def count(self, chunk: Chunk) -> Mapping[str, Collective]:
-        """Rows of this rank for each expert, int64 ``[E]``, to the experts' ranks."""
+        """Rows of this rank for each expert, int64 ``[E]``, to the experts' ranks.
+
+        All ranks get those of all where experts are cut in slices: each has the others' rows, too.
+        """
         groups, routing_map = self.groups, chunk.tensors["routing_map"]
         ranks, local, tokens = groups.ep.size(), groups.local, routing_map.shape[0]
         counts, bound = self.counted(chunk), chunk.values["bound"]
@@ -64,6 +65,8 @@ class DeviceDispatcher(PaddedDispatcher):
         )
         chunk.values["sent"] = kept.sum(1)
         chunk.tensors["counts"] = kept.view(-1)
+        if groups.tp.size() > 1:
+            return {"counts": Gather(groups.tp_ep)}
         equal = AllToAll(groups.ep, [local] * ranks, [local] * ranks)
         return {"counts": equal} if ranks > 1 else {}
 
@@ -85,14 +88,14 @@ class DeviceDispatcher(PaddedDispatcher):
             self.groups.ep,
             bound,
             sent=chunk.values["sent"],
-            received=chunk.tensors["counts"].view(ranks, -1).sum(1),
+            received=self._received(chunk.tensors["counts"])[self.groups.tp.rank()].sum(1),
             send_length=chunk.values["slots"].capacity,
             receive_length=ranks * bound,
         )
         return self._carry(chunk, self.exchange.collective(chunk.values["moved"]))
 
     def arrange(self, chunk: Chunk) -> None:
-        """``rows [R C, h]`` by local expert; sizes are on the device."""
+        """``rows [t R C, h]`` by local expert; sizes are on the device."""
         tensors, (order, inverse) = chunk.tensors, self._order(chunk)
         tensors["rows"] = select_rows(tensors["rows"], order, inverse)
         if (packing := chunk.values["packing"]) is None:
@@ -121,27 +124,47 @@ class DeviceDispatcher(PaddedDispatcher):
         if self.groups.ep.size() > 1:
             again = self.exchange.collective(chunk.values["moved"])
             steps.append(self.groups.wire.tokens(again))
+        if self.groups.tp.size() > 1:
+            slices = GatherRows(self.groups.tp, self._slice_rows(chunk))
+            steps.append(self.groups.wire.tokens(slices))
         return [*steps, arrange]
 
     def _order(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slot of each row by expert, and the row of each slot, int64 ``[R C, 1]`` each."""
-        ranks, local, bound = self.groups.ep.size(), self.groups.local, chunk.values["bound"]
-        counts = chunk.tensors.pop("counts").view(ranks, local)
-        ends = self._group_sizes(counts, bound).cumsum(0)
-        slot = torch.arange(ranks * bound, device=counts.device)
-        group = torch.searchsorted(ends, slot, right=True).clamp(max=ends.shape[0] - 1)
-        expert = group % (local + 1)  # the last of each rank is nobody
+        """The slot of each row by expert, and the row of each slot, int64 ``[t R C, 1]`` each."""
+        local, bound = self.groups.local, chunk.values["bound"]
+        counts = self._received(chunk.tensors.pop("counts"))
+        slices, ranks, _ = counts.shape
+        sizes = self._group_sizes(counts.flatten(0, 1), bound).view(slices, -1)
+        rest = ranks * bound - sizes.sum(1, keepdim=True)  # behind the last row of a buffer
+        ends = torch.cat([sizes, rest], 1).view(-1).cumsum(0)
+        slot = torch.arange(slices * ranks * bound, device=counts.device)
+        group = torch.searchsorted(ends, slot, right=True) % (sizes.shape[1] + 1)
+        # The last group of each rank is nobody's, and so is the rest.
+        expert = torch.where(group < sizes.shape[1], group % (local + 1), local)
         order = torch.argsort(expert, stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, slot)
         chunk.values["order"] = found = order.unsqueeze(1), inverse.unsqueeze(1)
-        chunk.values["tokens_per_expert"] = DeviceSizes.of(counts.sum(0), ranks * bound)
+        chunk.values["tokens_per_expert"] = DeviceSizes.of(counts.sum((0, 1)), len(slot))
         return found
 
+    def _received(self, counts: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's experts by slice and source, int64 ``[t, R, experts of a rank]``."""
+        groups = self.groups
+        slices, ranks = groups.tp.size(), groups.ep.size()
+        if slices == 1:
+            return counts.view(1, ranks, groups.local)
+        of_all = counts.view(ranks, slices, groups.experts)
+        return of_all[..., groups.first : groups.first + groups.local].transpose(0, 1)
+
+    def _slice_rows(self, chunk: Chunk) -> list[int]:
+        """Rows of the buffer of each rank with a slice of this rank's experts."""
+        return [self.groups.ep.size() * chunk.values["bound"]] * self.groups.tp.size()
+
     def _group_sizes(self, rows: torch.Tensor, bound: int) -> torch.Tensor:
-        """Sizes of the groups in a buffer, int64 ``[R (experts of a rank + 1)]``.
+        """Sizes of the groups in buffers, int64 ``[n (experts of a rank + 1)]``.
 
         Args:
-            rows: int64 ``[R, experts of a rank]``; those of nobody follow them for each rank.
+            rows: int64 ``[n, experts of a rank]``; those of nobody follow them for each rank.
             bound: the most rows for a rank.
         """
         nobodys = self.exchange.padding(rows.sum(1), bound)
