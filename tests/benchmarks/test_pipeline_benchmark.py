@@ -41,6 +41,18 @@ def test_no_schedule_of_torch_is_faster_within_the_same_memory(monkeypatch) -> N
         assert pairs["nanopipe"][x] <= pairs["combined 1F1B"][x]
 
 
+@pytest.mark.parametrize(("p", "m", "expected"), [(4, 16, 61.5), (8, 32, 123.5)])
+def test_torchs_dualpipev_takes_a_forward_longer_than_ours(monkeypatch, p, m, expected) -> None:
+    """Its table, as if its runtime overlapped the members of a pair."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    prices = importlib.import_module("pipeline_prices")
+    costs = prices.Costs(exchange=0.5, layers=8)
+    theirs = prices.of_torch("DualPipeV", p, 2, m)(costs)
+    ours = prices.ours("dualpipev", p, 2, m, pairs=True)(costs)
+    found = [prices.simulate(plan, costs).makespan for plan in (theirs, ours)]
+    assert found == pytest.approx([expected, expected - 1])
+
+
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 2), (4, 2, 4), (4, 3, 8), (8, 2, 32)])
 def test_megatrons_combined_order_is_ours(monkeypatch, p: int, v: int, m: int) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

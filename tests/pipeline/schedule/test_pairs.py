@@ -58,23 +58,23 @@ def test_rows_come_again_for_nothing_up_to_half_a_forward(kind):
         assert 3 - 1e-9 <= (times[1] - times[0]) / 16 <= most + 1e-9, x
 
 
-@pytest.mark.parametrize(
-    ("kind", "p", "m", "x", "alone", "together"),
-    [
-        ("1f1b", 4, 16, 0.5, 95, 65),
-        ("1f1b", 8, 32, 0.75, 234, 145.25),
-        ("interleaved", 4, 16, 1, 122.5, 82),
-        ("interleaved", 8, 32, 0.5, 177.5, 122.5),
-        ("interleaved", 8, 32, 0.75, 213, 133.75),
-        ("dualpipev", 4, 16, 0.5, 84.5, 60.5),
-        ("dualpipev", 8, 32, 0.5, 170.5, 122.5),
-        ("dualpipev", 8, 32, 0.75, 206, 138.5625),
-    ],
-)
-def test_prices_of_schedules(kind, p, m, x, alone, together):
-    k = {"warmup": 2.0} if kind == "1f1b" else {}
-    assert step(kind, p, m, x, pairs=False, **k) == pytest.approx(alone)
-    assert step(kind, p, m, x) == pytest.approx(together)
+PRICES = {  # (p, m, x) -> 1F1B, interleaved, DualPipeV: one after the other, together
+    (4, 16, 0.5): ((95, 65), (87.5, 60.5), (84.5, 60.5)),
+    (4, 16, 0.75): ((114, 70.875), (105, 66), (102, 68.0625)),
+    (4, 16, 1): ((133, 88), (122.5, 82), (119.5, 83.5)),
+    (8, 16, 0.5): ((115, 85), (97.5, 74.5), (90.5, 74.5)),
+    (8, 32, 0.5): ((195, 133), (177.5, 122.5), (170.5, 122.5)),
+    (8, 32, 0.75): ((234, 145.25), (213, 133.75), (206, 138.5625)),
+}
+
+
+@pytest.mark.parametrize(("p", "m", "x"), PRICES)
+def test_prices_of_schedules(p, m, x):
+    kinds = ("1f1b", "interleaved", "dualpipev")
+    for kind, (alone, together) in zip(kinds, PRICES[p, m, x], strict=True):
+        k = {"warmup": 2.0} if kind == "1f1b" else {}
+        assert step(kind, p, m, x, pairs=False, **k) == pytest.approx(alone), kind
+        assert step(kind, p, m, x) == pytest.approx(together), kind
 
 
 @pytest.mark.parametrize("kind", PAIRED)
