@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
+from mindspeed.moe.dispatch.device_sizes import DeviceDispatcher
 from mindspeed.moe.events import EventLog
 from mindspeed.moe.host_copy import HostValue
 from mindspeed.moe.interpreter import Chunk, Compute, Stages, execute
@@ -69,9 +70,13 @@ class PipelinedGroups:
         parts = self._cut(chunk)
         execute(GROUPS, stages, parts, self.log)
         rows = torch.cat([part.tensors["rows"] for part in parts])
-        sizes = self._sizes(chunk)
-        (chunk.tensors["rows"],) = self._sorted((rows,), sizes.t())
+        chunk.tensors["rows"] = self._joined(chunk, rows)
         chunk.tensors.pop("row_probs", None)
+
+    def _joined(self, chunk: Chunk, rows: torch.Tensor) -> torch.Tensor:
+        """The results ``rows [m, h]`` of all groups in the order in which the rows came."""
+        (ordered,) = self._sorted((rows,), self._sizes(chunk).t())
+        return ordered
 
     def _cut(self, chunk: Chunk) -> list[Chunk]:
         """A chunk for each group, with the rows that this rank received for its experts."""
@@ -114,3 +119,33 @@ class PipelinedGroups:
             return tensors
         order = torch.arange(sizes.numel()).view(sizes.shape).t().reshape(-1)
         return kernels.moe_sort_chunks(tensors, sizes.reshape(-1), order)
+
+
+@dataclass(frozen=True)
+class BoundedGroups(PipelinedGroups):
+    """The same where only the device knows sizes: equal blocks for each rank and group."""
+
+    dispatcher: DeviceDispatcher
+
+    def _cut(self, chunk: Chunk) -> list[Chunk]:
+        """A chunk for each group, with its block of every rank."""
+        tensors, groups = chunk.tensors, self.dispatcher.groups
+        counts = tensors.pop("counts").view(groups.tp_ep.size(), -1, self.count, self.size)
+        found = []
+        for i in range(self.count):
+            part = Chunk(i, {name: self._blocks(tensors[name])[:, i].flatten(0, 1)
+                             for name in self.dispatcher.carried(chunk)})  # fmt: skip
+            part.tensors["counts"] = counts[:, :, i].reshape(-1)
+            shared = ("packing", "bound")
+            part.values |= {name: chunk.values[name] for name in shared} | {"first": i * self.size}
+            found.append(part)
+        return found
+
+    def _joined(self, chunk: Chunk, rows: torch.Tensor) -> torch.Tensor:
+        ranks = self.dispatcher.groups.ep.size()
+        blocks = rows.view(self.count, ranks, chunk.values["bound"], *rows.shape[1:])
+        return blocks.transpose(0, 1).flatten(0, 2)
+
+    def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows [R D C, ...]`` as ``[R, D, C, ...]``."""
+        return rows.view(self.dispatcher.groups.ep.size(), self.count, -1, *rows.shape[1:])

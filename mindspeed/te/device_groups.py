@@ -45,6 +45,11 @@ class DeviceSizes:
     def __len__(self) -> int:
         return int(self.ends.shape[0])
 
+    def among(self, before: int, after: int) -> DeviceSizes:
+        """Sizes of these groups among others, ``before`` and ``after`` them, without rows."""
+        none, last = self.ends.new_zeros(before), self.ends[-1:].expand(after)
+        return DeviceSizes(torch.cat([none, self.ends, last]))
+
     def cleared(self, rows: Tensor) -> Tensor:
         """``rows [m, ...]`` with zeros where no group is."""
         valid = torch.arange(rows.shape[0], device=rows.device) < self.ends[-1]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed.te.device_groups import DeviceSizes
 from mindspeed.te.grouped import GroupedLinear
 from mindspeed.tensor_parallel.regions import WHOLE
 
@@ -134,8 +135,10 @@ class _Padded(torch.nn.Module):
         self.experts = experts
         self._before, self._after = first, experts.num_local_experts - first - count
 
-    def forward(self, rows: Tensor, sizes: Tensor, probs: Tensor) -> Any:
+    def forward(self, rows: Tensor, sizes: Tensor | DeviceSizes, probs: Tensor) -> Any:
         """Compute ``rows [t, h]`` of ``sizes [count]`` rows for each expert, ``probs [t]``."""
+        if isinstance(sizes, DeviceSizes):
+            return self.experts(rows, sizes.among(self._before, self._after), probs)
         none = sizes.new_zeros(1)
         sizes = torch.cat([none.expand(self._before), sizes, none.expand(self._after)])
         return self.experts(rows, sizes, probs)

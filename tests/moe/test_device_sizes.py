@@ -82,6 +82,45 @@ def test_experts_in_slices(ranks, symmetric):
                 assert ours == plain, found.name
 
 
+GROUPED = [
+    case("two groups", OVERLAP | {"expert_groups": 2}, SLICES),
+    case("single experts", {"expert_groups": 4}, SLICES, steps=2),
+    case("shared experts", OVERLAP | {"expert_groups": 2}, SLICES, **SHARED),
+    case("a rank without rows", OVERLAP | {"expert_groups": 2}, SLICES, experts=4),
+    case("stacked", {"expert_groups": 4}, SLICES, spec="local", moe_use_legacy_grouped_gemm=True),
+    case("16 bits", OVERLAP | {"expert_groups": 2}, SLICES, params_dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.slow
+def test_experts_in_groups(ranks):
+    """Each group has a block of its own of every rank, and hides what it hid."""
+    for results in ranks(4, jobs.compare, GROUPED, 100.0, setup=ADAPTOR):
+        for found in results:
+            assert (found.difference, found.overflown) == (0, False), found.name
+            ours, plain = found.collectives
+            assert ours == plain, found.name
+
+
+def test_groups_of_all_experts(ranks):
+    whole = {"expert": 1, "tensor": 2, "expert_tensor": 2}
+    cases = [case("one rank for all", OVERLAP | {"expert_groups": 2}, whole)]
+    for (found,) in ranks(2, jobs.compare, cases, 100.0, setup=ADAPTOR):
+        assert (found.difference, found.overflown) == (0, False)
+
+
+@pytest.mark.slow
+def test_the_bound_of_a_group_is_that_of_its_mean(ranks):
+    """As many rows as without groups, and more that are beyond it."""
+    cases = [case("whole", {}, SLICES), case("groups", {"expert_groups": 4}, SLICES)]
+    results = ranks(4, jobs.compare, cases, 1.5, setup=ADAPTOR)
+    row = 80  # 16 elements in fp32 and the probability
+    for whole, groups in results:
+        assert whole.sent[0][0] == 18 * row  # ceil(1.5 * 12 tokens * 2 experts / 2 ranks)
+        assert groups.sent[0][0] == 4 * 5 * row  # of each of four groups ceil(18 / 4)
+    assert any(groups.overflown for _, groups in results)
+
+
 @pytest.mark.parametrize(
     ("size", "layout", "way"),
     [
@@ -293,6 +332,7 @@ AGAIN = {
     "replicas of experts, the distributed optimizer": (4, DIVIDED),
     "fp16: one element": (2, ("--fp16", "--initial-loss-scale", "256")),
     "slices of experts": (4, (*BF16, *IN_SLICES, "--moe-zero-memory", "level1")),
+    "groups of experts": (4, (*BF16, *IN_SLICES, "--moe-experts-pipeline-degree", "2")),
     "attention in chunks": (2, ("--bf16", "--ampipe-degree", "2")),
     "stages": (4, ("--pipeline-model-parallel-size", "2", *BF16)),
 }
@@ -393,6 +433,14 @@ REFUSED = {
         {"moe_device_bound_exchange": "hybridep", "moe_fb_overlap": True, "bf16": True},
         "its kernels are one for several parts",
     ),
+    "symmetric memory in groups": (
+        {
+            "moe_device_bound_exchange": "symmetric-memory",
+            "moe_experts_pipeline_degree": 2,
+            "expert_tensor_parallel_size": 2,
+        },
+        "only blocks of a bound have the rows of a group",
+    ),
     "HybridEP in chunks": (
         {"moe_device_bound_exchange": "hybridep", "ampipe_degree": 2},
         "nothing can hide its kernels",
@@ -409,7 +457,7 @@ REFUSED = {
     "one by one": ({"moe_grouped_gemm": False}, "add --moe-grouped-gemm"),
     "biases": ({"add_bias_linear": True}, "add --disable-bias-linear"),
     "one rank": ({"expert_model_parallel_size": 1}, "nothing is sent to experts"),
-    "pieces": ({"use_pipe_experts": True}, "each of which would need a bound of its own"),
+    "pieces": ({"use_pipe_experts": True}, "each expert computed by itself would need a bound"),
     "lengths that vary": ({"variable_seq_lengths": True}, "ranks must have equally many tokens"),
     "load": ({"moe_adaptive_recompute_activation": True}, "by numbers of rows on the host"),
 }

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 NAME, OVERFLOW = "--moe-device-bound", "--moe-device-bound-overflow"
 EXCHANGE = "--moe-device-bound-exchange"
-_PARTS = "it computes experts in parts, each of which would need a bound of its own"
 _HOST = "it decides by numbers of rows on the host"
 _SCHEDULE = "a step whose bound was too small is computed again, which its schedule cannot"
 
@@ -48,10 +47,9 @@ class MoeDeviceBound(
     seams=("model_arguments", "chunk", "schedule", "optimizer"),
     conflicts={
         "balanced-experts": _HOST,
-        "experts-pipeline": _PARTS,
         "moe-adaptive-recompute": _HOST,
         "moe-alltoall-exchange": "tokens sent once are counted by rank, on the host",
-        "pipe-experts": _PARTS,
+        "pipe-experts": "each expert computed by itself would need a bound of its own",
         "variable-lengths": "blocks are equally long, so ranks must have equally many tokens",
     },
     excludes={
@@ -108,6 +106,11 @@ class MoeDeviceBound(
     def _exchange_problems(self, megatron: Megatron) -> Iterator[Problem]:
         """Find what a way for rows to travel lacks here."""
         name = f"{EXCHANGE} {self.moe_device_bound_exchange}"
+        if (
+            megatron.get("moe_experts_pipeline_degree") or 0
+        ) > 1 and self.moe_device_bound_exchange != "all-to-all":
+            why = "only blocks of a bound have the rows of a group of experts in one place"
+            yield conflict(name, "--moe-experts-pipeline-degree", why)
         if self.moe_device_bound_exchange == "symmetric-memory":
             from mindspeed.moe import symmetric_memory
 

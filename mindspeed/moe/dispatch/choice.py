@@ -42,6 +42,7 @@ class Routing:
         bound: of rows whose number stays on the device.
         packed: probabilities travel in the rows.
         row_exchange: how such rows travel.
+        parts: groups of a rank's experts that are computed one by one.
         hybridep_sms: multiprocessors that HybridEP takes.
     """
 
@@ -54,6 +55,7 @@ class Routing:
     bound: DeviceBound | None = None
     packed: bool = True
     row_exchange: RowExchange = EQUAL_BLOCKS
+    parts: int = 1
     hybridep_sms: int = 16
 
     @classmethod
@@ -69,6 +71,7 @@ class Routing:
             *fixed,
             packed=not request.in_parts,
             row_exchange=request.row_exchange,
+            parts=request.expert_groups,
             hybridep_sms=getattr(config, "moe_hybridep_num_sms", 16),
         )
 
@@ -108,8 +111,13 @@ def _window(groups: ExpertGroups, routing: Routing) -> Stages:
     ).stages()
 
 
+def device_dispatcher(groups: ExpertGroups, routing: Routing) -> DeviceDispatcher:
+    """The dispatcher of rows whose number stays on the device."""
+    return DeviceDispatcher(groups, routing.width, **_on_device(routing))
+
+
 def _device(groups: ExpertGroups, routing: Routing) -> Stages:
-    return DeviceDispatcher(groups, routing.width, **_on_device(routing)).stages()
+    return device_dispatcher(groups, routing).stages()
 
 
 def _hybrid_ep(groups: ExpertGroups, routing: Routing) -> Stages:
@@ -127,6 +135,7 @@ def _on_device(routing: Routing) -> dict[str, Any]:
         "capacity": lambda tokens: tokens,
         "bound": routing.bound,
         "exchange": routing.row_exchange,
+        "parts": routing.parts,
     }
 
 

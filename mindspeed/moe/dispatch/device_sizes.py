@@ -40,10 +40,12 @@ class DeviceDispatcher(PaddedDispatcher):
     Attributes:
         bound: of the rows.
         exchange: how they travel.
+        parts: groups of a rank's experts whose rows have a bound, and a block, of their own.
     """
 
     bound: DeviceBound = field(kw_only=True)
     exchange: RowExchange = field(kw_only=True)
+    parts: int = field(default=1, kw_only=True)
 
     def count(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Rows of this rank for each expert, int64 ``[E]``, to the experts' ranks.
@@ -53,17 +55,18 @@ class DeviceDispatcher(PaddedDispatcher):
         groups, routing_map = self.groups, chunk.tensors["routing_map"]
         ranks, local, tokens = groups.ep.size(), groups.local, routing_map.shape[0]
         counts, bound = self.counted(chunk), chunk.values["bound"]
-        before = counts.cumsum(1) - counts  # among those for the rank
+        before = counts.cumsum(1) - counts  # among those for the rank, or its group of experts
         kept = torch.minimum(counts, (bound - before).clamp(min=0))
-        length = self.exchange.send_length(bound, ranks, tokens * self.width)
+        blocks, width = kept.shape
+        length = self.exchange.send_length(bound, blocks, tokens * self.width)
         sizes = self._group_sizes(kept, bound)
-        first = (sizes.cumsum(0) - sizes).view(ranks, local + 1)[:, :local].reshape(-1)
+        first = (sizes.cumsum(0) - sizes).view(blocks, width + 1)[:, :width].reshape(-1)
         place = routing_map.cumsum(0) - 1
         place = torch.where(place < kept.view(-1), place + first, -1)
         chunk.values["slots"] = Slots.in_blocks(
             routing_map, place, self.width, groups.experts, length
         )
-        chunk.values["sent"] = kept.sum(1)
+        chunk.values["sent"] = kept.view(ranks, -1).sum(1)
         chunk.tensors["counts"] = kept.view(-1)
         if groups.tp.size() > 1:
             return {"counts": Gather(groups.tp_ep)}
@@ -71,17 +74,17 @@ class DeviceDispatcher(PaddedDispatcher):
         return {"counts": equal} if ranks > 1 else {}
 
     def counted(self, chunk: Chunk) -> torch.Tensor:
-        """Rows of this rank for each expert, ``[R, experts of a rank]``; too many are noted."""
-        ranks, routing_map = self.groups.ep.size(), chunk.tensors["routing_map"]
-        counts = routing_map.sum(0).view(ranks, -1)
-        bound = self.bound.rows(routing_map.shape[0], self.width, ranks, self.groups.local)
+        """Rows of this rank for each expert, a line for each block; too many are noted."""
+        blocks, routing_map = self.groups.ep.size() * self.parts, chunk.tensors["routing_map"]
+        counts = routing_map.sum(0).view(blocks, -1)
+        bound = self.bound.rows(routing_map.shape[0], self.width, blocks, counts.shape[1])
         self.bound.note(chunk.values.get("layer", 0), (counts.sum(1) > bound).any())
         chunk.values["bound"] = bound
         return counts
 
     def dispatch(self, chunk: Chunk) -> Mapping[str, Collective]:
         """Rows and probabilities to the ranks of their experts."""
-        ranks, bound = self.groups.ep.size(), chunk.values["bound"]
+        ranks, bound = self.groups.ep.size(), self.parts * chunk.values["bound"]
         if ranks == 1:
             return {}
         chunk.values["moved"] = DeviceRows(

@@ -18,9 +18,9 @@ from functools import partial
 import torch
 
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
-from mindspeed.moe.dispatch.choice import Routing
+from mindspeed.moe.dispatch.choice import Routing, device_dispatcher
 from mindspeed.moe.dispatch.padded import PaddedDispatcher
-from mindspeed.moe.expert_groups import PipelinedGroups
+from mindspeed.moe.expert_groups import BoundedGroups, PipelinedGroups
 from mindspeed.moe.hot_experts import HotExperts
 from mindspeed.moe.interpreter import Chunk, Stages
 from mindspeed.moe.layer.call import LayerCall, SharedHalves
@@ -115,8 +115,12 @@ def groups(call: LayerCall, stages: Stages) -> Stages:
     request = call.request
     if request.expert_groups == 1:
         return stages
-    whole = AllToAllDispatcher(call.groups, Routing.of(call.layer.config, request).copies)
+    routing = Routing.of(call.layer.config, request)
+    whole = AllToAllDispatcher(call.groups, routing.copies)
     pipelined = PipelinedGroups(whole, request.expert_groups, call.log)
+    if request.exchange == "device":
+        bounded = device_dispatcher(call.groups, routing)
+        pipelined = BoundedGroups(bounded, request.expert_groups, call.log)
 
     def experts(chunk: Chunk) -> None:
         tensors = chunk.tensors
