@@ -62,14 +62,20 @@ class Compared:
     sent: tuple[list[int], list[int]]
 
 
-def compare(cases: Sequence[Case], factor: float, **way: Any) -> list[Compared]:
-    """All cases; the first variant of each is its program."""
+def compare(
+    cases: Sequence[Case], factor: float, trapped: bool = True, **way: Any
+) -> list[Compared]:
+    """All cases; the first variant of each is its program.
+
+    Args:
+        trapped: no list is made of a tensor, not even of one that the host has itself.
+    """
     found = []
     for case in cases:
         layer, fields = built(case), case.variants[0]
         plain, log, sent = _run(layer, fields, case.options)
         bound = DeviceBound(factor)
-        with NoHost(), NoMethod():
+        with NoHost(), NoMethod() if trapped else contextlib.nullcontext():
             ours, own, own_sent = _run(
                 layer, fields | {"exchange": "device", "bound": bound, **way}, case.options
             )
@@ -180,14 +186,15 @@ def reads_of_the_plain_program() -> str:
     return ""
 
 
-def on_meta() -> tuple[int, ...]:
+def on_meta(pipe_slices: int) -> tuple[int, ...]:
     """The shape of a layer's output on tensors without values, in bf16, with gradients."""
     from mindspeed.journal import Journal
     from mindspeed.moe.layer.megatron import change
 
     torch.is_autocast_enabled = lambda kind: False  # it knows no meta; this process ends soon
     layer = built(Case("meta", {}, {"params_dtype": torch.bfloat16}, [])).to("meta")
-    change(layer, Journal(), exchange="device", bound=DeviceBound(1.5))
+    bound = DeviceBound(1.5)
+    change(layer, Journal(), exchange="device", bound=bound, pipe_slices=pipe_slices)
     x = torch.randn(12, 1, layer_ranks.HIDDEN, device="meta", dtype=torch.bfloat16).requires_grad_()
     output, _ = layer(x)
     output.sum().backward()

@@ -49,7 +49,6 @@ class MoeDeviceBound(
         "balanced-experts": _HOST,
         "moe-adaptive-recompute": _HOST,
         "moe-alltoall-exchange": "tokens sent once are counted by rank, on the host",
-        "pipe-experts": "each expert computed by itself would need a bound of its own",
         "variable-lengths": "blocks are equally long, so ranks must have equally many tokens",
     },
     excludes={
@@ -106,11 +105,12 @@ class MoeDeviceBound(
     def _exchange_problems(self, megatron: Megatron) -> Iterator[Problem]:
         """Find what a way for rows to travel lacks here."""
         name = f"{EXCHANGE} {self.moe_device_bound_exchange}"
-        if (
-            megatron.get("moe_experts_pipeline_degree") or 0
-        ) > 1 and self.moe_device_bound_exchange != "all-to-all":
-            why = "only blocks of a bound have the rows of a group of experts in one place"
-            yield conflict(name, "--moe-experts-pipeline-degree", why)
+        if self.moe_device_bound_exchange != "all-to-all":
+            why = "only blocks of a bound have the rows of some experts in one place"
+            if (megatron.get("moe_experts_pipeline_degree") or 0) > 1:
+                yield conflict(name, "--moe-experts-pipeline-degree", why)
+            if megatron.get("use_pipe_experts"):
+                yield conflict(name, "--use-pipe-experts", why)
         if self.moe_device_bound_exchange == "symmetric-memory":
             from mindspeed.moe import symmetric_memory
 

@@ -12,7 +12,14 @@ from typing import Any
 
 from mindspeed.moe.deepspeed.gate import Window
 from mindspeed.moe.device_bound import DeviceBound
-from mindspeed.moe.dispatch import all_gather, deduplicated, hierarchical, padded, window
+from mindspeed.moe.dispatch import (
+    all_gather,
+    deduplicated,
+    device_sizes,
+    hierarchical,
+    padded,
+    window,
+)
 from mindspeed.moe.dispatch.all_gather import AllGatherDispatcher
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher, ExpertGroups
 from mindspeed.moe.dispatch.compact import places
@@ -148,7 +155,7 @@ CHOICES: Mapping[tuple[str, str], Choice] = {
     ),
     ("alltoall", "hierarchical"): Choice(hierarchical.program, _hierarchical),
     ("alltoall", "window"): Choice(window.program, _window),
-    ("alltoall", "device"): Choice(program_of, _device),
+    ("alltoall", "device"): Choice(device_sizes.program, _device),
     ("alltoall", "hybridep"): Choice(program_of, _hybrid_ep),
     ("allgather", "flat"): Choice(
         all_gather.program,

@@ -25,12 +25,48 @@ import torch
 
 from mindspeed.moe.collectives import AllToAll, Gather, GatherRows
 from mindspeed.moe.device_bound import DeviceBound
+from mindspeed.moe.dispatch.all_to_all import ExpertGroups
 from mindspeed.moe.dispatch.padded import PaddedDispatcher, Slots, select_rows
 from mindspeed.moe.interpreter import Chunk
+from mindspeed.moe.program import Program
+from mindspeed.moe.request import LayerRequest, program_of
 from mindspeed.moe.row_exchange import DeviceRows, RowExchange
 from mindspeed.moe.save.refetch import Local, Steps
 from mindspeed.moe.split_phase import Collective
 from mindspeed.te.device_groups import DeviceSizes
+
+
+def program(request: LayerRequest) -> Program:
+    """That of the all-to-all dispatcher; experts in pieces need no counts."""
+    whole = program_of(request)
+    return whole.without("count") if request.pipe_slices else whole
+
+
+@dataclass(frozen=True)
+class BoundedExperts(PaddedDispatcher):
+    """As many rows of every rank for each expert as a bound; those of nobody are zero.
+
+    For experts that are sent and computed one by one (:mod:`mindspeed.moe.pipe_experts`).
+
+    Attributes:
+        bound: of the rows.
+    """
+
+    bound: DeviceBound = field(kw_only=True)
+
+    @classmethod
+    def of(cls, groups: ExpertGroups, width: int, bound: DeviceBound) -> BoundedExperts:
+        """Make it of the bound of all layers."""
+
+        def capacity(tokens: int) -> int:
+            return bound.rows(tokens, width, groups.experts, 1)
+
+        return cls(groups, width, capacity=capacity, bound=bound)
+
+    def note(self, layer: int, routing_map: torch.Tensor) -> None:
+        """Remember whether an expert has too many rows of ``routing_map [n, E]``."""
+        rows, most = routing_map.sum(0), self.capacity(routing_map.shape[0])
+        self.bound.note(layer, (rows > most).any())
 
 
 @dataclass(frozen=True)

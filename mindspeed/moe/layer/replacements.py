@@ -19,6 +19,7 @@ import torch
 
 from mindspeed.moe.dispatch.all_to_all import AllToAllDispatcher
 from mindspeed.moe.dispatch.choice import Routing, device_dispatcher
+from mindspeed.moe.dispatch.device_sizes import BoundedExperts
 from mindspeed.moe.dispatch.padded import PaddedDispatcher
 from mindspeed.moe.expert_groups import BoundedGroups, PipelinedGroups
 from mindspeed.moe.hot_experts import HotExperts
@@ -106,8 +107,23 @@ def pieces(call: LayerCall, stages: Stages) -> Stages:
     if request.exchange == "padded":
         assert routing.capacity is not None
         whole = PaddedDispatcher(call.groups, routing.width, capacity=routing.capacity)
+    elif request.exchange == "device":
+        assert request.bound is not None
+        whole = BoundedExperts.of(call.groups, routing.width, request.bound)
+        stages = _noting(whole, stages)
     piped = PipedExperts(whole, request.pipe_slices, request.pipe_chained, call.absent, call.log)
     return piped.stages(replace(stages, compute={**stages.compute, "experts": experts}))
+
+
+def _noting(bounded: BoundedExperts, stages: Stages) -> Stages:
+    """Note experts with too many rows as soon as they are known."""
+    route = stages.compute["route"]
+
+    def noting(chunk: Chunk) -> None:
+        route(chunk)
+        bounded.note(chunk.values["layer"], chunk.tensors["routing_map"])
+
+    return replace(stages, compute={**stages.compute, "route": noting})
 
 
 def groups(call: LayerCall, stages: Stages) -> Stages:
