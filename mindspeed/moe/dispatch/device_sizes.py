@@ -37,14 +37,14 @@ from mindspeed.te.device_groups import DeviceSizes
 
 
 def program(request: LayerRequest) -> Program:
-    """That of the all-to-all dispatcher; experts in pieces need no counts."""
+    """The program of the all-to-all dispatcher; experts in pieces need no counts."""
     whole = program_of(request)
     return whole.without("count") if request.pipe_slices else whole
 
 
 @dataclass(frozen=True)
 class BoundedExperts(PaddedDispatcher):
-    """As many rows of every rank for each expert as a bound; those of nobody are zero.
+    """Blocks of a bound, one for each expert of every rank; rows of nobody are zero.
 
     For experts that are sent and computed one by one (:mod:`mindspeed.moe.pipe_experts`).
 
@@ -110,7 +110,7 @@ class DeviceDispatcher(PaddedDispatcher):
         return {"counts": equal} if ranks > 1 else {}
 
     def counted(self, chunk: Chunk) -> torch.Tensor:
-        """Rows of this rank for each expert, a line for each block; too many are noted."""
+        """Rows of this rank for each expert, ``[blocks, experts]``; too many are noted."""
         blocks, routing_map = self.groups.ep.size() * self.parts, chunk.tensors["routing_map"]
         counts = routing_map.sum(0).view(blocks, -1)
         bound = self.bound.rows(routing_map.shape[0], self.width, blocks, counts.shape[1])
