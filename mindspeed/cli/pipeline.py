@@ -30,10 +30,14 @@ from pathlib import Path
 from rich.console import Console
 
 from mindspeed.cli.comparison import as_entries, chosen, print_comparison
-from mindspeed.cli.pipeline_front import as_data as front_data
-from mindspeed.cli.pipeline_front import draw_front, front_of, print_front
-from mindspeed.cli.pipeline_trace import as_data as trace_data
-from mindspeed.cli.pipeline_trace import print_trace
+from mindspeed.cli.pipeline_output import (
+    draw_front,
+    front_data,
+    front_of,
+    print_front,
+    print_trace,
+    trace_data,
+)
 from mindspeed.cli.plot import check_format
 from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.errors import ConfigError

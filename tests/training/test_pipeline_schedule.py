@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from mindspeed.cli.pipeline_trace import costs_flag
+from mindspeed.cli.pipeline_output import costs_flag
 from mindspeed.pipeline.schedule.csv_file import read_plan
 from mindspeed.pipeline.schedule.trace import read_trace
 from tests.support.trainer_job import SETUP, train

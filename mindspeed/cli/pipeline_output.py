@@ -1,14 +1,15 @@
-"""What less memory costs: the front of ``mindspeed pipeline plan --front`` as table, JSON, picture.
+"""What ``mindspeed pipeline`` shows besides schedules: the front, and a step that has run.
 
-A point is a schedule on a V-shape that no other beats in both memory and time; it trains with
-``--pipeline-schedule v-auto`` and a memory limit between it and the next one. Schedules with a name
-are drawn beside it.
+The front (``plan --front``) says what less memory costs. A point is a schedule on a V-shape that no
+other beats in both memory and time; it trains with ``--pipeline-schedule v-auto`` and a memory
+limit between it and the next one. Schedules with a name are drawn beside it. A trace
+(``trace DIR``) says what a step of ``--pipeline-trace DIR`` did, under its plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mindspeed.cli.comparison import print_comparison
@@ -17,6 +18,8 @@ from mindspeed.errors import ConfigError
 from mindspeed.pipeline.schedule.comparison import Job, Priced
 from mindspeed.pipeline.schedule.front import Candidate, front
 from mindspeed.pipeline.schedule.schedules import relative_sizes
+from mindspeed.pipeline.schedule.simulate import simulate
+from mindspeed.pipeline.schedule.trace import Trace
 from mindspeed.pipeline.schedule.weave import WeavingJob
 
 _FRONT, _NAMED = "#0d9488", "#1d4ed8"
@@ -41,7 +44,7 @@ def front_of(job: Job) -> tuple[Candidate, ...]:
     return found
 
 
-def as_data(job: Job, points: Sequence[Candidate]) -> list[dict[str, object]]:
+def front_data(job: Job, points: Sequence[Candidate]) -> list[dict[str, object]]:
     """Plain data for JSON."""
     return [
         {
@@ -104,3 +107,63 @@ def draw_front(
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     write_figure(figure, output)
+
+
+def print_trace(trace: Trace) -> None:
+    """A line for each stage, then what to do about it."""
+    placement, seconds = trace.plan.placement, trace.stage_seconds()
+    work = trace.work()
+    mean = sum(work) / len(work)
+    ops = [op for op in ("F", "Fc", "R", "B", "I", "W") if op in seconds]
+    rows = (
+        (
+            f"{stage}",
+            f"{placement.rank(stage)}",
+            *(f"{1e3 * seconds[op][stage]:.3f}" for op in ops),
+            f"{one / mean:.2f}",
+        )
+        for stage, one in enumerate(work)
+    )
+    title = f"step {trace.step} of {trace.plan.num_microbatches} micro-batches"
+    caption = "ms of a micro-batch by action; of the mean: forward and backward of this stage"
+    print_comparison(title, caption, "stage", ("rank", *ops, "of the mean"), rows)
+    for line in _summary(trace):
+        print(line)
+
+
+def trace_data(trace: Trace) -> dict[str, object]:
+    """Plain data for JSON; times in seconds."""
+    costs, late = trace.costs(), trace.late_stage()
+    return {
+        "step": trace.step,
+        "seconds": trace.seconds,
+        "simulated": simulate(trace.plan, costs).makespan,
+        "idle": trace.idle,
+        "stages": trace.stage_seconds(),
+        "late_stage": None if late is None else late[0],
+        "costs": costs_flag(trace),
+    }
+
+
+def costs_flag(trace: Trace) -> str:
+    """The value of ``--pipeline-costs``, in ms."""
+    costs = trace.costs()
+    times = costs.forward, costs.input_gradient, costs.weight_gradient, costs.latency
+    return ",".join(f"{1e3 * time:.4g}" for time in times)
+
+
+def _summary(trace: Trace) -> Iterator[str]:
+    planned = simulate(trace.plan, trace.costs()).makespan
+    idle = 100 * sum(trace.idle) / len(trace.idle) / trace.seconds
+    yield (
+        f"step {1e3 * trace.seconds:.3f} ms, simulated with these times {1e3 * planned:.3f} ms; "
+        f"ranks idle {idle:.1f} % of it"
+    )
+    if (late := trace.late_stage()) is not None:
+        stage, factor = late
+        rank = trace.plan.placement.rank(stage)
+        yield (
+            f"late: stage {stage} (rank {rank}) takes {factor:.2f} of the mean stage; all others "
+            "wait for it. Fewer layers there: --pipeline-model-parallel-layout"
+        )
+    yield f"next time: --pipeline-costs {costs_flag(trace)}"
