@@ -44,7 +44,7 @@ All up to ``optimizer`` are in ``megatron.core`` (of ``batch`` and ``documents``
 model) and so reach Megatron-LM, frameworks and our own trainer alike. The others belong to a
 training loop: Megatron-LM's reaches them through patches of ``megatron.training``, our trainer
 calls :meth:`Seam.run_all` and :meth:`Seam.around` itself. ``figures`` is our trainer's alone; the
-last two are ``megatron.core``'s again (:mod:`mindspeed.adaptor.expert_counts`).
+last two are ``megatron.core``'s again (:mod:`mindspeed.adaptor.moe`).
 (The seam for arguments is :mod:`mindspeed.adaptor.arguments`, always installed.)
 
 With ``--optimizer muon`` the two optimizer seams get the whole optimizer in our trainer; with
@@ -68,7 +68,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
-from mindspeed.adaptor import construction, expert_counts, fused_functions, packed_documents
+from mindspeed.adaptor import construction, fused_functions, moe, packed_documents
 from mindspeed.adaptor.arguments import script_arguments
 from mindspeed.adaptor.construction import OptimizerConstruction
 from mindspeed.adaptor.patch import Patch, PatchEngine
@@ -398,8 +398,8 @@ _PATCHES: dict[str, Callable[[Seams], tuple[Patch, ...]]] = {
     "step": _step,
     "log": _log,
     "figures": lambda seams: (),
-    "expert_counts": expert_counts.expert_counts,
-    "balance_losses": expert_counts.balance_losses,
+    "expert_counts": moe.expert_counts,
+    "balance_losses": moe.balance_losses,
 }
 SEAM_NAMES = tuple(_PATCHES)
 _NOT_IN_EVERY_STEP = ("figures", "expert_counts", "balance_losses")

@@ -35,7 +35,7 @@ ALL, GROUP, OWN = "all ranks", "one expert group", "one rank's tokens"
 
 
 class Balance(Protocol):
-    """Losses by layer that are about to be summed (:mod:`mindspeed.adaptor.expert_counts`)."""
+    """Losses by layer that are about to be summed (:mod:`mindspeed.adaptor.moe`)."""
 
     values: torch.Tensor
 
