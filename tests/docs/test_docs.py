@@ -178,6 +178,7 @@ def checked(rank_pool: RankPool) -> dict[str, tuple[int, str]]:
     return found
 
 
+@pytest.mark.timeout(900)  # the first one waits for all tools
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the tools need tomllib of Python 3.11")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_generated_tables_are_up_to_date(tool: str, checked: dict[str, tuple[int, str]]) -> None:

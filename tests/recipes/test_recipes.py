@@ -48,6 +48,7 @@ def test_every_model_has_a_recipe_of_its_name_or_is_known_to_lack_one():
     assert set(presets()) - set(recipes.table()) == WITHOUT
 
 
+@pytest.mark.timeout(900)  # the first one waits for all recipes
 @pytest.mark.parametrize("name", recipes.table())
 def test_a_recipe_resolves_for_its_devices(name, resolved):
     assert resolved[name]["error"] is None

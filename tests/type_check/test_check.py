@@ -354,6 +354,10 @@ def test_the_layouts_run_every_function_that_has_a_rule(found, grid):
 # Weekly: the same fault in another implementation, dispatcher or group of the layer.
 @pytest.mark.weekly_cases(
     "norm of a frozen layer unmarked-64",
+    "norms of the local spec unmarked-64",
+    "gate of shared experts unmarked-64",
+    "rewards not summed over the ranks of a sequence-64",
+    "gathered probabilities get no sum-64",
     "norm of a layer after many unmarked-64",
     "bias of the local spec's row layers unmarked-64",
     "vectors on a grid unmarked-64",
