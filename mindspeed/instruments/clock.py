@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments.instrument import Instrument, PhaseTracker
-from mindspeed.instruments.ledger import NAMESPACES, Communication, CommunicationMode
+from mindspeed.instruments.ledger import DEVICE, NAMESPACES, Communication, CommunicationMode
 from mindspeed.instruments.live_memory import kinds_of
 from mindspeed.instruments.timeline import Interval
 from mindspeed.journal import Journal
@@ -219,10 +219,12 @@ class _Mode(CommunicationMode):
         self._clock = clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device
         if any_wraps(types):  # of AsyncCollectiveTensor, wait_tensor and func come again
             return NotImplemented
         kwargs, traits = kwargs or {}, self.traits_of(func)
-        if func.namespace == "prim":  # a FakeTensor is asked for its device
+        if func.namespace == "prim":
             return func(*args, **kwargs)
         if traits.name == "_c10d_functional::wait_tensor":
             self._clock._wait_for(storage_of(args[0]))

@@ -185,6 +185,10 @@ class OperatorTraits:
         return cls(schema.name, packet, formula_of(packet), operator, collective, plain, moves)
 
 
+DEVICE = torch.ops.prim.device.default
+"""What FakeTensors are asked for more often than all else together."""
+
+
 class CommunicationMode(TorchDispatchMode):
     """Calls ``record`` with every communication, before its operator runs."""
 

@@ -51,9 +51,10 @@ def import_ahead() -> None:
         )
     import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo  # noqa: F401 - FakeTensorMode reads its settings
+    import mindspeed.optimizer.megatron
     import mindspeed.pipeline.schedule.megatron_work
-    import mindspeed.planner.count.fake_world
+    import mindspeed.planner.count.balanced_routing
     import mindspeed.planner.count.loop
     import mindspeed.training.model
     import mindspeed.training.pretrain

@@ -162,7 +162,7 @@ def test_torch_propagates_each_kind_of_call_once(monkeypatch) -> None:
         return counts
 
     counts = calls(3)
-    assert counts[0] > 5
+    assert counts[0] > 2
     assert counts[1:] == counts[:1] * 2
     found = pickle.loads(pickle.dumps(planned_tensors.learned()))
     monkeypatch.setattr(planned_tensors, "_results", {})

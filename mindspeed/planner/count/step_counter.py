@@ -30,7 +30,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from mindspeed.built_model import TrainedModel
@@ -38,7 +37,7 @@ from mindspeed.device.wrapped_tensors import any_wraps
 from mindspeed.instruments import flops as flop_reports
 from mindspeed.instruments.clock import Call, moved_bytes
 from mindspeed.instruments.flops import FlopCount, repeated_in
-from mindspeed.instruments.ledger import Communication, CommunicationMode, OperatorTraits
+from mindspeed.instruments.ledger import DEVICE, Communication, CommunicationMode, OperatorTraits
 from mindspeed.instruments.live_memory import HOST, LiveMemory, tensors_of
 from mindspeed.planner.cluster.operations import Product, product_of
 from mindspeed.te.quantized_weight import stored
@@ -116,7 +115,6 @@ def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
             yield from _tensors(item, depth - 1)
 
 
-_DEVICE = torch.ops.prim.device.default
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
 
 
@@ -200,10 +198,10 @@ class _Mode(CommunicationMode):
         self._depth = 0  # of operators of ours that communicate
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and (device := getattr(args[0], "fake_device", None)) is not None:
+            return device
         if any_wraps(types):
             return NotImplemented
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # two of three calls ask for it
         kwargs = kwargs or {}
         counter = self._counter
         traits = self.traits_of(func)
