@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mindspeed.processes import no_collection
+
 if TYPE_CHECKING:
     from mindspeed.planner.job import Job
 
@@ -44,7 +46,8 @@ def job_of(flags: Sequence[str]) -> Job:
         ConfigError: the script is none of Megatron-LM.
     """
     install_adaptor()
-    from mindspeed.planner.scripts import job_of
+    with no_collection():
+        from mindspeed.planner.scripts import job_of
 
     return job_of(flags)
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -260,8 +260,14 @@ def _lane(kind: str, communication: Communication | None) -> str:
     return group or "default group"
 
 
+_LIFTED = torch.ops.aten.lift_fresh.default
+"""Its result is another tensor where a constant becomes a FakeTensor."""
+
+
 def moved_bytes(func: Any, inputs: Any, result: Any) -> int:
     """Bytes that an operator reads and writes; views and allocations move none."""
+    if func.is_view and func is not _LIFTED:
+        return 0
     given, made = tensors_in(inputs), tensors_in(result)
     known = set(map(storage_of, given))
     if func._schema.is_mutable:
@@ -313,8 +319,7 @@ class Link:
         return self.latency + nbytes / self.bytes_per_second
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of an operator that has run.
 
     Attributes:

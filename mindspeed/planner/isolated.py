@@ -30,7 +30,7 @@ from typing import IO, Any, NoReturn
 
 from mindspeed.adaptor.versions import at_least, megatron_version
 from mindspeed.errors import MindSpeedError, PlanError
-from mindspeed.processes import die_with_parent
+from mindspeed.processes import die_with_parent, no_collection
 
 in_child = False
 """Whether this process is a child, whose inherited objects are frozen: counting them takes long."""
@@ -49,17 +49,18 @@ def import_ahead() -> None:
             f"jobs are planned (--dry-run, too) with megatron-core 0.15.3 and newer, not with "
             f"{megatron_version()}: install megatron-core 0.16.1"
         )
-    import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
+    with no_collection():
+        import mindspeed.megatron_adaptor  # noqa: I001 - before megatron.core
 
-    import torch._dynamo  # noqa: F401 - FakeTensorMode reads its settings
-    import mindspeed.optimizer.megatron
-    import mindspeed.pipeline.schedule.megatron_work
-    import mindspeed.planner.count.balanced_routing
-    import mindspeed.planner.count.loop
-    import mindspeed.training.model
-    import mindspeed.training.pretrain
-    import mindspeed.training.setup
-    import mindspeed.training.step  # noqa: F401
+        import torch._dynamo  # noqa: F401 - FakeTensorMode reads its settings
+        import mindspeed.optimizer.megatron
+        import mindspeed.pipeline.schedule.megatron_work
+        import mindspeed.planner.count.balanced_routing
+        import mindspeed.planner.count.loop
+        import mindspeed.training.model
+        import mindspeed.training.pretrain
+        import mindspeed.training.setup
+        import mindspeed.training.step  # noqa: F401
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:

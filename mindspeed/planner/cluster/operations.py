@@ -208,7 +208,7 @@ def _on_stack() -> _Place:
     dropout = None
     while frame is not None:
         code = frame.f_code
-        fused, stands, many = _KINDS.get(code) or _kind_of(code)
+        fused, stands, many, _ = _KINDS.get(id(code)) or _kind_of(code)
         stands_for, grouped = stands_for or stands, grouped or many
         if code is _DROPOUT:
             dropout = code
@@ -219,16 +219,18 @@ def _on_stack() -> _Place:
     return function, stands_for, grouped
 
 
-_KINDS: dict[CodeType, tuple[bool, str, bool]] = {}
+_Kind = tuple[bool, str, bool, CodeType]
+_KINDS: dict[int, _Kind] = {}
+"""By the ids of functions, which live as long: hashing one reads all of its instructions."""
 
 
-def _kind_of(code: CodeType) -> tuple[bool, str, bool]:
+def _kind_of(code: CodeType) -> _Kind:
     """What :data:`FUSED`, :data:`EMULATED` and :data:`GROUPED` say about a function."""
     path = PurePath(code.co_filename).as_posix()
     fused = code is _DROPOUT or any(part in path for part in FUSED)
     stands = next((kind for file, kind in EMULATED.items() if path.endswith(file)), "")
-    _KINDS[code] = fused, stands, path.endswith(GROUPED)
-    return _KINDS[code]
+    _KINDS[id(code)] = fused, stands, path.endswith(GROUPED), code
+    return _KINDS[id(code)]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
