@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from mindspeed.ops.npu_matmul_add import npu_matmul_add_fp32
 from mindspeed.planner.count import planned_tensors
 from mindspeed.planner.count.planned_tensors import PlannedTensors
 
@@ -141,7 +142,7 @@ def test_torch_propagates_each_kind_of_call_once(monkeypatch) -> None:
     monkeypatch.setattr(planned_tensors, "_own", [])
 
     def counted(mode: PlannedTensors, func: Any, *given: Any) -> Any:
-        if func.namespace == "aten":
+        if func.namespace in ("aten", "mindspeed"):
             propagated.append(func)
         return before(mode, func, *given)
 
@@ -151,8 +152,9 @@ def test_torch_propagates_each_kind_of_call_once(monkeypatch) -> None:
     def calls(times: int) -> list[int]:
         counts = []
         with PlannedTensors():
-            x = torch.ones(4, 6)
+            x, gradient = torch.ones(4, 6), torch.ones(6, 6)
             for _ in range(times):
+                npu_matmul_add_fp32(x, x, gradient)  # in place, returns nothing
                 y = torch.ops.aten.add.Tensor(x, x)
                 torch.ops.aten.mul_.Tensor(y, 2)
                 torch.ops.aten.view.default(y, [24])
@@ -162,11 +164,12 @@ def test_torch_propagates_each_kind_of_call_once(monkeypatch) -> None:
         return counts
 
     counts = calls(3)
-    assert counts[0] > 2
+    assert counts[0] > 3
     assert counts[1:] == counts[:1] * 2
     found = pickle.loads(pickle.dumps(planned_tensors.learned()))
     monkeypatch.setattr(planned_tensors, "_results", {})
     propagated.clear()
     planned_tensors.learn(found)
+    planned_tensors.learn([(("mindspeed::not_registered_here", "default"), (), None)])
     known = calls(1)[0]
-    assert counts[0] - known == len(found) > 3
+    assert counts[0] - known == len(found) > 4

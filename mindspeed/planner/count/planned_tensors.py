@@ -30,6 +30,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from mindspeed.errors import ConfigError
+from mindspeed.ops.registry import find
 
 READERS: dict[tuple[str, str], float] = {
     ("clip_grads.py", "get_grad_norm_fp32"): 1e6,  # gradients are clipped
@@ -157,8 +158,8 @@ class PlannedTensors(FakeTensorMode):
             ) from error
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-        """All that the result of an operator of ATen depends on, or None."""
-        if func.namespace != "aten":
+        """All that the result of an operator of ATen or of ours depends on, or None."""
+        if func.namespace != "aten" and ((own := find(func)) is None or own.communicates):
             return None
         key = [func, torch.get_default_dtype()]
         known = all(self._describe(key, x) for x in args)
@@ -186,7 +187,7 @@ class PlannedTensors(FakeTensorMode):
     def _recorded(self, args: Any, kwargs: Any, result: Any) -> _Result | None:
         """How to make a result again, or None."""
         several = type(result) in (list, tuple)
-        tensors = list(result) if several else [result]
+        tensors = [] if result is None else list(result) if several else [result]
         if any(type(x) is not FakeTensor or not _is_plain(x) for x in tensors):
             return None
         places = {_storage(x): i for i, x in enumerate(args) if isinstance(x, torch.Tensor)}
@@ -200,8 +201,8 @@ class PlannedTensors(FakeTensorMode):
             same = index is not None and args[index] is x
             outputs.append(_Output(index, None if same else _metadata(x)))
         found = _Result(tuple(outputs), type(result) if several else None)
-        again = found.made(self, args)
-        pairs = zip(tensors, again if several else [again], strict=True)
+        again = found.made(self, args) if tensors else []
+        pairs = zip(tensors, again if several or not tensors else [again], strict=True)
         return found if all(_equal(*pair) for pair in pairs) else None
 
 
@@ -229,7 +230,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What an operator returns: one tensor, or several in a list or tuple."""
+    """What an operator returns: nothing, one tensor, or several in a list or tuple."""
 
     outputs: tuple[_Output, ...]
     several: type | None
@@ -237,7 +238,7 @@ class _Result:
     def made(self, mode: PlannedTensors, args: Any) -> Any:
         """Make the result for arguments of the same metadata."""
         if self.several is None:
-            return self.outputs[0].made(mode, args)
+            return self.outputs[0].made(mode, args) if self.outputs else None
         return self.several([one.made(mode, args) for one in self.outputs])
 
 
@@ -256,8 +257,10 @@ def learned() -> list[Any]:
 def learn(found: Iterable[Any]) -> None:
     """Know what another process has found, so that those forked from now on need not find it."""
     for (name, overload), rest, result in found:
-        packet = getattr(torch.ops.aten, name.partition("::")[2])
-        _results[(getattr(packet, overload), *rest)] = result
+        namespace, _, name = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        if packet is not None:  # one of ours is registered by the module that needs it
+            _results[(getattr(packet, overload), *rest)] = result
 
 
 _VALUES = frozenset(
