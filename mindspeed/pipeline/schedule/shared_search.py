@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from mindspeed.errors import ConfigError
 from mindspeed.job_store import store_of_ranks
+from mindspeed.parsing import decode_json
 from mindspeed.pipeline.schedule.actions import Action
 from mindspeed.pipeline.schedule.orders import Rows
 
@@ -98,5 +99,5 @@ class _Note:
             text = zlib.decompress(self.store.get(self.key))
         except _NO_ANSWER:
             return None
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = decode_json(text)
         return found
