@@ -25,6 +25,7 @@ OFF = {
 GRAPHS = "--cuda-graph-impl .*CUDA graphs need an NVIDIA GPU; drop it"
 NO_SHARD = "no_shard: Megatron-FSDP .* does not add up the gradients.*drop --use-megatron-fsdp"
 # Arguments -> the sentence, and the devices that can do it.
+EXPERT_BIASES = {"num_experts": 4, "add_bias_linear": True}
 GROUPED_BIASES = {"num_experts": 4, "moe_grouped_gemm": True, "add_bias_linear": True}
 CASES = {
     "local graphs": ({"cuda_graph_impl": "local"}, GRAPHS, {"cuda"}),
@@ -55,6 +56,26 @@ CASES = {
         GROUPED_BIASES | {"transformer_impl": "local"},
         "--moe-grouped-gemm with --transformer-impl local: has no biases",
         set(),
+    ),
+    "biases fused with GELU": (
+        EXPERT_BIASES | {"bias_gelu_fusion": True},
+        "--num-experts with biases: .* add --no-bias-gelu-fusion",
+        set(),
+    ),
+    "biases fused with SwiGLU": (
+        EXPERT_BIASES | {"swiglu": True, "bias_swiglu_fusion": True},
+        "--num-experts with biases: .* add --no-bias-swiglu-fusion",
+        set(),
+    ),
+    "biases of experts": (
+        EXPERT_BIASES | {"swiglu": True, "bias_gelu_fusion": True, "bias_swiglu_fusion": False},
+        "",
+        {"cpu", "cuda", "npu"},
+    ),
+    "biases of gates": (
+        EXPERT_BIASES | {"quick_geglu": True, "bias_gelu_fusion": True},
+        "",
+        {"cpu", "cuda", "npu"},
     ),
 }
 DEVICES = ("cpu", "cuda", "npu")

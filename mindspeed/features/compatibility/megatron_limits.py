@@ -258,6 +258,8 @@ def expert_problems(megatron: Megatron) -> Iterator[Problem]:
         yield from _copies_under_muon(megatron)
     if megatron.get("moe_grouped_gemm") and megatron.get("add_bias_linear"):
         yield from _grouped_biases(megatron)
+    if megatron.get("add_bias_linear"):
+        yield from _fused_biases(megatron)
     if megatron.get("moe_token_dispatcher_type") == "alltoall_seq":
         yield Problem(
             "--moe-token-dispatcher-type alltoall_seq",
@@ -297,6 +299,20 @@ def _grouped_biases(megatron: Megatron) -> Iterator[Problem]:
             "--moe-grouped-gemm with biases",
             "does not work with the fusion of bias and dropout, which is on by default",
             "add --no-bias-dropout-fusion, or --disable-bias-linear",
+        )
+
+
+def _fused_biases(megatron: Megatron) -> Iterator[Problem]:
+    """Check the fusion of biases and activation, which no experts have that weigh tokens in it."""
+    gated = megatron.get("swiglu")
+    name = "swiglu" if gated else "gelu"
+    grouped = gated and megatron.get("moe_grouped_gemm")  # adds its biases before
+    other = megatron.get("quick_geglu") or megatron.get("geglu")
+    if megatron.get(f"bias_{name}_fusion") and not (grouped or other):
+        yield Problem(
+            "--num-experts with biases",
+            f"does not work with the fusion of bias and {name}, which is on by default",
+            f"add --no-bias-{name}-fusion, or --disable-bias-linear",
         )
 
 
