@@ -25,7 +25,6 @@ from mindspeed.errors import DataError, MindSpeedError
 from mindspeed.inference.answers.call_formats import CallFormat
 from mindspeed.inference.answers.question import Question, question_of, with_ends
 from mindspeed.inference.sampling import SamplingOptions
-from mindspeed.inference.text_generator import TextGenerator
 from mindspeed.parsing import parse_json, read_text
 
 if TYPE_CHECKING:
