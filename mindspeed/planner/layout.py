@@ -50,8 +50,8 @@ EXPERT_PROGRAMS: dict[str, Flags] = {
     if not entry.extended and not entry.carrier
 }
 """Flags by expert program of :mod:`mindspeed.moe.comparison`; an extended one is sizes of a layout:
-``etp`` 1, and an ``ep`` that ``tp`` divides. A search
-counts on any device, where a carrier of some devices is refused."""
+``etp`` 1, and an ``ep`` that ``tp`` divides. A search counts on any device, and carriers that only
+some devices have are refused on others."""
 
 
 def memory_flags(names: Collection[str]) -> dict[str, Any]:

@@ -105,9 +105,12 @@ def sizes_of(args: argparse.Namespace) -> Sizes:
 def programs_of(sizes: Sizes, tp: int) -> list[str]:
     """Programs that one layer of these sizes can run without attention and a second micro-batch."""
     job = Job(sizes, rates_of(1.0, _Nothing(), _Nothing()), tp)
-    names = [name for name, entry in ENTRIES.items() if entry.order is None and not entry.pair]
-    names = [name for name in names if not ENTRIES[name].extended and ENTRIES[name].exact]
-    names = [name for name in names if not ENTRIES[name].carrier]
+    names = [
+        name
+        for name, entry in ENTRIES.items()
+        if entry.exact and entry.order is None
+        if not (entry.pair or entry.extended or entry.carrier)
+    ]
     return [
         one.name for one in compare(job, names) if one.simulation and one.name != "hierarchical"
     ]
