@@ -7,6 +7,9 @@
 
 ``--swap-attention`` and ``--swap-modules`` follow from it. Values are taken from the command line,
 else the environment variable, else a configuration file, else the default.
+
+A value does not tell whether somebody gave it: the default can be typed, too. So the parser records
+the names that were given (:func:`record_given`), and the record travels in the namespace.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import functools
 import os
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from mindspeed.errors import ConfigError
 from mindspeed.ranges import Number, Range, whole_number
+
+GIVEN = "given_flags"
+"""Name in a namespace: names that its command line has set, a list, as checkpoints may hold it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +143,40 @@ def _add_choices(action: argparse.Action, more: Sequence[str]) -> None:
         action.choices = [*action.choices, *(one for one in more if one not in action.choices)]
 
 
+def record_given(parser: argparse.ArgumentParser) -> None:
+    """Let ``parser`` record in every namespace the names that its words set (:func:`given_in`)."""
+    found: set[str] = set()
+    values_of, parse = parser._get_values, parser.parse_known_args
+
+    def noted(action: argparse.Action, words: list[str]) -> Any:
+        """Called for each flag in the words, and for positional arguments without any."""
+        if action.option_strings or words:
+            found.add(action.dest)
+        return values_of(action, words)
+
+    def recording(args: Any = None, namespace: Any = None) -> Any:
+        found.clear()
+        namespace, rest = parse(args, namespace)
+        setattr(namespace, GIVEN, sorted(found))
+        return namespace, rest
+
+    vars(parser).update(_get_values=noted, parse_known_args=recording)
+
+
+def given_in(values: Mapping[str, Any]) -> Collection[str]:
+    """Names that the user has set; without a record, all of them.
+
+    Args:
+        values: of a namespace, or those that a program passes.
+    """
+    return values.get(GIVEN, values)
+
+
 def changed_flags(options: object) -> list[Flag]:
-    """The flags of ``options``, an instance of such a dataclass, that are not at their defaults."""
+    """The flags of ``options``, an instance of such a dataclass, that ask for something.
+
+    One at its default asks for nothing, given or not.
+    """
     return [one for one in flags_of(type(options)) if getattr(options, one.name) != one.default]
 
 
@@ -149,19 +187,18 @@ def default_of(item: Flag, file_values: Mapping[str, Any]) -> Any:
     return file_values.get(item.name, item.default)
 
 
-def from_environment(item: Flag, value: Any) -> bool:
-    """Whether the environment variable of a flag is set, to ``value``."""
-    return bool(item.env and os.environ.get(item.env)) and default_of(item, {}) == value
-
-
-def given_names(options: Any) -> list[str]:
+def given_names(options: Any, values: Mapping[str, Any]) -> list[str]:
     """What is not at its default, as the user wrote it: ``--flag``, or an environment variable.
 
     Args:
         options: an instance of a feature's dataclass of flags.
+        values: that it was made of.
     """
+    given = given_in(values)
     return [
-        str(item.env) if from_environment(item, getattr(options, item.name)) else item.option
+        item.env
+        if item.env and os.environ.get(item.env) and item.name not in given
+        else item.option
         for item in changed_flags(options)
     ]
 

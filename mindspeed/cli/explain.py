@@ -41,6 +41,7 @@ from mindspeed.cli.plan_check import (
 from mindspeed.cli.plan_output import bytes_unit, flops_unit, new_table, print_whole
 from mindspeed.cli.plan_run import command, interruptible, job_of, launch_words, named_progress
 from mindspeed.errors import ConfigError
+from mindspeed.flags import given_in, record_given
 from mindspeed.processes import cores
 from mindspeed.ranges import MAX_COUNT, MAX_RANKS, whole
 
@@ -103,11 +104,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _refuse_without_timeline(own: argparse.Namespace) -> None:
     for name in ("stage", "micro_batches", "plot", "trace"):
-        if getattr(own, name):
+        if name in given_in(vars(own)):
             raise ConfigError(f"--{name.replace('_', '-')} belongs to --timeline")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    record_given(parser)
     add_job_arguments(parser)
     add = parser.add_argument
     add("--devices", type=whole(1, MAX_RANKS), metavar="N", help="ranks (default: --nproc)")

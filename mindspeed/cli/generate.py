@@ -27,6 +27,7 @@ from mindspeed.cli.inference_flags import (
     sampling_options,
 )
 from mindspeed.errors import ConfigError, DataError
+from mindspeed.flags import given_in, record_given
 from mindspeed.inference.sampling import Constraint, SamplingOptions
 from mindspeed.parsing import parse_object, read_json
 from mindspeed.ranges import number, whole
@@ -38,6 +39,7 @@ HELP = "continue a text with a trained model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    record_given(parser)
     add_model_arguments(parser)
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be repeated")
@@ -73,22 +75,15 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.messages is not None:
         return _answer(args, options)
-    if unused := [flag for flag, used in _template_flags(args).items() if used]:
-        raise ConfigError(f"{unused[0]} is for conversations: give them with --messages FILE")
+    given = given_in(vars(args))
+    for name in ("prompt_type", "hf_chat_template", "chat_template_kwargs", "tool_call_parser"):
+        if name in given:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is for conversations: give them with --messages FILE")
     texts = _prompts(args)
     return run_model(
         "generate", args, lambda generator: _print_all(generator, texts, options, args)
     )
-
-
-def _template_flags(args: argparse.Namespace) -> dict[str, bool]:
-    """The flags of conversations, and whether they are given."""
-    return {
-        "--prompt-type": args.prompt_type is not None,
-        "--hf-chat-template": args.hf_chat_template,
-        "--chat-template-kwargs": args.chat_template_kwargs != "{}",
-        "--tool-call-parser": args.tool_call_parser != "auto",
-    }
 
 
 def _answer(args: argparse.Namespace, options: SamplingOptions) -> int:

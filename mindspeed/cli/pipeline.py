@@ -41,6 +41,7 @@ from mindspeed.cli.pipeline_output import (
 from mindspeed.cli.plot import check_format
 from mindspeed.cli.timeline_plot import Style, draw
 from mindspeed.errors import ConfigError
+from mindspeed.flags import given_in, record_given
 from mindspeed.instruments.timeline import Interval, text, write_trace
 from mindspeed.pipeline.automated.profile import MODULES, read_profile
 from mindspeed.pipeline.automated.result import write_result
@@ -73,6 +74,7 @@ _OPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    record_given(parser)
     add = parser.add_argument
     add(
         "action",
@@ -268,9 +270,10 @@ def _refuse_other_action(args: argparse.Namespace) -> None:
     actions = dict(args.of_action)
     if args.action == "search":
         actions["plan"] = {**actions["plan"], **args.drawing}
+    given = given_in(vars(args))
     for action, options in actions.items():
         for name, option in options.items():
-            if action != args.action and getattr(args, name, option.default) != option.default:
+            if action != args.action and name in given:
                 raise ConfigError(
                     f"{option.option_strings[0]} belongs to mindspeed pipeline {action}; it has no "
                     f"effect on {args.action}"

@@ -31,6 +31,7 @@ from mindspeed.flags import (
     flag,
     flags_of,
     given_names,
+    record_given,
 )
 
 
@@ -193,7 +194,11 @@ def _with_origin(feature: type[Feature]) -> str:
 def add_arguments(
     parser: argparse.ArgumentParser, file_values: Mapping[str, Any] | None = None
 ) -> argparse.ArgumentParser:
-    """Add ``--optimization-level`` and the flags of all features to ``parser``; returns it."""
+    """Add ``--optimization-level`` and the flags of all features to ``parser``; returns it.
+
+    From now on it records which flags are given.
+    """
+    record_given(parser)
     add_flags(parser, LevelOptions, "mindspeed", file_values)
     for feature in all_features():
         _refuse_flags_of_the_parser(parser, feature)
@@ -431,7 +436,7 @@ def _each_conflict_once(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 def _shown(feature: Feature, values: Mapping[str, Any]) -> str:
     """The flag that switched a feature on, for messages; without one its name."""
-    return " ".join(given_names(feature)[:1]) or feature.asked_by(values) or feature.name
+    return " ".join(given_names(feature, values)[:1]) or feature.asked_by(values) or feature.name
 
 
 def _relation_problems(enabled: list[Feature], values: Mapping[str, Any]) -> list[Problem]:

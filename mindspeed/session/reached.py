@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,13 +49,18 @@ class ReachedFeatures:
     Args:
         features: those that are on.
         uses: says which places have been reached.
+        values: Megatron's arguments and our flags by name, of which the features were made.
     """
 
     def __init__(
-        self, features: tuple[Feature, ...] = (), uses: Callable[[], list[Use]] = list
+        self,
+        features: tuple[Feature, ...] = (),
+        uses: Callable[[], list[Use]] = list,
+        values: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._features = features
         self._uses = uses
+        self._values = values
         self._stepped: set[int] = set()
         self._watch: Any = None
 
@@ -85,7 +91,7 @@ class ReachedFeatures:
         """
         found = []
         for feature in self._features:
-            places, given = reached.get(feature.name, {}), given_names(feature)
+            places, given = reached.get(feature.name, {}), given_names(feature, self._values)
             if given and places and not any(places.values()):
                 why = "; ".join(f"{place}: {_why(place)}" for place in places)
                 found.append(f"{given[0]} has had no effect in the first step ({why})")

@@ -169,7 +169,7 @@ class Session:
             values.update(of_feature)
             corrections.update(of_feature)
         self._attach(new, MappingProxyType(values))
-        self.reached = ReachedFeatures(new.enabled, self.seams.uses)
+        self.reached = ReachedFeatures(new.enabled, self.seams.uses, values)
         self.reached.watch()
         self.configuration = new = replace(new, corrections=MappingProxyType(corrections))
         _log_choice(new)

@@ -17,7 +17,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from mindspeed import ranges
 from mindspeed.adaptor.versions import megatron_version
 from mindspeed.adaptor.versions.fields import later_fields
 from mindspeed.errors import ConfigError
-from mindspeed.flags import flags_of
+from mindspeed.flags import GIVEN, flags_of, given_in
 from mindspeed.ranges import HelpFormatter, Range, range_of, unknown_flags, whole
 from mindspeed.training import help_page
 from mindspeed.training.flag_types import (
@@ -120,14 +120,25 @@ def build_parser(*, with_help: bool = False) -> TrainerParser:
     return parser
 
 
-def parse(tokens: Sequence[str], parser: TrainerParser | None = None) -> argparse.Namespace:
-    """Parse flags.
+def parse(
+    tokens: Sequence[str],
+    parser: TrainerParser | None = None,
+    below: argparse.Namespace | None = None,
+) -> argparse.Namespace:
+    """Parse flags; the result records which are given (:func:`mindspeed.flags.given_in`).
+
+    Args:
+        tokens: the words.
+        parser: of all flags.
+        below: values of flags that the words do not set, changed in place; they are not given.
 
     Raises:
         ConfigError: a flag is unknown (the closest names are suggested) or a value is not allowed.
     """
     parser = parser or build_parser(with_help=help_page.is_asked(tokens))
-    args, unknown = parser.parse_known_args(list(tokens))
+    args, unknown = parser.parse_known_args(list(tokens), below)
+    given = {*given_in(vars(args)), *parser.set_by_python}
+    setattr(args, GIVEN, sorted(given))
     if unknown:
         actions = parser._option_string_actions.items()
         raise ConfigError(
@@ -135,20 +146,20 @@ def parse(tokens: Sequence[str], parser: TrainerParser | None = None) -> argpars
         )
     if problems := list(_out_of_range(parser, args)):
         raise ConfigError("\n".join(problems))
-    _resolve_old_switches(args, tokens, parser)
+    _resolve_old_switches(args, given, parser)
     return args
 
 
 def _resolve_old_switches(
-    args: argparse.Namespace, tokens: Sequence[str], parser: TrainerParser
+    args: argparse.Namespace, given: Collection[str], parser: TrainerParser
 ) -> None:
     """Put the value that a switch of earlier releases stands for under its present name."""
     for switch, (name, value) in OLD_SWITCHES.items():
         old, new = _spelling(switch), _spelling(name)
         if getattr(args, switch, False) and new in parser._option_string_actions:
-            given = getattr(args, name)
-            if given != value and name in set_by(tokens, parser):
-                said = f"{old} is {new} {value}, and {new} {given} is given, too"
+            other = getattr(args, name)
+            if other != value and name in given:
+                said = f"{old} is {new} {value}, and {new} {other} is given, too"
                 raise ConfigError(f"{said}: remove one of them")
             setattr(args, name, value)
             setattr(args, switch, False)
@@ -175,15 +186,6 @@ def add_names_of_the_trainer(args: argparse.Namespace) -> None:
     for action in build_parser()._actions:
         if action.dest not in read and action.default is not argparse.SUPPRESS:
             vars(args).setdefault(action.dest, action.default)
-
-
-def set_by(tokens: Sequence[str], parser: TrainerParser) -> set[str]:
-    """Names that these command line words set, found by parsing over an empty namespace."""
-    nothing = object()
-    names = {action.dest for action in parser._actions}
-    empty = argparse.Namespace(**dict.fromkeys(names, nothing))
-    found, _ = parser.parse_known_args(list(tokens), empty)
-    return {name for name in names if getattr(found, name) is not nothing}
 
 
 def _out_of_range(parser: TrainerParser, args: argparse.Namespace) -> Iterable[str]:

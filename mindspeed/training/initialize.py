@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mindspeed import session
@@ -22,15 +22,17 @@ from mindspeed.errors import ConfigError
 from mindspeed.features.feature import COMMAND_WORDS
 from mindspeed.features.registry import planned_as
 from mindspeed.files import make_dirs
+from mindspeed.flags import given_in
 from mindspeed.lora import flags as lora_flags
 from mindspeed.training import configs, help_page, setup
 from mindspeed.training.arguments import TrainerParser, build_parser
 from mindspeed.training.configs import transformer_config
 from mindspeed.training.data import check_files, load_tokenizer
+from mindspeed.training.flag_types import show
 from mindspeed.training.legacy_flags import without_effect
 from mindspeed.training.pipeline_figures import check_interleaved
 from mindspeed.training.raw_data import use_raw_data
-from mindspeed.training.recipe import dump, given, parse_with_recipe
+from mindspeed.training.recipe import dump, flag_words, parse_with_recipe
 from mindspeed.training.resolve import Settings, assume_inputs, resolve
 from mindspeed.training.resolve_parallel import default_ranks
 
@@ -58,16 +60,18 @@ def prepare(
     """
     parser = parser or build_parser(with_help=help_page.is_asked(argv))
     args = parse_with_recipe(argv, parser)
-    _warn_of_ignored(args)
-    set_by_user = given(argv, parser)
+    given = given_in(vars(args))
+    chosen = {name: getattr(args, name) for name in given}
+    _warn(without_effect(getattr(args, "ignored_flags", [])))
     if args.use_checkpoint_args and args.load:
-        take_architecture(args, saved_args(args.load, args.ckpt_step), set_by_user)
+        take_architecture(args, saved_args(args.load, args.ckpt_step), given)
     ranks = ranks or args.nproc or default_ranks(args)
-    lora_flags.assume_targets(args, set_by_user)
-    derived = use_raw_data(args, set_by_user, ranks) if training else set()
+    lora_flags.assume_targets(args, given)
+    derived = use_raw_data(args, given, ranks) if training else set()
     recipe = dump(args, parser, leave_out=derived)
     assumed = args.dry_run and assume_inputs(args)
     settings = resolve(args, ranks, recipe, training=training)
+    _warn(_replaced(chosen, args, parser))
     if planned_as("no part", vars(args)):  # of planning: they read the words
         vars(args)[COMMAND_WORDS] = tuple(argv)
     session.install().configure(args)
@@ -172,7 +176,19 @@ def _remember(args: argparse.Namespace, tokenizer: TextTokenizer | None) -> None
     _args, _tokenizer = args, tokenizer
 
 
-def _warn_of_ignored(args: argparse.Namespace) -> None:
+def _replaced(
+    chosen: Mapping[str, Any], args: argparse.Namespace, parser: TrainerParser
+) -> Iterator[str]:
+    """Switches and choices that the user gave, and that other flags have set to another value."""
+    for action in parser._actions:
+        name = action.dest
+        if name in chosen and (action.choices or isinstance(chosen[name], bool)):
+            value = getattr(args, name)
+            if value != chosen[name] and (words := flag_words({name: chosen[name]}, parser)):
+                yield f"without effect: {words[0]} (other flags make it {show(value)})"
+
+
+def _warn(lines: Iterable[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
-        for line in without_effect(getattr(args, "ignored_flags", [])):
+        for line in lines:
             print(f" {line}", file=sys.stderr)

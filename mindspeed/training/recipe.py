@@ -28,11 +28,12 @@ import yaml
 from mindspeed import recipes
 from mindspeed.checkpoint.weights.hugging_face import tokenizer_flags
 from mindspeed.errors import ConfigError
+from mindspeed.flags import given_in
 from mindspeed.models.hf_load import folder_of, is_hf
 from mindspeed.models.presets import model_flags
 from mindspeed.parsing import read_yaml
 from mindspeed.training import deepspeed
-from mindspeed.training.arguments import TrainerParser, parse, section_of, set_by
+from mindspeed.training.arguments import TrainerParser, parse, section_of
 from mindspeed.training.flag_types import DTYPES, Switch
 from mindspeed.training.options import SECTIONS
 
@@ -45,30 +46,33 @@ def parse_with_recipe(tokens: Sequence[str], parser: TrainerParser) -> argparse.
     """Parse flags, with those of ``--config`` below them, and those of ``--model`` below both.
 
     ``--load hf:DIR`` without ``--model`` takes the model's flags from there, too, and without flags
-    of a tokenizer that one.
+    of a tokenizer that one. Flags of the model and its tokenizer are not given
+    (:func:`mindspeed.flags.given_in`): the user has named a model only.
 
     Raises:
         ConfigError: the recipe cannot be read, a key is unknown or in the wrong section, or a flag
             is wrong.
     """
     words, model, load, deepspeed_file = _all_words(tokens, parser)
-    if is_hf(load) and not set_by(words, parser) & _TOKENIZER:
-        words = [*flag_words(tokenizer_flags(folder_of(load)), parser), *words]
+    below: dict[str, Any] = {}
     if model is not None:
-        words = [*flag_words(model_flags(model), parser), *words]
+        below |= model_flags(model)
+    if is_hf(load) and not _TOKENIZER & {*given_in(vars(parse(words, parser)))}:
+        below |= tokenizer_flags(folder_of(load))
+    named = parse(flag_words(below, parser), parser) if below else None
     if deepspeed_file is None:
-        return parse(words, parser)
+        return parse(words, parser, named)
     from_file = deepspeed.read(deepspeed_file)
-    args = parse([*flag_words(from_file, parser), *words], parser)
+    args = parse([*flag_words(from_file, parser), *words], parser, named)
     deepspeed.check_agreement(deepspeed_file, from_file, args)
     missing = deepspeed.not_done(deepspeed_file)
     args.ignored_flags = [*getattr(args, "ignored_flags", []), *missing]
     return args
 
 
-def given(tokens: Sequence[str], parser: TrainerParser) -> set[str]:
-    """Names that the user has set, by words, by a recipe or by Python; not by ``--model``."""
-    return set_by(_all_words(tokens, parser)[0], parser) | parser.set_by_python
+def given(tokens: Sequence[str], parser: TrainerParser) -> Collection[str]:
+    """Names that the user has set, by words, by a file that they name or by Python."""
+    return given_in(vars(parse_with_recipe(tokens, parser)))
 
 
 def _all_words(
@@ -164,11 +168,16 @@ def recipe_words(
 
 
 def dump(args: argparse.Namespace, parser: TrainerParser, leave_out: Collection[str] = ()) -> str:
-    """The values of a run as a recipe; sections and keys sorted as in ``--help``."""
+    """The values of a run as a recipe; sections and keys sorted as in ``--help``.
+
+    A default that the user gave is part of it: ``--model`` may say otherwise.
+    """
+    given = given_in(vars(args))
     recipe: dict[str, dict[str, Any]] = {section: {} for section in ALL_SECTIONS}
     for key, (section, action) in section_of(parser).items():
         value = None if key in leave_out else getattr(args, key, None)
-        if value is not None and (value != action.default or _always_shown(key)):
+        shown = key in given or _always_shown(key) or value != action.default
+        if value is not None and shown:
             recipe[section][key] = _plain(value)
     return to_yaml(recipe)
 

@@ -27,6 +27,7 @@ from mindspeed.built_model import unwrap
 from mindspeed.checkpoint.fsdp_state import contents, is_sharded
 from mindspeed.device.torch_versions import fused_adam_takes_several_meshes
 from mindspeed.errors import ConfigError
+from mindspeed.flags import given_in
 from mindspeed.job import Precision
 from mindspeed.lora.attach import adapted
 from mindspeed.lora.state import remember_base
@@ -52,8 +53,8 @@ def complete(args: argparse.Namespace, expert_parallel: int = 1) -> Iterator[str
         yield f"--zero-stage {stage} is not one of 0, 1, 2, 3"
         return
     if stage == 0 and (args.use_distributed_optimizer or args.use_megatron_fsdp):
-        given = "use-megatron-fsdp" if args.use_megatron_fsdp else "use-distributed-optimizer"
-        yield f"--zero-stage 0 shares nothing, --{given} does: drop one of them"
+        flag = "use-megatron-fsdp" if args.use_megatron_fsdp else "use-distributed-optimizer"
+        yield f"--zero-stage 0 shares nothing, --{flag} does: drop one of them"
     if stage == 1 and args.use_megatron_fsdp:
         yield "--zero-stage 1 contradicts --use-megatron-fsdp: stages 2 and 3 are Megatron-FSDP"
     if _has_mixed_precision_adapters(args):
@@ -63,9 +64,20 @@ def complete(args: argparse.Namespace, expert_parallel: int = 1) -> Iterator[str
                 "16-bit model, which only the distributed optimizer stores; use --zero-stage 1"
             )
         args.use_distributed_optimizer = True
+    given = given_in(vars(args))
     if stage in (1, 2, 3):
+        if "use_distributed_optimizer" in given and not args.use_distributed_optimizer:
+            yield f"--zero-stage {stage} contradicts --no-use-distributed-optimizer: drop one"
         args.use_distributed_optimizer = True
     if stage in STRATEGIES:
+        if "use_megatron_fsdp" in given and not args.use_megatron_fsdp:
+            yield f"--zero-stage {stage} contradicts --no-use-megatron-fsdp: drop one"
+        strategy = args.data_parallel_sharding_strategy
+        if "data_parallel_sharding_strategy" in given and strategy != STRATEGIES[stage]:
+            yield (
+                f"--zero-stage {stage} is --data-parallel-sharding-strategy {STRATEGIES[stage]}, "
+                f"not {strategy}: drop one"
+            )
         args.use_megatron_fsdp = True
         args.data_parallel_sharding_strategy = STRATEGIES[stage]
     if args.use_megatron_fsdp:

@@ -78,7 +78,7 @@ WRONG = {
     "not modelled": (OLD, [], "give --modelled"),
     "rate": (OLD, ["--modelled", "--tflops=3"], "--tflops: rates are those of --cluster"),
     "no cluster": (("explain", "--timeline"), [], "--cluster is missing"),
-    "no timeline": (("explain", "--cluster", "generic"), ["--stage", "1"], "--stage belongs to"),
+    "no timeline": (("explain", "--cluster", "generic"), ["--stage", "0"], "--stage belongs to"),
     "json": (TIMELINE, ["--json"], "--json has no effect with --timeline"),
     "stage": (TIMELINE, ["--stage", "1"], "--stage 1: there are stages 0 to 0"),
     "picture": (TIMELINE, ["--plot", "step.gif"], "--plot step.gif: the file must end in"),

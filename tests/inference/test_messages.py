@@ -83,6 +83,7 @@ def test_lines_and_names_of_files(tmp_path):
         (["--prompt", "x", "--messages", "a.json"], "either --messages or prompts"),
         (["--prompt", "x", "--prompt-type", "chatml"], "--prompt-type is for conversations"),
         (["--prompt", "x", "--chat-template-kwargs", '{"a": 1}'], "is for conversations"),
+        (["--prompt", "x", "--tool-call-parser", "auto"], "is for conversations"),
         (["--messages", "none.json"], "there is no such file"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 
 import pytest
@@ -200,6 +201,11 @@ def test_variables_of_a_machine_do_not_stop_a_job_without_tensor_parallelism(mon
         ConfigError, match=r"^--coc-parallel-num: --tensor-model-parallel-size is 1"
     ):
         registry.resolve(one_rank | {"coc_parallel_num": 2}, "cpu")  # the user wants it here
+    parser = registry.add_arguments(argparse.ArgumentParser())
+    for words, stops in ((["--coc-parallel-num", "4"], True), ([], False)):  # the same value
+        values = one_rank | vars(parser.parse_args(words))
+        with pytest.raises(ConfigError, match=r"^--coc-p") if stops else contextlib.nullcontext():
+            assert "coc" not in enabled(values)
     with pytest.raises(ConfigError, match=r"combined with COC_PARALLEL_NUM; remove one$"):
         registry.resolve(SP | MC2, "cpu")
 

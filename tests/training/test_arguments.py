@@ -300,8 +300,34 @@ def test_a_dumped_recipe_repeats_the_run(results, ranks):
     (again,) = ranks(1, parse_all, cases, setup=SETUP, backend=None, timeout=240)
     for name, second in zip(names, again, strict=True):
         assert second["error"] is None
-        first = dict(results[name]["values"], config=None)
-        assert dict(second["values"], config=None) == first
+        first = dict(results[name]["values"], config=None, given_flags=None)
+        assert dict(second["values"], config=None, given_flags=None) == first
+
+
+def test_a_default_that_is_given_is_part_of_the_recipe_and_wins_over_the_model(ranks):
+    words = ["--model", "llama3-8b", *_without_batch(), "--hidden-dropout", "0.1"]
+    ((first,),) = ranks(1, parse_all, [(words,)], setup=SETUP, backend=None, timeout=240)
+    ((again,),) = ranks(
+        1, parse_all, [([], first["recipe"])], setup=SETUP, backend=None, timeout=240
+    )
+    assert first["error"] is again["error"] is None
+    for found in (first, again):
+        assert found["values"]["model"] == "llama3-8b"  # which says 0
+        assert found["values"]["hidden_dropout"] == 0.1
+        assert "hidden_dropout" in found["values"]["given_flags"]
+        assert "init_method_std" not in found["values"]["given_flags"]
+
+
+def test_switches_that_other_flags_reverse_are_reported(capsys):
+    from mindspeed.training.initialize import prepare
+
+    words = ["--sequence-parallel", "--add-bias-linear", "--no-add-qkv-bias", "--swiglu"]
+    prepare([*TINY, *words], 1, training=False)
+    said = [line.strip() for line in capsys.readouterr().err.splitlines() if "without" in line]
+    assert sorted(said) == [
+        "without effect: --no-add-qkv-bias (other flags make it True)",
+        "without effect: --sequence-parallel (other flags make it False)",
+    ]
 
 
 def test_too_many_ranks_on_one_machine_are_refused(monkeypatch):

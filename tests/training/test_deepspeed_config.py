@@ -49,6 +49,7 @@ def test_the_settings_are_the_trainers_flags(results):
     assert (values["fp16"], values["bf16"], values["clip_grad"]) == (True, False, 0.5)
     assert (values["loss_scale"], values["initial_loss_scale"]) == (None, 256)
     assert (values["hysteresis"], values["use_distributed_optimizer"]) == (3, True)
+    assert {"micro_batch_size", "fp16", "clip_grad"} <= set(values["given_flags"])
     assert values["ignored_flags"][0] == "--deepspeed"
     assert values["ignored_flags"][1].startswith("ZeRO stage 2 (in fp16 stage 1 is used; ")
 

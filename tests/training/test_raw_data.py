@@ -77,6 +77,14 @@ def test_flags_that_are_given_stay(prepared):
 
 
 @pytest.mark.slow
+def test_flags_of_a_deepspeed_file_are_given(prepared, tmp_path):
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 6, "fp16": {"enabled": true}}')
+    args, messages = prepared("--deepspeed_config", str(tmp_path / "ds.json"))
+    assert args["global_batch_size"] == 6 and args["fp16"] and not args["bf16"]
+    assert "--global-batch-size" not in messages.split("assumed:")[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_dtype_is_that_of_the_folder(prepared, model, tmp_path, key):
     folder = tmp_path / "half"

@@ -57,6 +57,12 @@ def test_stage_equals_stage_0_with_less_on_each_rank(stage, base, unsharded, ran
         (["--zero-stage=0", "--use-distributed-optimizer"], "--use-distributed-optimizer does"),
         (["--zero-stage=1", "--use-megatron-fsdp"], "contradicts --use-megatron-fsdp"),
         (["--zero-stage=3", "--pipeline-model-parallel-size=2"], "-size 2: Megatron-FSDP does not"),
+        (["--zero-stage=1", "--no-use-distributed-optimizer"], "contradicts --no-use-distributed"),
+        (["--zero-stage=2", "--no-use-megatron-fsdp"], "contradicts --no-use-megatron-fsdp"),
+        (
+            ["--zero-stage=3", "--data-parallel-sharding-strategy=no_shard"],
+            "-strategy optim_grads_params, not no_shard",
+        ),
         (["--zero-stage=2", "--fp16"], "--zero-stage 2 cannot be combined with --fp16: "),
         (["--zero-stage=0", "--bf16", "--save=x", *ADAPTERS], "only the distributed optimizer"),
     ],
@@ -70,7 +76,7 @@ def test_stages_with_experts_are_refused_where_one_adam_cannot_update_both_meshe
     from mindspeed.training import zero
 
     flags = SimpleNamespace(
-        zero_stage=3, use_megatron_fsdp=False, use_distributed_optimizer=False, save=None
+        zero_stage=3, data_parallel_sharding_strategy="no_shard", save=None, given_flags=[]
     )
     monkeypatch.setattr(zero, "_sharded", lambda args, flag: iter(()))
     monkeypatch.setattr(zero, "fused_adam_takes_several_meshes", lambda: False)

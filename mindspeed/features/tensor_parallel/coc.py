@@ -62,12 +62,13 @@ class Coc(
         # 2D tensor parallelism has its own layers; there --coc-fused-kernel is one of its flags.
         if megatron.get("tp_2d") and self == Coc(coc_fused_kernel=True):
             return False
-        given = [name for name in given_names(self) if name not in ("COC_MODE", "--coc-mode")]
+        named = given_names(self, megatron)
+        given = [name for name in named if name not in ("COC_MODE", "--coc-mode")]
         if not self.wanted():
             if given:
                 _say_once(f"{', '.join(given)}: no effect, {MODE} 0 leaves products as they are")
             return False
-        of_environment = all(not name.startswith("--") for name in given_names(self))
+        of_environment = all(not name.startswith("--") for name in named)
         if of_environment and megatron.get("tensor_model_parallel_size", 2) == 1:
             # Set for every job of a machine, and this one has no such communication.
             _say_once(f"{', '.join(given)}: no effect, --tensor-model-parallel-size is 1")
@@ -107,7 +108,7 @@ class Coc(
         except ConfigError as error:
             chosen = CocSettings()
             yield Problem("--coc-cfgs", str(error))
-        name = given_names(self)[0]
+        name = given_names(self, megatron)[0]
         yield from shared.common_problems(name, megatron)
         yield from self._without_effect(chosen, megatron)
         yield from self._rows(chosen, megatron)

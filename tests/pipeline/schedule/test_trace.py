@@ -66,6 +66,7 @@ def test_the_command_prints_draws_and_refuses(tmp_path, capsys):
     for wrong, text in (
         (["pipeline", "trace"], "the folder of --pipeline-trace is missing"),
         ([*words, "--pp", "4"], "--pp belongs to mindspeed pipeline plan"),
+        ([*words, "--vpp", "1"], "--vpp belongs to mindspeed pipeline plan"),
         (["pipeline", "plan", str(tmp_path)], "a folder belongs to mindspeed pipeline trace"),
         (["pipeline", "search", "--plot", "x.png"], "--plot belongs to mindspeed pipeline plan"),
     ):
