@@ -23,6 +23,7 @@ from mindspeed import device
 from mindspeed.adaptor.versions.checkpoints import optimizer_state, sharding
 from mindspeed.built_model import BuiltModel, TrainedModel
 from mindspeed.checkpoint import fsdp_state
+from mindspeed.flags import GIVEN
 from mindspeed.job import Parallel, TrainState
 from mindspeed.lora.state import sharded_state as adapter_state
 
@@ -96,7 +97,7 @@ def stored_args(args: argparse.Namespace, state: TrainState | None = None) -> ar
     plain: dict[str, Any] = {
         name: value
         for name, value in vars(args).items()
-        if _is_plain(value) and name not in ("rank", "local_rank")
+        if _is_plain(value) and name not in ("rank", "local_rank", GIVEN)
     }
     if hasattr(args, "persist_layer_norm"):  # Megatron-LM's flag, and ours, says the opposite
         plain["no_persist_layer_norm"] = not args.persist_layer_norm

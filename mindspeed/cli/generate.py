@@ -27,7 +27,7 @@ from mindspeed.cli.inference_flags import (
     sampling_options,
 )
 from mindspeed.errors import ConfigError, DataError
-from mindspeed.flags import given_in, record_given
+from mindspeed.flags import given_in
 from mindspeed.inference.sampling import Constraint, SamplingOptions
 from mindspeed.parsing import parse_object, read_json
 from mindspeed.ranges import number, whole
@@ -39,7 +39,6 @@ HELP = "continue a text with a trained model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    record_given(parser)
     add_model_arguments(parser)
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be repeated")

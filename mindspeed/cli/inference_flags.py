@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mindspeed.flags import given_in, record_given
 from mindspeed.inference.sampling import SamplingOptions
 from mindspeed.ranges import ABOVE_ZERO, FRACTION, MAX_RANKS, NOT_NEGATIVE, Range, number, whole
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the model and its parallel sizes."""
+    """Add the flags of the model and its parallel sizes; records which flags are given."""
+    record_given(parser)
     add = parser.add_argument_group("model").add_argument
     add(
         "--load",
@@ -158,8 +160,10 @@ def run_model(command: str, args: argparse.Namespace, body: Callable[[TextGenera
 
 
 def command_line(command: str, args: argparse.Namespace) -> list[str]:
+    """The command of one rank: the flags that are given, again."""
     words = [sys.executable, "-m", "mindspeed", command]
-    for name, value in vars(args).items():
+    for name in given_in(vars(args)):
+        value = getattr(args, name)
         option = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             words += [option] if value else []

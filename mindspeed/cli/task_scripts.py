@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from mindspeed.cli import evaluate
 from mindspeed.cli.inference_flags import add_model_arguments, run_model, sampling_options
 from mindspeed.errors import MindSpeedError
+from mindspeed.flags import GIVEN, given_in
 from mindspeed.ranges import NOT_NEGATIVE, Range, number, whole
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
         args.tokenizer_model = args.tokenizer_model or model.tokenizer_model
         if getattr(args, "max_length", 0) is None:
             args.max_length = model.seq_length
+        names = {"tokenizer_model", "max_length"} & vars(args).keys()
+        setattr(args, GIVEN, sorted({*given_in(vars(args)), *names}))
     return args
 
 

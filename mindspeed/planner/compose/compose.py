@@ -18,6 +18,7 @@ from typing import Any
 
 from mindspeed.errors import MindSpeedError
 from mindspeed.features.registry import flags_planned_as
+from mindspeed.flags import GIVEN
 from mindspeed.pipeline.layout import spelt_out
 from mindspeed.planner import isolated
 from mindspeed.planner.cluster import Cluster
@@ -44,7 +45,7 @@ _LAUNCH = ("rank", "recipe", "planned_loop")
 def _not_compared() -> frozenset[str]:
     """Arguments of the launch, and other ways to give sizes of a layout, which are compared."""
     sizes = flags_planned_as("lays out")
-    return frozenset((*_LAUNCH, *_CHUNKS, *sizes, *not_planned()))
+    return frozenset((GIVEN, *_LAUNCH, *_CHUNKS, *sizes, *not_planned()))
 
 
 @dataclass(frozen=True)
