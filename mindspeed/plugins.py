@@ -41,11 +41,17 @@ def entry_points(group: str) -> Mapping[str, EntryPoint]:
         ConfigError: two packages use the same name; names both.
     """
     found: dict[str, EntryPoint] = {}
-    for entry in sorted(importlib.metadata.entry_points(group=group), key=_name_and_value):
+    for entry in sorted(all_entry_points().select(group=group), key=_name_and_value):
         if entry.name in found:
             raise _clash(group, entry.name, _describe(found[entry.name]), _describe(entry))
         found[entry.name] = entry
     return found
+
+
+@functools.cache
+def all_entry_points() -> Any:
+    """Those of all packages, whose files are read once; a class of its own before Python 3.12."""
+    return importlib.metadata.entry_points()
 
 
 def origin(group: str, name: str) -> str:

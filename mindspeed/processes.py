@@ -42,6 +42,14 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def imports_of_command() -> Iterator[None]:
+    """The same for imports that stay until the process ends: later collections skip them, too."""
+    with no_collection():
+        yield
+        gc.freeze()
+
+
 def free_port() -> int:
     """A free TCP port to listen on later.
 

@@ -36,7 +36,7 @@ from mindspeed.errors import (
     describe,
 )
 from mindspeed.files import SecurityWarning, tighten_umask, warn_if_root
-from mindspeed.processes import no_collection
+from mindspeed.processes import imports_of_command
 from mindspeed.ranges import HelpFormatter, Parser
 
 COMMANDS: dict[str, str] = {
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(command: str, rest: list[str]) -> int:
     """Run a sub-command; errors for the user are raised, not printed."""
-    with no_collection():
+    with imports_of_command():
         module = importlib.import_module(f"mindspeed.cli.{command.replace('-', '_')}")
     if getattr(module, "PASS_THROUGH", False):
         return int(module.run(rest))

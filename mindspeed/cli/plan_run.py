@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mindspeed.processes import no_collection
+from mindspeed.processes import imports_of_command
 
 if TYPE_CHECKING:
     from mindspeed.planner.job import Job
@@ -45,8 +45,8 @@ def job_of(flags: Sequence[str]) -> Job:
     Raises:
         ConfigError: the script is none of Megatron-LM.
     """
-    install_adaptor()
-    with no_collection():
+    with imports_of_command():
+        install_adaptor()
         from mindspeed.planner.scripts import job_of
 
     return job_of(flags)

@@ -29,7 +29,7 @@ from mindspeed.cli.plan_run import (
 )
 from mindspeed.errors import ConfigError
 from mindspeed.files import atomic_write_text, make_dirs
-from mindspeed.processes import cores
+from mindspeed.processes import cores, imports_of_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,8 +125,9 @@ def search(
         devices: number of ranks; None: that of the job.
         title: begins the bar.
     """
-    plan_run.install_adaptor()
-    from mindspeed.planner.search.plan import plan
+    with imports_of_command():
+        plan_run.install_adaptor()
+        from mindspeed.planner.search.plan import plan
 
     with progress(f"{title}measuring signatures") as tell:
         return plan(

@@ -27,6 +27,7 @@ TESTED = "2.13.0"
 _HERE = Version(Version(torch.__version__).base_version)
 
 
+@functools.cache
 def at_least(release: str) -> bool:
     """Whether this torch is ``release`` or newer; development builds count as their release."""
     return Version(release) <= _HERE

@@ -14,9 +14,10 @@ needs("megatron.core")
 from mindspeed.checkpoint.architecture import ARCHITECTURE, DETAILS
 from mindspeed.errors import ConfigError
 from mindspeed.models.families import FAMILIES, family_of_args, family_of_config
-from mindspeed.models.presets import model_flags, presets
+from mindspeed.models.presets import FILE, model_flags, presets
 from mindspeed.models.shape import shape_of
 from mindspeed.models.table import parameters
+from mindspeed.parsing import parse_yaml
 from mindspeed.training.arguments import build_parser
 from mindspeed.training.recipe import dump, flag_words, parse_with_recipe
 
@@ -99,6 +100,12 @@ def test_a_preset_has_the_published_number_of_parameters(parser, name):
 
 
 OF_TRANSFORMERS_5 = ("gemma3", "minimax-m2")
+
+
+def test_the_file_of_presets_is_read_as_a_users_file():
+    text = FILE.read_text("utf-8")
+    strict = parse_yaml(text, FILE.name)
+    assert {name: one.config for name, one in presets().items()}.items() <= strict.items()
 
 
 @pytest.mark.parametrize(

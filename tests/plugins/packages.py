@@ -44,5 +44,6 @@ def forget() -> None:
     from mindspeed.models.families import families
     from mindspeed.models.presets import presets
 
-    for cached in (plugins.entry_points, named, all_features, families, presets, tasks):
+    read = plugins.all_entry_points, plugins.entry_points
+    for cached in (*read, named, all_features, families, presets, tasks):
         cached.cache_clear()

@@ -139,13 +139,13 @@ def _found(counts: Counter[str]) -> Counter[str]:
 @contextmanager
 def no_collections() -> Iterator[None]:
     """Disable garbage collection, whose time would decide what is alive at the peak."""
-    enabled, frozen = gc.isenabled(), isolated.in_child or gc.get_freeze_count() > 0
+    enabled = gc.isenabled()
     gc.disable()
     gc.freeze()  # exclude existing objects from the collection between the steps
     try:
         yield
     finally:
-        if not frozen:
+        if not isolated.in_child:
             gc.unfreeze()
         if enabled:
             gc.enable()
